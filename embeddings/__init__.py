@@ -1,0 +1,1 @@
+"""Train text-embedding models: four published recipes as Lightning modules."""

@@ -1,0 +1,56 @@
+"""Errors that people cause, and the exit code each one ends a command with."""
+
+
+class UserError(ValueError):
+    """A mistake that a person can mend: one line that says what is wrong, where, and the way out.
+
+    The command line prints the message as one line on standard error and exits with `exit_code`; nothing is written.
+    Raise it at the border where a human wrote the value; inside the library trust the types.
+    """
+
+    exit_code = 2
+
+
+class InputError(UserError):
+    """A file or record that cannot be used.
+
+    Args:
+        where: File and row (`train.jsonl:17`), or the option that named the file.
+        what: The rule and the value that broke it.
+        fix: The way out, as an imperative.
+    """
+
+    def __init__(self, where: str, what: str, fix: str) -> None:
+        super().__init__(f"{where}: {what}; {fix}")
+
+
+class OptionError(UserError):
+    """An option whose value is impossible, or cannot take effect.
+
+    Args:
+        option: Its name as the user writes it (`data.batch_size`).
+        value: What was given.
+        rule: What must hold (`must be > 0`).
+        fix: The way out, as an imperative.
+    """
+
+    def __init__(self, option: str, value: object, rule: str, fix: str) -> None:
+        super().__init__(f"{option} {rule}, got {value!r}; {fix}")
+
+
+class MissingExtraError(UserError):
+    """A library that is optional and not installed.
+
+    Args:
+        library: The module that could not be imported.
+        extra: The extra of this package that brings it.
+    """
+
+    def __init__(self, library: str, extra: str) -> None:
+        super().__init__(f"{library} is not installed; run: pip install 'embeddings[{extra}]'")
+
+
+class NumericError(RuntimeError):
+    """A run whose numbers went wrong (NaN, Inf)."""
+
+    exit_code = 70

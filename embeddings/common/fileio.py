@@ -1,0 +1,108 @@
+"""Files written whole or not at all, content hashes, and the manifest beside a job's output."""
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from embeddings.common.errors import InputError
+
+VERSIONED_PACKAGES = ("embeddings", "torch", "transformers", "tokenizers", "lightning", "datasets", "peft", "numpy")
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary path beside `path`; on leaving without an error it is flushed to disk and renamed to `path`.
+
+    After a crash at any point `path` holds either its old content or the whole new one.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+        _fsync_folder(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` as UTF-8, whole or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as indented JSON, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """The SHA-256 of a file's bytes, as 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_hash(text: str) -> int:
+    """A signed 64-bit hash of a text without its outer white space, equal on every machine."""
+    digest = hashlib.blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of Python and of the packages that decide a job's output."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONED_PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_manifest(folder: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
+    """Write `folder/manifest.json`: the given fields and the versions of what made the output."""
+    write_json(Path(folder) / "manifest.json", {**fields, "versions": installed_versions()})
+
+
+def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) -> None:
+    """Check that every expected field of `folder/manifest.json` has the expected value.
+
+    Raises:
+        InputError: If the manifest is missing, or a field differs; the message names the field and both values.
+    """
+    path = Path(folder) / "manifest.json"
+    if not path.is_file():
+        raise InputError(str(path), "no manifest lies beside this output", "make the output again")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for field, value in expected.items():
+        if found.get(field) != value:
+            raise InputError(
+                str(path), f"field {field!r} is {found.get(field)!r}, expected {value!r}", "make the output again"
+            )
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _fsync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

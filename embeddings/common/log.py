@@ -1,0 +1,5 @@
+"""The one logger of the library."""
+
+import logging
+
+logger = logging.getLogger("embeddings")

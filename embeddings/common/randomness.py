@@ -1,0 +1,34 @@
+"""Seeds: one number for each (seed, stream, …) that never depends on ranks, workers or what ran before."""
+
+import hashlib
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+
+def derive_seed(seed: int, *stream: int | str) -> int:
+    """A 63-bit seed that is a pure function of its arguments.
+
+    Determinism: the same arguments give the same number on every machine and Python; different ones are independent.
+
+    Args:
+        seed: The run's seed.
+        stream: What the seed is for, such as `("epoch", 3)` or `("negatives", epoch, row)`.
+    """
+    text = "\x1f".join(str(part) for part in (seed, *stream))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def numpy_generator(seed: int, *stream: int | str) -> np.random.Generator:
+    """A numpy generator for one stream of `seed`."""
+    return np.random.default_rng(derive_seed(seed, *stream))
+
+
+def fork_rng(device: torch.device) -> AbstractContextManager[None]:
+    """A context that restores the random state of the processor, and of `device` where it is a CUDA device."""
+    if device.type == "cuda":
+        return torch.random.fork_rng(devices=[device])
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return nullcontext()

@@ -1,0 +1,51 @@
+"""How a text becomes tokens: the settings that training, serving and a saved model directory share."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Self
+
+from embeddings.common.errors import OptionError
+
+TextRole = Literal["query", "document"]
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """Lengths, prompts and special tokens of an embedding model's texts.
+
+    Args:
+        query_max_length: Most tokens of a query, its prompt and special tokens included. NV-Embed uses 512.
+        document_max_length: The same of a document.
+        prompts: Text put before a text, by name; `query` and `document` are what encoding uses when none is named.
+        append_eos: Whether every text ends in the tokenizer's end-of-sequence token, truncated ones too.
+        pool_prompt: Whether the prompt's tokens enter the pooling. NV-Embed leaves them out.
+    """
+
+    query_max_length: int = 512
+    document_max_length: int = 512
+    prompts: dict[str, str] = field(default_factory=dict)
+    append_eos: bool = False
+    pool_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("query_max_length", "document_max_length"):
+            if getattr(self, name) < 4:
+                raise OptionError(f"data.text.{name}", getattr(self, name), "must be >= 4", "the paper uses 512")
+
+    def max_length(self, role: TextRole) -> int:
+        """Most tokens of a text in this role."""
+        return self.query_max_length if role == "query" else self.document_max_length
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, as a checkpoint or a model directory holds them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """The settings that `to_dict` wrote."""
+        return cls(**fields)
+
+
+def instruction_prompt(instruction: str) -> str:
+    """The prompt of an instruction: NV-Embed Eq. 2, with the line break and the trailing space of its model card."""
+    return f"Instruct: {instruction}\nQuery: "
