@@ -1,0 +1,55 @@
+"""What samplers ask for and what data sets answer with: the contract inside the data floor."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class RowDraw(NamedTuple):
+    """One entry of a batch plan.
+
+    Attributes:
+        row: Row in the mixture (all sources one after another).
+        draw: Key of every random choice made for this entry, a pure function of (seed, epoch, position), so that the
+            choices depend on neither the rank nor the worker that makes them.
+    """
+
+    row: int
+    draw: int
+
+
+class Negative(NamedTuple):
+    """A hard negative. `level` is 1 (hardest) to 4 (easiest), or 0 where the source gives none."""
+
+    text: str
+    level: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One query with its relevant and irrelevant texts, its random choices still open.
+
+    Attributes:
+        row: Row in the mixture.
+        draw: Key of the random choices (see `RowDraw`).
+        source: Index of the source in the mixture.
+        query: Query text without its prompt.
+        positives: Texts relevant to it, at least one.
+        negatives: Texts that are not, hardest first.
+        label: Class within the source, -1 where it has none; the positives have the same.
+        negative_labels: Class of each negative, as long as `negatives`, or empty where the source has none.
+        query_prompt: Text put before the query, "" for none.
+        document_prompt: Text put before positives and negatives, "" for none (NV-Embed: set on symmetric tasks only).
+        in_batch_negatives: Whether other queries' candidates may serve as negatives.
+    """
+
+    row: int
+    draw: int
+    source: int
+    query: str
+    positives: tuple[str, ...]
+    negatives: tuple[Negative, ...] = ()
+    label: int = -1
+    negative_labels: tuple[int, ...] = ()
+    query_prompt: str = ""
+    document_prompt: str = ""
+    in_batch_negatives: bool = True
