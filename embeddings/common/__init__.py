@@ -1,9 +1,14 @@
-"""Floor 0: what every other package may use."""
+"""Floor 0: what every other package may use. The names that need torch load it on first use."""
+
+from typing import TYPE_CHECKING
 
 from embeddings.common.errors import InputError, MissingExtraError, NumericError, OptionError, UserError
-from embeddings.common.protocols import ContrastiveStep
+from embeddings.common.lazy import lazy_names
 from embeddings.common.text import TextRole, TextSettings, instruction_prompt
-from embeddings.common.types import ContrastiveBatch, LossOutput, PaddedTokens, Representations, TokenBatch
+
+if TYPE_CHECKING:
+    from embeddings.common.protocols import ContrastiveStep
+    from embeddings.common.types import ContrastiveBatch, LossOutput, PaddedTokens, Representations, TokenBatch
 
 __all__ = [
     "ContrastiveBatch",
@@ -21,3 +26,15 @@ __all__ = [
     "UserError",
     "instruction_prompt",
 ]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ContrastiveBatch": "types",
+        "ContrastiveStep": "protocols",
+        "LossOutput": "types",
+        "PaddedTokens": "types",
+        "Representations": "types",
+        "TokenBatch": "types",
+    },
+)

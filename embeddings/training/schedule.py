@@ -1,0 +1,70 @@
+"""Learning-rate schedules keyed to optimiser steps."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from embeddings.common.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, then a decay to zero at the last step.
+
+    Args:
+        warmup_steps: Optimiser steps (not batches) over which the rate rises linearly from 0. NV-Embed uses 50 (Table 11).
+        decay: What follows: `linear` (NV-Embed, Appendix C) or `cosine` to zero at `total_steps`, or `constant`.
+        total_steps: Optimiser steps of the whole run; None takes the trainer's.
+
+    Raises:
+        OptionError: If a count is negative, or the warm-up is longer than the run.
+    """
+
+    warmup_steps: int = 50
+    decay: Literal["linear", "cosine", "constant"] = "linear"
+    total_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise OptionError("model.schedule.warmup_steps", self.warmup_steps, "must be >= 0", "NV-Embed uses 50")
+        if self.total_steps is not None and self.total_steps < 1:
+            raise OptionError("model.schedule.total_steps", self.total_steps, "must be >= 1", "leave it out")
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """The share of the peak rate that optimiser step `step` (0-based) uses, 0 to 1.
+
+        The first step of a warm-up of W steps uses 1/W of the peak, so no step is wasted at a rate of zero.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return 1.0
+        left = max(0.0, (total_steps - step) / max(1, total_steps - self.warmup_steps))
+        return left if self.decay == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
+
+    def scheduler(self, optimizer: Optimizer, trainer_steps: int | None) -> LambdaLR:
+        """The schedule as a PyTorch scheduler that is stepped once an optimiser step.
+
+        Args:
+            optimizer: Whose learning rates are the peak.
+            trainer_steps: The trainer's optimiser steps, used where `total_steps` is None.
+        """
+        total_steps = self.total_steps or trainer_steps
+        if total_steps is None:
+            if self.decay != "constant":
+                raise OptionError(
+                    "model.schedule.total_steps", None, "must be known to decay", "set trainer.max_steps or max_epochs"
+                )
+            total_steps = self.warmup_steps + 1
+        if self.warmup_steps >= total_steps and self.warmup_steps > 0:
+            raise OptionError(
+                "model.schedule.warmup_steps",
+                self.warmup_steps,
+                f"must be below the run's {total_steps} optimiser steps",
+                "lower it or train longer",
+            )
+        steps = total_steps
+        return LambdaLR(optimizer, lambda step: self.factor(step, steps))

@@ -1,0 +1,22 @@
+import pytest
+
+from embeddings.common.errors import InputError, MissingExtraError, NumericError, OptionError, UserError
+
+
+def test_input_error_names_place_fault_and_way_out():
+    error = InputError("train.jsonl:17", "field 'query' is missing", "map it in `columns`")
+    assert str(error) == "train.jsonl:17: field 'query' is missing; map it in `columns`"
+    assert error.exit_code == 2
+
+
+def test_option_error_shows_the_option_its_value_and_the_rule():
+    assert str(OptionError("temperature", 0.0, "must be > 0", "try 0.02")) == "temperature must be > 0, got 0.0; try 0.02"
+
+
+def test_missing_extra_names_what_to_install():
+    assert str(MissingExtraError("faiss", "cpu")) == "faiss is not installed; run: pip install 'embeddings[cpu]'"
+
+
+@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (NumericError, 70)])
+def test_exit_codes_follow_the_table(kind, code):
+    assert kind("x").exit_code == code

@@ -1,0 +1,91 @@
+import json
+import os
+import stat
+
+import pytest
+
+from embeddings.common import InputError
+from embeddings.common.fileio import (
+    atomic_path,
+    check_manifest,
+    file_sha256,
+    installed_versions,
+    text_hash,
+    write_json,
+    write_manifest,
+    write_text,
+)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path):
+    target = tmp_path / "value.json"
+    write_text(target, "old")
+
+    def fail_half_way():
+        with atomic_path(target) as temporary:
+            temporary.write_text("half")
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        fail_half_way()
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
+
+
+def test_the_file_appears_only_when_it_is_whole(tmp_path):
+    target = tmp_path / "deep" / "value.txt"
+    with atomic_path(target) as temporary:
+        temporary.write_text("whole")
+        assert not target.exists()
+    assert target.read_text() == "whole"
+
+
+def test_the_bytes_reach_the_disk_before_the_name_changes(tmp_path, monkeypatch):
+    order = []
+    replace, fsync = os.replace, os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (order.append("fsync"), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append("rename"), replace(a, b)))
+    write_text(tmp_path / "x", "text")
+    assert order == ["fsync", "rename", "fsync"]
+
+
+def test_the_mode_follows_the_umask(tmp_path):
+    old = os.umask(0o027)
+    try:
+        write_text(tmp_path / "x", "text")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
+
+
+def test_json_keeps_letters_of_every_script(tmp_path):
+    write_json(tmp_path / "x.json", {"text": "東京 é"})
+    assert "東京" in (tmp_path / "x.json").read_text(encoding="utf-8")
+
+
+def test_file_sha256_is_the_standard_digest(tmp_path):
+    (tmp_path / "x").write_bytes(b"abc")
+    assert file_sha256(tmp_path / "x") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_text_hash_is_stable_and_ignores_outer_white_space():
+    assert text_hash(" abc\n") == text_hash("abc") == 6455300059550759896
+    assert text_hash("abc") != text_hash("Abc")
+    assert -(2**63) <= text_hash("\ud800 lone surrogate") < 2**63
+
+
+def test_a_manifest_mismatch_names_the_field_and_both_values(tmp_path):
+    write_manifest(tmp_path, {"model": "a", "rows": 3})
+    check_manifest(tmp_path, {"model": "a"})
+    with pytest.raises(InputError, match="field 'rows' is 3, expected 4"):
+        check_manifest(tmp_path, {"model": "a", "rows": 4})
+    assert json.loads((tmp_path / "manifest.json").read_text())["versions"]["torch"]
+
+
+def test_a_missing_manifest_is_refused(tmp_path):
+    with pytest.raises(InputError, match="no manifest"):
+        check_manifest(tmp_path, {})
+
+
+def test_versions_name_python_and_torch():
+    assert {"python", "torch", "transformers"} <= set(installed_versions())

@@ -1,0 +1,27 @@
+"""Every test runs offline, on one thread, and without the user's settings."""
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_MODULE_LOADING="LAZY")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _quiet_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture
+def embed_data() -> Path:
+    """The folder of real data sets; the test is skipped where there is none."""
+    folder = Path(os.environ.get("EMBED_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip("no real data sets: set EMBED_DATA to their folder")
+    return folder

@@ -1,0 +1,57 @@
+import pytest
+import torch
+
+from embeddings.common import OptionError
+from embeddings.training.schedule import Schedule
+
+
+def test_warm_up_is_linear_and_wastes_no_step():
+    schedule = Schedule(warmup_steps=4, decay="linear")
+    assert [schedule.factor(step, 8) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_linear_decay_reaches_zero_at_the_end():
+    schedule = Schedule(warmup_steps=2, decay="linear")
+    assert [schedule.factor(step, 6) for step in range(2, 8)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+
+def test_cosine_decay_is_half_way_at_half_time():
+    schedule = Schedule(warmup_steps=0, decay="cosine")
+    assert schedule.factor(5, 10) == pytest.approx(0.5)
+    assert schedule.factor(10, 10) == pytest.approx(0.0)
+
+
+def test_constant_needs_no_end():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = Schedule(warmup_steps=0, decay="constant").scheduler(optimizer, None)
+    assert scheduler.get_last_lr() == [1.0]
+
+
+def test_the_scheduler_gives_the_rates_of_the_factor():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    schedule = Schedule(warmup_steps=2)
+    scheduler = schedule.scheduler(optimizer, 5)
+    rates = []
+    for _ in range(5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([2.0 * schedule.factor(step, 5) for step in range(5)])
+
+
+@pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"total_steps": 0}])
+def test_impossible_counts_are_refused(options):
+    with pytest.raises(OptionError):
+        Schedule(**options)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    with pytest.raises(OptionError, match="must be below the run's 50 optimiser steps"):
+        Schedule(warmup_steps=50).scheduler(optimizer, 50)
+
+
+def test_a_decay_without_an_end_is_refused():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    with pytest.raises(OptionError, match=r"set trainer\.max_steps"):
+        Schedule().scheduler(optimizer, None)
