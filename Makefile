@@ -1,0 +1,40 @@
+# Each target makes its own environment in .venv from constraints.txt; nothing else has to be installed but Python and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+# torch first and alone: a CPU build that is already there satisfies everything after it.
+TORCH ?= torch==2.13.0
+STAMP = $(VENV)/.installed
+
+.PHONY: quickstart test test-all lint bench bench-tiny clean
+
+quickstart: $(STAMP)
+	$(BIN)/python main.py quickstart
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not multi_gpu and not network"
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.run
+
+bench-tiny: $(STAMP)
+	$(BIN)/python -m benchmarks.run --tiny
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[quickstart,cpu,dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .cache

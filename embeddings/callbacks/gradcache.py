@@ -1,0 +1,53 @@
+"""GradCache under Lightning's automatic optimisation."""
+
+import lightning as L
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from embeddings.common import UserError
+from embeddings.training.gradcache import GradCache
+
+
+class GradCacheCallback(L.Callback):
+    """Trains any contrastive module in mini-batches with the gradient of the whole batch.
+
+    The batch that the loss sees is then limited by the vectors, not by the encoder's activations. Precision, gradient
+    clipping, accumulation, schedules and logging work as in a plain step, because the module stays under automatic
+    optimisation: its `training_step` runs every backward pass but the last mini-batch's, and returns a loss with the
+    whole value and the rest of the gradient.
+
+    Args:
+        mini_batch_tokens: Most padded tokens of a mini-batch.
+        mini_batch_texts: Most texts of a mini-batch; None for no such limit.
+        kept_fraction: Share of all padded tokens, 0 to 1, whose graphs may be kept instead of recomputed.
+        kept_gib: Memory that kept graphs may hold together, in GiB on this rank.
+        equal_mini_batches: Whether all ranks run equally many mini-batches.
+
+    Raises:
+        OptionError: If an option is impossible.
+        UserError: If the module cannot be cut, or under a strategy whose gradient synchronisation is not covered.
+    Related: `training.gradcache.GradCache`, the engine without Lightning.
+    """
+
+    def __init__(
+        self,
+        mini_batch_tokens: int = 8192,
+        mini_batch_texts: int | None = None,
+        kept_fraction: float | None = None,
+        kept_gib: float | None = None,
+        equal_mini_batches: bool = False,
+    ) -> None:
+        self.engine = GradCache(mini_batch_tokens, mini_batch_texts, kept_fraction, kept_gib, equal_mini_batches)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hand the engine to the module."""
+        if not hasattr(pl_module, "grad_cache"):
+            name = type(pl_module).__name__
+            raise UserError(f"GradCacheCallback needs a contrastive module, got {name}; remove the callback")
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            name = type(trainer.strategy).__name__
+            raise UserError(f"GradCacheCallback runs on one device or under ddp, not {name}; set trainer.strategy: ddp")
+        pl_module.grad_cache = self.engine
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Take it back."""
+        pl_module.grad_cache = None

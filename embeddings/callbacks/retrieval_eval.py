@@ -1,0 +1,73 @@
+"""Retrieval scores during training, by which the best checkpoint is kept."""
+
+import lightning as L
+
+from embeddings.callbacks.embedder_of import embedder_of
+from embeddings.common import OptionError
+from embeddings.evaluation import RetrievalFolder, evaluate_folder, read_evaluation_folder
+from embeddings.inference import Encoder
+
+METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
+
+
+class RetrievalEvaluation(L.Callback):
+    """Scores the model on a retrieval folder every so many optimiser steps and logs `val/ndcg_at_10` and its siblings.
+
+    A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same `every_n_train_steps` then keeps the best.
+    The folder is read at the start of training, so a mistake in it ends the run before the first step.
+
+    Args:
+        folder: A retrieval folder (`corpus.jsonl[.gz]`, `queries.jsonl`, `qrels.tsv`).
+        every_n_steps: Optimiser steps between two scorings, > 0.
+        name: Prefix of the logged metrics.
+        at_start: Whether the model is scored before its first step too.
+
+    Distributed: rank 0 scores while the others wait; the scores are broadcast.
+    Raises:
+        OptionError: If `every_n_steps` is not positive.
+    """
+
+    def __init__(self, folder: str, every_n_steps: int = 100, name: str = "val", at_start: bool = True) -> None:
+        if every_n_steps < 1:
+            raise OptionError("RetrievalEvaluation.every_n_steps", every_n_steps, "must be >= 1", "try 100")
+        self.folder = folder
+        self.every_n_steps = every_n_steps
+        self.name = name
+        self.at_start = at_start
+        self._data: RetrievalFolder | None = None
+        self._scored_step = -1
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Read and check the folder."""
+        embedder_of(pl_module, self)
+        if stage == "fit" and self._data is None:
+            data = read_evaluation_folder(self.folder)
+            if not isinstance(data, RetrievalFolder):
+                fix = "name a folder with corpus.jsonl, queries.jsonl and qrels.tsv"
+                raise OptionError("RetrievalEvaluation.folder", self.folder, "must be a retrieval folder", fix)
+            self._data = data
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Score the untrained model."""
+        if self.at_start and trainer.global_step == 0:
+            self._score(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Score after every `every_n_steps` optimiser steps."""
+        step = trainer.global_step
+        if step and step % self.every_n_steps == 0 and step != self._scored_step:
+            self._score(trainer, pl_module)
+
+    def _score(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self._data is not None
+        self._scored_step = trainer.global_step
+        scores: dict[str, float] | None = None
+        if trainer.is_global_zero:
+            found = evaluate_folder(Encoder(embedder_of(pl_module, self)), self._data)
+            scores = {metric: float(found.metrics[metric]) for metric in METRICS}
+        scores = trainer.strategy.broadcast(scores)
+        assert scores is not None
+        for metric, value in scores.items():
+            pl_module.log(f"{self.name}/{metric}", value, prog_bar=metric == METRICS[0], rank_zero_only=False)

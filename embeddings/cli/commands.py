@@ -1,0 +1,66 @@
+"""The commands that are plain typed functions, and how one becomes a command line."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+
+from embeddings.cli.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function that is a command.
+
+    Args:
+        target: Where it is, as `module:function`; it is imported only when the command runs.
+        summary: One line for the list of commands.
+        positional: Parameters given by position; all others are options.
+    """
+
+    target: str
+    summary: str
+    positional: tuple[str, ...] = ()
+
+    def load(self) -> Callable[..., Any]:
+        """The function."""
+        module, _, name = self.target.partition(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
+
+
+COMMANDS = {
+    "prepare": Command("embeddings.cli.prepare:prepare", "build a training corpus", ("corpus",)),
+    "quickstart": Command("embeddings.cli.quickstart:quickstart", "corpus, training, scores and searches in minutes"),
+    "encode": Command("embeddings.cli.serve:encode", "texts of a file to vectors in a folder"),
+    "search": Command("embeddings.cli.serve:search", "the documents of a corpus nearest to a query", ("query",)),
+    "evaluate": Command("embeddings.cli.serve:evaluate", "score a model on evaluation folders"),
+    "export": Command("embeddings.cli.export:export", "a training checkpoint to a model directory"),
+    "show": Command("embeddings.cli.show:show", "pictures of a run or a model", ("what",)),
+}
+
+
+class CommandParser(ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        raise ConfigError(message) from ex
+
+
+def run_command(name: str, argv: Sequence[str]) -> None:
+    """Parse `argv` against the command's signature and call it."""
+    command = COMMANDS[name]
+    function = command.load()
+    parser = CommandParser(prog=f"main.py {name}", description=(function.__doc__ or "").strip().splitlines()[0])
+    parser.add_argument("--config", action="config", help="a YAML file of these options")
+    added = parser.add_function_arguments(function, skip=set(command.positional), fail_untyped=True)
+    for parameter in command.positional:
+        annotation = function.__annotations__[parameter]
+        parser.add_argument(parameter, type=annotation)
+    options = parser.instantiate(parser.parse_args(list(argv)))
+    function(**{key: options[key] for key in [*added, *command.positional]})

@@ -1,0 +1,50 @@
+"""How a command ends: one line on standard error, and an exit code that scripts can rely on."""
+
+import re
+import sys
+from collections.abc import Callable
+
+from embeddings.common import NumericError, UserError
+
+EXIT_OK = 0
+EXIT_INPUT = 2
+EXIT_IO = 74
+EXIT_INTERRUPTED = 130
+
+
+class ConfigError(UserError):
+    """A command line or config that does not parse."""
+
+
+def one_line(message: str, limit: int = 300) -> str:
+    """The message as one line of at most `limit` characters; what is cut is the middle, never the start or the end."""
+    line = re.sub(r"\s+", " ", message).strip()
+    if len(line) <= limit:
+        return line
+    half = (limit - 3) // 2
+    return f"{line[:half]}...{line[-half:]}"
+
+
+def run_guarded(command: Callable[[], None]) -> int:
+    """Run a command and return its exit code.
+
+    A `UserError` ends in one line and code 2, a full disk or a refused path in one line and code 74, NaN or Inf in one
+    line and code 70, Ctrl-C in one line and code 130. Any other exception is a defect of ours and keeps its traceback.
+    """
+    try:
+        command()
+    except (UserError, NumericError) as error:
+        return _report(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _report("interrupted; finished checkpoints and shards are kept", EXIT_INTERRUPTED)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        return _report(f"{where}{error.strerror}; free or allow the path, then run the command again", EXIT_IO)
+    return EXIT_OK
+
+
+def _report(message: str, code: int) -> int:
+    print(f"error: {one_line(message)}", file=sys.stderr)
+    return code

@@ -1,0 +1,84 @@
+"""`export`: a training checkpoint becomes a model directory."""
+
+from pathlib import Path
+from typing import Any
+
+from embeddings.common import InputError
+
+ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
+
+
+def export(checkpoint: Path, output: Path) -> None:
+    """Write the model of a training checkpoint as a sentence-transformers directory.
+
+    The checkpoint says how its module is built. Only this library's classes and PyTorch's optimisers are made from it, and
+    its tensors are read without running any code, so a checkpoint from elsewhere cannot run anything.
+
+    Args:
+        checkpoint: A `.ckpt` file that `fit` wrote.
+        output: The directory to write; one that is there is replaced once the new one is whole.
+    """
+    from embeddings.modules.base import ContrastiveModule
+
+    state = read_checkpoint(checkpoint)
+    config = state.get("run_config")
+    if not isinstance(config, dict) or "model" not in config:
+        raise InputError(str(checkpoint), "holds no run_config", "export a checkpoint that `main.py fit` wrote")
+    module = build_module(config["model"], checkpoint)
+    if not isinstance(module, ContrastiveModule):
+        raise InputError(str(checkpoint), f"holds a {type(module).__name__}, which trains no embedder", "export another")
+    try:
+        module.load_state_dict(state["state_dict"])
+    except (KeyError, RuntimeError) as error:
+        raise InputError(str(checkpoint), f"its weights do not fit its config: {error}", "export another") from error
+    module.on_load_checkpoint(state)
+    module.embedder.save_pretrained(output)
+    print(f"wrote {output}")
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint file, read as tensors and plain types only.
+
+    Raises:
+        InputError: If it is missing, truncated, or holds anything else.
+    """
+    import pickle
+
+    import torch
+
+    if not path.is_file():
+        raise InputError(str(path), "no such checkpoint file", "give the .ckpt file of a run under checkpoints/")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise InputError(str(path), f"is not a readable checkpoint: {error}", "use an older one") from error
+    if not isinstance(state, dict):
+        raise InputError(str(path), "is not a training checkpoint", "give a .ckpt file that `fit` wrote")
+    return state
+
+
+def build_module(model: dict[str, Any], checkpoint: Path) -> Any:
+    """The module that a `model:` section describes.
+
+    Raises:
+        InputError: If the section names a class that a checkpoint may not make.
+    """
+    from jsonargparse import ArgumentParser
+    from lightning import LightningModule
+
+    for class_path in class_paths(model):
+        if not class_path.startswith(ALLOWED_CLASSES):
+            raise InputError(str(checkpoint), f"asks for the class {class_path}", "load it only by a config you wrote")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningModule, "model")
+    return parser.instantiate(parser.parse_object({"model": model})).model
+
+
+def class_paths(value: Any) -> list[str]:
+    """Every `class_path` inside nested plain types."""
+    if isinstance(value, dict):
+        found = [value["class_path"]] if isinstance(value.get("class_path"), str) else []
+        return found + [path for item in value.values() for path in class_paths(item)]
+    if isinstance(value, list):
+        return [path for item in value for path in class_paths(item)]
+    return []

@@ -1,0 +1,62 @@
+"""`show`: pictures of a run."""
+
+import csv
+from pathlib import Path
+from typing import Literal
+
+from embeddings.common import InputError
+from embeddings.common.fileio import atomic_path
+from embeddings.common.optional import require
+
+
+def show(what: Literal["curves"], run: Path, output: Path | None = None) -> None:
+    """Draw a picture: `curves` is the loss and nDCG@10 of a run over its optimiser steps.
+
+    Args:
+        what: Which picture.
+        run: The run's folder, which holds the `metrics.csv` that `fit` wrote.
+        output: The PNG file to write; `curves.png` in the run's folder where none is given.
+    """
+    assert what == "curves"
+    path = output or run / "curves.png"
+    draw_curves(run, path)
+    print(f"wrote {path}")
+
+
+def read_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
+    """One column of a run's `metrics.csv`: the steps at which it was logged, and its values.
+
+    Raises:
+        InputError: If the run has no such file.
+    """
+    path = run / "metrics.csv"
+    if not path.is_file():
+        raise InputError(str(path), "no such file", "give the folder of a run, such as checkpoints/runs/NAME/version_0")
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = [(int(row["step"]), float(row[column])) for row in csv.DictReader(file) if row.get(column)]
+    return [step for step, _ in rows], [value for _, value in rows]
+
+
+def draw_curves(run: Path, output: Path) -> None:
+    """Draw the loss and the validation nDCG@10 of a run as two panels over one axis of optimiser steps."""
+    require("matplotlib", "quickstart").use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (loss_axis, score_axis) = plt.subplots(2, 1, sharex=True, figsize=(7, 6), layout="constrained")
+    steps, losses = read_curve(run, "train/loss")
+    loss_axis.plot([step + 1 for step in steps], losses, color="tab:blue", linewidth=1.2)
+    loss_axis.set_ylabel("training loss")
+    loss_axis.set_ylim(bottom=0)
+    steps, scores = read_curve(run, "val/ndcg_at_10")
+    score_axis.plot(steps, scores, color="tab:green", marker="o")
+    for step, score in zip(steps, scores, strict=True):
+        score_axis.annotate(f"{score:.3f}", (step, score), textcoords="offset points", xytext=(0, 6), ha="center", size=8)
+    score_axis.set_ylabel("validation nDCG@10")
+    score_axis.set_xlabel("optimiser step")
+    score_axis.margins(y=0.15)
+    for axis in (loss_axis, score_axis):
+        axis.grid(alpha=0.3)
+    loss_axis.set_title(f"{run.parent.name}/{run.name}")
+    with atomic_path(output) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
+    plt.close(figure)

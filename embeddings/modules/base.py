@@ -1,0 +1,154 @@
+"""The base of every method: how a contrastive step runs under Lightning, with or without GradCache."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from embeddings.common import (
+    ContrastiveBatch,
+    LossOutput,
+    NumericError,
+    Representations,
+    TextSettings,
+    TokenBatch,
+)
+from embeddings.common.randomness import derive_seed
+from embeddings.losses import InfoNCE
+from embeddings.models import Embedder
+from embeddings.training.gradcache import GradCache
+from embeddings.training.optim import parameter_groups
+from embeddings.training.schedule import Schedule
+
+OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
+
+
+class ContrastiveModule(L.LightningModule):
+    """Trains an `Embedder` with a contrastive loss; a method says how to embed and how to score.
+
+    The plain step is `loss(embed(queries), embed(candidates))`. The GradCache callback sets `grad_cache`, and the same
+    two functions then run in mini-batches with the same gradient. Both keep Lightning's automatic optimisation:
+    precision, accumulation, clipping and schedules work as in any module.
+
+    Determinism: every random choice of a step (dropout) follows from (seed, epoch, batch, rank), so a resumed run
+    draws what the uninterrupted run would have drawn.
+
+    Args:
+        embedder: The model that is trained and saved.
+        loss: The contrastive loss.
+        optimizer: Makes the optimiser from parameter groups.
+        schedule: Learning-rate schedule in optimiser steps.
+        seed: Seed of the step's random choices.
+    """
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        loss: InfoNCE,
+        optimizer: OptimizerFactory,
+        schedule: Schedule,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.embedder = embedder
+        self.loss = loss
+        self.grad_cache: GradCache | None = None
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._seed = seed
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The backbone's tokenizer, which the data module uses."""
+        return self.embedder.tokenizer
+
+    def setup(self, stage: str) -> None:
+        """Take the text settings from the data module, so that a saved model encodes as it was trained."""
+        text = getattr(getattr(self.trainer, "datamodule", None), "text", None)
+        if isinstance(text, TextSettings):
+            self.embedder.text = text
+
+    def on_fit_start(self) -> None:
+        """Switch dropout on: Hugging Face hands models over in evaluation mode, and Lightning leaves modes as they are."""
+        self.train()
+
+    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
+        """Vectors of all texts in their order, (N, D) float32, unit norm where the embedder normalises."""
+        return Representations(self.embedder(tokens.padded(pad_token_id=self.embedder.pad_token_id)))
+
+    def loss_from_representations(
+        self, query: Representations, candidate: Representations, batch: ContrastiveBatch
+    ) -> LossOutput:
+        """The contrastive loss of a whole batch."""
+        output = self.loss(query.vector_ND, candidate.vector_ND, batch)
+        assert isinstance(output, LossOutput)
+        return output
+
+    def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
+        """The loss of one batch; under GradCache all backward passes but the last mini-batch's have then run."""
+        if self.grad_cache is None:
+            output = self.loss_from_representations(self.embed(batch.query), self.embed(batch.candidate), batch)
+        else:
+            if batch_idx % self.trainer.accumulate_grad_batches == 0:
+                for optimizer in self.trainer.optimizers:
+                    optimizer.zero_grad()
+            output = self.grad_cache.forward_backward(self, batch, scale=self._early_scale())
+        if not torch.isfinite(output.loss):
+            raise NumericError(f"loss is {output.loss.item()} at step {self.global_step}: no update was made")
+        self.log("train/loss", output.loss.detach(), prog_bar=True, batch_size=len(batch))
+        self.log_dict({f"train/{name}": value for name, value in output.terms.items()}, batch_size=len(batch))
+        return output.loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clear gradients, unless GradCache did so before its first backward pass.
+
+        Lightning calls this between `training_step` and its own backward pass, where GradCache's early gradients are
+        already in place.
+        """
+        if self.grad_cache is None:
+            optimizer.zero_grad()
+
+    def on_train_batch_start(self, batch: ContrastiveBatch, batch_idx: int) -> None:
+        """Seed the step's random choices from what the step is, not from what ran before."""
+        torch.manual_seed(derive_seed(self._seed, "step", self.current_epoch, batch_idx, self.global_rank))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimiser over trainable parameters and its schedule, stepped once an optimiser step."""
+        optimizer = self._optimizer(parameter_groups(self))
+        scheduler = self._schedule.scheduler(optimizer, self._trainer_steps())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the text settings beside the weights."""
+        checkpoint["text_settings"] = self.embedder.text.to_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the text settings."""
+        if "text_settings" in checkpoint:
+            self.embedder.text = TextSettings.from_dict(checkpoint["text_settings"])
+
+    def _early_scale(self) -> float:
+        """The factor that Lightning puts on the returned loss, for the backward passes that run before."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
+        return loss_scale / self.trainer.accumulate_grad_batches
+
+    def _trainer_steps(self) -> int | None:
+        """Optimiser steps of the run. Lightning's own estimate would build the loader and drop a restored position."""
+        trainer = self.trainer
+        if trainer.max_steps > 0:
+            return int(trainer.max_steps)
+        batches = getattr(getattr(trainer, "datamodule", None), "batches_per_epoch", None)
+        if trainer.max_epochs is None or trainer.max_epochs < 1 or batches is None:
+            return None
+        if isinstance(trainer.limit_train_batches, int):
+            batches = min(batches, trainer.limit_train_batches)
+        else:
+            batches = int(batches * trainer.limit_train_batches)
+        return trainer.max_epochs * -(-batches // trainer.accumulate_grad_batches)
+

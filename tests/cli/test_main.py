@@ -1,0 +1,35 @@
+import pytest
+
+from embeddings.cli.main import main
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in ("fit", "prepare", "quickstart", "encode", "search", "evaluate", "export", "show"):
+        assert f"\n  {command} " in text
+
+
+def test_no_arguments_is_help(capsys):
+    assert main([]) == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["fti"], "there is no command 'fti'"),
+        (["search", "--modle", "x", "words"], "modle"),
+        (["prepare", "nothing"], "docstrings"),
+        (["fit", "--config", "no/such.yaml"], "no/such.yaml: no such file"),
+        (["fit", "--trainer.max_stepz", "3"], "max_stepz"),
+    ],
+)
+def test_a_wrong_line_is_one_line_and_exit_code_2(argv, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    written = capsys.readouterr()
+    assert says in written.err
+    assert written.err.count("\n") == 1
+    assert len(written.err) <= 320
+    assert list(tmp_path.iterdir()) == []

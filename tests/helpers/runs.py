@@ -1,0 +1,104 @@
+"""Small runs through the real command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
+
+WORDS = "pad sequences one length quick brown fox jumps lazy dog sum two numbers return question passage".split()
+
+
+def write_pairs(path: Path, num_pairs: int = 64, num_negatives: int = 2) -> Path:
+    """Training records whose query shares two words with its positive and none with its negatives."""
+    with open(path, "w", encoding="utf-8") as file:
+        for row in range(num_pairs):
+            first, second = WORDS[row % len(WORDS)], WORDS[(row // len(WORDS) * 3 + row + 1) % len(WORDS)]
+            negatives = [f"{WORDS[(row + 5 + n) % len(WORDS)]} {row + n}" for n in range(num_negatives)]
+            record = {"query": f"{first} {second} {row}", "positive": f"the {first} and {second} {row}"}
+            file.write(json.dumps(record | {"negatives": negatives}) + "\n")
+    return path
+
+
+def write_retrieval_folder(folder: Path, num_queries: int = 8) -> Path:
+    """A retrieval folder over the same words."""
+    folder.mkdir(parents=True)
+    with (
+        open(folder / "corpus.jsonl", "w") as corpus,
+        open(folder / "queries.jsonl", "w") as queries,
+        open(folder / "qrels.tsv", "w") as qrels,
+    ):
+        qrels.write("query-id\tcorpus-id\tscore\n")
+        for row in range(num_queries):
+            first, second = WORDS[row], WORDS[-row - 1]
+            corpus.write(json.dumps({"_id": f"d{row}", "title": "", "text": f"the {first} and {second}"}) + "\n")
+            queries.write(json.dumps({"_id": f"q{row}", "text": f"{first} {second}"}) + "\n")
+            qrels.write(f"q{row}\td{row}\t1\n")
+    return folder
+
+
+def backbone_folder(folder: Path, kind: str = "bert", dropout: float = 0.0) -> str:
+    """A tiny backbone with its tokenizer on disk: `bert` (encoder) or `mistral` (decoder)."""
+    if kind == "bert":
+        return save_backbone(str(folder), tiny_bert(dropout=dropout), wordpiece_tokenizer())
+    return save_backbone(str(folder), tiny_mistral(), sentencepiece_tokenizer())
+
+
+def run_config(folder: Path, kind: str = "bert", dropout: float = 0.0, **data: Any) -> dict[str, Any]:
+    """A config of a tiny NV-Embed run in `folder`: four steps of eight pairs."""
+    lora = {"rank": 4, "alpha": 8, "dropout": dropout} if kind == "mistral" else None
+    return {
+        "seed_everything": 0,
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 4,
+            "use_distributed_sampler": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "log_every_n_steps": 1,
+            "default_root_dir": str(folder / "run"),
+            "logger": {
+                "class_path": "lightning.pytorch.loggers.CSVLogger",
+                "init_args": {"save_dir": str(folder / "run"), "name": "tiny"},
+            },
+            "callbacks": [],
+        },
+        "model": {
+            "class_path": "embeddings.modules.NVEmbedModule",
+            "init_args": {
+                "backbone": {
+                    "name": backbone_folder(folder / "backbone", kind, dropout),
+                    "bidirectional": kind == "mistral",
+                },
+                "pooling": {
+                    "class_path": "embeddings.models.LatentAttentionPooling",
+                    "init_args": {"num_latents": 4, "num_heads": 2, "head_dim": 8},
+                },
+                "lora": lora,
+                "loss": {"class_path": "embeddings.losses.InfoNCE", "init_args": {"temperature": 0.1}},
+                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
+                "schedule": {"warmup_steps": 1, "decay": "linear"},
+            },
+        },
+        "data": {
+            "class_path": "embeddings.data.EmbeddingDataModule",
+            "init_args": {
+                "text": {"query_max_length": 16, "document_max_length": 16},
+                "batch_size": 8,
+                "num_negatives": 2,
+                "cache_dir": str(folder / "cache"),
+                "sources": [{"name": "pairs", "path": str(write_pairs(folder / "pairs.jsonl"))}],
+                **data,
+            },
+        },
+    }
+
+
+def write_config(folder: Path, config: dict[str, Any], name: str = "config.yaml") -> str:
+    """Write a config file; returns its path."""
+    path = folder / name
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return str(path)
