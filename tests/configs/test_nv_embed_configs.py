@@ -12,6 +12,7 @@ from jsonargparse import auto_cli
 from embeddings.common import TextSettings
 from embeddings.data.sources import SourceConfig
 from embeddings.losses import InfoNCE
+from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings
 from embeddings.training.schedule import Schedule
 from tests.configs.test_nv_embed_tables import CONFIGS, read
 
@@ -72,6 +73,17 @@ def test_loss_schedule_and_optimiser_of_a_method_can_be_made(stage: int) -> None
     assert schedule.scheduler(optimizer, 20_000).get_last_lr()[0] == pytest.approx(
         config["optimizer"]["init_args"]["lr"] / 50
     )
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_backbone_adapters_and_pooling_of_a_method_are_options_that_exist(stage: int) -> None:
+    config = read(CONFIGS / "methods" / f"nv_embed_stage{stage}.yaml")["model"]["init_args"]
+    assert config["pooling"]["class_path"] == "embeddings.models.LatentAttentionPooling"
+    assert BackboneConfig(**config["backbone"]).bidirectional
+    assert LoraSettings(**config["lora"]) == LoraSettings(rank=16, alpha=32, dropout=0.1)
+    # Made small: at the backbone's 4096 the block has 740 M parameters.
+    pooling = LatentAttentionPooling(hidden_size=32, **config["pooling"]["init_args"])
+    assert (tuple(pooling.latents.shape), pooling.num_heads) == ((512, 32), 8)
 
 
 @pytest.mark.parametrize(("stage", "num_sources"), [(1, 16), (2, 42)])
