@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from embeddings.common.errors import OptionError
+from embeddings.common.types import TokenBatch
 
 
 def plan_mini_batches(lengths_N: Tensor, mini_batch_tokens: int, max_texts: int | None = None) -> list[Tensor]:
@@ -36,3 +37,18 @@ def plan_mini_batches(lengths_N: Tensor, mini_batch_tokens: int, max_texts: int 
         plan.append(order_N[start : start + count])
         start += count
     return plan
+
+
+def take_texts(tokens: TokenBatch, rows_n: Tensor) -> TokenBatch:
+    """Some texts of a token batch as a token batch, in the order given.
+
+    Args:
+        tokens: N texts.
+        rows_n: Indices of texts, (n,) int64 on the processor.
+    """
+    lengths_n = tokens.lengths_N[rows_n]
+    starts_n = (torch.cumsum(tokens.lengths_N, 0) - tokens.lengths_N)[rows_n]
+    shift_n = starts_n - (torch.cumsum(lengths_n, 0) - lengths_n)
+    index_T = torch.arange(int(lengths_n.sum())) + torch.repeat_interleave(shift_n, lengths_n)
+    index_T = index_T.to(tokens.device, non_blocking=True)
+    return TokenBatch(tokens.input_ids_T[index_T], tokens.pooling_mask_T[index_T], lengths_n)

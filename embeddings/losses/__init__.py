@@ -1,0 +1,7 @@
+"""Floor 1: what a batch of embeddings should look like, as a number to minimise."""
+
+from embeddings.losses.info_nce import InfoNCE, tiled_cross_entropy
+from embeddings.losses.masks import is_negative_mask
+from embeddings.losses.similarity import similarity_matrix
+
+__all__ = ["InfoNCE", "is_negative_mask", "similarity_matrix", "tiled_cross_entropy"]

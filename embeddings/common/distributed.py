@@ -1,0 +1,114 @@
+"""Ranks, and the one gather of candidates whose gradients cross them."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+def is_distributed() -> bool:
+    """Whether several ranks run together."""
+    return world_size() > 1
+
+
+def rank() -> int:
+    """This process's rank, 0 where nothing is distributed."""
+    return dist.get_rank() if _initialised() else 0
+
+
+def world_size() -> int:
+    """Number of ranks, 1 where nothing is distributed."""
+    return dist.get_world_size() if _initialised() else 1
+
+
+def reduce_int(value: int, operation: str, device: torch.device | str = "cpu") -> int:
+    """The smallest (`"min"`) or largest (`"max"`) of one whole number over all ranks.
+
+    Args:
+        value: This rank's number.
+        operation: `"min"` or `"max"`.
+        device: Where the backend takes tensors (NCCL: this rank's GPU).
+    """
+    if not is_distributed():
+        return value
+    tensor = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[operation])
+    return int(tensor)
+
+
+def gather_counts(count: int, device: torch.device | str = "cpu") -> list[int]:
+    """The row counts of all ranks, in the order of the ranks."""
+    if not is_distributed():
+        return [count]
+    mine = torch.tensor([count], dtype=torch.int64, device=device)
+    counts = [torch.empty_like(mine) for _ in range(world_size())]
+    dist.all_gather(counts, mine)
+    return [int(other) for other in torch.cat(counts)]
+
+
+def gather_rows(value_N: Tensor, counts: list[int]) -> Tensor:
+    """The rows of all ranks, one rank after another, without a gradient: for hashes, labels and other facts.
+
+    Args:
+        value_N: This rank's rows, (N, ...), of any dtype.
+        counts: `gather_counts` of N; the ranks may differ.
+    """
+    return value_N if len(counts) == 1 else _all_gather(value_N, counts)
+
+
+def gather_candidates(candidate_CD: Tensor, counts: list[int]) -> Tensor:
+    """The candidates of all ranks, one rank after another; gradients flow back to the rank each came from.
+
+    Where every rank averages its loss over its own B queries against these candidates, and the strategy averages
+    parameter gradients over the ranks (DDP, FSDP and DeepSpeed all do), the step equals one process with the whole
+    batch: the backward sums what all ranks' losses say of a candidate, and the average over ranks turns the sum of R
+    mean losses into the mean over R x B queries. So no world-size factor belongs anywhere.
+
+    Args:
+        candidate_CD: This rank's candidates, (C, D) float.
+        counts: `gather_counts` of C; the ranks may differ.
+
+    Returns:
+        All candidates, (sum of counts, D), same dtype.
+
+    Distributed: all-gather forward; reduce-scatter (sum) backward. Every rank must run both.
+    """
+    if len(counts) == 1:
+        return candidate_CD
+    gathered: Tensor = _GatherCandidates.apply(candidate_CD, counts)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _GatherCandidates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, candidate_CD: Tensor, counts: list[int]) -> Tensor:
+        ctx.counts = counts  # type: ignore[attr-defined]
+        return _all_gather(candidate_CD, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient_CD: Tensor) -> tuple[Tensor, None]:
+        counts: list[int] = ctx.counts  # type: ignore[attr-defined]
+        parts = [_padded(part, max(counts)) for part in torch.split(gradient_CD, counts)]
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter(mine, parts)
+        return mine[: counts[rank()]], None
+
+
+def _all_gather(value_N: Tensor, counts: list[int]) -> Tensor:
+    mine = _padded(value_N, max(counts))
+    parts = [torch.empty_like(mine) for _ in counts]
+    dist.all_gather(parts, mine)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _padded(value_N: Tensor, num_rows: int) -> Tensor:
+    """The rows with zero rows after them: collectives want one shape on every rank."""
+    missing = num_rows - len(value_N)
+    if not missing:
+        return value_N.contiguous()
+    return torch.cat([value_N, value_N.new_zeros(missing, *value_N.shape[1:])])
+
+
+def _initialised() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,241 @@
+"""InfoNCE in tiles: the B x C matrix of scores is never whole in memory."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from embeddings.common import ContrastiveBatch, LossOutput, OptionError
+from embeddings.common.distributed import gather_candidates, gather_counts, rank
+from embeddings.losses.masks import CandidateFacts, QueryFacts, exclude_candidates_, exclude_queries_, query_index
+from embeddings.losses.similarity import Similarity, comparable
+
+# Fills in a tile's scores what does not compete: (tile of scores, its rows) -> None, in place.
+ExcludeInPlace = Callable[[Tensor, slice], None]
+
+# Fewer rows than this make slow matrix products.
+_MIN_TILE_ROWS = 32
+
+
+class InfoNCE(nn.Module):
+    """The contrastive loss: each query's positive against its negatives.
+
+    loss = mean over B of  -log( exp(s(q, d+)/t) / (exp(s(q, d+)/t) + sum over negatives exp(s(q, d)/t)) ), with s the
+    similarity and t the temperature. Negatives are the hard negatives drawn for the query and, where its source
+    allows them, the candidates of all other queries of all ranks; candidates that may answer the query are masked
+    (see `masks.false_negatives`). Scores are made in tiles of whole rows, each tile giving its share of the gradient
+    before the next one is made, so nothing is computed twice and memory grows with B + C.
+
+    Args:
+        temperature: Softmax temperature, > 0, no unit (scale = 1 / temperature). NV-Embed does not state one; 0.02 is
+            what most recipes of its family use.
+        learnable_temperature: Whether the logarithm of the temperature is a parameter.
+        in_batch_negatives: `source` follows each query's source; `on` and `off` force it for all.
+        directions: `query_to_document`, or `both` for the mean with documents contrasted against queries.
+        gather_across_devices: Whether the candidates of all ranks compete.
+        similarity: `cosine` or `dot`.
+        tile_size: Scores held at once, at least 32 rows of them. 2^21 are 8 MB; a GPU likes 2^26.
+
+    Precision: scores, softmax and gradients of it in float32 (float64 where the input is), autocast or not.
+    Distributed: see `gather_candidates`: each rank its own queries, gradients cross ranks, no world-size factor.
+    Raises:
+        OptionError: If the temperature is not > 0, or the tile size not >= 1.
+    Source: van den Oord 2018, arXiv:1807.03748, Eq. 4; in-batch negatives switched per source: Lee 2024 (NV-Embed),
+        arXiv:2405.17428, section 4.1.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.02,
+        learnable_temperature: bool = False,
+        in_batch_negatives: Literal["source", "on", "off"] = "source",
+        directions: Literal["query_to_document", "both"] = "query_to_document",
+        gather_across_devices: bool = True,
+        similarity: Similarity = "cosine",
+        tile_size: int = 2**21,
+    ) -> None:
+        super().__init__()
+        if not 0 < temperature < math.inf:
+            fix = "see lightning_configs/methods/nv_embed_stage1.yaml for a value that trains"
+            raise OptionError("temperature", temperature, "must be > 0", fix)
+        if tile_size < 1:
+            raise OptionError("tile_size", tile_size, "must be >= 1", "leave it out for the default")
+        self.in_batch_negatives = in_batch_negatives
+        self.directions = directions
+        self.gather_across_devices = gather_across_devices
+        self.similarity: Similarity = similarity
+        self.tile_size = tile_size
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature))) if learnable_temperature else None
+        self.temperature = temperature
+
+    def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
+        """The loss of this rank's queries.
+
+        Args:
+            query_BD: Query embeddings, (B, D) float.
+            candidate_CD: Candidate embeddings, (C, D) float, in the batch's order.
+            batch: What is known of each text.
+
+        Returns:
+            LossOutput: `loss` () fp32 mean over B; terms `accuracy` (share of queries whose positive scores highest),
+            `positive_score` (mean similarity of query and positive) and, where it is learnt, `temperature`.
+        """
+        with torch.autocast(query_BD.device.type, enabled=False):
+            query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
+            scale = self._scale(query_BD)
+            facts = self._facts(batch)
+            all_CD = gather_candidates(candidate_CD, facts.candidate_counts)
+            loss, accuracy, positive_score = tiled_cross_entropy(
+                query_BD, all_CD, scale, facts.positive_index_B, facts.exclude_candidates_, self.tile_size
+            )
+            if self.directions == "both":
+                all_QD = gather_candidates(query_BD, facts.query_counts)
+                positive_BD = candidate_CD[batch.positive_index_B]
+                exclude_ = facts.queries_excluder(batch)
+                document_loss, _, _ = tiled_cross_entropy(
+                    positive_BD, all_QD, scale, facts.query.index_Q, exclude_, self.tile_size
+                )
+                loss = (loss + document_loss) / 2
+        terms = {"accuracy": accuracy, "positive_score": positive_score}
+        if self.log_temperature is not None:
+            terms["temperature"] = self.log_temperature.detach().exp()
+        return LossOutput(loss, terms)
+
+    def _scale(self, like: Tensor) -> Tensor:
+        """1 / temperature, () in the working dtype."""
+        if self.log_temperature is None:
+            return like.new_tensor(1.0 / self.temperature)
+        return torch.exp(-self.log_temperature.to(like.dtype))
+
+    def _facts(self, batch: ContrastiveBatch) -> "_Facts":
+        """What the masks need, gathered where candidates are."""
+        gather = self.gather_across_devices and self.in_batch_negatives != "off"
+        device = batch.in_batch_B.device
+        query_counts = gather_counts(len(batch), device) if gather else [len(batch)]
+        candidate_counts = gather_counts(len(batch.candidate), device) if gather else [len(batch.candidate)]
+        place = rank() if gather else 0
+        query = QueryFacts.of(batch, query_index(batch, query_counts, place))
+        if self.in_batch_negatives != "source":
+            query = replace(query, in_batch_Q=torch.full_like(batch.in_batch_B, self.in_batch_negatives == "on"))
+        own_candidate = CandidateFacts.of(batch, query.index_Q)
+        positive_index_B = batch.positive_index_B + sum(candidate_counts[:place])
+        candidate = own_candidate.gathered(candidate_counts)
+        return _Facts(query_counts, candidate_counts, positive_index_B, query, own_candidate, candidate)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Facts:
+    query_counts: list[int]
+    candidate_counts: list[int]
+    positive_index_B: Tensor
+    query: QueryFacts
+    own_candidate: CandidateFacts
+    candidate: CandidateFacts
+
+    def exclude_candidates_(self, score_rC: Tensor, rows: slice) -> None:
+        exclude_candidates_(score_rC, self.query[rows], self.candidate, self.positive_index_B[rows])
+
+    def queries_excluder(self, batch: ContrastiveBatch) -> ExcludeInPlace:
+        """The same for the tiles of positives against the queries of all ranks."""
+        all_queries, positive = self.query.gathered(self.query_counts), self.own_candidate[batch.positive_index_B]
+        own_index_B = self.query.index_Q
+
+        def exclude_(score_rQ: Tensor, rows: slice) -> None:
+            exclude_queries_(score_rQ, positive[rows], all_queries, own_index_B[rows])
+
+        return exclude_
+
+
+def tiled_cross_entropy(
+    row_RD: Tensor,
+    column_CD: Tensor,
+    scale: Tensor,
+    target_R: Tensor,
+    exclude_: ExcludeInPlace | None = None,
+    tile_size: int = 2**21,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean cross-entropy of scaled inner products, made in tiles of whole rows.
+
+    loss = mean over R of  -log softmax(scale * row @ column^T)[target]. The loss is one number, so a tile's gradient is
+    known up to a factor as soon as its softmax is: each tile adds its share while it is there, three matrix products in
+    all, as many as the dense path. Nothing is kept of a tile.
+
+    Args:
+        row_RD: (R, D) float32 or float64.
+        column_CD: (C, D), same dtype.
+        scale: Factor of all products, (), same dtype; may need a gradient.
+        target_R: Column of each row's right answer, (R,) int64.
+        exclude_: Sets scores of a tile to minus infinity in place, never a right answer's; None excludes nothing.
+        tile_size: Scores held at once; at least 32 rows of them are.
+
+    Returns:
+        The loss (), and without a gradient the share of rows whose right answer scores highest () and the mean unscaled
+        score of right answers ().
+
+    Precision: the dtype of the inputs; call it outside autocast.
+    """
+    outputs: tuple[Tensor, Tensor, Tensor] = _TiledCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        row_RD, column_CD, scale, target_R, exclude_, tile_size
+    )
+    return outputs
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        row_RD: Tensor,
+        column_CD: Tensor,
+        scale: Tensor,
+        target_R: Tensor,
+        exclude_: ExcludeInPlace | None,
+        tile_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wants_row, wants_column, wants_scale = ctx.needs_input_grad[:3]
+        row_gradient_RD = torch.empty_like(row_RD) if wants_row or wants_scale else None
+        column_gradient_CD = torch.zeros_like(column_CD) if wants_column else None
+        loss, num_right, target_score = (torch.zeros_like(scale) for _ in range(3))
+        for rows in _tiles(len(row_RD), len(column_CD), tile_size):
+            row_rD, target_r1 = row_RD[rows] * scale, target_R[rows, None]
+            weight_rC = row_rD @ column_CD.T
+            if exclude_ is not None:
+                exclude_(weight_rC, rows)
+            target_r = weight_rC.gather(1, target_r1).squeeze(1)
+            highest_r1 = weight_rC.amax(1, keepdim=True)
+            weight_rC.sub_(highest_r1).exp_()
+            total_r1 = weight_rC.sum(1, keepdim=True)
+            loss += (highest_r1 + total_r1.log()).sum() - target_r.sum()
+            num_right += (target_r >= highest_r1.squeeze(1)).sum()
+            target_score += target_r.sum()
+            if row_gradient_RD is not None:
+                row_gradient_RD[rows] = (weight_rC @ column_CD).div_(total_r1).sub_(column_CD[target_R[rows]])
+            if column_gradient_CD is not None:
+                column_gradient_CD.addmm_(weight_rC.T, row_rD / total_r1)
+                column_gradient_CD.index_add_(0, target_R[rows], row_rD, alpha=-1)
+        num_rows = max(1, len(row_RD))
+        ctx.save_for_backward(row_RD, scale, row_gradient_RD, column_gradient_CD)
+        ctx.num_rows = num_rows
+        accuracy, mean_score = num_right / num_rows, target_score / (scale * num_rows)
+        ctx.mark_non_differentiable(accuracy, mean_score)
+        return loss / num_rows, accuracy, mean_score
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        row_RD, scale, row_gradient_RD, column_gradient_CD = ctx.saved_tensors
+        wants_row, _, wants_scale = ctx.needs_input_grad[:3]
+        share = gradient / ctx.num_rows
+        row = row_gradient_RD * (scale * share) if wants_row else None
+        column = None if column_gradient_CD is None else column_gradient_CD * share
+        # d(scale * x)/d(scale) summed over all scores is the row gradient met with the rows themselves.
+        of_scale = (row_RD * row_gradient_RD).sum() * share if wants_scale else None
+        return row, column, of_scale, None, None, None
+
+
+def _tiles(num_rows: int, num_columns: int, tile_size: int) -> Iterator[slice]:
+    height = max(_MIN_TILE_ROWS, tile_size // max(1, num_columns))
+    return (slice(start, start + height) for start in range(0, num_rows, height))

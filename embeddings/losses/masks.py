@@ -1,0 +1,196 @@
+"""Which candidates count as negatives of which queries, decided tile by tile from facts about the texts."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embeddings.common import ContrastiveBatch
+from embeddings.common.distributed import gather_rows, reduce_int
+
+# A class is (source, label) in one number; an unlabelled text has a class that equals no other text's.
+_LABELS_PER_SOURCE = 2**40
+_UNLABELLED_QUERY = -1
+_UNLABELLED_CANDIDATE = -2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryFacts:
+    """What the mask must know of each query.
+
+    Attributes:
+        index_Q: Number of the query over all ranks, (Q,) int64.
+        hash_Q: Hash of its text, (Q,) int64.
+        class_Q: Its source and label in one number, negative where it has no label, (Q,) int64.
+        in_batch_Q: Whether candidates of other queries may be its negatives, (Q,) bool.
+        known_positive_hash_QP: Hashes of all its known positives, (Q, P) int64.
+    """
+
+    index_Q: Tensor
+    hash_Q: Tensor
+    class_Q: Tensor
+    in_batch_Q: Tensor
+    known_positive_hash_QP: Tensor
+
+    @classmethod
+    def of(cls, batch: ContrastiveBatch, index_B: Tensor) -> "QueryFacts":
+        """The facts of this rank's queries, numbered `index_B` over all ranks."""
+        class_B = _class(batch.source_B, batch.query_label_B, _UNLABELLED_QUERY)
+        return cls(index_B, batch.query_hash_B, class_B, batch.in_batch_B, batch.known_positive_hash_BP)
+
+    def __getitem__(self, rows: slice | Tensor) -> "QueryFacts":
+        """The facts of some queries."""
+        return QueryFacts(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+    def gathered(self, counts: list[int]) -> "QueryFacts":
+        """The facts of all ranks' queries; the ranks may know different numbers of positives."""
+        if len(counts) == 1:
+            return self
+        known_QP = self.known_positive_hash_QP
+        width = reduce_int(known_QP.shape[1], "max", known_QP.device)
+        known_QP = torch.cat([known_QP, known_QP[:, :1].expand(-1, width - known_QP.shape[1])], dim=1)
+        facts_QF = torch.stack([self.index_Q, self.hash_Q, self.class_Q, self.in_batch_Q.long()], dim=1)
+        facts_QF = gather_rows(torch.cat([facts_QF, known_QP], dim=1), counts)
+        index_Q, hash_Q, class_Q, in_batch_Q = facts_QF[:, :4].unbind(1)
+        return QueryFacts(index_Q, hash_Q, class_Q, in_batch_Q.bool(), facts_QF[:, 4:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CandidateFacts:
+    """What the mask must know of each candidate.
+
+    Attributes:
+        owner_C: Number over all ranks of the query it was drawn for, (C,) int64.
+        hash_C: Hash of its text, (C,) int64.
+        class_C: Its source and label in one number, negative where it has no label, (C,) int64.
+        answers_C: Hash of the query's text whose positive it is, its own hash where it is nobody's, (C,) int64.
+    """
+
+    owner_C: Tensor
+    hash_C: Tensor
+    class_C: Tensor
+    answers_C: Tensor
+
+    @classmethod
+    def of(cls, batch: ContrastiveBatch, index_B: Tensor) -> "CandidateFacts":
+        """The facts of this rank's candidates, its queries numbered `index_B` over all ranks."""
+        class_C = _class(batch.source_B[batch.owner_C], batch.candidate_label_C, _UNLABELLED_CANDIDATE)
+        answers_C = batch.candidate_hash_C.index_copy(0, batch.positive_index_B, batch.query_hash_B)
+        return cls(index_B[batch.owner_C], batch.candidate_hash_C, class_C, answers_C)
+
+    def __getitem__(self, rows: slice | Tensor) -> "CandidateFacts":
+        """The facts of some candidates."""
+        return CandidateFacts(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+    def gathered(self, counts: list[int]) -> "CandidateFacts":
+        """The facts of all ranks' candidates."""
+        facts_CF = torch.stack([getattr(self, name) for name in self.__dataclass_fields__], dim=1)
+        return CandidateFacts(*(column_C.contiguous() for column_C in gather_rows(facts_CF, counts).unbind(1)))
+
+
+def query_index(batch: ContrastiveBatch, counts: list[int], rank: int) -> Tensor:
+    """Numbers over all ranks of this rank's queries, (B,) int64."""
+    start = sum(counts[:rank])
+    return torch.arange(start, start + len(batch), device=batch.in_batch_B.device)
+
+
+def false_negatives(query: QueryFacts, candidate: CandidateFacts) -> Tensor:
+    """Candidates that may answer a query, so that calling them negatives would teach the opposite.
+
+    A candidate is a false negative of a query if its text is one of the query's known positives, if its text is the
+    query's own, if it is the positive of a query with the same text, or if both have the same label in the same source.
+    The query's own positive is one by this rule: whoever masks puts it back.
+
+    Args:
+        query: Facts of Q queries.
+        candidate: Facts of C candidates.
+
+    Returns:
+        is_false_QC: (Q, C) bool.
+    """
+    is_false_QC = candidate.hash_C == query.hash_Q[:, None]
+    is_false_QC |= candidate.answers_C == query.hash_Q[:, None]
+    is_false_QC |= candidate.class_C == query.class_Q[:, None]
+    for known_Q in query.known_positive_hash_QP.unbind(1):
+        is_false_QC |= candidate.hash_C == known_Q[:, None]
+    return is_false_QC
+
+
+def is_negative_mask(query: QueryFacts, candidate: CandidateFacts, positive_index_Q: Tensor) -> Tensor:
+    """Which candidates a query is pushed away from: the definition that the tiles of `InfoNCE` follow.
+
+    Args:
+        query: Facts of Q queries.
+        candidate: Facts of C candidates.
+        positive_index_Q: Row of each query's positive among the candidates, (Q,) int64.
+
+    Returns:
+        is_negative_QC: (Q, C) bool. The query's own positive is no negative, nor is any false one; a query whose
+        source allows no in-batch negatives has only candidates drawn for itself.
+    """
+    is_negative_QC = ~false_negatives(query, candidate)
+    is_negative_QC &= query.in_batch_Q[:, None] | (candidate.owner_C == query.index_Q[:, None])
+    return is_negative_QC.scatter_(1, positive_index_Q[:, None], False)
+
+
+def exclude_candidates_(
+    score_QC: Tensor, query: QueryFacts, candidate: CandidateFacts, positive_index_Q: Tensor
+) -> None:
+    """Set to minus infinity, in place, the score of every candidate that is neither negative nor the own positive.
+
+    Equal to filling where `is_negative_mask` is False, but only candidates that share a fact with one of these queries
+    are compared with them, a handful of C; a label that all texts share costs the full comparison.
+
+    Args:
+        score_QC: A tile of scores, (Q, C) float.
+        query: Facts of the tile's queries.
+        candidate: Facts of all candidates.
+        positive_index_Q: Row of each query's positive among the candidates, (Q,) int64.
+    """
+    keys = torch.cat([query.hash_Q, query.known_positive_hash_QP.flatten()])
+    is_suspect_C = torch.isin(candidate.hash_C, keys) | torch.isin(candidate.answers_C, query.hash_Q)
+    is_suspect_C |= torch.isin(candidate.class_C, query.class_Q)
+    suspect_S = is_suspect_C.nonzero().squeeze(1)
+    is_false_QS = false_negatives(query, candidate[suspect_S])
+    barred_Q = (~query.in_batch_Q).nonzero().squeeze(1)
+    is_foreign_QC = candidate.owner_C != query.index_Q[barred_Q, None]
+    _fill_(score_QC, positive_index_Q, suspect_S, is_false_QS, barred_Q, is_foreign_QC)
+
+
+def exclude_queries_(score_CQ: Tensor, candidate: CandidateFacts, query: QueryFacts, own_index_C: Tensor) -> None:
+    """The same for documents that are contrasted with queries: the second of the two directions.
+
+    A query that a document may answer is no negative of it, and a document whose own query's source allows no in-batch
+    negatives has none at all.
+
+    Args:
+        score_CQ: A tile of scores, (C, Q) float.
+        candidate: Facts of the tile's documents, each its owner's positive.
+        query: Facts of all queries.
+        own_index_C: Row of each document's own query among the queries, (C,) int64.
+    """
+    is_suspect_Q = torch.isin(query.hash_Q, torch.cat([candidate.hash_C, candidate.answers_C]))
+    is_suspect_Q |= torch.isin(query.known_positive_hash_QP, candidate.hash_C).any(1)
+    is_suspect_Q |= torch.isin(query.class_Q, candidate.class_C)
+    suspect_S = is_suspect_Q.nonzero().squeeze(1)
+    is_false_CS = false_negatives(query[suspect_S], candidate).T
+    barred_C = (~query.in_batch_Q[own_index_C]).nonzero().squeeze(1)
+    is_foreign_CQ = query.index_Q != candidate.owner_C[barred_C, None]
+    _fill_(score_CQ, own_index_C, suspect_S, is_false_CS, barred_C, is_foreign_CQ)
+
+
+def _fill_(
+    score_RC: Tensor, own_R: Tensor, suspect_S: Tensor, is_false_RS: Tensor, barred_R: Tensor, is_foreign_RC: Tensor
+) -> None:
+    """Fill false columns of all rows, and foreign ones of barred rows; each row's own column keeps its score."""
+    own_score_R1 = score_RC.gather(1, own_R[:, None])
+    if suspect_S.numel():
+        score_RS = score_RC[:, suspect_S].masked_fill_(is_false_RS, -torch.inf)
+        score_RC.index_copy_(1, suspect_S, score_RS)
+    if barred_R.numel():
+        score_RC[barred_R] = score_RC[barred_R].masked_fill_(is_foreign_RC, -torch.inf)
+    score_RC.scatter_(1, own_R[:, None], own_score_R1)
+
+
+def _class(source_N: Tensor, label_N: Tensor, unlabelled: int) -> Tensor:
+    return torch.where(label_N >= 0, source_N * _LABELS_PER_SOURCE + label_N, unlabelled)

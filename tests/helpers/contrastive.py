@@ -1,0 +1,132 @@
+"""Contrastive batches built of records, and the smallest method that trains on them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embeddings.common import ContrastiveBatch, LossOutput, Representations, TokenBatch
+from embeddings.losses import InfoNCE
+
+
+@dataclass
+class Record:
+    """One query with its texts, each text a list of token ids; the hash of a text is a function of its ids."""
+
+    query: list[int]
+    positive: list[int]
+    negatives: list[list[int]] = field(default_factory=list)
+    known: list[list[int]] = field(default_factory=list)
+    source: int = 0
+    label: int = -1
+    negative_labels: list[int] = field(default_factory=list)
+    in_batch: bool = True
+
+
+def random_records(
+    num_queries: int, num_negatives: int, seed: int = 0, longest: int = 14, vocabulary: int = 200
+) -> list[Record]:
+    """Records of random texts of one to `longest` tokens; a third of the sources allow no in-batch negatives.
+
+    Where there are enough, the second record repeats the first one's positive and the third one has its query.
+    """
+    generator = random.Random(seed)
+
+    def text() -> list[int]:
+        return [generator.randrange(5, vocabulary) for _ in range(generator.randint(1, longest))]
+
+    records = []
+    for index in range(num_queries):
+        negatives = [text() for _ in range(num_negatives)]
+        records.append(Record(text(), text(), negatives, source=index % 3, in_batch=index % 3 != 2))
+    if num_queries > 2:
+        records[1].positive = records[0].positive
+        records[2].query = records[0].query
+    return records
+
+
+def text_hash(text: Sequence[int]) -> int:
+    """A number that differs between texts."""
+    return hash(tuple(text)) >> 2
+
+
+def batch_of(records: Sequence[Record]) -> ContrastiveBatch:
+    """A batch: the positives of all queries first, then the negatives."""
+    num_queries, long = len(records), torch.int64
+    candidates = [record.positive for record in records] + [text for record in records for text in record.negatives]
+    owners = list(range(num_queries)) + [row for row, record in enumerate(records) for _ in record.negatives]
+    labels = [record.label for record in records]
+    for record in records:
+        labels += record.negative_labels or [-1] * len(record.negatives)
+    known = [[text_hash(text) for text in [record.positive, *record.known]] for record in records]
+    width = max(len(hashes) for hashes in known)
+    return ContrastiveBatch(
+        query=_tokens([record.query for record in records]),
+        candidate=_tokens(candidates),
+        positive_index_B=torch.arange(num_queries),
+        owner_C=torch.tensor(owners, dtype=long),
+        query_hash_B=torch.tensor([text_hash(record.query) for record in records], dtype=long),
+        candidate_hash_C=torch.tensor([text_hash(text) for text in candidates], dtype=long),
+        known_positive_hash_BP=torch.tensor([row + [row[0]] * (width - len(row)) for row in known], dtype=long),
+        source_B=torch.tensor([record.source for record in records], dtype=long),
+        query_label_B=torch.tensor([record.label for record in records], dtype=long),
+        candidate_label_C=torch.tensor(labels, dtype=long),
+        in_batch_B=torch.tensor([record.in_batch for record in records]),
+        row_B=torch.arange(num_queries),
+    )
+
+
+def random_batch(num_queries: int, num_negatives: int, seed: int = 0) -> ContrastiveBatch:
+    """A batch of random records."""
+    return batch_of(random_records(num_queries, num_negatives, seed))
+
+
+class TinyStep(nn.Module):
+    """Any Hugging Face backbone, the mean of its last states, InfoNCE."""
+
+    def __init__(self, backbone: nn.Module, loss: nn.Module | None = None) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.loss = loss or InfoNCE(temperature=0.05)
+
+    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
+        """The mean state of each text's pooled tokens."""
+        texts = tokens.padded()
+        state_NLH = self.backbone(texts.input_ids_NL, attention_mask=texts.attention_mask_NL.long()).last_hidden_state
+        weight_NL1 = texts.pooling_mask_NL.to(state_NLH.dtype)[..., None]
+        return Representations((state_NLH * weight_NL1).sum(1) / weight_NL1.sum(1))
+
+    def loss_from_representations(
+        self, query: Representations, candidate: Representations, batch: ContrastiveBatch
+    ) -> LossOutput:
+        """InfoNCE of the vectors."""
+        output: LossOutput = self.loss(query.vector_ND, candidate.vector_ND, batch)
+        return output
+
+    def plain_loss(self, batch: ContrastiveBatch) -> LossOutput:
+        """The loss of the plain step, every graph whole."""
+        return self.loss_from_representations(self.embed(batch.query), self.embed(batch.candidate), batch)
+
+
+def gradient_vector(module: nn.Module) -> Tensor:
+    """All gradients of a module's trainable parameters as one vector; a missing one counts as zeros."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    assert trainable
+    return torch.cat(
+        [(p.grad if p.grad is not None else torch.zeros_like(p)).detach().flatten().double() for p in trainable]
+    )
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|; the expected vector must not be zero."""
+    norm = expected.double().norm()
+    assert expected.numel() > 0
+    assert norm > 0
+    return float((found.double() - expected.double()).norm() / norm)
+
+
+def _tokens(texts: Sequence[Sequence[int]]) -> TokenBatch:
+    return TokenBatch.from_lists(texts, [[True] * len(text) for text in texts])
