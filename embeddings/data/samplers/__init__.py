@@ -1,0 +1,7 @@
+"""Which rows make up each batch: pure functions of (seed, epoch, step)."""
+
+from embeddings.data.samplers.base import BatchSampler
+from embeddings.data.samplers.blended import BlendedBatchSampler
+from embeddings.data.samplers.permutation import KeyedPermutation
+
+__all__ = ["BatchSampler", "BlendedBatchSampler", "KeyedPermutation"]

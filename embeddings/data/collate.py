@@ -1,0 +1,69 @@
+"""Examples to a contrastive batch: the open choices are made, the texts become tokens."""
+
+from collections.abc import Sequence
+
+import torch
+
+from embeddings.common.errors import OptionError
+from embeddings.common.fileio import text_hash
+from embeddings.common.randomness import derive_seed
+from embeddings.common.types import ContrastiveBatch
+from embeddings.data.examples import Example
+from embeddings.data.tokenize import TextTokenizer
+
+
+class ContrastiveCollator:
+    """Makes a `ContrastiveBatch` of examples.
+
+    Of an example's positives one is drawn by its draw key; of its negatives the first, hardest ones are taken, fewer
+    where it has fewer. An example without a prompt of its own gets the text settings' prompt of that role.
+
+    Determinism: a batch is a pure function of its examples; neither rank nor worker enters.
+
+    Args:
+        tokenizer: Joins prompts and tokenises.
+        num_negatives: Most hard negatives of a query, >= 0. NV-Embed uses 7.
+
+    Raises:
+        OptionError: If num_negatives is negative.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, num_negatives: int) -> None:
+        if num_negatives < 0:
+            raise OptionError("data.num_negatives", num_negatives, "must be >= 0", "0 trains on pairs alone")
+        self.tokenizer, self.num_negatives = tokenizer, num_negatives
+
+    def __call__(self, examples: Sequence[Example]) -> ContrastiveBatch:
+        """The batch of B examples; see `ContrastiveBatch` for what each field holds."""
+        owners, labels, candidates = list(range(len(examples))), [e.label for e in examples], []
+        for example in examples:
+            chosen = derive_seed(example.draw, "positive") % len(example.positives)
+            candidates.append(example.positives[chosen])
+        for owner, example in enumerate(examples):
+            negatives = example.negatives[: self.num_negatives]
+            candidates.extend(negative.text for negative in negatives)
+            owners.extend([owner] * len(negatives))
+            labels.extend(example.negative_labels[: len(negatives)] or [-1] * len(negatives))
+        prompts = self.tokenizer.settings.prompts
+        query_prompts = [e.query_prompt or prompts.get("query", "") for e in examples]
+        document_prompts = [examples[owner].document_prompt or prompts.get("document", "") for owner in owners]
+        return ContrastiveBatch(
+            query=self.tokenizer([e.query for e in examples], "query", query_prompts),
+            candidate=self.tokenizer(candidates, "document", document_prompts),
+            positive_index_B=torch.arange(len(examples)),
+            owner_C=torch.tensor(owners),
+            query_hash_B=torch.tensor([text_hash(e.query) for e in examples]),
+            candidate_hash_C=torch.tensor([text_hash(text) for text in candidates]),
+            known_positive_hash_BP=_filled([[text_hash(text) for text in e.positives] for e in examples]),
+            source_B=torch.tensor([e.source for e in examples]),
+            query_label_B=torch.tensor([e.label for e in examples]),
+            candidate_label_C=torch.tensor(labels),
+            in_batch_B=torch.tensor([e.in_batch_negatives for e in examples]),
+            row_B=torch.tensor([e.row for e in examples]),
+        )
+
+
+def _filled(rows: list[list[int]]) -> torch.Tensor:
+    """Rows of different lengths as one (B, P) tensor, the first entry of each repeated to fill."""
+    width = max(map(len, rows))
+    return torch.tensor([row + row[:1] * (width - len(row)) for row in rows])

@@ -1,0 +1,83 @@
+"""A data loader that a killed run can go on with from the very next batch."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from embeddings.common.errors import OptionError
+from embeddings.data.samplers.base import BatchSampler
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A `DataLoader` whose state is the number of batches it has handed over in which epoch.
+
+    Workers run ahead of training, so what the sampler has given out says nothing of what training has seen; this
+    counts the batches as they are delivered. Iterating again after a whole epoch goes on with the next one, with or
+    without a `set_epoch` in between. Iteration begins with the first `next`: a state loaded after `iter` still counts.
+
+    Determinism: batches are those of the sampler's plan, whatever the number of workers; the global random state is
+    left alone. The state is the same on every rank, so the one that rank 0 saves serves all.
+
+    Args:
+        dataset: Answers `dataset[RowDraw]`.
+        batch_sampler: The plan.
+        collate_fn: Makes a batch of a list of what the data set answers.
+        num_workers: Processes that read and tokenise ahead; 0 does it between the steps.
+        prefetch_factor: Batches each worker runs ahead, or None for torch's own choice.
+        pin_memory: Whether batches lie in page-locked memory, for asynchronous copies to a GPU.
+        worker_init_fn: Called with its number in each worker before it starts.
+    """
+
+    batch_sampler: BatchSampler
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_sampler: BatchSampler,
+        collate_fn: Callable[[list[Any]], Any],
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_sampler=batch_sampler,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            worker_init_fn=worker_init_fn,
+            persistent_workers=num_workers > 0,
+            # A generator of its own: each iterator draws from it, and a resumed run makes fewer iterators.
+            generator=torch.Generator().manual_seed(batch_sampler.seed),
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """The batches of the present epoch that have not been delivered yet, or else of the next epoch."""
+        plan = self.batch_sampler
+        if plan.start >= len(plan):
+            plan.set_epoch(plan.epoch + 1)
+        for batch in super().__iter__():
+            plan.start += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types: the epoch, the batches delivered in it, and what the plan depends on."""
+        plan = self.batch_sampler
+        return {"epoch": plan.epoch, "delivered": plan.start, "plan": plan.plan_fields()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            OptionError: If the plan is not the one that was saved; the message names the first field that differs.
+        """
+        fields = self.batch_sampler.plan_fields()
+        for name, saved in state["plan"].items():
+            if fields.get(name) != saved:
+                rule = f"must be {saved!r} as in the checkpoint to resume in the middle of its plan"
+                raise OptionError(f"data {name}", fields.get(name), rule, "restore it, or start from the weights alone")
+        self.batch_sampler.epoch, self.batch_sampler.start = state["epoch"], state["delivered"]

@@ -1,0 +1,117 @@
+"""What every batch sampler is: a pure function from (seed, epoch, step) to one global batch."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Self
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from embeddings.common.errors import OptionError
+from embeddings.common.randomness import derive_seed
+from embeddings.data.examples import RowDraw
+from embeddings.data.samplers.permutation import mix_bits
+
+Rows = NDArray[np.int64]
+
+
+class BatchSampler(Sampler[list[RowDraw]], ABC):
+    """Yields this rank's slice of each batch of an epoch.
+
+    A subclass says how many steps an epoch has (`num_steps`) and what a step holds (`global_batch`); ranks, epochs and
+    resuming are here. The rank and the number of ranks are read when they are needed, from the process group if there
+    is one, so a sampler may be made before it.
+
+    Determinism: (seed, epoch, step, global batch size) → one global batch; rank r of R takes rows r·B … (r+1)·B - 1 of
+    it. The same run on another number of ranks sees the same batches while batch_size x ranks stays the same.
+    Guarantees: ranks are disjoint, and every batch is full: rows that do not fill a last batch wait for another epoch.
+    Length: `len` is `num_steps`, the batches of a whole epoch, also where iteration starts in its middle.
+
+    Args:
+        batch_size: Queries of one rank's batch.
+        seed: The run's seed.
+        num_replicas: Number of ranks, or None for the process group's (1 without one).
+        rank: This rank, or None for the process group's.
+
+    Attributes:
+        epoch: The epoch that the next iteration yields; Lightning sets it through `sampler.set_epoch`.
+        start: The first step that the next iteration yields; `set_epoch` with another epoch sets it to 0.
+
+    Raises:
+        OptionError: If batch_size is not positive.
+    """
+
+    def __init__(
+        self, batch_size: int, seed: int = 0, num_replicas: int | None = None, rank: int | None = None
+    ) -> None:
+        if batch_size < 1:
+            raise OptionError("data.batch_size", batch_size, "must be >= 1", "give the number of pairs on one rank")
+        if (num_replicas is None) != (rank is None):
+            raise OptionError("rank", rank, "goes with num_replicas", "give both or neither")
+        self.batch_size, self.seed = batch_size, seed
+        self._place = None if rank is None or num_replicas is None else (rank, num_replicas)
+        self.epoch = 0
+        self.start = 0
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Global batches in an epoch, at least one."""
+
+    @abstractmethod
+    def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
+        """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
+
+    @property
+    def sampler(self) -> Self:
+        """This sampler: Lightning calls `set_epoch` on a batch sampler's `sampler`, not on the batch sampler."""
+        return self
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank and the number of ranks."""
+        if self._place is not None:
+            return self._place
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return 0, 1
+
+    @property
+    def global_batch_size(self) -> int:
+        """Queries of one step over all ranks."""
+        return self.batch_size * self.place[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the next to iterate, from its first step if it is another than the present one."""
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def plan_fields(self) -> dict[str, int | str]:
+        """What the plan depends on, in plain types: a resumed run must have the same."""
+        return {
+            "sampler": type(self).__name__,
+            "seed": self.seed,
+            "global_batch_size": self.global_batch_size,
+            "num_steps": self.num_steps,
+        }
+
+    def draw_keys(self, epoch: int, step: int) -> Rows:
+        """The draw keys of one step, (global_batch_size,) int64 >= 0: a hash of (seed, epoch, position)."""
+        first = step * self.global_batch_size
+        positions = np.arange(first, first + self.global_batch_size, dtype=np.uint64)
+        keyed = mix_bits(positions + np.uint64(derive_seed(self.seed, "draw", epoch)))
+        return (keyed >> np.uint64(1)).astype(np.int64)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self.num_steps
+
+    def __iter__(self) -> Iterator[list[RowDraw]]:
+        """This rank's batches of the present epoch, from `start` on."""
+        rank, _ = self.place
+        epoch, mine = self.epoch, slice(rank * self.batch_size, (rank + 1) * self.batch_size)
+        for step in range(self.start, self.num_steps):
+            rows, draws = self.global_batch(epoch, step)
+            yield list(map(RowDraw, rows[mine].tolist(), draws[mine].tolist()))

@@ -1,0 +1,136 @@
+"""Batches that mix all sources in given proportions (NV-Embed's blended batches)."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from embeddings.common.errors import OptionError
+from embeddings.common.randomness import derive_seed
+from embeddings.data.samplers.apportion import Apportionment
+from embeddings.data.samplers.base import BatchSampler, Rows
+from embeddings.data.samplers.permutation import KeyedPermutation
+
+
+class BlendedBatchSampler(BatchSampler):
+    """Every batch mixes all sources, in proportion to their sizes, in equal parts, or in the parts given.
+
+    Each source is walked through in a random order of its own; when it ends, the next pass has another order. How many
+    rows of a source the first t draws hold is computed (`Apportionment`), so any step is found at once, and nothing is
+    stored per row. Within a step the rows of all sources are shuffled, so each rank's slice is a blend too.
+
+    Determinism: see `BatchSampler`.
+    Guarantees: over any number of steps a source's share of the draws is less than 2 rows off its proportion. With
+    proportions `size` and no `steps_per_epoch`, an epoch is one pass: no row comes twice in it, and only the fewer than
+    global_batch_size rows that do not fill a batch are left out, others in the next epoch. In the other cases the
+    walks run on from epoch to epoch: a source has all its rows drawn j times before any is drawn j + 1 times,
+    and one batch can hold a row twice only where it crosses the end of that source's pass.
+    Length: `steps_per_epoch`, or as many whole global batches as the rows of all sources fill.
+
+    Args:
+        sizes: Rows of each source, each >= 1; row numbers count through the sources one after another.
+        batch_size: Queries of one rank's batch.
+        seed: The run's seed.
+        weights: With proportions `given`, the part of each source, > 0; only their ratios matter. Elsewhere None, or
+            all equal.
+        proportions: `size`: a source's part is its share of all rows, NV-Embed's "uniformly sampled"; `uniform`:
+            equal parts; `given`: `weights`.
+        steps_per_epoch: Global batches that count as an epoch, or None for one pass over as many rows as there are.
+        num_replicas: Number of ranks, or None for the process group's.
+        rank: This rank, or None for the process group's.
+
+    Raises:
+        OptionError: If a size, weight or steps_per_epoch is impossible, weights cannot take effect, or there are fewer
+            rows than one global batch.
+    Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §2.2 and §4. Differs: the paper does not say how batches are
+        drawn; exact apportionment instead of independent draws.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        batch_size: int,
+        seed: int = 0,
+        weights: Sequence[float] | None = None,
+        proportions: Literal["size", "uniform", "given"] = "size",
+        steps_per_epoch: int | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(batch_size, seed, num_replicas, rank)
+        if not sizes or min(sizes) < 1:
+            raise OptionError("data.sources", list(sizes), "must each have rows", "leave out the empty source")
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise OptionError("steps_per_epoch", steps_per_epoch, "must be >= 1", "leave it out for one pass")
+        self.sizes = tuple(sizes)
+        self.proportions = proportions
+        self.steps_per_epoch = steps_per_epoch
+        self._offsets = [sum(self.sizes[:source]) for source in range(len(self.sizes))]
+        self._apportionment = Apportionment(_parts(self.sizes, weights, proportions))
+        self._walks: dict[int, tuple[int, KeyedPermutation]] = {}
+        _ = self.num_steps
+
+    @property
+    def num_steps(self) -> int:
+        """Global batches in an epoch."""
+        num_rows = sum(self.sizes)
+        if num_rows < self.global_batch_size:
+            rule = f"must not exceed the {num_rows} training rows (batch_size x {self.place[1]} ranks)"
+            raise OptionError("data.batch_size", self.batch_size, rule, "lower it or add data")
+        return self.steps_per_epoch or num_rows // self.global_batch_size
+
+    def plan_fields(self) -> dict[str, int | str]:
+        """What the plan depends on, in plain types."""
+        sizes = ",".join(map(str, self.sizes))
+        return {**super().plan_fields(), "sizes": sizes, "proportions": self.proportions}
+
+    def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
+        """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
+        first = epoch * self._draws_per_epoch() + step * self.global_batch_size
+        before = self._apportionment.counts(first)
+        after = self._apportionment.counts(first + self.global_batch_size)
+        spans = zip(range(len(self.sizes)), before, after, strict=True)
+        rows = np.concatenate([self._walk(source, start, stop) for source, start, stop in spans])
+        draws = self.draw_keys(epoch, step)
+        return rows[np.argsort(draws, kind="stable")], draws
+
+    def _draws_per_epoch(self) -> int:
+        """Draws between the starts of two epochs; a natural one counts the rows left out, so that each is one pass."""
+        if self.proportions == "size" and self.steps_per_epoch is None:
+            return sum(self.sizes)
+        return self.num_steps * self.global_batch_size
+
+    def _walk(self, source: int, start: int, stop: int) -> Rows:
+        """Rows of the mixture at positions `start` … `stop` - 1 of a source's endless walk."""
+        size, pieces = self.sizes[source], [np.empty(0, dtype=np.int64)]
+        while start < stop:
+            number, position = divmod(start, size)
+            piece = np.arange(position, min(size, position + stop - start), dtype=np.int64)
+            pieces.append(self._order(source, number)(piece) + self._offsets[source])
+            start += len(piece)
+        return np.concatenate(pieces)
+
+    def _order(self, source: int, number: int) -> KeyedPermutation:
+        """The order of one pass through a source; the latest of each source is kept."""
+        known = self._walks.get(source)
+        if known is None or known[0] != number:
+            key = derive_seed(self.seed, "pass", source, number)
+            known = self._walks[source] = (number, KeyedPermutation(self.sizes[source], key))
+        return known[1]
+
+
+def _parts(sizes: Sequence[int], weights: Sequence[float] | None, proportions: str) -> Sequence[float]:
+    """The part of each source, checked."""
+    given = [1.0] * len(sizes) if weights is None else list(weights)
+    if len(given) != len(sizes):
+        raise OptionError("weights", given, f"must be one for each of the {len(sizes)} sources", "give as many")
+    if proportions == "given":
+        if not all(0 < weight < float("inf") for weight in given):
+            raise OptionError(
+                "data.sources[].weight", given, "must be > 0 and finite", "leave out a source without part"
+            )
+        return given
+    if len(set(given)) > 1:
+        rule = f"cannot take effect with proportions {proportions!r}"
+        raise OptionError("data.sources[].weight", given, rule, "set the sampler's proportions to given")
+    return sizes if proportions == "size" else [1] * len(sizes)

@@ -1,0 +1,121 @@
+"""Texts to tokens: the prompt joined in front, and which tokens enter the pooling, exact on the joined text."""
+
+import copy
+from collections.abc import Sequence
+from itertools import chain, takewhile
+
+import numpy as np
+import torch
+from tokenizers import Encoding, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from embeddings.common.errors import OptionError
+from embeddings.common.text import TextRole, TextSettings
+from embeddings.common.types import TokenBatch
+
+
+class TextTokenizer:
+    """Tokenises prompt and text as one string and marks the tokens that enter the pooling.
+
+    A token belongs to the prompt if its characters end at or before the prompt's end; one that straddles the end
+    carries some of the text and belongs to the text. So a word with the space before it (`▁how`, `Ġhow`) is text though
+    the space is the prompt's, and a piece that is that space alone (before a digit or an ideograph, say) is prompt.
+    All bytes of a character that was split over tokens are on one side.
+
+    With a prompt, pooling leaves out the prompt's tokens and the special tokens before them (`[CLS]`, `<s>`), as
+    NV-Embed does for queries; without one, or with `pool_prompt`, every token is pooled. Special tokens after the text
+    (`[SEP]`, `</s>`) are always kept by truncation and always pooled. No text is ever without a pooled token: where
+    nothing of the text is left, the special tokens after it are pooled, or else the last token.
+
+    Args:
+        tokenizer: A fast tokenizer; it is copied, so its own truncation settings neither matter nor change.
+        settings: Lengths, prompts and special tokens.
+
+    Determinism: a text's tokens depend on the text, its prompt and its role alone.
+    Raises:
+        OptionError: If the tokenizer is slow (it cannot say which characters a token covers), or has no
+            end-of-sequence token and `append_eos` asks for it.
+    Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §4.1; the released `modeling_nvembed.py`. Differs: the release
+        counts the instruction's tokens apart from the text and appends EOS before truncation, which can lose it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TextSettings) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            rule = "must be a fast tokenizer, since pooling needs the characters each token covers"
+            raise OptionError("tokenizer", type(tokenizer).__name__, rule, "save it with a tokenizer.json and use that")
+        self.settings = settings
+        self._backend: Tokenizer = copy.deepcopy(backend)
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        probe = self._backend.encode("a")
+        is_special = probe.special_tokens_mask
+        self._num_leading = sum(takewhile(bool, is_special))
+        self._num_trailing = sum(takewhile(bool, reversed(is_special)))
+        self._appended: list[int] = []
+        eos = tokenizer.eos_token_id
+        if settings.append_eos and eos is None:
+            raise OptionError("data.text.append_eos", True, "needs a tokenizer with an eos_token", "set it to false")
+        if settings.append_eos and probe.ids[-1:] != [eos]:
+            self._appended = [eos]
+        known = (eos, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+        self._stand_in = [token for token in known if token is not None][:1]
+        self._checked_prompts: set[tuple[str, int]] = set()
+
+    def __call__(self, texts: Sequence[str], role: TextRole, prompts: str | Sequence[str] | None = None) -> TokenBatch:
+        """Tokens of N texts.
+
+        Args:
+            texts: Texts without their prompts. One that leaves no token at all becomes one end-of-sequence token.
+            role: Decides the length limit and the default prompt.
+            prompts: One prompt for all texts, or one each; None for the settings' prompt of this role.
+
+        Raises:
+            OptionError: If a prompt leaves no room for a token of the text; the message names the limit.
+        """
+        if prompts is None:
+            prompts = self.settings.prompts.get(role, "")
+        each = [prompts] * len(texts) if isinstance(prompts, str) else list(prompts)
+        limit = self.settings.max_length(role)
+        for prompt in set(each):
+            self._check_prompt(prompt, role, limit)
+        self._backend.enable_truncation(limit - len(self._appended), direction="right")
+        joined = [prompt + text for prompt, text in zip(each, texts, strict=True)]
+        if self.settings.pool_prompt or not any(each):
+            # The same tokens without their offsets, a quarter faster.
+            encodings, firsts = self._backend.encode_batch_fast(joined), [0] * len(joined)
+        else:
+            encodings = self._backend.encode_batch(joined)
+            firsts = [self._first_pooled(*pair) for pair in zip(encodings, each, strict=True)]
+        return _token_batch([encoding.ids + self._appended or self._stand_in for encoding in encodings], firsts)
+
+    def _first_pooled(self, encoding: Encoding, prompt: str) -> int:
+        """Index of the first pooled token; all after it are pooled."""
+        if not prompt:
+            return 0
+        end_of_text = len(encoding) - self._num_trailing
+        spans, prompt_end = encoding.offsets, len(prompt)
+        for index in range(self._num_leading, end_of_text):
+            if spans[index][1] > prompt_end:
+                return index
+        return end_of_text
+
+    def _check_prompt(self, prompt: str, role: TextRole, limit: int) -> None:
+        if not prompt or (prompt, limit) in self._checked_prompts:
+            return
+        self._backend.no_truncation()
+        num_tokens = len(self._backend.encode(prompt)) + len(self._appended)
+        if num_tokens >= limit:
+            rule = f"must exceed the {num_tokens} tokens of the prompt {prompt[:40]!r} and its special tokens"
+            raise OptionError(f"data.text.{role}_max_length", limit, rule, "raise it or shorten the prompt")
+        self._checked_prompts.add((prompt, limit))
+
+
+def _token_batch(ids: list[list[int]], firsts: list[int]) -> TokenBatch:
+    """The ragged batch of `ids`, pooled from each text's `firsts` on, and at least at its last token."""
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    flat = np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum()))
+    starts = np.cumsum(lengths) - lengths
+    first = starts + np.minimum(np.array(firsts, dtype=np.int64), lengths - 1)
+    mask = np.arange(len(flat)) >= np.repeat(first, lengths)
+    return TokenBatch(torch.from_numpy(flat), torch.from_numpy(mask), torch.from_numpy(lengths))

@@ -1,0 +1,196 @@
+"""The laws of a batch sampler, and the proportions of a blend."""
+
+import time
+from collections import Counter
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from torch.utils.data import DataLoader
+
+from embeddings.common import OptionError
+from embeddings.data.examples import RowDraw
+from embeddings.data.samplers import BlendedBatchSampler
+
+SIZES = [40, 7, 23, 1]
+
+
+def make(batch_size: int = 4, **options: Any) -> BlendedBatchSampler:
+    return BlendedBatchSampler(options.pop("sizes", SIZES), batch_size, **options)
+
+
+def rows_of(sampler: BlendedBatchSampler, epoch: int = 0) -> list[list[int]]:
+    sampler.set_epoch(epoch)
+    return [[entry.row for entry in batch] for batch in sampler]
+
+
+def source_of(row: int, sizes: list[int]) -> int:
+    return int(np.searchsorted(np.cumsum(sizes), row, side="right"))
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+@pytest.mark.parametrize("proportions", ["size", "uniform"])
+def test_ranks_are_disjoint_and_together_the_plan_of_one_process(proportions: Any, epoch: int) -> None:
+    whole = rows_of(make(6, proportions=proportions, sizes=[400, 70, 230]), epoch)
+    ranks = [
+        rows_of(make(2, proportions=proportions, sizes=[400, 70, 230], num_replicas=3, rank=rank), epoch)
+        for rank in range(3)
+    ]
+    assert len(whole) == 700 // 6
+    for step, batch in enumerate(whole):
+        assert batch == list(chain(*(rank[step] for rank in ranks)))
+    if proportions == "size":
+        seen = [set(chain(*rank)) for rank in ranks]
+        assert not (seen[0] & seen[1] or seen[0] & seen[2] or seen[1] & seen[2])
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 70, 71])
+def test_the_length_is_exact_and_every_batch_is_full(batch_size: int) -> None:
+    sampler = make(batch_size)
+    batches = rows_of(sampler)
+    assert len(sampler) == len(batches) == 71 // batch_size
+    assert all(len(batch) == batch_size for batch in batches)
+
+
+def test_a_natural_epoch_holds_no_row_twice_and_leaves_out_less_than_a_batch() -> None:
+    for epoch in range(8):
+        rows = list(chain(*rows_of(make(4), epoch)))
+        assert len(rows) == len(set(rows)) == 68
+        assert set(rows) <= set(range(71))
+
+
+def test_the_rows_left_out_differ_from_epoch_to_epoch() -> None:
+    left_out = [frozenset(range(71)) - set(chain(*rows_of(make(4), epoch))) for epoch in range(20)]
+    assert len(set(left_out)) > 10
+
+
+def test_seed_and_epoch_decide_the_batches() -> None:
+    same, again = list(make(seed=3)), list(make(seed=3))
+    assert same == again
+    assert rows_of(make(seed=3)) != rows_of(make(seed=4))
+    assert rows_of(make(seed=3), 0) != rows_of(make(seed=3), 1)
+
+
+def test_the_next_epoch_differs_through_the_call_that_lightning_makes() -> None:
+    sampler = make()
+    loader = DataLoader(RowEcho(), batch_sampler=sampler, collate_fn=list)
+    first = list(loader)
+    _set_sampler_epoch(loader, 1)
+    second = list(loader)
+    assert first != second
+    _set_sampler_epoch(loader, 0)
+    assert list(loader) == first
+
+
+def test_the_number_of_workers_changes_nothing() -> None:
+    plain, forked = (
+        list(DataLoader(RowEcho(), batch_sampler=make(9), collate_fn=list, num_workers=workers)) for workers in (0, 2)
+    )
+    assert len(plain) == 7
+    assert plain == forked
+
+
+@pytest.mark.parametrize(
+    ("proportions", "weights", "parts"),
+    [
+        ("size", None, [800, 60, 139, 1]),
+        ("uniform", None, [1, 1, 1, 1]),
+        ("given", [3, 1, 0.5, 0.25], [3, 1, 0.5, 0.25]),
+    ],
+)
+def test_every_stretch_of_batches_keeps_the_proportions_within_two_rows(
+    proportions: Any, weights: list[float] | None, parts: list[float]
+) -> None:
+    sizes = [800, 60, 139, 1]
+    sampler = make(16, sizes=sizes, proportions=proportions, weights=weights, steps_per_epoch=50)
+    drawn = np.zeros(4)
+    for epoch in range(2):
+        for step, batch in enumerate(rows_of(sampler, epoch)):
+            drawn += np.bincount([source_of(row, sizes) for row in batch], minlength=4)
+            expected = (epoch * 50 + step + 1) * 16 * np.array(parts) / sum(parts)
+            assert np.abs(drawn - expected).max() < 2
+
+
+def test_each_batch_mixes_all_sources_that_have_a_row_for_it() -> None:
+    sizes = [400, 300, 300]
+    for batch in rows_of(make(32, sizes=sizes)):
+        counts = np.bincount([source_of(row, sizes) for row in batch], minlength=3)
+        assert np.abs(counts - np.array([12.8, 9.6, 9.6])).max() < 4
+
+
+def test_a_rank_sees_a_blend_too() -> None:
+    sizes = [500, 500]
+    shares = [
+        np.mean(
+            [source_of(row, sizes) for batch in rows_of(make(8, sizes=sizes, num_replicas=4, rank=r)) for row in batch]
+        )
+        for r in range(4)
+    ]
+    assert np.abs(np.array(shares) - 0.5).max() < 0.1
+
+
+def test_a_source_is_walked_through_evenly_over_its_passes() -> None:
+    sampler = make(8, proportions="uniform", sizes=[100, 10], steps_per_epoch=7)
+    drawn = Counter(chain(*(row for epoch in range(9) for row in rows_of(sampler, epoch))))
+    small = [drawn[row] for row in range(100, 110)]
+    assert sum(small) == pytest.approx(7 * 9 * 8 / 2, abs=2)
+    assert max(small) - min(small) <= 1
+    large = [drawn[row] for row in range(100)]
+    assert max(large) - min(large) <= 1
+
+
+def test_a_source_smaller_than_its_part_of_a_batch_is_passed_through_many_times() -> None:
+    batch = rows_of(make(20, proportions="uniform", sizes=[100, 1]))[0]
+    assert sum(row == 100 for row in batch) == 10
+
+
+def test_one_pass_after_another_has_another_order() -> None:
+    sampler = make(10, sizes=[10], steps_per_epoch=3)
+    passes = rows_of(sampler)
+    assert all(sorted(rows) == list(range(10)) for rows in passes)
+    assert passes[0] != passes[1] != passes[2]
+
+
+def test_a_far_step_of_a_large_plan_is_found_within_ten_milliseconds() -> None:
+    sampler = BlendedBatchSampler([60_000_000, 30_000_000, 10_000_000], 64, steps_per_epoch=2_000_000)
+    sampler.start = 1_000_000
+    started = time.perf_counter()
+    batch = next(iter(sampler))
+    seconds = time.perf_counter() - started
+    assert len(batch) == 64
+    assert seconds < 0.01
+
+
+def test_what_the_plan_depends_on_is_plain_and_does_not_name_the_rank() -> None:
+    first, second = (make(2, num_replicas=2, rank=rank).plan_fields() for rank in (0, 1))
+    assert first == second == make(4).plan_fields()
+    assert all(isinstance(value, int | str) for value in first.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 72}, r"data\.batch_size must not exceed the 71 training rows \(batch_size x 1 ranks\), got 72"),
+        ({"batch_size": 36, "num_replicas": 2, "rank": 0}, r"x 2 ranks\), got 36"),
+        ({"batch_size": 0}, r"data\.batch_size must be >= 1"),
+        ({"sizes": []}, r"data\.sources must each have rows"),
+        ({"sizes": [3, 0]}, r"data\.sources must each have rows"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch must be >= 1"),
+        ({"weights": [1, 2, 3, 4]}, "cannot take effect with proportions 'size'"),
+        ({"weights": [1, 1]}, "one for each of the 4 sources"),
+        ({"weights": [1, 1, 1, 0], "proportions": "given"}, "must be > 0 and finite"),
+    ],
+)
+def test_impossible_options_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as raised:
+        make(**options)
+    assert "\n" not in str(raised.value)
+
+
+class RowEcho:
+    """A data set that answers with what it was asked for."""
+
+    def __getitem__(self, entry: RowDraw) -> tuple[int, int]:
+        return tuple(entry)

@@ -1,0 +1,71 @@
+"""A keyed permutation is a bijection, looks random, and costs nothing to enter anywhere."""
+
+import time
+
+import numpy as np
+import pytest
+
+from embeddings.data.samplers.permutation import KeyedPermutation, mix_bits
+
+SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100, 1000, 1023, 1024, 1025, 4095, 4097, 2**17 - 1, 2**17 + 1]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("key", [0, 1, 2**63 - 1])
+def test_every_value_comes_exactly_once(n: int, key: int) -> None:
+    values = KeyedPermutation(n, key)(np.arange(n))
+    assert values.dtype == np.int64
+    assert np.array_equal(np.sort(values), np.arange(n))
+
+
+def test_a_position_is_found_without_the_ones_before_it() -> None:
+    order = KeyedPermutation(1000, 7)
+    whole = order(np.arange(1000))
+    positions = np.array([999, 0, 500, 500, 3])
+    assert np.array_equal(order(positions), whole[positions])
+    assert len(order(np.arange(0))) == 0
+
+
+def test_keys_decide_the_order_and_nothing_else_does() -> None:
+    first, again, other = (KeyedPermutation(1000, key)(np.arange(1000)) for key in (5, 5, 6))
+    assert np.array_equal(first, again)
+    assert (first == other).sum() < 12  # one agreement is expected of two random orders
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    assert KeyedPermutation(10, 42)(np.arange(10)).tolist() == [2, 0, 3, 7, 5, 8, 9, 1, 6, 4]
+
+
+@pytest.mark.parametrize("n", [3, 5, 10, 100])
+def test_each_value_is_equally_likely_at_each_position(n: int) -> None:
+    num_keys = 400
+    seen = np.zeros((n, n))
+    for key in range(num_keys):
+        seen[np.arange(n), KeyedPermutation(n, key)(np.arange(n))] += 1
+    expected = num_keys / n
+    chi_square = ((seen - expected) ** 2 / expected).sum()
+    freedom = (n - 1) ** 2
+    assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+def test_neighbours_land_a_third_of_the_range_apart() -> None:
+    n = 100_003
+    values = KeyedPermutation(n, 3)(np.arange(n))
+    assert np.abs(np.diff(values)).mean() / n == pytest.approx(1 / 3, abs=0.01)
+    assert abs(np.corrcoef(np.arange(n), values)[0, 1]) < 0.02
+
+
+def test_a_huge_range_is_entered_anywhere_at_once() -> None:
+    order = KeyedPermutation(2**40 + 1, 9)
+    positions = np.arange(2**39, 2**39 + 4096)
+    started = time.perf_counter()
+    values = order(positions)
+    assert time.perf_counter() - started < 0.5
+    assert len(np.unique(values)) == 4096
+    assert values.min() >= 0
+    assert values.max() <= 2**40
+
+
+def test_mixing_bits_loses_no_value() -> None:
+    values = np.arange(100_000, dtype=np.uint64)
+    assert len(np.unique(mix_bits(values))) == len(values)
