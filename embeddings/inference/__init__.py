@@ -1,0 +1,1 @@
+"""Floor 2: texts to vectors, and the nearest ones of a vector."""

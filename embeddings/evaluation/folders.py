@@ -1,0 +1,224 @@
+"""Evaluation folders: retrieval, sentence similarity, classification and clustering, told apart by what lies in them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from embeddings.common.errors import InputError
+from embeddings.data.readers import read_jsonl
+from embeddings.evaluation.metrics import Judgments
+from embeddings.evaluation.qrels import read_qrels
+from embeddings.inference.corpus import read_corpus, string_field
+
+_LAYOUTS = (
+    "a folder holds corpus.jsonl, queries.jsonl and qrels.tsv (retrieval), or test.jsonl with sentence1, sentence2, score "
+    "(similarity) or with text, label (clustering; classification with a train.jsonl beside it)"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RetrievalFolder:
+    """A corpus, queries, and which documents are relevant to which.
+
+    Attributes:
+        documents: Title and text of each document.
+        document_ids: Their ids.
+        queries: Texts of the queries that have a relevant document.
+        query_ids: Their ids.
+        judgments: Relevance by row.
+        num_skipped: Queries left out because no document is relevant to them.
+    """
+
+    kind: ClassVar[str] = "retrieval"
+    documents: list[str]
+    document_ids: list[str]
+    queries: list[str]
+    query_ids: list[str]
+    judgments: Judgments
+    num_skipped: int
+
+
+@dataclass(frozen=True, eq=False)
+class SimilarityFolder:
+    """Pairs of sentences, (N) each, and how alike people found them, (N,) float64."""
+
+    kind: ClassVar[str] = "sts"
+    first: list[str]
+    second: list[str]
+    score_N: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class ClassificationFolder:
+    """Texts and labels to train a classifier on, and others to test it on."""
+
+    kind: ClassVar[str] = "classification"
+    train_texts: list[str]
+    train_labels: list[str]
+    test_texts: list[str]
+    test_labels: list[str]
+
+
+@dataclass(frozen=True, eq=False)
+class ClusteringFolder:
+    """Texts and the label that clusters should agree with."""
+
+    kind: ClassVar[str] = "clustering"
+    texts: list[str]
+    labels: list[str]
+
+
+EvaluationFolder = RetrievalFolder | SimilarityFolder | ClassificationFolder | ClusteringFolder
+
+
+def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
+    """The evaluation data in a folder, checked whole.
+
+    Retrieval is BEIR's layout: `corpus.jsonl` {"_id", "title", "text"}, `queries.jsonl` {"_id", "text"}, `qrels.tsv`
+    (or `qrels/test.tsv`) query-id, corpus-id, score. Similarity is `test.jsonl` {"sentence1", "sentence2", "score"}.
+    Classification is `train.jsonl` and `test.jsonl` {"text", "label"}, clustering `test.jsonl` alone. Every JSONL file
+    may be gzipped as `.jsonl.gz`. Fields that are not named here are left alone.
+
+    Raises:
+        InputError: If the folder has none of these layouts, or a row cannot be used; one line names file and row.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise InputError(str(folder), "is no folder", _LAYOUTS)
+    if _find(folder, "corpus") or _find(folder, "queries") or _find_qrels(folder):
+        return _read_retrieval(folder)
+    test = _find(folder, "test")
+    if test is None:
+        raise InputError(str(folder), "holds no evaluation data", _LAYOUTS)
+    where, first = next(read_jsonl(test))
+    if "sentence1" in first:
+        return _read_similarity(test)
+    if "label" not in first:
+        raise InputError(where, f"is neither similarity nor labels (found: {', '.join(sorted(first))})", _LAYOUTS)
+    texts, labels = _read_labelled(test)
+    train = _find(folder, "train")
+    if train is None:
+        return ClusteringFolder(texts, _at_least_two(test, labels))
+    train_texts, train_labels = _read_labelled(train)
+    return ClassificationFolder(train_texts, _at_least_two(train, train_labels), texts, labels)
+
+
+def find_evaluation_folders(root: str | PathLike[str]) -> list[Path]:
+    """The evaluation folders at or below `root`, by path; a folder inside one that was found is not looked into.
+
+    Raises:
+        InputError: If there is none.
+    """
+    found = list(_walk(Path(root)))
+    if not found:
+        raise InputError(str(root), "holds no evaluation data", _LAYOUTS)
+    return found
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    if _find(folder, "corpus") or _find(folder, "test"):
+        yield folder
+    elif folder.is_dir():
+        for child in sorted(child for child in folder.iterdir() if child.is_dir()):
+            yield from _walk(child)
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    candidates = [folder / f"{name}.jsonl", folder / f"{name}.jsonl.gz"]
+    found = [path for path in candidates if path.is_file()]
+    if len(found) > 1:
+        raise InputError(str(folder), f"{found[0].name} and {found[1].name} are both there", "keep one of them")
+    return found[0] if found else None
+
+
+def _find_qrels(folder: Path) -> Path | None:
+    return next((path for path in (folder / "qrels.tsv", folder / "qrels" / "test.tsv") if path.is_file()), None)
+
+
+def _read_retrieval(folder: Path) -> RetrievalFolder:
+    corpus, queries, qrels = _find(folder, "corpus"), _find(folder, "queries"), _find_qrels(folder)
+    for path, name in ((corpus, "corpus.jsonl"), (queries, "queries.jsonl"), (qrels, "qrels.tsv")):
+        if path is None:
+            raise InputError(str(folder), f"{name} is missing", _LAYOUTS)
+    assert corpus is not None
+    assert queries is not None
+    assert qrels is not None
+    documents = list(read_corpus(corpus))
+    document_row = {document.document_id: row for row, document in enumerate(documents)}
+    text_of_query = _read_queries(queries)
+    relevance = read_qrels(qrels, text_of_query.keys(), document_row.keys())
+    # A benchmark's queries file often holds the queries of all splits: only those judged here are encoded.
+    query_ids = [query for query in text_of_query if any(grade > 0 for grade in relevance.get(query, {}).values())]
+    pairs = [
+        (query_row, document_row[document], grade)
+        for query_row, query in enumerate(query_ids)
+        for document, grade in relevance[query].items()
+    ]
+    query_J, document_J, relevance_J = zip(*pairs, strict=True)
+    judgments = Judgments(
+        np.array(query_J, dtype=np.int64),
+        np.array(document_J, dtype=np.int64),
+        np.array(relevance_J, dtype=np.float64),
+        len(query_ids),
+        len(documents),
+    )
+    return RetrievalFolder(
+        [document.text for document in documents],
+        list(document_row),
+        [text_of_query[query] for query in query_ids],
+        query_ids,
+        judgments,
+        len(text_of_query) - len(query_ids),
+    )
+
+
+def _read_queries(path: Path) -> dict[str, str]:
+    text_of_query: dict[str, str] = {}
+    for where, fields in read_jsonl(path):
+        query = string_field(where, fields, "_id")
+        if query in text_of_query:
+            raise InputError(where, f"the id {query!r} occurs a second time", "give each query its own")
+        text_of_query[query] = string_field(where, fields, "text")
+        if not text_of_query[query].strip():
+            raise InputError(where, "field 'text' is empty", "write the query, or drop the row")
+    return text_of_query
+
+
+def _read_similarity(path: Path) -> SimilarityFolder:
+    first, second, scores = [], [], []
+    for where, fields in read_jsonl(path):
+        first.append(string_field(where, fields, "sentence1"))
+        second.append(string_field(where, fields, "sentence2"))
+        scores.append(_number_field(where, fields, "score"))
+    if len(set(scores)) < 2:
+        raise InputError(str(path), f"every score is {scores[0]}", "a rank correlation needs two different scores")
+    return SimilarityFolder(first, second, np.array(scores, dtype=np.float64))
+
+
+def _read_labelled(path: Path) -> tuple[list[str], list[str]]:
+    texts, labels = [], []
+    for where, fields in read_jsonl(path):
+        texts.append(string_field(where, fields, "text"))
+        label = fields.get("label")
+        if isinstance(label, bool) or not isinstance(label, str | int):
+            raise InputError(where, f"field 'label' must be a text or a whole number, got {label!r}", "give it one")
+        labels.append(str(label))
+    return texts, labels
+
+
+def _at_least_two(path: Path, labels: list[str]) -> list[str]:
+    if len(set(labels)) < 2:
+        raise InputError(str(path), f"every label is {labels[0]!r}", "two different labels are needed")
+    return labels
+
+
+def _number_field(where: str, fields: dict[str, Any], name: str) -> float:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        raise InputError(where, f"field {name!r} must be a finite number, got {value!r}", "mend the row, or drop it")
+    return float(value)

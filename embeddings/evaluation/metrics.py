@@ -1,0 +1,155 @@
+"""Retrieval metrics with graded relevance, and rank correlation, as array operations.
+
+nDCG uses the linear gain of trec_eval and BEIR: gain = relevance, discount = log2(1 + rank). Every metric of a query
+is a number from 0 to 1; a query without a relevant document has no such number, so it is skipped and counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Judgments:
+    """Which documents are relevant to which queries: J judged pairs. A pair that is not listed is not relevant.
+
+    Attributes:
+        query_J: Row of the query, (J,) int64.
+        document_J: Row of the document, (J,) int64; no pair occurs twice.
+        relevance_J: Grade, (J,) float64; 0 and below is not relevant.
+        num_queries: Queries in all, Q.
+        num_documents: Documents in all.
+    """
+
+    query_J: Ints
+    document_J: Ints
+    relevance_J: Floats
+    num_queries: int
+    num_documents: int
+
+    def gain(self, ranked_QK: Ints) -> Floats:
+        """The grade of each ranked document, (Q, K); 0 where it is not relevant, or where the row is -1 (no document)."""
+        key_J = self.query_J * self.num_documents + self.document_J
+        order_J = np.argsort(key_J)
+        sorted_key_J = key_J[order_J]
+        key_QK = np.arange(self.num_queries)[:, None] * self.num_documents + ranked_QK
+        place_QK = np.minimum(np.searchsorted(sorted_key_J, key_QK), max(0, len(key_J) - 1))
+        if not len(key_J):
+            return np.zeros(ranked_QK.shape)
+        is_judged_QK = (sorted_key_J[place_QK] == key_QK) & (ranked_QK >= 0)
+        return np.where(is_judged_QK, np.maximum(self.relevance_J[order_J][place_QK], 0.0), 0.0)
+
+    def ideal_gain(self, cutoff: int) -> Floats:
+        """The grades of the best possible ranking of each query, (Q, cutoff), filled with 0."""
+        relevant_J = self.relevance_J > 0
+        query_J, relevance_J = self.query_J[relevant_J], self.relevance_J[relevant_J]
+        order_J = np.lexsort((-relevance_J, query_J))
+        query_J, relevance_J = query_J[order_J], relevance_J[order_J]
+        rank_J = np.arange(len(query_J)) - np.searchsorted(query_J, query_J)
+        kept_J = rank_J < cutoff
+        ideal_QK = np.zeros((self.num_queries, cutoff))
+        ideal_QK[query_J[kept_J], rank_J[kept_J]] = relevance_J[kept_J]
+        return ideal_QK
+
+    def num_relevant(self) -> Ints:
+        """Relevant documents of each query, (Q,)."""
+        return np.bincount(self.query_J[self.relevance_J > 0], minlength=self.num_queries).astype(np.int64)
+
+
+def dcg(gain_QK: Floats) -> Floats:
+    """Discounted cumulative gain of each query: sum over ranks r of gain / log2(1 + r), (Q,)."""
+    return gain_QK @ (1.0 / np.log2(np.arange(gain_QK.shape[1]) + 2.0))
+
+
+def ndcg_at_k(gain_QK: Floats, judgments: Judgments, cutoff: int) -> Floats:
+    """DCG of the first `cutoff` documents over that of the best ranking, (Q,); 0 where nothing is relevant."""
+    return _ratio(dcg(gain_QK[:, :cutoff]), dcg(judgments.ideal_gain(cutoff)))
+
+
+def mrr_at_k(gain_QK: Floats, cutoff: int) -> Floats:
+    """One over the rank of the first relevant document within the cutoff, (Q,); 0 where there is none."""
+    relevant_QK = gain_QK[:, :cutoff] > 0
+    if not relevant_QK.shape[1]:
+        return np.zeros(len(gain_QK))
+    return np.where(relevant_QK.any(axis=1), 1.0 / (relevant_QK.argmax(axis=1) + 1.0), 0.0)
+
+
+def recall_at_k(gain_QK: Floats, judgments: Judgments, cutoff: int) -> Floats:
+    """Share of a query's relevant documents that are within the cutoff, (Q,); 0 where nothing is relevant."""
+    return _ratio((gain_QK[:, :cutoff] > 0).sum(axis=1), judgments.num_relevant())
+
+
+def map_at_k(gain_QK: Floats, judgments: Judgments, cutoff: int) -> Floats:
+    """Precision at each relevant document within the cutoff, summed, over all that are relevant, (Q,).
+
+    The denominator counts documents beyond the cutoff too, as trec_eval's `map_cut` does.
+    """
+    relevant_QK = gain_QK[:, :cutoff] > 0
+    precision_QK = relevant_QK.cumsum(axis=1) / (np.arange(relevant_QK.shape[1]) + 1.0)
+    return _ratio((precision_QK * relevant_QK).sum(axis=1), judgments.num_relevant())
+
+
+class RetrievalScores(NamedTuple):
+    """Means over the queries that have a relevant document.
+
+    Attributes:
+        metrics: `ndcg_at_<k>`, `mrr_at_<k>`, `recall_at_<k>`, `map_at_<k>` for each cutoff k; empty without such queries.
+        num_queries: Queries counted.
+        num_skipped: Queries without a relevant document.
+    """
+
+    metrics: dict[str, float]
+    num_queries: int
+    num_skipped: int
+
+
+def retrieval_metrics(ranked_QK: Ints, judgments: Judgments, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
+    """The retrieval metrics of a ranking at each cutoff.
+
+    Args:
+        ranked_QK: Rows of the documents found, best first, (Q, K) int64, -1 where there is none; no row twice.
+        judgments: What is relevant.
+        cutoffs: Ranks to stop at. One larger than K counts what was found.
+
+    Returns:
+        Means over queries that have a relevant document, and how many were skipped for want of one.
+    """
+    gain_QK = judgments.gain(ranked_QK)
+    counted_Q = judgments.num_relevant() > 0
+    num_counted = int(counted_Q.sum())
+    metrics: dict[str, float] = {}
+    if num_counted:
+        for cutoff in cutoffs:
+            values = {
+                f"ndcg_at_{cutoff}": ndcg_at_k(gain_QK, judgments, cutoff),
+                f"mrr_at_{cutoff}": mrr_at_k(gain_QK, cutoff),
+                f"recall_at_{cutoff}": recall_at_k(gain_QK, judgments, cutoff),
+                f"map_at_{cutoff}": map_at_k(gain_QK, judgments, cutoff),
+            }
+            metrics |= {name: float(value_Q[counted_Q].mean()) for name, value_Q in values.items()}
+    return RetrievalScores(metrics, num_counted, judgments.num_queries - num_counted)
+
+
+def spearman(first_N: Floats, second_N: Floats) -> float:
+    """Spearman's rank correlation, ties at their average rank; 0 where either side is constant."""
+    first, second = (rank - rank.mean() for rank in (average_rank(first_N), average_rank(second_N)))
+    scale = float(np.sqrt((first @ first) * (second @ second)))
+    return float(first @ second) / scale if scale else 0.0
+
+
+def average_rank(value_N: Floats) -> Floats:
+    """The rank of each value from 1, equal values at the mean of their ranks, (N,)."""
+    _, group_N, count_G = np.unique(value_N, return_inverse=True, return_counts=True)
+    last_G = np.cumsum(count_G)
+    return np.asarray((last_G - (count_G - 1) / 2.0)[group_N], dtype=np.float64)
+
+
+def _ratio(part_Q: Floats | Ints, whole_Q: Floats | Ints) -> Floats:
+    whole = np.asarray(whole_Q, dtype=np.float64)
+    return np.divide(part_Q, whole, out=np.zeros_like(whole), where=whole > 0)

@@ -1,0 +1,177 @@
+"""An encoder's scores on evaluation folders."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from embeddings.common.log import logger
+from embeddings.evaluation.classification import logistic_regression_scores
+from embeddings.evaluation.clustering import kmeans_v_measure
+from embeddings.evaluation.folders import (
+    ClassificationFolder,
+    ClusteringFolder,
+    EvaluationFolder,
+    RetrievalFolder,
+    SimilarityFolder,
+    find_evaluation_folders,
+    read_evaluation_folder,
+)
+from embeddings.evaluation.metrics import retrieval_metrics, spearman
+from embeddings.inference.search import search_top_k
+
+if TYPE_CHECKING:
+    from embeddings.inference.encoder import Encoder
+
+CUTOFFS = (10, 100)
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Scores of one folder.
+
+    Attributes:
+        name: The folder, as it is called in a table.
+        kind: `retrieval`, `sts`, `classification` or `clustering`.
+        metrics: Values from 0 to 1 (rank correlation: from -1), the main one first: `ndcg_at_10`, `cosine_spearman`,
+            `accuracy`, `v_measure`.
+        counts: What was counted: `num_queries`, `num_documents`, `num_skipped`, …
+        seconds: Time of encoding and scoring.
+    """
+
+    name: str
+    kind: str
+    metrics: dict[str, float]
+    counts: dict[str, int]
+    seconds: float
+
+    @property
+    def main_metric(self) -> str:
+        """The name of the metric a table shows."""
+        return next(iter(self.metrics))
+
+
+def evaluate_folder(
+    encoder: "Encoder",
+    folder: str | PathLike[str] | EvaluationFolder,
+    *,
+    name: str | None = None,
+    prompt_name: str | None = None,
+    seed: int = 0,
+) -> EvaluationResult:
+    """The scores of an encoder on one evaluation folder.
+
+    Retrieval ranks all documents by inner product of the model's vectors, with its `query` prompt before queries and
+    its `document` prompt before documents. Similarity is Spearman's correlation of the cosine with the score.
+    Classification is logistic regression, clustering is k-means, both on the vectors as they are.
+
+    Args:
+        encoder: The model.
+        folder: A folder (see `read_evaluation_folder`), or what was read from one.
+        name: What to call it; None for the folder's own name.
+        prompt_name: Prompt before queries (retrieval) or before every text (the other kinds), None for the default.
+        seed: Seed of the k-means starts.
+
+    Raises:
+        InputError: If the folder cannot be used; one line names file and row.
+        OptionError: If the model has no such prompt.
+    """
+    if isinstance(folder, str | PathLike):
+        name = Path(folder).resolve().name if name is None else name
+        folder = read_evaluation_folder(folder)
+    start = time.perf_counter()
+    match folder:
+        case RetrievalFolder():
+            metrics, counts = _score_retrieval(encoder, folder, prompt_name)
+        case SimilarityFolder():
+            metrics, counts = _score_similarity(encoder, folder, prompt_name)
+        case ClassificationFolder():
+            metrics, counts = _score_classification(encoder, folder, prompt_name)
+        case ClusteringFolder():
+            metrics = kmeans_v_measure(encoder.encode(folder.texts, prompt_name), folder.labels, seed=seed)
+            counts = {"num_texts": len(folder.texts), "num_labels": len(set(folder.labels))}
+    return EvaluationResult(name or folder.kind, folder.kind, metrics, counts, time.perf_counter() - start)
+
+
+def evaluate_folders(
+    encoder: "Encoder", roots: Iterable[str | PathLike[str]], *, prompt_name: str | None = None, seed: int = 0
+) -> list[EvaluationResult]:
+    """The scores on every evaluation folder at or below the given ones, in order.
+
+    All folders are read before the first is scored, so that a mistake in the last one does not cost the work on the
+    others.
+
+    Raises:
+        InputError: If a root holds no evaluation data, or a row cannot be used.
+    """
+    paths = [(_table_name(Path(root), path), path) for root in roots for path in find_evaluation_folders(root)]
+    for _, path in paths:
+        read_evaluation_folder(path)
+    results = []
+    for name, path in paths:
+        results.append(evaluate_folder(encoder, path, name=name, prompt_name=prompt_name, seed=seed))
+        logger.info("%s: %s %.4f", name, results[-1].main_metric, results[-1].metrics[results[-1].main_metric])
+    return results
+
+
+def format_results(results: Sequence[EvaluationResult]) -> str:
+    """The results as a text table, one row a folder: the kind, the metrics, the seconds."""
+    rows = [("data", "kind", "scores", "seconds")]
+    for result in results:
+        scores = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
+        rows.append((result.name, result.kind, scores, f"{result.seconds:.1f}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _score_retrieval(
+    encoder: "Encoder", folder: RetrievalFolder, prompt_name: str | None
+) -> tuple[dict[str, float], dict[str, int]]:
+    query_QD = encoder.encode(folder.queries, prompt_name, role="query")
+    document_ND = encoder.encode(folder.documents, role="document")
+    found = search_top_k(query_QD, document_ND, max(CUTOFFS), encoder.device)
+    scores = retrieval_metrics(found.index_QK, folder.judgments, CUTOFFS)
+    counts = {
+        "num_queries": scores.num_queries,
+        "num_documents": len(folder.documents),
+        "num_skipped": folder.num_skipped,
+    }
+    return scores.metrics, counts
+
+
+def _score_similarity(
+    encoder: "Encoder", folder: SimilarityFolder, prompt_name: str | None
+) -> tuple[dict[str, float], dict[str, int]]:
+    vectors = encoder.encode([*folder.first, *folder.second], prompt_name)
+    first_ND, second_ND = np.split(_unit_rows(vectors), 2)
+    cosine_N = np.einsum("nd,nd->n", first_ND, second_ND, dtype=np.float64)
+    return {"cosine_spearman": spearman(cosine_N, folder.score_N)}, {"num_pairs": len(folder.first)}
+
+
+def _score_classification(
+    encoder: "Encoder", folder: ClassificationFolder, prompt_name: str | None
+) -> tuple[dict[str, float], dict[str, int]]:
+    train_ND = encoder.encode(folder.train_texts, prompt_name)
+    test_ND = encoder.encode(folder.test_texts, prompt_name)
+    metrics = logistic_regression_scores(train_ND, folder.train_labels, test_ND, folder.test_labels)
+    counts = {
+        "num_train": len(folder.train_texts),
+        "num_test": len(folder.test_texts),
+        "num_labels": len(set(folder.train_labels)),
+    }
+    return metrics, counts
+
+
+def _unit_rows(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    norm_N = np.linalg.norm(vector_ND, axis=1, keepdims=True)
+    return np.divide(vector_ND, norm_N, out=np.zeros_like(vector_ND), where=norm_N > 0)
+
+
+def _table_name(root: Path, path: Path) -> str:
+    """The root's own name, and below it the path of the folder."""
+    return "/".join((root.resolve().name, *path.relative_to(root).parts))

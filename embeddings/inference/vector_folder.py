@@ -1,0 +1,206 @@
+"""An encoded corpus on disk: vectors and documents shard by shard, resumable, and searched without loading it."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
+from embeddings.common.log import logger
+from embeddings.inference.corpus import Document, read_corpus
+from embeddings.inference.encoder import Encoder
+from embeddings.inference.search import search_top_k
+
+SHARD_SIZE = 8192
+
+
+class Hit(NamedTuple):
+    """A document found by a search.
+
+    Attributes:
+        document_id: Its id in the corpus.
+        score: Inner product with the query.
+        text: The text that was encoded.
+    """
+
+    document_id: str
+    score: float
+    text: str
+
+
+@dataclass(frozen=True)
+class VectorFolder:
+    """A folder that `encode_corpus` wrote.
+
+    Shard `i` is `vectors-<i>.npy`, (n, D) float32, and `documents-<i>.jsonl`, `{"_id", "text"}` in the same order.
+
+    Attributes:
+        path: The folder.
+        num_documents: Documents in all shards.
+        embedding_dim: Width of the vectors, D.
+        shard_size: Documents of every shard but the last.
+    """
+
+    path: Path
+    num_documents: int
+    embedding_dim: int
+    shard_size: int
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> Self:
+        """The finished folder at `path`.
+
+        Raises:
+            InputError: If no finished encoding lies there.
+        """
+        check_manifest(path, {"kind": "vectors", "complete": True})
+        fields = json.loads((Path(path) / "manifest.json").read_text(encoding="utf-8"))
+        return cls(Path(path), fields["num_documents"], fields["embedding_dim"], fields["shard_size"])
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return -(-self.num_documents // self.shard_size)
+
+    def vectors(self) -> Iterator[npt.NDArray[np.float32]]:
+        """The vectors of each shard, memory-mapped, (n, D) float32."""
+        for shard in range(self.num_shards):
+            yield np.load(_vectors_path(self.path, shard), mmap_mode="r")
+
+    def documents(self, rows: Sequence[int]) -> list[Document]:
+        """The documents in some rows; only the shards that hold them are read."""
+        found: dict[int, Document] = {}
+        for shard in sorted({row // self.shard_size for row in rows}):
+            lines = _documents_path(self.path, shard).read_text(encoding="utf-8").split("\n")
+            for row in {row for row in rows if row // self.shard_size == shard}:
+                fields = json.loads(lines[row % self.shard_size])
+                found[row] = Document(fields["_id"], fields["text"])
+        return [found[row] for row in rows]
+
+
+def encode_corpus(
+    encoder: Encoder,
+    corpus: str | PathLike[str],
+    output: str | PathLike[str],
+    *,
+    prompt_name: str | None = None,
+    shard_size: int = SHARD_SIZE,
+) -> VectorFolder:
+    """Encode a corpus file into a folder, shard by shard.
+
+    After a kill the same call goes on at the first shard that is not whole, and the folder ends up with the same bytes
+    as without the kill. A finished folder is left as it is.
+
+    Args:
+        encoder: The model.
+        corpus: A corpus file (see `read_corpus`).
+        output: The folder to write.
+        prompt_name: Prompt put before each document, None for the model's `document` prompt if it has one.
+        shard_size: Documents of a shard: what a kill costs at most.
+
+    Raises:
+        InputError: If the corpus cannot be used, or the folder holds something else, or was made with other options.
+        OptionError: If `shard_size` is not positive.
+    """
+    if shard_size < 1:
+        raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
+    folder = Path(output)
+    num_documents = sum(1 for _ in read_corpus(corpus))
+    fields = {
+        "kind": "vectors",
+        "corpus_sha256": file_sha256(corpus),
+        "model_sha256": embedder_sha256(encoder),
+        "precision": str(encoder.dtype).removeprefix("torch."),
+        "mini_batch_tokens": encoder.mini_batch_tokens,
+        "prompt_name": prompt_name,
+        "shard_size": shard_size,
+        "num_documents": num_documents,
+        "embedding_dim": encoder.embedding_dim,
+    }
+    if (folder / "manifest.json").exists():
+        check_manifest(folder, fields)
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(str(folder), "something else lies there already", "name a new folder")
+    else:
+        write_manifest(folder, {**fields, "complete": False})
+    documents = read_corpus(corpus)
+    shard = 0
+    while shard_documents := list(islice(documents, shard_size)):
+        if not _vectors_path(folder, shard).exists():
+            _write_shard(folder, shard, shard_documents, encoder, prompt_name)
+            logger.info("encoded %d of %d documents", shard * shard_size + len(shard_documents), num_documents)
+        shard += 1
+    write_manifest(folder, {**fields, "complete": True})
+    return VectorFolder.open(folder)
+
+
+def search_corpus(
+    encoder: Encoder, corpus: str | PathLike[str], queries: Sequence[str], top_k: int = 10
+) -> list[list[Hit]]:
+    """The best documents of each query, best first.
+
+    Args:
+        encoder: The model; its `query` prompt goes before each query.
+        corpus: A folder that `encode_corpus` wrote with the same model, or a corpus file, which is encoded now.
+        queries: Texts to search for.
+        top_k: Most documents of a query.
+
+    Raises:
+        InputError: If the corpus cannot be used, or another model encoded it.
+        OptionError: If `top_k` is not positive.
+    """
+    query_QD = encoder.encode(queries, role="query")
+    if Path(corpus).is_dir():
+        check_manifest(corpus, {"kind": "vectors", "complete": True, "model_sha256": embedder_sha256(encoder)})
+        folder = VectorFolder.open(corpus)
+        found = search_top_k(query_QD, folder.vectors(), top_k, encoder.device)
+        documents = [folder.documents(rows) for rows in found.index_QK.tolist()]
+    else:
+        all_documents = list(read_corpus(corpus))
+        vectors = encoder.encode([document.text for document in all_documents], role="document")
+        found = search_top_k(query_QD, vectors, top_k, encoder.device)
+        documents = [[all_documents[row] for row in rows] for rows in found.index_QK.tolist()]
+    return [
+        [Hit(document.document_id, score, document.text) for document, score in zip(row, scores, strict=True)]
+        for row, scores in zip(documents, found.score_QK.tolist(), strict=True)
+    ]
+
+
+def embedder_sha256(encoder: Encoder) -> str:
+    """A hash of all that decides a model's vectors: its structure, weights, text settings and vocabulary."""
+    embedder = encoder.embedder
+    digest = hashlib.sha256(repr(embedder).encode())
+    digest.update(json.dumps(embedder.text.to_dict(), sort_keys=True).encode())
+    digest.update(json.dumps(sorted(embedder.tokenizer.get_vocab().items())).encode())
+    for name, tensor in sorted(embedder.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(dtype=torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _write_shard(
+    folder: Path, shard: int, documents: list[Document], encoder: Encoder, prompt_name: str | None
+) -> None:
+    vectors = encoder.encode([document.text for document in documents], prompt_name, role="document")
+    lines = (json.dumps({"_id": document.document_id, "text": document.text}) for document in documents)
+    write_text(_documents_path(folder, shard), "".join(f"{line}\n" for line in lines))
+    # The vectors come last: where they lie, the shard is whole.
+    with atomic_path(_vectors_path(folder, shard)) as temporary, open(temporary, "wb") as file:
+        np.save(file, vectors)
+
+
+def _vectors_path(folder: Path, shard: int) -> Path:
+    return folder / f"vectors-{shard:05d}.npy"
+
+
+def _documents_path(folder: Path, shard: int) -> Path:
+    return folder / f"documents-{shard:05d}.jsonl"
