@@ -1,0 +1,27 @@
+"""Floor 1: backbones, poolings, and the embedding model made of them."""
+
+from embeddings.models.backbone import BackboneConfig, load_backbone
+from embeddings.models.bidirectional import check_bidirectional, make_bidirectional
+from embeddings.models.embedder import Embedder
+from embeddings.models.latent_attention import LatentAttentionPooling
+from embeddings.models.lora import LoraSettings, add_lora, merge_lora
+from embeddings.models.pooling import ClsPooling, LastTokenPooling, MeanPooling, Pooling, WeightedMeanPooling
+from embeddings.models.self_attention import SelfAttentionPooling
+
+__all__ = [
+    "BackboneConfig",
+    "ClsPooling",
+    "Embedder",
+    "LastTokenPooling",
+    "LatentAttentionPooling",
+    "LoraSettings",
+    "MeanPooling",
+    "Pooling",
+    "SelfAttentionPooling",
+    "WeightedMeanPooling",
+    "add_lora",
+    "check_bidirectional",
+    "load_backbone",
+    "make_bidirectional",
+    "merge_lora",
+]

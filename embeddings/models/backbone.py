@@ -1,0 +1,156 @@
+"""Loading a Hugging Face encoder or decoder and its tokenizer as the backbone of an embedding model."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from embeddings.common import InputError
+from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
+from embeddings.models.hub import resolve_model
+
+DtypeName = Literal["float32", "bfloat16", "auto"]
+_DTYPES: dict[str, torch.dtype | str] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """Which backbone, and how it is loaded.
+
+    Args:
+        name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra brings.
+        revision: Commit, tag or branch of a Hub id.
+        bidirectional: Turn a decoder's causal mask off (NV-Embed §3.1); checked at start-up. An encoder stays as it is.
+        dtype: Dtype of the weights; "auto" is the checkpoint's own.
+        attn_implementation: "eager", "sdpa", "flash_attention_2", …; None is transformers' choice.
+        gradient_checkpointing: Recompute each layer in the backward pass: less memory, a third more time.
+    """
+
+    name: str
+    revision: str | None = None
+    bidirectional: bool = False
+    dtype: DtypeName = "float32"
+    attn_implementation: str | None = None
+    gradient_checkpointing: bool = False
+
+
+def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The backbone, in evaluation mode as Hugging Face gives it, and its tokenizer.
+
+    No pooling layer of the checkpoint's own, padding on the right with a pad token (the end-of-sequence token where
+    there is none), weights from safetensors only, and no code from the model's repository.
+
+    Raises:
+        InputError: If the model cannot be had, a file of it is damaged, or weights are missing from it.
+        OptionError: If the attention cannot be made bidirectional.
+    """
+    folder = resolve_model(config.name, config.revision)
+    model = load_model(
+        folder, _DTYPES[config.dtype], config.attn_implementation, make_bidirectional=config.bidirectional
+    )
+    if config.bidirectional:
+        check_bidirectional(model)
+    if config.gradient_checkpointing:
+        options = {"use_reentrant": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[no-untyped-call]
+    return model, load_tokenizer(folder, model)
+
+
+def load_model(
+    folder: Path,
+    dtype: torch.dtype | str = "auto",
+    attn_implementation: str | None = None,
+    make_bidirectional: bool = False,
+) -> PreTrainedModel:
+    """The Hugging Face model of a local folder, without a pooling layer.
+
+    Raises:
+        InputError: If a file is missing or damaged, or the weights do not fit the config.
+    """
+    try:
+        model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(str(folder / "config.json"), _first_line(error), "give a Hugging Face model") from error
+    if make_bidirectional:
+        make_bidirectional_config(model_config)
+    options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    if _has_pooling_layer(model_config):
+        options["add_pooling_layer"] = False
+    try:
+        with _quiet_transformers():
+            model, report = AutoModel.from_pretrained(folder, output_loading_info=True, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise InputError(str(folder), f"cannot be loaded: {_first_line(error)}", "take a whole copy") from error
+    assert isinstance(model, PreTrainedModel)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        # transformers would leave them random and go on.
+        what = f"{len(missing)} weights of {type(model).__name__} are missing, {missing[0]} first"
+        raise InputError(str(folder), what, "give a checkpoint of this architecture")
+    return model
+
+
+def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder, padding on the right.
+
+    Raises:
+        InputError: If there is none, it has neither a pad nor an end-of-sequence token, or it has ids that the model
+            has no embedding for.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    # A damaged tokenizer.json is reported by the Rust library as a bare Exception.
+    except Exception as error:
+        raise InputError(str(folder), f"no tokenizer: {_first_line(error)}", "save one beside the model") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise InputError(str(folder), "the tokenizer has no pad and no eos token", "set pad_token in it")
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    embeddings = model.get_input_embeddings().weight
+    assert isinstance(embeddings, torch.Tensor)
+    highest, rows = max(tokenizer.get_vocab().values(), default=0), embeddings.shape[0]
+    if highest >= rows:
+        what = f"the tokenizer has id {highest}, the model has {rows} embeddings"
+        raise InputError(str(folder), what, "give the tokenizer that belongs to the model")
+    return tokenizer
+
+
+def _has_pooling_layer(config: PretrainedConfig) -> bool:
+    if type(config) not in MODEL_MAPPING:
+        return False
+    kind: Any = MODEL_MAPPING[type(config)]
+    return "add_pooling_layer" in inspect.signature(kind).parameters
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No report on weights left out on purpose (a pooling layer, a language-model head), no progress bar of ours."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

@@ -1,0 +1,311 @@
+"""A model on disk: a sentence-transformers directory, written whole or not at all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers.normalizers
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.models.lora import merged_state_dict, plain_backbone
+from embeddings.models.pooling import Pooling
+from embeddings.models.portable import POOLINGS, TEXT_FILE, save_pooling
+
+# What a directory with modules of our own carries; each imports nothing but torch, transformers and the others.
+PORTABLE_FILES = ("portable.py", "latent_attention.py", "pooling.py", "self_attention.py")
+
+# Ours to the names of sentence-transformers. Only the first two pool the same with and without a prompt.
+_PROMPT_BLIND = {"cls": "cls_token", "last_token": "lasttoken"}
+_STANDARD = _PROMPT_BLIND | {"mean": "mean_tokens", "weighted_mean": "weightedmean_tokens"}
+_OTHER_FLAGS = ("max_tokens", "mean_sqrt_len_tokens")
+_LIBRARY = "sentence_transformers.models."
+_MODEL_FILES = ("config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+_MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "token*", "vocab*", "merges.txt", "special_tokens*")
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a model directory holds beside the backbone and its tokenizer."""
+
+    pooling: Pooling
+    head: nn.Linear | None
+    normalize: bool
+    text: TextSettings
+
+
+def write_model_directory(
+    folder: str | os.PathLike[str], backbone: nn.Module, tokenizer: PreTrainedTokenizerBase, parts: ModelParts
+) -> None:
+    """Write a model as a sentence-transformers directory, whole or not at all.
+
+    Adapters are merged into the written weights; the backbone itself is not touched. The library's own modules are
+    named where they give the same vectors; else the directory carries `PORTABLE_FILES` and asks for
+    `trust_remote_code=True`. A model that lay there is replaced, other files of the folder stay.
+
+    Raises:
+        OptionError: If the pooling is none that a directory can carry.
+    """
+    name = pooling_name(parts.pooling)
+    portable = _needs_portable(name, parts.text)
+    with _replaced_folder(Path(folder)) as new:
+        plain_backbone(backbone).save_pretrained(new, state_dict=merged_state_dict(backbone))
+        tokenizer.save_pretrained(new)
+        (new / "1_Pooling").mkdir()
+        if portable:
+            modules = [("portable.TextTransformer", ""), ("portable.MaskedPooling", "1_Pooling")]
+            save_pooling(new / "1_Pooling", name, parts.pooling)
+            _write_json(new / TEXT_FILE, _without(parts.text.to_dict(), "prompts"))
+            for file in PORTABLE_FILES:
+                shutil.copyfile(Path(__file__).with_name(file), new / file)
+        else:
+            modules = [(f"{_LIBRARY}Transformer", ""), (f"{_LIBRARY}Pooling", "1_Pooling")]
+            _write_json(new / "1_Pooling" / "config.json", _standard_pooling_config(name, parts))
+            _write_json(new / "sentence_bert_config.json", _standard_lengths(parts.text))
+        if parts.head is not None:
+            modules.append((f"{_LIBRARY}Dense", f"{len(modules)}_Dense"))
+            _write_head(new / modules[-1][1], parts.head)
+        if parts.normalize:
+            modules.append((f"{_LIBRARY}Normalize", f"{len(modules)}_Normalize"))
+            (new / modules[-1][1]).mkdir()
+        _write_json(
+            new / "modules.json",
+            [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(modules)],
+        )
+        versions = {"transformers": transformers.__version__, "pytorch": torch.__version__}
+        common = {"default_prompt_name": None, "similarity_fn_name": "cosine", "__version__": versions}
+        _write_json(new / "config_sentence_transformers.json", {"prompts": parts.text.prompts, **common})
+
+
+def read_model_directory(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ModelParts:
+    """What a sentence-transformers directory holds beside its backbone; no code of the directory runs.
+
+    Raises:
+        InputError: If it is no such directory, a file of it is damaged, or it has a module that an `Embedder` has not.
+    """
+    if not (folder / "modules.json").is_file():
+        raise InputError(str(folder), "has no modules.json, so it is no embedding model", "export one, or train it")
+    entries = _read_json(folder / "modules.json")
+    pooling: Pooling | None = None
+    head, normalize, include_prompt = None, False, True
+    for entry in entries:
+        kind, path = _module_entry(folder, entry)
+        if kind == "Pooling":
+            pooling, include_prompt = _read_standard_pooling(path)
+        elif kind == "MaskedPooling":
+            pooling = _read_portable_pooling(path)
+        elif kind == "Dense":
+            head = _read_head(path)
+        elif kind == "Normalize":
+            normalize = True
+        elif kind not in ("Transformer", "TextTransformer"):
+            raise InputError(str(folder / "modules.json"), f"{kind} is no module of ours", "use another model")
+    if pooling is None:
+        raise InputError(str(folder / "modules.json"), "names no pooling", "use a model with a pooling module")
+    text = _read_text(folder, model, tokenizer, include_prompt)
+    return ModelParts(pooling, head, normalize, text)
+
+
+def pooling_name(pooling: Pooling) -> str:
+    """The name that a directory and a config know this pooling by.
+
+    Raises:
+        OptionError: If it is none of the library's.
+    """
+    for name, kind in POOLINGS.items():
+        if type(pooling) is kind:
+            return name
+    rule = "is none that a model directory can carry"
+    raise OptionError("pooling", type(pooling).__name__, rule, f"use one of {', '.join(POOLINGS)}")
+
+
+def _needs_portable(name: str, text: TextSettings) -> bool:
+    excludes_prompt = not text.pool_prompt and any(text.prompts.values()) and name not in _PROMPT_BLIND
+    return name not in _STANDARD or text.append_eos or excludes_prompt
+
+
+def _standard_pooling_config(name: str, parts: ModelParts) -> dict[str, Any]:
+    flags = {f"pooling_mode_{mode}": mode == _STANDARD[name] for mode in (*_STANDARD.values(), *_OTHER_FLAGS)}
+    include_prompt = parts.text.pool_prompt or name in _PROMPT_BLIND
+    return {"word_embedding_dimension": parts.pooling.hidden_size, **flags, "include_prompt": include_prompt}
+
+
+def _standard_lengths(text: TextSettings) -> dict[str, Any]:
+    lengths: dict[str, Any] = {"max_seq_length": text.document_max_length, "do_lower_case": False}
+    if text.query_max_length != text.document_max_length:
+        lengths |= {"query_length": text.query_max_length, "document_length": text.document_max_length}
+    return lengths
+
+
+def _read_text(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, include_prompt: bool
+) -> TextSettings:
+    """The text settings of a directory; a tokenizer that must lower-case first is made to."""
+    general = folder / "config_sentence_transformers.json"
+    saved = _read_json(general).get("prompts", {}) if general.is_file() else {}
+    prompts = {name: prompt for name, prompt in saved.items() if prompt}
+    if (folder / TEXT_FILE).is_file():
+        try:
+            return TextSettings(prompts=prompts, **_read_json(folder / TEXT_FILE))
+        except TypeError as error:
+            raise InputError(str(folder / TEXT_FILE), str(error), "export the model again") from error
+    path = folder / "sentence_bert_config.json"
+    settings = _read_json(path) if path.is_file() else {}
+    if settings.get("do_lower_case"):
+        backend = tokenizer.backend_tokenizer
+        steps = [tokenizers.normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
+        backend.normalizer = tokenizers.normalizers.Sequence(steps)
+    limit = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
+    length = settings.get("max_seq_length") or limit
+    return TextSettings(
+        query_max_length=settings.get("query_length") or length,
+        document_max_length=settings.get("document_length") or length,
+        prompts=prompts,
+        pool_prompt=include_prompt,
+    )
+
+
+def _module_entry(folder: Path, entry: dict[str, Any]) -> tuple[str, Path]:
+    """The class name and the folder of one module, which must lie inside the model's."""
+    kind, path = str(entry.get("type", "")), folder / str(entry.get("path", ""))
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise InputError(str(folder / "modules.json"), f"path {entry['path']!r} leads outside", "do not use this model")
+    return kind.rsplit(".", 1)[-1], path
+
+
+def _read_standard_pooling(path: Path) -> tuple[Pooling, bool]:
+    config = _read_json(path / "config.json")
+    width = config.get("word_embedding_dimension") or config.get("embedding_dimension")
+    modes = [
+        flag.removeprefix("pooling_mode_") for flag, on in config.items() if flag.startswith("pooling_mode_") and on
+    ]
+    if "pooling_mode" in config:
+        named = config["pooling_mode"]
+        modes = [{"cls": "cls_token", "lasttoken": "lasttoken"}.get(m, f"{m}_tokens") for m in _as_list(named)]
+    ours = [name for name, theirs in _STANDARD.items() if [theirs] == modes]
+    if not ours or not isinstance(width, int):
+        what = f"pooling {'+'.join(modes) or 'without a mode'} is none of ours"
+        raise InputError(str(path / "config.json"), what, f"use a model that pools by one of {', '.join(_STANDARD)}")
+    return POOLINGS[ours[0]](width), bool(config.get("include_prompt", True))
+
+
+def _read_portable_pooling(path: Path) -> Pooling:
+    config = _read_json(path / "config.json")
+    try:
+        pooling = POOLINGS[config["name"]](config["hidden_size"], **config["arguments"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(str(path / "config.json"), f"names no pooling ({error})", "export the model again") from error
+    if pooling.state_dict():
+        _load_weights(pooling, path / "model.safetensors")
+    return pooling
+
+
+def _write_head(folder: Path, head: nn.Linear) -> None:
+    folder.mkdir()
+    identity = "torch.nn.modules.linear.Identity"
+    shape = {"in_features": head.in_features, "out_features": head.out_features, "bias": head.bias is not None}
+    _write_json(folder / "config.json", {**shape, "activation_function": identity})
+    state = {f"linear.{name}": tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _read_head(path: Path) -> nn.Linear:
+    config = _read_json(path / "config.json")
+    if not str(config.get("activation_function", "")).endswith("Identity") or config.get("use_residual"):
+        raise InputError(str(path / "config.json"), "is more than a linear head", "use a model with a linear head")
+    try:
+        head = nn.Linear(config["in_features"], config["out_features"], bias=config.get("bias", True))
+    except (KeyError, TypeError) as error:
+        raise InputError(str(path / "config.json"), f"describes no head ({error})", "export the model again") from error
+    _load_weights(head, path / "model.safetensors", prefix="linear.")
+    return head
+
+
+def _load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
+    try:
+        state = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
+        # In the dtype of the file, not of the freshly built module.
+        module.load_state_dict(state, assign=True)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:100]
+        raise InputError(str(file), f"cannot be loaded: {reason}", "take a whole copy of the model") from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(str(path), f"is no readable JSON ({error})", "take a whole copy of the model") from error
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+@contextmanager
+def _replaced_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside `target` that takes its place on leaving without an error.
+
+    At every moment either the old or the new model is whole on disk. What lay in the old folder and is no part of a
+    model is carried over.
+    """
+    target = target.expanduser().resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    workplace = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    new, old = workplace / "new", workplace / "old"
+    new.mkdir()
+    try:
+        yield new
+        _flush(new)
+        if target.exists():
+            os.replace(target, old)
+        try:
+            os.replace(new, target)
+        except OSError:
+            if old.exists():
+                os.replace(old, target)
+            raise
+        if old.exists():
+            for entry in list(old.iterdir()):
+                if not _is_model_file(entry) and not (target / entry.name).exists():
+                    os.replace(entry, target / entry.name)
+    finally:
+        # Where even the way back failed, the only whole copy is in there: leave it.
+        if target.exists() or not old.exists():
+            shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _is_model_file(entry: Path) -> bool:
+    if entry.is_dir():
+        return entry.name[:1].isdigit() and "_" in entry.name
+    known = (*_MODEL_FILES, *PORTABLE_FILES, TEXT_FILE)
+    return entry.name in known or any(entry.match(pattern) for pattern in _MODEL_PATTERNS)
+
+
+def _flush(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        with suppress(PermissionError):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)

@@ -1,0 +1,133 @@
+"""An embedding model without a trainer: backbone, pooling, head, normalisation, and how its texts are read."""
+
+import os
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
+from embeddings.models.backbone import load_model, load_tokenizer
+from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
+from embeddings.models.hub import resolve_model
+from embeddings.models.lora import plain_backbone
+from embeddings.models.pooling import Pooling
+
+
+class Embedder(nn.Module):
+    """Tokens to vectors: backbone, then pooling, then an optional head, then unit length.
+
+    A new one is in training mode with all its parts, as every new module is (Hugging Face gives a backbone in
+    evaluation mode, which would switch dropout off in silence); `from_pretrained` returns it in evaluation mode.
+
+    Args:
+        backbone: A Hugging Face encoder or decoder, adapted by peft or not.
+        tokenizer: Its tokenizer, padding on the right.
+        pooling: States of a text's tokens to one vector.
+        head: A linear layer from the hidden size to the embedding width, D, or None for D = H.
+        normalize: Whether vectors have unit length.
+        text: Lengths, prompts and special tokens of the texts this model reads.
+
+    Raises:
+        OptionError: If pooling or head do not fit the backbone's hidden size.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        pooling: Pooling,
+        *,
+        head: nn.Linear | None = None,
+        normalize: bool = True,
+        text: TextSettings | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = int(plain_backbone(backbone).config.hidden_size)
+        if pooling.hidden_size != self.hidden_size:
+            rule = f"must be as wide as the backbone's {self.hidden_size}"
+            raise OptionError("pooling.hidden_size", pooling.hidden_size, rule, "build it with that size")
+        if head is not None and head.in_features != self.hidden_size:
+            rule = f"must be as wide as the backbone's {self.hidden_size}"
+            raise OptionError("head.in_features", head.in_features, rule, "build it with that size")
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.pooling = pooling
+        self.head = head
+        self.normalize = normalize
+        self.text = TextSettings() if text is None else text
+        self.embedding_dim = self.hidden_size if head is None else head.out_features
+        self.train()
+
+    def forward(self, tokens: PaddedTokens) -> Tensor:
+        """One vector a text.
+
+        Args:
+            tokens: N texts padded on the right.
+
+        Returns:
+            Vectors, (N, D) float32, of unit length if `normalize`.
+
+        Precision: pooling sums and the norm are in float32, under autocast and for bfloat16 weights too.
+        """
+        output = self.backbone(input_ids=tokens.input_ids_NL, attention_mask=tokens.attention_mask_NL.long())
+        vector_ND = self.pooling(output.last_hidden_state, tokens.pooling_mask_NL)
+        if self.head is not None:
+            vector_ND = self.head(vector_ND)
+        vector_ND = vector_ND.to(torch.promote_types(vector_ND.dtype, torch.float32))
+        result: Tensor = F.normalize(vector_ND, dim=-1) if self.normalize else vector_ND
+        return result
+
+    @property
+    def pad_token_id(self) -> int:
+        """Id that fills the padding."""
+        pad = self.tokenizer.pad_token_id
+        assert isinstance(pad, int)
+        return pad
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return next(self.parameters()).device
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | os.PathLike[str],
+        revision: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """The model of a sentence-transformers directory, in evaluation mode; no code of the directory runs.
+
+        Args:
+            name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra brings.
+            revision: Commit, tag or branch of a Hub id.
+            device: Where to put it, the processor if None.
+            dtype: Dtype of the backbone's weights, the checkpoint's own if None.
+
+        Raises:
+            InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
+        """
+        folder = resolve_model(os.fspath(name), revision)
+        backbone = load_model(folder, "auto" if dtype is None else dtype)
+        tokenizer = load_tokenizer(folder, backbone)
+        parts = read_model_directory(folder, backbone, tokenizer)
+        try:
+            embedder = cls(
+                backbone, tokenizer, parts.pooling, head=parts.head, normalize=parts.normalize, text=parts.text
+            )
+        except OptionError as error:
+            raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
+        return embedder.eval() if device is None else embedder.to(device).eval()
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write a sentence-transformers directory, whole or not at all; adapters are merged into the written weights.
+
+        Raises:
+            OptionError: If the pooling is none that a directory can carry.
+        """
+        parts = ModelParts(self.pooling, self.head, self.normalize, self.text)
+        write_model_directory(folder, self.backbone, self.tokenizer, parts)

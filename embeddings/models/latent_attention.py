@@ -1,0 +1,175 @@
+"""NV-Embed's latent attention: every token looks itself up in a trainable dictionary before the mean.
+
+This file travels inside model directories: it imports nothing but torch and the sibling that travels with it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .pooling import Pooling, mean_of_sum
+
+
+class LatentAttentionPooling(Pooling):
+    """The mean of the pooled tokens' states after each has attended to a trainable dictionary.
+
+    The released form, with Z the R latents and LN a layer norm of its own each time:
+
+        h <- h + W_o softmax((W_q LN(h)) (W_k LN(Z))^T / sqrt(E)) (W_v LN(Z))      per head, E wide
+        h <- h + W_2 (a * GELU(g)) + b_2,   (a, g) = W_1 LN(h) + b_1               GEGLU, four times as wide
+        vector = mean of h over the pooled tokens
+
+    The latents are parameters, so their keys and values are projected once a call, not once a text. Only pooled
+    tokens enter the block: neither padding nor excluded prompts cost anything.
+
+    Args:
+        hidden_size: Width of the states, H.
+        num_latents: Rows of the dictionary, R. NV-Embed uses 512.
+        num_heads: Attention heads, A. NV-Embed uses 8.
+        head_dim: Width of each head, E; None is the hidden size, as released (740 M parameters at H = 4096), or
+            H / A in the paper's form.
+        paper_literal: The paper's form instead of the released one: Eq. 1 with K = V = Z and no projection, scale, norm
+            or residual, then a two-layer GELU MLP (its inner width, four times H, is ours: the paper gives none).
+        zero_init_residual: Start the output layers of both residual branches at zero, so that the pooling starts as
+            plain mean pooling and a pretrained encoder keeps what it knows. Released form only.
+
+    Precision: the block runs in the parameters' dtype or autocast's, its softmax accumulates in float32, the
+        mean is summed in float32.
+    Raises:
+        ValueError: If the heads do not divide the hidden size, or an option cannot take effect.
+    Source: Lee 2024, arXiv:2405.17428, §3.2 Eq. 1 and the released NV-Embed-v2 code. Differs: `zero_init_residual`.
+    Related: `SelfAttentionPooling`, the paper's ablation; `MeanPooling`, what this starts as with zero branches.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_latents: int = 512,
+        num_heads: int = 8,
+        head_dim: int | None = None,
+        paper_literal: bool = False,
+        zero_init_residual: bool = False,
+    ) -> None:
+        super().__init__(hidden_size)
+        if paper_literal and (head_dim is not None or zero_init_residual):
+            raise ValueError(
+                "pooling: paper_literal has neither projections nor residuals; drop head_dim and zero_init"
+            )
+        if paper_literal and hidden_size % num_heads:
+            raise ValueError(f"pooling.num_heads must divide the hidden size {hidden_size}, got {num_heads}")
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.paper_literal = paper_literal
+        self.zero_init_residual = zero_init_residual
+        self.latents = nn.Parameter(torch.randn(num_latents, hidden_size))
+        if paper_literal:
+            self.mlp = nn.Sequential(
+                nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(), nn.Linear(4 * hidden_size, hidden_size)
+            )
+        else:
+            self.attention = LatentAttention(hidden_size, num_heads, head_dim or hidden_size)
+            self.feed_forward = GatedFeedForward(hidden_size)
+            if zero_init_residual:
+                for layer in (self.attention.to_output, self.feed_forward.contract):
+                    zero_parameters(layer)
+
+    def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
+        """The mean over the pooled tokens after the block, (N, H) float32; zero for a text without one."""
+        index_T = pooling_mask_NL.flatten().nonzero().squeeze(1)
+        token_TH = self._block(hidden_NLH.flatten(0, 1).index_select(0, index_T).to(self.latents.dtype))
+        token_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
+        # Copied back into rows and summed, not added with atomics: the sum is the same in every run.
+        state_SH = token_TH.new_zeros(pooling_mask_NL.numel(), self.hidden_size).index_copy(0, index_T, token_TH)
+        return mean_of_sum(state_SH.view(*pooling_mask_NL.shape, -1).sum(dim=1), pooling_mask_NL)
+
+    def arguments(self) -> dict[str, Any]:
+        """The constructor's arguments past the hidden size."""
+        return {
+            "num_latents": self.latents.shape[0],
+            "num_heads": self.num_heads,
+            "head_dim": self.head_dim,
+            "paper_literal": self.paper_literal,
+            "zero_init_residual": self.zero_init_residual,
+        }
+
+    def _block(self, token_TH: Tensor) -> Tensor:
+        """Every token after the dictionary and the MLP, (T, H)."""
+        if self.paper_literal:
+            latent_ARE = _split_heads(self.latents, self.num_heads)
+            read_ATE = _attend(_split_heads(token_TH, self.num_heads), latent_ARE, latent_ARE, scale=1.0)
+            return _as_tensor(self.mlp(_join_heads(read_ATE)))
+        token_TH = token_TH + self.attention(token_TH, self.latents)
+        return token_TH + _as_tensor(self.feed_forward(token_TH))
+
+
+class LatentAttention(nn.Module):
+    """Pre-normed cross-attention from tokens to latents, without biases; the residual is the caller's.
+
+    Args:
+        hidden_size: Width of tokens and latents, H.
+        num_heads: Attention heads, A.
+        head_dim: Width of each head, E.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm = nn.LayerNorm(hidden_size)
+        self.norm_latents = nn.LayerNorm(hidden_size)
+        self.to_query = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.to_key_value = nn.Linear(hidden_size, 2 * num_heads * head_dim, bias=False)
+        self.to_output = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def forward(self, token_TH: Tensor, latent_RH: Tensor) -> Tensor:
+        """What each token reads from the latents, (T, H)."""
+        query_ATE = _split_heads(self.to_query(self.norm(token_TH)), self.num_heads)
+        key, value = self.to_key_value(self.norm_latents(latent_RH)).chunk(2, dim=-1)
+        read_ATE = _attend(query_ATE, _split_heads(key, self.num_heads), _split_heads(value, self.num_heads))
+        return _as_tensor(self.to_output(_join_heads(read_ATE)))
+
+
+class GatedFeedForward(nn.Module):
+    """Pre-normed GEGLU, four times as wide as its input, with the exact GELU; the residual is the caller's.
+
+    Args:
+        hidden_size: Width of the tokens, H.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size)
+        self.expand = nn.Linear(hidden_size, 8 * hidden_size)
+        self.contract = nn.Linear(4 * hidden_size, hidden_size)
+
+    def forward(self, token: Tensor) -> Tensor:
+        """The branch's output, shaped as its input (…, H)."""
+        value, gate = self.expand(self.norm(token)).chunk(2, dim=-1)
+        return _as_tensor(self.contract(value * F.gelu(gate)))
+
+
+def zero_parameters(layer: nn.Module) -> None:
+    """Set every parameter of a layer to zero."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+
+
+def _attend(query_ATE: Tensor, key_ARE: Tensor, value_ARE: Tensor, scale: float | None = None) -> Tensor:
+    """Attention of every token to every latent; no token is a batch of its own, so nothing is padded."""
+    batch = (query_ATE.unsqueeze(0), key_ARE.unsqueeze(0), value_ARE.unsqueeze(0))
+    return F.scaled_dot_product_attention(*batch, scale=scale).squeeze(0)
+
+
+def _split_heads(state: Tensor, num_heads: int) -> Tensor:
+    return state.view(state.shape[0], num_heads, state.shape[1] // num_heads).transpose(0, 1)
+
+
+def _join_heads(state: Tensor) -> Tensor:
+    return state.transpose(0, 1).flatten(1)
+
+
+def _as_tensor(value: Any) -> Tensor:
+    # A module's call is untyped.
+    assert isinstance(value, Tensor)
+    return value

@@ -1,0 +1,106 @@
+"""Low-rank adapters by peft: the backbone's own weights stay, small matrices beside them learn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from embeddings.common import OptionError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """How a backbone is adapted.
+
+    Args:
+        rank: Rank of the update of each matrix. NV-Embed uses 16 (Table 11).
+        alpha: Scale of the update is alpha / rank. NV-Embed uses 32.
+        dropout: Fraction of an adapter's inputs dropped in training. NV-Embed uses 0.1.
+        target_modules: Names of the linear layers to adapt, or "all-linear". The paper names none.
+    """
+
+    rank: int = 16
+    alpha: int = 32
+    dropout: float = 0.1
+    target_modules: str | Sequence[str] = "all-linear"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise OptionError("lora.rank", self.rank, "must be >= 1", "NV-Embed uses 16")
+        if self.alpha < 1:
+            raise OptionError("lora.alpha", self.alpha, "must be >= 1", "NV-Embed uses 32")
+        if not 0.0 <= self.dropout < 1.0:
+            raise OptionError("lora.dropout", self.dropout, "must be in [0, 1)", "NV-Embed uses 0.1")
+
+
+def add_lora(backbone: PreTrainedModel, settings: LoraSettings) -> "PeftModel":
+    """The backbone with trainable adapters, all its own weights frozen.
+
+    Only the backbone is touched: a pooling or head beside it is no part of it, so new layers train in full.
+
+    Raises:
+        OptionError: If no layer has a name among the target modules.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    targets = settings.target_modules
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type=TaskType.FEATURE_EXTRACTION,
+    )
+    try:
+        return get_peft_model(backbone, config)
+    except ValueError as error:
+        layers = [name for name, layer in backbone.named_modules() if isinstance(layer, nn.Linear)]
+        linear = sorted({name.split(".")[-1] for name in layers})
+        rule = "names no layer of the backbone"
+        raise OptionError("lora.target_modules", targets, rule, f"choose of {', '.join(linear)}") from error
+
+
+def merge_lora(backbone: nn.Module) -> PreTrainedModel:
+    """The plain backbone with its adapters added into its weights, in place; a plain backbone comes back as it is."""
+    merged = backbone if isinstance(backbone, PreTrainedModel) else backbone.merge_and_unload()  # type: ignore[operator]
+    assert isinstance(merged, PreTrainedModel)
+    return merged
+
+
+@torch.no_grad()
+def merged_state_dict(backbone: nn.Module) -> dict[str, Tensor]:
+    """The weights the backbone would have with its adapters merged; the backbone itself stays as it is.
+
+    Merging in place and undoing it would leave rounding errors in the weights of a run that goes on.
+
+    Precision: updates are added in float32 and rounded once to the dtype of the weight.
+    """
+    plain = plain_backbone(backbone)
+    if plain is backbone:
+        return plain.state_dict()
+    from peft.tuners.lora import LoraLayer
+
+    merged = {
+        name.replace(".base_layer.", "."): tensor for name, tensor in plain.state_dict().items() if ".lora_" not in name
+    }
+    for name, layer in plain.named_modules():
+        if isinstance(layer, LoraLayer):
+            weight = merged[f"{name}.weight"].float()
+            for adapter in layer.active_adapters:
+                # peft types the method on each kind of layer, not on their base.
+                weight = weight + layer.get_delta_weight(adapter).float()  # type: ignore[attr-defined]
+            merged[f"{name}.weight"] = weight.to(merged[f"{name}.weight"].dtype)
+    return merged
+
+
+def plain_backbone(backbone: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside: what peft wraps, or the backbone itself."""
+    plain = backbone if isinstance(backbone, PreTrainedModel) else backbone.get_base_model()  # type: ignore[operator]
+    assert isinstance(plain, PreTrainedModel)
+    return plain

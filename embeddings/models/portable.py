@@ -1,0 +1,221 @@
+"""The modules that a saved model directory brings along, for sentence-transformers to load.
+
+sentence-transformers' own modules do for most models. They cannot leave a prompt's tokens out of the pooling exactly
+(the prompt is measured apart from the text, which is off by one for most tokenizers), keep the end-of-sequence token
+under truncation, or pool by attention. A directory that needs one of these carries this file and its siblings.
+
+This file travels inside model directories: it imports nothing but torch, transformers (with its safetensors) and the
+siblings that travel with it.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from .latent_attention import LatentAttentionPooling
+from .pooling import ClsPooling, LastTokenPooling, MeanPooling, Pooling, WeightedMeanPooling
+from .self_attention import SelfAttentionPooling
+
+TEXT_FILE = "text_settings.json"
+POOLINGS: dict[str, type[Pooling]] = {
+    "mean": MeanPooling,
+    "cls": ClsPooling,
+    "last_token": LastTokenPooling,
+    "weighted_mean": WeightedMeanPooling,
+    "latent_attention": LatentAttentionPooling,
+    "self_attention": SelfAttentionPooling,
+}
+
+
+class TextTransformer(nn.Module):
+    """Texts to token states, with the mask of the tokens that enter the pooling.
+
+    The first module of a sentence-transformers pipeline. `encode_query` takes the query length, everything else the
+    document length.
+
+    Args:
+        model: The backbone.
+        tokenizer: Its tokenizer, padding on the right.
+        query_max_length: Most tokens of a query, prompt and special tokens included.
+        document_max_length: The same of a document.
+        append_eos: Whether every text ends in the end-of-sequence token, truncated ones too.
+        pool_prompt: Whether a prompt's tokens enter the pooling.
+    """
+
+    save_in_root = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        query_max_length: int,
+        document_max_length: int,
+        append_eos: bool,
+        pool_prompt: bool,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.query_max_length = query_max_length
+        self.max_seq_length = document_max_length
+        self.append_eos = append_eos
+        self.pool_prompt = pool_prompt
+
+    def preprocess(
+        self, inputs: Sequence[str], prompt: str | None = None, task: str | None = None, **_: Any
+    ) -> dict[str, Tensor]:
+        """Ids and masks of the texts behind a prompt, padded on the right."""
+        max_length = self.query_max_length if task == "query" else self.max_seq_length
+        ids, firsts = self.tokenize_exactly([(prompt or "") + text for text in inputs], len(prompt or ""), max_length)
+        lengths_N = torch.tensor([len(row) for row in ids])
+        position_L = torch.arange(int(lengths_N.max()))
+        attention_NL = position_L < lengths_N[:, None]
+        longest, pad = len(position_L), self.tokenizer.pad_token_id
+        return {
+            "input_ids": torch.tensor([row + [pad] * (longest - len(row)) for row in ids]),
+            "attention_mask": attention_NL.long(),
+            "pooling_mask": attention_NL & (position_L >= torch.tensor(firsts)[:, None]),
+        }
+
+    def tokenize_exactly(
+        self, joined: list[str], prompt_length: int, max_length: int
+    ) -> tuple[list[list[int]], list[int]]:
+        """Ids of each text behind its prompt, and the index of its first token that enters the pooling.
+
+        Prompt and text are tokenised as one string. A token that ends within the prompt is left out, and so are the
+        special tokens before it; one that reaches into the text belongs to the text. Where nothing of the text is
+        left, the special tokens after it are pooled, or else the last token.
+
+        Args:
+            joined: Each text with its prompt in front.
+            prompt_length: Characters of the prompt.
+            max_length: Most tokens of a text.
+        """
+        probe = self.tokenizer("a", return_special_tokens_mask=True)
+        is_special = probe["special_tokens_mask"]
+        num_leading, num_trailing = is_special.index(0), is_special[::-1].index(0)
+        eos = self.tokenizer.eos_token_id
+        appended = [eos] if self.append_eos and probe["input_ids"][-1] != eos else []
+        limit = max_length - len(appended)
+        encoded = self.tokenizer(joined, truncation=True, max_length=limit, return_offsets_mapping=True)
+        ids, firsts = [], []
+        for row, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            first, end_of_text = 0, len(row) - num_trailing
+            if prompt_length and not self.pool_prompt:
+                of_text = (i for i in range(num_leading, end_of_text) if offsets[i][1] > prompt_length)
+                first = next(of_text, end_of_text)
+            ids.append(row + appended or [self._stand_in])
+            firsts.append(min(first, len(ids[-1]) - 1))
+        return ids, firsts
+
+    @property
+    def _stand_in(self) -> int:
+        """The only token of a text that leaves none."""
+        known = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id, self.tokenizer.pad_token_id)
+        return next(int(token) for token in known if token is not None)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """The features with the states of the last layer added."""
+        ids_NL, attention_NL = features["input_ids"], features["attention_mask"]
+        output = self.model(input_ids=ids_NL, attention_mask=attention_NL)
+        return {**features, "token_embeddings": output.last_hidden_state}
+
+    def save(self, output_path: str, *_: Any, **__: Any) -> None:
+        """Write the backbone, the tokenizer and the text settings."""
+        self.model.save_pretrained(output_path)
+        self.tokenizer.save_pretrained(output_path)
+        settings = {
+            "query_max_length": self.query_max_length,
+            "document_max_length": self.max_seq_length,
+            "append_eos": self.append_eos,
+            "pool_prompt": self.pool_prompt,
+        }
+        Path(output_path, TEXT_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(
+        cls,
+        model_name_or_path: str,
+        subfolder: str = "",
+        model_kwargs: dict[str, Any] | None = None,
+        processor_kwargs: dict[str, Any] | None = None,
+        config_kwargs: dict[str, Any] | None = None,
+        **loading: Any,
+    ) -> Self:
+        """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
+        where = {"subfolder": subfolder, **_hub_arguments(loading)}
+        settings = json.loads(_read(model_name_or_path, TEXT_FILE, where))
+        model = AutoModel.from_pretrained(model_name_or_path, **where, **(config_kwargs or {}), **(model_kwargs or {}))
+        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **where, **(processor_kwargs or {}))
+        return cls(model, tokenizer, **settings)
+
+
+class MaskedPooling(nn.Module):
+    """One vector a text from the states of its pooled tokens.
+
+    Args:
+        name: Which pooling (`mean`, `cls`, `last_token`, `weighted_mean`, `latent_attention`, `self_attention`).
+        hidden_size: Width of the states.
+        arguments: The pooling's own arguments.
+    """
+
+    def __init__(self, name: str, hidden_size: int, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.name = name
+        self.pooling = POOLINGS[name](hidden_size, **arguments)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """The features with the vectors added, (N, H) float32."""
+        return {**features, "sentence_embedding": self.pooling(features["token_embeddings"], features["pooling_mask"])}
+
+    def get_embedding_dimension(self) -> int:
+        """Width of the vectors."""
+        return self.pooling.hidden_size
+
+    def save(self, output_path: str, *_: Any, **__: Any) -> None:
+        """Write the pooling's arguments, and its weights where it has any."""
+        save_pooling(output_path, self.name, self.pooling)
+
+    @classmethod
+    def load(cls, model_name_or_path: str, subfolder: str = "", **loading: Any) -> Self:
+        """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
+        where = {"subfolder": subfolder, **_hub_arguments(loading)}
+        module = cls(**json.loads(_read(model_name_or_path, "config.json", where)))
+        if module.pooling.state_dict():
+            weights = cached_file(model_name_or_path, "model.safetensors", **where)
+            assert weights is not None
+            module.pooling.load_state_dict(load_file(weights))
+        return module
+
+
+def save_pooling(folder: str | os.PathLike[str], name: str, pooling: Pooling) -> None:
+    """Write a pooling's name and arguments, and its weights where it has any, into an existing folder."""
+    config = {"name": name, "hidden_size": pooling.hidden_size, "arguments": pooling.arguments()}
+    Path(folder, "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    state = {key: tensor.detach().cpu().contiguous() for key, tensor in pooling.state_dict().items()}
+    if state:
+        save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+
+
+def _hub_arguments(loading: dict[str, Any]) -> dict[str, Any]:
+    """What transformers calls the arguments that say where on the Hub a file lies."""
+    return {
+        "token": loading.get("token"),
+        "cache_dir": loading.get("cache_folder"),
+        "revision": loading.get("revision"),
+        "local_files_only": loading.get("local_files_only", False),
+    }
+
+
+def _read(model_name_or_path: str, filename: str, where: dict[str, Any]) -> str:
+    path = cached_file(model_name_or_path, filename, **where)
+    assert path is not None
+    return Path(path).read_text(encoding="utf-8")

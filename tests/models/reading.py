@@ -1,0 +1,46 @@
+"""Texts to padded tokens, written out as a loop: what the models of these tests are fed."""
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from embeddings.common import PaddedTokens, TokenBatch
+
+
+def read(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    prompt: str = "",
+    max_length: int = 64,
+    append_eos: bool = False,
+    pool_prompt: bool = False,
+) -> PaddedTokens:
+    """The texts behind the prompt; a token is pooled if it reaches past the prompt or stands after the text."""
+    all_ids, all_masks = [], []
+    for text in texts:
+        encoded = tokenizer(
+            prompt + text,
+            truncation=True,
+            max_length=max_length - append_eos,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+        )
+        ids, mask, seen_text = list(encoded["input_ids"]), [], False
+        specials = encoded["special_tokens_mask"]
+        for position, (_start, end) in enumerate(encoded["offset_mapping"]):
+            ordinary_before = 0 in specials[:position]
+            seen_text = seen_text or (not specials[position] and end > len(prompt))
+            mask.append(seen_text or bool(specials[position] and ordinary_before) or not prompt or pool_prompt)
+        if append_eos:
+            ids.append(tokenizer.eos_token_id)
+            mask.append(True)
+        mask[-1] = True
+        all_ids.append(ids)
+        all_masks.append(mask)
+    return TokenBatch.from_lists(all_ids, all_masks).padded(pad_token_id=tokenizer.pad_token_id)
+
+
+def random_tokens(vocab_size: int, lengths: list[int], skip: int = 0, seed: int = 0) -> PaddedTokens:
+    """Random ids (above 3) of the given lengths; the first `skip` tokens of each text are not pooled."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(4, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return TokenBatch.from_lists(ids, [[i >= skip for i in range(length)] for length in lengths]).padded()
