@@ -81,7 +81,8 @@ class InfoNCE(nn.Module):
             batch: What is known of each text.
 
         Returns:
-            LossOutput: `loss` () fp32 mean over B; terms `accuracy` (share of queries whose positive scores highest),
+            LossOutput: `loss` () fp32 mean over B; terms `accuracy` (share of queries whose positive scores higher
+            than all that competes; a tie is a miss),
             `positive_score` (mean similarity of query and positive) and, where it is learnt, `temperature`.
         """
         with torch.autocast(query_BD.device.type, enabled=False):
@@ -173,11 +174,13 @@ def tiled_cross_entropy(
         tile_size: Scores held at once; at least 32 rows of them are.
 
     Returns:
-        The loss (), and without a gradient the share of rows whose right answer scores highest () and the mean unscaled
+        The loss (), and without a gradient the share of rows whose right answer scores above all others () and the mean unscaled
         score of right answers ().
 
     Precision: the dtype of the inputs; call it outside autocast.
     """
+    if not torch.is_grad_enabled():
+        row_RD, column_CD, scale = row_RD.detach(), column_CD.detach(), scale.detach()
     outputs: tuple[Tensor, Tensor, Tensor] = _TiledCrossEntropy.apply(  # type: ignore[no-untyped-call]
         row_RD, column_CD, scale, target_R, exclude_, tile_size
     )
@@ -204,13 +207,14 @@ class _TiledCrossEntropy(torch.autograd.Function):
             weight_rC = row_rD @ column_CD.T
             if exclude_ is not None:
                 exclude_(weight_rC, rows)
-            target_r = weight_rC.gather(1, target_r1).squeeze(1)
-            highest_r1 = weight_rC.amax(1, keepdim=True)
-            weight_rC.sub_(highest_r1).exp_()
+            target_score_r1 = weight_rC.gather(1, target_r1)
+            rival_r1 = weight_rC.scatter_(1, target_r1, -torch.inf).amax(1, keepdim=True)
+            highest_r1 = torch.maximum(rival_r1, target_score_r1)
+            weight_rC.scatter_(1, target_r1, target_score_r1).sub_(highest_r1).exp_()
             total_r1 = weight_rC.sum(1, keepdim=True)
-            loss += (highest_r1 + total_r1.log()).sum() - target_r.sum()
-            num_right += (target_r >= highest_r1.squeeze(1)).sum()
-            target_score += target_r.sum()
+            loss += (highest_r1 + total_r1.log() - target_score_r1).sum()
+            num_right += (target_score_r1 > rival_r1).sum()
+            target_score += target_score_r1.sum()
             if row_gradient_RD is not None:
                 row_gradient_RD[rows] = (weight_rC @ column_CD).div_(total_r1).sub_(column_CD[target_R[rows]])
             if column_gradient_CD is not None:

@@ -1,0 +1,158 @@
+"""The gather against one process with the whole batch, and the six ways in which published systems scale it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embeddings.common.distributed import (
+    gather_candidates,
+    gather_counts,
+    gather_rows,
+    is_distributed,
+    rank,
+    reduce_int,
+    world_size,
+)
+from tests.helpers.ranks import run_on_two_ranks
+
+NUM_PAIRS, WIDTH = 8, 6
+
+
+def test_one_process_is_rank_0_of_1_and_gathers_nothing() -> None:
+    rows = torch.rand(3, 2, requires_grad=True)
+    assert (rank(), world_size(), is_distributed()) == (0, 1, False)
+    assert gather_counts(3) == [3]
+    assert gather_candidates(rows, [3]) is rows
+    assert gather_rows(rows, [3]) is rows
+    assert reduce_int(4, "min") == 4
+
+
+def pairs() -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, documents, and the weight of a linear encoder of both, (NUM_PAIRS, WIDTH) and (WIDTH, WIDTH) float64."""
+    generator = torch.Generator().manual_seed(0)
+    draw = [torch.randn(shape, generator=generator).double() for shape in ((NUM_PAIRS, WIDTH), (NUM_PAIRS, WIDTH))]
+    return draw[0], draw[1], torch.randn(WIDTH, WIDTH, generator=generator).double()
+
+
+def contrast(query_BD: Tensor, document_CD: Tensor, first_target: int = 0) -> Tensor:
+    targets = torch.arange(first_target, first_target + len(query_BD))
+    return torch.nn.functional.cross_entropy(query_BD @ document_CD.T, targets)
+
+
+def plain_gather(value_ND: Tensor, keeps_own: bool) -> Tensor:
+    parts = [torch.empty_like(value_ND) for _ in range(2)]
+    dist.all_gather(parts, value_ND.detach())
+    if keeps_own:
+        parts[dist.get_rank()] = value_ND
+    return torch.cat(parts)
+
+
+def averaged_gradient(loss_of: Callable[[Tensor, Tensor], Tensor], rank: int) -> Tensor:
+    """The encoder's gradient as DDP would leave it: the mean over both ranks of each one's own."""
+    query, document, weight = pairs()
+    own = slice(rank * NUM_PAIRS // 2, (rank + 1) * NUM_PAIRS // 2)
+    weight.requires_grad_()
+    loss_of(query[own] @ weight, document[own] @ weight).backward()
+    assert weight.grad is not None
+    dist.all_reduce(weight.grad)
+    return weight.grad / 2
+
+
+def conventions(rank: int) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    first, counts = rank * NUM_PAIRS // 2, [NUM_PAIRS // 2] * 2
+
+    def local(query: Tensor, document: Tensor) -> Tensor:
+        return contrast(query, gather_candidates(document, counts), first)
+
+    def whole(query: Tensor, document: Tensor) -> Tensor:
+        return contrast(plain_gather(query, keeps_own=True), plain_gather(document, keeps_own=True))
+
+    return {
+        "ours": local,
+        "ours, times the world size": lambda query, document: 2 * local(query, document),
+        "own shard in plain gathers of both, times the world size": lambda query, document: 2 * whole(query, document),
+        "own shard in plain gathers of both": whole,
+        "own shard in a plain gather of documents": lambda query, document: contrast(
+            query, plain_gather(document, keeps_own=True), first
+        ),
+        "no gather": lambda query, document: contrast(query, document),
+        "detached documents": lambda query, document: contrast(query, plain_gather(document, keeps_own=False), first),
+        "both gathered with gradients, whole loss": lambda query, document: contrast(
+            gather_candidates(query, counts), gather_candidates(document, counts)
+        ),
+    }
+
+
+def cases(rank: int) -> dict[str, Any]:
+    results: dict[str, Any] = {name: averaged_gradient(loss_of, rank) for name, loss_of in conventions(rank).items()}
+    counts = gather_counts(rank + 2)
+    numbers = torch.arange(rank + 2) + 10 * rank
+    leaf = numbers.double()[:, None].requires_grad_()
+    gathered = gather_candidates(leaf, counts)
+    (gathered[:, 0] * torch.arange(1.0, 6.0) * (rank + 1)).sum().backward()
+    return results | {
+        "counts": counts,
+        "numbers": gather_rows(numbers, counts),
+        "flags": gather_rows(numbers > 10, counts),
+        "gathered": gathered.detach(),
+        "leaf gradient": leaf.grad,
+        "least and most": (reduce_int(rank + 5, "min"), reduce_int(rank + 5, "max")),
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_on_two_ranks(cases)
+
+
+def projection(found: Tensor) -> tuple[float, float]:
+    """The scale of a gradient along the true one, and their cosine."""
+    query, document, weight = pairs()
+    weight.requires_grad_()
+    contrast(query @ weight, document @ weight).backward()
+    assert weight.grad is not None
+    true = weight.grad.flatten()
+    scale = found.flatten() @ true / (true @ true)
+    return float(scale), float(torch.nn.functional.cosine_similarity(found.flatten(), true, dim=0))
+
+
+@pytest.mark.parametrize(
+    "convention",
+    ["ours", "own shard in plain gathers of both, times the world size", "both gathered with gradients, whole loss"],
+)
+def test_two_ranks_have_the_gradient_of_one_process(results: list[dict[str, Any]], convention: str) -> None:
+    for result in results:
+        scale, cosine = projection(result[convention])
+        assert scale == pytest.approx(1, abs=1e-12)
+        assert cosine == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("convention", "scale"), [("ours, times the world size", 2.0), ("own shard in plain gathers of both", 0.5)]
+)
+def test_a_wrong_world_size_factor_shows(results: list[dict[str, Any]], convention: str, scale: float) -> None:
+    assert projection(results[0][convention]) == pytest.approx((scale, 1.0))
+
+
+@pytest.mark.parametrize("convention", ["own shard in a plain gather of documents", "no gather", "detached documents"])
+def test_a_gather_that_loses_gradients_points_elsewhere(results: list[dict[str, Any]], convention: str) -> None:
+    _, cosine = projection(results[0][convention])
+    assert cosine < 0.99
+
+
+def test_ranks_with_different_numbers_of_rows_gather_them_in_rank_order(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["counts"] == [2, 3]
+        assert result["numbers"].tolist() == [0, 1, 10, 11, 12]
+        assert result["flags"].tolist() == [False, False, False, True, True]
+        assert result["gathered"][:, 0].tolist() == [0, 1, 10, 11, 12]
+        assert result["least and most"] == (5, 6)
+
+
+def test_gradients_of_both_ranks_add_up_on_the_rank_of_the_row(results: list[dict[str, Any]]) -> None:
+    assert results[0]["leaf gradient"][:, 0].tolist() == [3, 6]
+    assert results[1]["leaf gradient"][:, 0].tolist() == [9, 12, 15]

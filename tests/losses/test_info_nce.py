@@ -1,0 +1,182 @@
+"""InfoNCE against a loop, hand numbers, the dense path, and its own finite differences."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embeddings.common import ContrastiveBatch, OptionError
+from embeddings.losses import InfoNCE, is_negative_mask, similarity_matrix, tiled_cross_entropy
+from embeddings.losses.info_nce import _tiles
+from embeddings.losses.masks import CandidateFacts, QueryFacts, query_index
+from tests.helpers.contrastive import Record, batch_of, random_batch, relative_error
+
+
+def mask_of(batch: ContrastiveBatch) -> Tensor:
+    index_B = query_index(batch, [len(batch)], 0)
+    return is_negative_mask(QueryFacts.of(batch, index_B), CandidateFacts.of(batch, index_B), batch.positive_index_B)
+
+
+def loop_reference(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, temperature: float) -> float:
+    score, mask, total = similarity_matrix(query, candidate).tolist(), mask_of(batch).tolist(), 0.0
+    for row in range(len(batch)):
+        positive = math.exp(score[row][row] / temperature)
+        others = [math.exp(score[row][column] / temperature) for column, used in enumerate(mask[row]) if used]
+        total -= math.log(positive / (positive + sum(others)))
+    return total / len(batch)
+
+
+def dense_loss(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, temperature: Tensor | float) -> Tensor:
+    competes = mask_of(batch).scatter(1, batch.positive_index_B[:, None], True)
+    score = (similarity_matrix(query, candidate) / temperature).masked_fill(~competes, -torch.inf)
+    return torch.nn.functional.cross_entropy(score, batch.positive_index_B)
+
+
+def vectors(batch: ContrastiveBatch, dtype: torch.dtype = torch.float64, width: int = 6) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    counts = (len(batch.query), len(batch.candidate))
+    return [torch.randn(count, width, generator=generator).to(dtype).requires_grad_() for count in counts]
+
+
+def test_two_orthogonal_pairs_give_the_number_by_hand() -> None:
+    batch = batch_of([Record([1], [2]), Record([3], [4])])
+    output = InfoNCE(temperature=1.0)(torch.eye(2), torch.eye(2), batch)
+    assert output.loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
+    assert output.terms["accuracy"].item() == 1
+    assert output.terms["positive_score"].item() == pytest.approx(1)
+
+
+def test_a_positive_that_others_outscore_or_equal_counts_as_wrong() -> None:
+    batch = batch_of([Record([1], [2]), Record([3], [4]), Record([5], [6])])
+    query = torch.eye(3)
+    candidate = torch.tensor([[1.0, 0.0, 0.0], [0.6, 0.0, 0.8], [0.6, 0.0, 0.8]])
+    output = InfoNCE(temperature=0.5)(query, candidate, batch)
+    assert output.terms["accuracy"].item() == pytest.approx(1 / 3)
+    assert output.terms["positive_score"].item() == pytest.approx((1 + 0 + 0.8) / 3)
+
+
+def test_a_query_without_any_negative_costs_nothing() -> None:
+    batch = batch_of([Record([1], [2], in_batch=False), Record([3], [4], in_batch=False)])
+    query, candidate = vectors(batch)
+    loss = InfoNCE()(query, candidate, batch).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(0, abs=1e-12)
+    assert query.grad is not None
+    assert query.grad.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("num_queries", "num_negatives"), [(1, 0), (1, 3), (5, 0), (7, 2), (70, 1)])
+def test_the_loss_equals_a_loop_and_its_gradients_the_dense_path(num_queries: int, num_negatives: int) -> None:
+    batch = random_batch(num_queries, num_negatives)
+    query, candidate = vectors(batch)
+    loss = InfoNCE(temperature=0.1, tile_size=1)(query, candidate, batch).loss
+    assert loss.item() == pytest.approx(loop_reference(query, candidate, batch, 0.1), rel=1e-12)
+    if num_queries * (num_negatives + 1) == 1:
+        return
+    found = torch.autograd.grad(loss, [query, candidate])
+    expected = torch.autograd.grad(dense_loss(query, candidate, batch, 0.1), [query, candidate])
+    for found_ND, expected_ND in zip(found, expected, strict=True):
+        assert relative_error(found_ND, expected_ND) <= 1e-12
+
+
+@pytest.mark.parametrize("directions", ["query_to_document", "both"])
+def test_gradients_equal_finite_differences(directions: Any) -> None:
+    batch = random_batch(6, 2)
+    query, candidate = vectors(batch, width=3)
+    module = InfoNCE(temperature=0.3, learnable_temperature=True, directions=directions).double()
+    log_temperature = module.log_temperature
+    assert log_temperature is not None
+
+    def loss(query: Tensor, candidate: Tensor, _: Tensor) -> Tensor:
+        value: Tensor = module(query, candidate, batch).loss
+        return value
+
+    assert torch.autograd.gradcheck(loss, (query, candidate, log_temperature))
+
+
+def test_both_directions_are_the_mean_of_rows_and_columns() -> None:
+    records = [Record([row], [row + 50]) for row in range(40)]
+    batch = batch_of(records)
+    query, candidate = vectors(batch)
+    loss = InfoNCE(temperature=0.1, directions="both", tile_size=1)(query, candidate, batch).loss
+    score, targets = similarity_matrix(query, candidate) / 0.1, torch.arange(40)
+    cross_entropy = torch.nn.functional.cross_entropy
+    expected = (cross_entropy(score, targets) + cross_entropy(score.T, targets)) / 2
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("forced", ["on", "off"])
+def test_in_batch_negatives_can_be_forced(forced: Any) -> None:
+    batch = random_batch(6, 2)
+    query, candidate = vectors(batch)
+    same = [Record([row], [row + 50], [[row + 100], [row + 150]], in_batch=forced == "on") for row in range(6)]
+    batch, reference = batch_of([Record(**{**vars(r), "in_batch": not r.in_batch}) for r in same]), batch_of(same)
+    found = InfoNCE(in_batch_negatives=forced)(query, candidate, batch).loss
+    assert found.item() == pytest.approx(loop_reference(query, candidate, reference, 0.02), rel=1e-12)
+    assert found.item() != pytest.approx(InfoNCE()(query, candidate, batch).loss.item(), rel=1e-3)
+
+
+def test_a_learnt_temperature_gets_its_gradient_and_is_reported() -> None:
+    batch = random_batch(6, 2)
+    query, candidate = vectors(batch)
+    module = InfoNCE(temperature=0.1, learnable_temperature=True).double()
+    output = module(query, candidate, batch)
+    output.loss.backward()
+    temperature = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    dense_loss(query, candidate, batch, temperature).backward()
+    assert temperature.grad is not None
+    assert module.log_temperature is not None
+    assert module.log_temperature.grad is not None
+    assert module.log_temperature.grad.item() == pytest.approx(0.1 * temperature.grad.item(), rel=1e-6)
+    assert output.terms["temperature"].item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_vectors_are_scored_in_float32_even_under_autocast(dtype: torch.dtype) -> None:
+    batch = random_batch(6, 2)
+    query, candidate = vectors(batch, dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = InfoNCE()(query, candidate, batch).loss
+    loss.backward()
+    expected = dense_loss(query.detach().float(), candidate.detach().float(), batch, 0.02)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert query.grad is not None
+    assert query.grad.dtype == dtype
+
+
+def test_far_apart_scores_overflow_nothing() -> None:
+    batch = batch_of([Record([1], [2]), Record([3], [4])])
+    query = torch.tensor([[1e4, 0.0], [0.0, 1e4]], requires_grad=True)
+    loss = InfoNCE(similarity="dot")(query, torch.eye(2).flip(0), batch).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(5e5)
+    assert query.grad is not None
+    assert query.grad.isfinite().all()
+
+
+def test_tiles_cover_every_row_once_and_hold_whole_rows() -> None:
+    for num_rows, num_columns, tile_size in [(1, 1, 1), (100, 7, 1), (100, 7, 350), (64, 10, 640), (3, 10**9, 8)]:
+        tiles = list(_tiles(num_rows, num_columns, tile_size))
+        assert [row for rows in tiles for row in range(num_rows)[rows]] == list(range(num_rows))
+
+
+def test_without_gradients_none_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, column = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    monkeypatch.setattr(Tensor, "addmm_", lambda *_: pytest.fail("a gradient was made"))
+    with torch.no_grad():
+        loss, _, _ = tiled_cross_entropy(row, column, torch.tensor(2.0), torch.arange(4))
+    assert not loss.requires_grad
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
+def test_an_impossible_temperature_is_refused(temperature: float) -> None:
+    with pytest.raises(OptionError, match=r"temperature must be > 0, got .*; see lightning_configs/"):
+        InfoNCE(temperature=temperature)
+
+
+def test_an_impossible_tile_size_is_refused() -> None:
+    with pytest.raises(OptionError, match="tile_size must be >= 1, got 0"):
+        InfoNCE(tile_size=0)
