@@ -155,3 +155,5 @@ def _with_progress(name: str, readers: Sequence[Reader]) -> Iterator[Row]:
                 if number % _PROGRESS_ROWS == 0:
                     bar.update(_PROGRESS_ROWS if total is None else done + reader.bytes_read - bar.n)
             done += reader.bytes_read
+        if total is not None:
+            bar.update(total - bar.n)
