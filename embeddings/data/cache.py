@@ -102,7 +102,7 @@ def _convert(config: SourceConfig, files: Sequence[FileHash], target: Path, iden
     with staged_folder(target) as folder:
         num_rows = write_table(folder, convert_rows(config, _with_progress(config.name, readers), facts))
         if identity["layout"] == "labelled":
-            write_class_index(folder, Table(folder).labels(), len(facts.labels))
+            write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
         for file in files:
             if not file.is_current():
                 raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")

@@ -131,6 +131,21 @@ def test_positives_come_from_the_whole_source_though_max_rows_leaves_one_query_o
     assert len({source[RowDraw(0, draw)].positives for draw in range(100)}) == 9
 
 
+def test_a_class_of_one_text_may_be_left_out_and_still_gives_negatives(tmp_path):
+    rows = [{"text": "only", "label": "lone"}, *labelled(3, 2)]
+    source = dataset(tmp_path, rows, conversion="class_by_example", single_text_classes="leave_out")
+    queries = [source[RowDraw(row, 0)] for row in range(len(source))]
+    assert [example.query for example in queries] == [row["text"] for row in rows[1:]]
+    assert all("only" in [negative.text for negative in example.negatives] for example in queries)
+    fewer = dataset(tmp_path, rows, conversion="class_by_example", single_text_classes="leave_out", max_rows=4)
+    assert len({fewer[RowDraw(row, 0)].query for row in range(4)} - {"only"}) == 4
+
+
+def test_a_source_of_classes_of_one_text_has_no_query(tmp_path):
+    with pytest.raises(InputError, match="no class has two texts"):
+        dataset(tmp_path, labelled(1, 1), conversion="class_by_example", single_text_classes="leave_out")
+
+
 @pytest.mark.parametrize("row", [-1, 3])
 def test_a_row_outside_the_source_is_refused(tmp_path, row):
     source = dataset(tmp_path, pairs(10), max_rows=3)

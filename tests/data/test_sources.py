@@ -80,6 +80,7 @@ def test_prompts_are_the_instruction_or_the_prefix_or_nothing():
         ({"num_negatives": 0, "conversion": "class_by_example"}, "num_negatives must be >= 1"),
         ({"num_negatives": 7}, "num_negatives has no effect on conversion pairs"),
         ({"num_negatives": 1, "conversion": "binary_by_label"}, "num_negatives has no effect"),
+        ({"single_text_classes": "leave_out"}, "single_text_classes has no effect on conversion pairs"),
         ({"min_score": 4.0}, "min_score has no effect on conversion pairs"),
         ({"min_score": float("nan"), "conversion": "sts"}, "min_score must be finite"),
         ({"label_texts": {"0": "no"}}, "label_texts has no effect on conversion pairs"),
