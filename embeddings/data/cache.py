@@ -102,7 +102,7 @@ def _convert(config: SourceConfig, files: Sequence[FileHash], target: Path, iden
     with staged_folder(target) as folder:
         num_rows = write_table(folder, convert_rows(config, _with_progress(config.name, readers), facts))
         if identity["layout"] == "labelled":
-            write_class_index(folder, Table(folder).labels(), len(facts.labels))
+            write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
         for file in files:
             if not file.is_current():
                 raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")
@@ -155,3 +155,5 @@ def _with_progress(name: str, readers: Sequence[Reader]) -> Iterator[Row]:
                 if number % _PROGRESS_ROWS == 0:
                     bar.update(_PROGRESS_ROWS if total is None else done + reader.bytes_read - bar.n)
             done += reader.bytes_read
+        if total is not None:
+            bar.update(total - bar.n)

@@ -21,7 +21,7 @@ class Candidates(NamedTuple):
 
 
 class CandidateRule(Protocol):
-    """Gives the candidates of a stored row; every random choice is a pure function of `draw`."""
+    """Gives the candidates of a stored row; every random choice is a pure function of (index, draw)."""
 
     def __call__(self, stored: StoredRow, index: int, draw: int) -> Candidates: ...
 
@@ -56,7 +56,7 @@ class ClassExamples:
     def __call__(self, stored: StoredRow, index: int, draw: int) -> Candidates:
         """Candidates drawn for this key."""
         label, size = stored.label, self.classes.size(stored.label)
-        generator = numpy_generator(draw, "class_by_example")
+        generator = numpy_generator(draw, "class_by_example", index)
         seen = {stored.query.strip()}
         # A class made almost wholly of one text would be drawn from for ever; in the end it is searched.
         for position in chain(generator.integers(size, size=_RANDOM_TRIES).tolist(), range(size)):
@@ -99,7 +99,7 @@ class LabelTexts:
     def __call__(self, stored: StoredRow, index: int, draw: int) -> Candidates:
         """Candidates drawn for this key."""
         num_others = len(self.texts) - 1
-        generator = numpy_generator(draw, "class_by_label")
+        generator = numpy_generator(draw, "class_by_label", index)
         drawn = generator.choice(num_others, size=min(num_others, self.num_negatives), replace=False).tolist()
         others = tuple(code + (code >= stored.label) for code in drawn)
         negatives = tuple(Negative(self.texts[code]) for code in others)

@@ -3,6 +3,7 @@
 import os
 
 from embeddings.common.errors import InputError
+from embeddings.common.log import logger
 from embeddings.common.randomness import derive_seed
 from embeddings.data.cache import CachedSource, open_cached
 from embeddings.data.candidates import CandidateRule, ClassExamples, LabelTexts, StoredCandidates
@@ -31,7 +32,7 @@ class SourceDataset:
     """Examples of one source, by row and draw key.
 
     Determinism: an example is a pure function of (source, row, draw); neither ranks nor workers matter.
-    Length: `max_rows`, or all rows where the source has no more.
+    Length: `max_rows`, or all rows (without those that `single_text_classes` leaves out) where there are no more.
     Guarantees: it can be pickled and forked: data stays in memory-mapped files, which are opened again.
 
     Args:
@@ -45,9 +46,20 @@ class SourceDataset:
 
     def __init__(self, config: SourceConfig, cached: CachedSource) -> None:
         self.config, self.cached = config, cached
-        self._length = min(len(cached.table), config.max_rows or len(cached.table))
-        self._prompts = config.query_prompts
         self._candidates = _candidate_rule(config, cached)
+        self._paired = cached.classes if config.single_text_classes == "leave_out" else None
+        self._total = len(cached.table) if self._paired is None else self._paired.num_paired
+        self._length = min(self._total, config.max_rows or self._total)
+        self._prompts = config.query_prompts
+        if self._total == 0:
+            raise InputError(f"source {config.name!r}", "no class has two texts", "use conversion: class_by_label")
+        if self._total < len(cached.table):
+            logger.info(
+                "source %s: %d of %d rows are no queries, since their class has only one text",
+                config.name,
+                len(cached.table) - self._total,
+                len(cached.table),
+            )
 
     def __len__(self) -> int:
         """Number of examples of an epoch."""
@@ -77,13 +89,12 @@ class SourceDataset:
 
     def _stored_index(self, row: int) -> int:
         """The stored row of a row: with `max_rows`, a random one of the row's own stretch of the source."""
-        total = len(self.cached.table)
         if not 0 <= row < self._length:
             raise IndexError(f"row {row} of {self._length}")
-        if self._length == total:
-            return row
-        start, end = row * total // self._length, (row + 1) * total // self._length
-        return start + derive_seed(self.config.seed, "max_rows", row) % (end - start)
+        if self._length < self._total:
+            start, end = row * self._total // self._length, (row + 1) * self._total // self._length
+            row = start + derive_seed(self.config.seed, "max_rows", row) % (end - start)
+        return row if self._paired is None else self._paired.paired(row)
 
 
 def _candidate_rule(config: SourceConfig, cached: CachedSource) -> CandidateRule:
@@ -95,12 +106,12 @@ def _candidate_rule(config: SourceConfig, cached: CachedSource) -> CandidateRule
         )
     num_negatives = DEFAULT_NUM_NEGATIVES if config.num_negatives is None else config.num_negatives
     if config.conversion == "class_by_example":
-        if cached.lone_class is not None:
+        if cached.lone_class is not None and config.single_text_classes == "refuse":
             label, where = cached.lone_class
             raise InputError(
                 where,
                 f"the class {label!r} has only one text, so it has no positive",
-                "remove its rows, or use conversion: class_by_label",
+                "remove its rows, or set single_text_classes: leave_out",
             )
         return ClassExamples(cached.table, cached.classes, num_negatives)
     if config.conversion == "binary_by_label" and len(cached.labels) != 2:

@@ -11,6 +11,7 @@ from embeddings.common.text import instruction_prompt
 from embeddings.data.records import LABELLED_FIELDS, RECORD_FIELDS, SCORED_FIELDS
 
 Conversion = Literal["pairs", "class_by_example", "class_by_label", "binary_by_label", "sts"]
+SingleTextClasses = Literal["refuse", "leave_out"]
 HUB_PREFIX = "hub:"
 
 _FIELDS: dict[Conversion, tuple[str, ...]] = {
@@ -59,6 +60,8 @@ class SourceConfig:
         label_texts: Text of each label, for the conversions by label. Without it labels must be words.
         num_negatives: Negatives drawn for each query by `class_by_example` and `class_by_label`; NV-Embed uses 7,
             which None means.
+        single_text_classes: What `class_by_example` does with a class that has only one text, hence no positive:
+            refuse the source, or leave the class's rows out as queries (they still serve as negatives).
         min_score: Least score of a positive pair of `sts`; NV-Embed uses 4, which None means.
 
     Raises:
@@ -84,6 +87,7 @@ class SourceConfig:
     seed: int = 0
     label_texts: dict[str, str] = field(default_factory=dict)
     num_negatives: int | None = None
+    single_text_classes: SingleTextClasses = "refuse"
     min_score: float | None = None
 
     def __post_init__(self) -> None:
@@ -160,6 +164,11 @@ class SourceConfig:
             ("num_negatives", self.num_negatives, _DRAWS_NEGATIVES),
             ("min_score", self.min_score, ("sts",)),
             ("label_texts", self.label_texts or None, _BY_LABEL),
+            (
+                "single_text_classes",
+                None if self.single_text_classes == "refuse" else self.single_text_classes,
+                ("class_by_example",),
+            ),
         ):
             if value is not None and self.conversion not in where:
                 raise self.fault(

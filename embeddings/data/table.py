@@ -41,28 +41,32 @@ def write_table(folder: Path, rows: Iterable[StoredRow]) -> int:
     Batches are cut by size as well as by count: a batch must fit in memory while it is written, and each one costs
     its reader a few kilobytes, so they are neither very large nor many.
     """
-    starts, count, batch, characters = [0], 0, list[StoredRow](), 0
+    starts, count, characters = [0], 0, 0
+    # Columns, not rows: the garbage collector walks a tuple a row again and again.
+    columns: list[list[Any]] = [[] for _ in _SCHEMA]
     with pa.OSFile(str(folder / ROWS_FILE), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
         for row in rows:
-            batch.append(row)
+            for column, value in zip(columns, row, strict=True):
+                column.append(value)
             count += 1
             characters += len(row.query) + sum(map(len, row.positives)) + sum(map(len, row.negatives))
-            if len(batch) >= MAX_BATCH_ROWS or characters >= MAX_BATCH_CHARACTERS:
-                writer.write_batch(_record_batch(batch))
+            if count - starts[-1] >= MAX_BATCH_ROWS or characters >= MAX_BATCH_CHARACTERS:
+                writer.write_batch(_record_batch(columns))
                 starts.append(count)
-                batch, characters = [], 0
-        if batch:
-            writer.write_batch(_record_batch(batch))
+                characters = 0
+        if count > starts[-1]:
+            writer.write_batch(_record_batch(columns))
             starts.append(count)
     np.save(folder / STARTS_FILE, np.array(starts, dtype=np.int64))
     return count
 
 
-def _record_batch(rows: list[StoredRow]) -> pa.RecordBatch:
-    columns = zip(*rows, strict=True)
-    return pa.record_batch(
-        [pa.array(values, type=field.type) for values, field in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
-    )
+def _record_batch(columns: list[list[Any]]) -> pa.RecordBatch:
+    """The columns as a batch; they are emptied."""
+    arrays = [pa.array(values, type=field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
+    for column in columns:
+        column.clear()
+    return pa.record_batch(arrays, schema=_SCHEMA)
 
 
 class Table:
