@@ -1,0 +1,119 @@
+"""Rows as a person wrote them become rows as the cache stores them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from embeddings.common.errors import InputError
+from embeddings.common.fileio import text_hash
+from embeddings.data.readers import Row
+from embeddings.data.records import parse_labelled_text, parse_record, parse_scored_pair
+from embeddings.data.sources import Conversion, SourceConfig
+from embeddings.data.table import StoredRow
+
+DEFAULT_MIN_SCORE = 4.0
+
+
+@dataclass
+class Facts:
+    """What a conversion learns on its way; it grows with the number of classes, not of rows.
+
+    Attributes:
+        labels: Code of each class, by its text, in order of appearance.
+        lone_text: For each class whose texts were all the same so far, that text's hash.
+        first_row: File and row where a class appeared first.
+        contradictions: Rows with a negative that is also a positive.
+    """
+
+    labels: dict[str, int] = field(default_factory=dict)
+    lone_text: dict[int, int] = field(default_factory=dict)
+    first_row: dict[int, str] = field(default_factory=dict)
+    contradictions: int = 0
+
+    def code(self, label: str | None, where: str) -> int:
+        """The code of a class, a new one for a new class; -1 for none."""
+        if label is None:
+            return -1
+        code = self.labels.setdefault(label, len(self.labels))
+        self.first_row.setdefault(code, where)
+        return code
+
+    @property
+    def lone_class(self) -> list[str] | None:
+        """The first class whose texts are all the same, with the file and row where it appeared, or None."""
+        if not self.lone_text:
+            return None
+        code = min(self.lone_text)
+        return [list(self.labels)[code], self.first_row[code]]
+
+
+def layout(conversion: Conversion) -> str:
+    """What is stored for a conversion; conversions with one layout share a converted source."""
+    return {"pairs": "records", "sts": "scored"}.get(conversion, "labelled")
+
+
+def required_fields(config: SourceConfig) -> tuple[str, ...]:
+    """The fields that every row must have."""
+    return ("query", "positive") if config.conversion == "pairs" else config.fields
+
+
+def min_score(config: SourceConfig) -> float:
+    """The least score of a positive pair."""
+    return DEFAULT_MIN_SCORE if config.min_score is None else config.min_score
+
+
+def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
+    """The rows to store, in the order of the source.
+
+    Args:
+        config: Decides the conversion and the columns.
+        rows: The source's rows.
+        facts: Filled in on the way.
+
+    Raises:
+        InputError: At the first row that cannot be used, or if no row at all makes an example.
+    """
+    converters: dict[str, Callable[[SourceConfig, Iterable[Row], Facts], Iterator[StoredRow]]] = {
+        "records": _convert_records,
+        "labelled": _convert_labelled,
+        "scored": _convert_scored,
+    }
+    return converters[layout(config.conversion)](config, rows, facts)
+
+
+def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
+    for where, fields in rows:
+        record = parse_record(fields, config.columns, where)
+        texts = tuple(negative.text for negative in record.negatives)
+        if not set(record.positives).isdisjoint(texts):
+            facts.contradictions += 1
+        levels = tuple(negative.level for negative in record.negatives)
+        yield StoredRow(record.query, record.positives, texts, levels, facts.code(record.label, where))
+
+
+def _convert_labelled(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
+    for where, fields in rows:
+        text, label = parse_labelled_text(fields, config.columns, where)
+        is_new = label not in facts.labels
+        code = facts.code(label, where)
+        if is_new:
+            facts.lone_text[code] = text_hash(text)
+        elif code in facts.lone_text and facts.lone_text[code] != text_hash(text):
+            del facts.lone_text[code]
+        yield StoredRow(text, label=code)
+
+
+def _convert_scored(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
+    threshold, highest, kept = min_score(config), float("-inf"), False
+    for where, fields in rows:
+        first, second, score = parse_scored_pair(fields, config.columns, where)
+        highest = max(highest, score)
+        if score >= threshold:
+            kept = True
+            yield StoredRow(first, (second,))
+            yield StoredRow(second, (first,))
+    if not kept:
+        raise InputError(
+            f"source {config.name!r}",
+            f"no pair reaches the score {threshold:g} (the highest is {highest:g})",
+            "set min_score to the source's own scale",
+        )

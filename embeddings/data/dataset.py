@@ -1,0 +1,142 @@
+"""One source as a data set of examples."""
+
+import os
+
+from embeddings.common.errors import InputError
+from embeddings.common.log import logger
+from embeddings.common.randomness import derive_seed
+from embeddings.data.cache import CachedSource, open_cached
+from embeddings.data.candidates import CandidateRule, ClassExamples, LabelTexts, StoredCandidates
+from embeddings.data.examples import Example, RowDraw
+from embeddings.data.records import label_key
+from embeddings.data.sources import SourceConfig
+
+DEFAULT_NUM_NEGATIVES = 7
+
+
+def open_source(config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None) -> "SourceDataset":
+    """A source ready for training, converted first where it has not been yet.
+
+    Args:
+        config: The source.
+        cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`.
+
+    Raises:
+        InputError: If the source cannot be read, or its rows do not suit the conversion.
+        OptionError: If `label_texts` does not match the labels found.
+    """
+    return SourceDataset(config, open_cached(config, cache_dir))
+
+
+class SourceDataset:
+    """Examples of one source, by row and draw key.
+
+    Determinism: an example is a pure function of (source, row, draw); neither ranks nor workers matter.
+    Length: `max_rows`, or all rows (without those that `single_text_classes` leaves out) where there are no more.
+    Guarantees: it can be pickled and forked: data stays in memory-mapped files, which are opened again.
+
+    Args:
+        config: The source.
+        cached: Its converted form.
+
+    Raises:
+        InputError: If the rows do not suit the conversion.
+        OptionError: If `label_texts` does not match the labels found.
+    """
+
+    def __init__(self, config: SourceConfig, cached: CachedSource) -> None:
+        self.config, self.cached = config, cached
+        self._candidates = _candidate_rule(config, cached)
+        self._paired = cached.classes if config.single_text_classes == "leave_out" else None
+        self._total = len(cached.table) if self._paired is None else self._paired.num_paired
+        self._length = min(self._total, config.max_rows or self._total)
+        self._prompts = config.query_prompts
+        if self._total == 0:
+            raise InputError(f"source {config.name!r}", "no class has two texts", "use conversion: class_by_label")
+        if self._total < len(cached.table):
+            logger.info(
+                "source %s: %d of %d rows are no queries, since their class has only one text",
+                config.name,
+                len(cached.table) - self._total,
+                len(cached.table),
+            )
+
+    def __len__(self) -> int:
+        """Number of examples of an epoch."""
+        return self._length
+
+    def __getitem__(self, entry: RowDraw) -> Example:
+        """The example of a row of this source; `source` is 0."""
+        index = self._stored_index(entry.row)
+        stored = self.cached.table.row(index)
+        positives, negatives, negative_labels = self._candidates(stored, index, entry.draw)
+        prompt = self._prompts[0]
+        if len(self._prompts) > 1:
+            prompt = self._prompts[derive_seed(entry.draw, "instruction") % len(self._prompts)]
+        return Example(
+            row=entry.row,
+            draw=entry.draw,
+            source=0,
+            query=stored.query,
+            positives=positives,
+            negatives=negatives,
+            label=stored.label,
+            negative_labels=negative_labels,
+            query_prompt=prompt,
+            document_prompt=prompt if self.config.symmetric else self.config.document_prompt,
+            in_batch_negatives=self.config.in_batch_negatives,
+        )
+
+    def _stored_index(self, row: int) -> int:
+        """The stored row of a row: with `max_rows`, a random one of the row's own stretch of the source."""
+        if not 0 <= row < self._length:
+            raise IndexError(f"row {row} of {self._length}")
+        if self._length < self._total:
+            start, end = row * self._total // self._length, (row + 1) * self._total // self._length
+            row = start + derive_seed(self.config.seed, "max_rows", row) % (end - start)
+        return row if self._paired is None else self._paired.paired(row)
+
+
+def _candidate_rule(config: SourceConfig, cached: CachedSource) -> CandidateRule:
+    if cached.classes is None:
+        return StoredCandidates()
+    if len(cached.labels) < 2:
+        raise InputError(
+            f"source {config.name!r}", f"all rows have the label {cached.labels[0]!r}", "give it two classes or more"
+        )
+    num_negatives = DEFAULT_NUM_NEGATIVES if config.num_negatives is None else config.num_negatives
+    if config.conversion == "class_by_example":
+        if cached.lone_class is not None and config.single_text_classes == "refuse":
+            label, where = cached.lone_class
+            raise InputError(
+                where,
+                f"the class {label!r} has only one text, so it has no positive",
+                "remove its rows, or set single_text_classes: leave_out",
+            )
+        return ClassExamples(cached.table, cached.classes, num_negatives)
+    if config.conversion == "binary_by_label" and len(cached.labels) != 2:
+        raise InputError(
+            f"source {config.name!r}",
+            f"it has {len(cached.labels)} labels, expected two",
+            "use conversion: class_by_example or class_by_label",
+        )
+    return LabelTexts(_label_texts(config, cached.labels), num_negatives)
+
+
+def _label_texts(config: SourceConfig, labels: list[str]) -> list[str]:
+    """The text of each label, by its code."""
+    if not config.label_texts:
+        for label in labels:
+            if label.lstrip("-").isdigit() or label in ("true", "false"):
+                raise config.fault("label_texts", label, "must give a text to labels that are no words", "add it")
+        return labels
+    given = {label_key(label): text for label, text in config.label_texts.items()}
+    for label in labels:
+        if label not in given:
+            raise config.fault("label_texts", sorted(given), f"must give a text to the label {label!r}", "add it")
+    for label in given:
+        if label not in labels:
+            raise config.fault("label_texts", label, "names a label that the source does not have", "remove it")
+    if len(set(given.values())) < len(given):
+        raise config.fault("label_texts", given, "must give each label its own text", "tell them apart")
+    return [given[label] for label in labels]

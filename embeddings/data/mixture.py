@@ -1,0 +1,66 @@
+"""All sources of a run as one data set."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from embeddings.common.errors import OptionError
+from embeddings.data.dataset import SourceDataset
+from embeddings.data.examples import Example, RowDraw
+
+
+class Mixture:
+    """The rows of all sources one after another.
+
+    Determinism: an example is a pure function of the sources and of (row, draw).
+    Length: the sum of the sources' lengths.
+    Guarantees: it can be pickled and forked, since its sources can.
+
+    Args:
+        sources: The sources, at least one, with different names.
+
+    Raises:
+        OptionError: If there is no source, or two share a name.
+    """
+
+    def __init__(self, sources: Sequence[SourceDataset]) -> None:
+        names = [source.config.name for source in sources]
+        if not names:
+            raise OptionError("data.sources", [], "must not be empty", "name at least one source")
+        for name in names:
+            if names.count(name) > 1:
+                raise OptionError("data.sources", name, "must have different names", "rename one of them")
+        self.sources = tuple(sources)
+        self._starts = [0, *accumulate(len(source) for source in sources)]
+
+    def __len__(self) -> int:
+        """Number of rows of all sources."""
+        return self._starts[-1]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each source."""
+        return tuple(source.config.name for source in self.sources)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of rows of each source."""
+        return tuple(len(source) for source in self.sources)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The given weight of each source."""
+        return tuple(source.config.weight for source in self.sources)
+
+    def source_of(self, row: int) -> int:
+        """The index of the source that a row belongs to."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        return bisect_right(self._starts, row) - 1
+
+    def __getitem__(self, entry: RowDraw) -> Example:
+        """The example of a row for a draw key."""
+        source = self.source_of(entry.row)
+        local = RowDraw(entry.row - self._starts[source], entry.draw)
+        return replace(self.sources[source][local], row=entry.row, source=source)

@@ -1,0 +1,204 @@
+"""What one row of a training file means, and every way in which it can fail to mean it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from embeddings.common.errors import InputError
+from embeddings.data.examples import Negative
+
+NUM_LEVELS = 4
+RECORD_FIELDS = ("query", "positive", "negatives", "label", "score", "id")
+LABELLED_FIELDS = ("text", "label")
+SCORED_FIELDS = ("sentence1", "sentence2", "score")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One training record as a person wrote it.
+
+    Attributes:
+        query: Query text.
+        positives: Texts relevant to it, at least one.
+        negatives: Texts that are not, hardest first.
+        label: Class of query and positives, as `label_key` writes it, or None.
+        score: How relevant the positive is, in the source's own unit, or None.
+        id: The source's own name of the record, or None.
+    """
+
+    query: str
+    positives: tuple[str, ...]
+    negatives: tuple[Negative, ...] = ()
+    label: str | None = None
+    score: float | None = None
+    id: str | None = None
+
+
+class LabelledText(NamedTuple):
+    """A text and its class, as `label_key` writes it."""
+
+    text: str
+    label: str
+
+
+class ScoredPair(NamedTuple):
+    """Two texts and how similar people found them, in the source's own unit."""
+
+    sentence1: str
+    sentence2: str
+    score: float
+
+
+def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Record:
+    """The record that a row holds. Columns that are not asked for are ignored.
+
+    A missing or null `negatives`, `label`, `score` or `id` means that there is none, unless `columns` maps the field:
+    a mapping that finds no column is refused. Negatives with levels come out hardest first, in the row's order within
+    a level. A negative that is also a positive is kept; losses mask it by its hash.
+
+    Args:
+        fields: The row by column name.
+        columns: Column of a field, for the fields whose column has another name.
+        where: File and row, for messages.
+
+    Raises:
+        InputError: If a field is missing, of a wrong type, null, empty, white space, not finite, or not text that can
+            be written as UTF-8; the message names file, row and field.
+    """
+    row = _Row(fields, columns, where)
+    return Record(
+        query=row.text("query", row.required("query")),
+        positives=row.positives(row.required("positive")),
+        negatives=row.negatives(row.optional("negatives")),
+        label=None if (label := row.optional("label")) is None else row.label(label),
+        score=None if (score := row.optional("score")) is None else row.number("score", score),
+        id=None if (name := row.optional("id")) is None else row.identifier(name),
+    )
+
+
+def parse_labelled_text(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> LabelledText:
+    """The text and class that a row holds (`text`, `label`); arguments and errors as in `parse_record`."""
+    row = _Row(fields, columns, where)
+    return LabelledText(row.text("text", row.required("text")), row.label(row.required("label")))
+
+
+def parse_scored_pair(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> ScoredPair:
+    """The pair that a row holds (`sentence1`, `sentence2`, `score`); arguments and errors as in `parse_record`."""
+    row = _Row(fields, columns, where)
+    return ScoredPair(
+        row.text("sentence1", row.required("sentence1")),
+        row.text("sentence2", row.required("sentence2")),
+        row.number("score", row.required("score")),
+    )
+
+
+def label_key(value: str | int) -> str:
+    """A class as text: a Boolean as JSON writes it, a whole number in decimals, a text as it is."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class _Row:
+    """One row with what messages about it need."""
+
+    def __init__(self, fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> None:
+        self.fields, self.columns, self.where = fields, columns, where
+
+    def required(self, field: str) -> Any:
+        """The value of a field that must be there."""
+        column = self.columns.get(field, field)
+        if column not in self.fields:
+            raise self.fault(
+                f"field {field!r}: no column {column!r} among {_shortened(', '.join(map(str, self.fields)), 80)}",
+                f"map it with columns: {{{field}: YOUR_COLUMN}}",
+            )
+        return self.fields[column]
+
+    def optional(self, field: str) -> Any:
+        """The value of a field that may be missing, or None; a field that `columns` maps must be there."""
+        return self.required(field) if field in self.columns else self.fields.get(field)
+
+    def text(self, name: str, value: Any) -> str:
+        """A text with something in it."""
+        if not isinstance(value, str):
+            raise self.fault(f"{name} is {_kind(value)}, expected text", "give it a text, or leave the row out")
+        if not value.strip():
+            raise self.fault(
+                f"{name} is {'white space' if value else 'an empty text'}", "give it a text, or leave the row out"
+            )
+        if "\x00" in value:
+            raise self.fault(f"{name} holds a NUL character", "take the character out")
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise self.fault(
+                    f"{name} holds half of a character (a lone surrogate)", "write the file again as UTF-8"
+                ) from None
+        return value
+
+    def positives(self, value: Any) -> tuple[str, ...]:
+        """One text, or a list of one or more."""
+        if isinstance(value, str):
+            return (self.text("positive", value),)
+        if not isinstance(value, list):
+            raise self.fault(f"positive is {_kind(value)}, expected text or a list of texts", "give it a text")
+        if not value:
+            raise self.fault("positive is an empty list", "give at least one text, or leave the row out")
+        return tuple(self.text(f"positive[{i}]", text) for i, text in enumerate(value))
+
+    def negatives(self, value: Any) -> tuple[Negative, ...]:
+        """A list of texts, or of texts with levels; all of one kind."""
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise self.fault(f"negatives is {_kind(value)}, expected a list", "write it as a list, even of one text")
+        if not value or not isinstance(value[0], dict):
+            return tuple(Negative(self.text(f"negatives[{i}]", text)) for i, text in enumerate(value))
+        return tuple(sorted((self._graded(i, item) for i, item in enumerate(value)), key=lambda item: item.level))
+
+    def _graded(self, index: int, item: Any) -> Negative:
+        name = f"negatives[{index}]"
+        if not isinstance(item, dict):
+            raise self.fault(
+                f"{name} is {_kind(item)} where negatives[0] is an object", "give every negative a level, or none"
+            )
+        level = item.get("level")
+        if isinstance(level, bool) or not isinstance(level, int) or not 1 <= level <= NUM_LEVELS:
+            raise self.fault(
+                f"{name}.level is {level!r}, expected a whole number from 1 (hardest) to {NUM_LEVELS}",
+                "correct the level, or write the negatives as plain texts",
+            )
+        return Negative(self.text(f"{name}.text", item.get("text")), level)
+
+    def label(self, value: Any) -> str:
+        """A class: a text or a whole number."""
+        if not isinstance(value, str | int):
+            raise self.fault(
+                f"label is {_kind(value)}, expected text or a whole number", "give it a label, or leave the row out"
+            )
+        return self.text("label", label_key(value))
+
+    def number(self, name: str, value: Any) -> float:
+        """A finite number."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            shown = value if isinstance(value, float) else _kind(value)
+            raise self.fault(f"{name} is {shown}, expected a finite number", "give it a number, or leave the row out")
+        return float(value)
+
+    def identifier(self, value: Any) -> str:
+        """A text, or a whole number as text."""
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else self.text("id", value)
+
+    def fault(self, what: str, fix: str) -> InputError:
+        """The error of this row."""
+        return InputError(self.where, what, fix)
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text"}
+    return names.get(type(value), "a list" if isinstance(value, list) else "an object")
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

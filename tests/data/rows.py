@@ -1,0 +1,34 @@
+"""Files and sources of a few rows."""
+
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from embeddings.data import SourceConfig, SourceDataset, open_source
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    """One JSON value a line; gzipped where the name says so."""
+    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def pairs(count: int, prefix: str = "") -> list[dict[str, Any]]:
+    """Records that differ from each other."""
+    return [{"query": f"{prefix}query {i}", "positive": f"{prefix}positive {i}"} for i in range(count)]
+
+
+def labelled(*sizes: int) -> list[dict[str, Any]]:
+    """Texts of classes `class a`, `class b`, … of these sizes, the classes mixed."""
+    rows = [(i, code) for code, size in enumerate(sizes) for i in range(size)]
+    return [{"text": f"text {i} of {chr(97 + code)}", "label": f"class {chr(97 + code)}"} for i, code in sorted(rows)]
+
+
+def dataset(folder: Path, rows: Iterable[Any], **options: Any) -> SourceDataset:
+    """A source of these rows, converted in `folder`."""
+    name = options.pop("name", "source")
+    path = write_jsonl(folder / f"{name}.jsonl", rows)
+    return open_source(SourceConfig(name, str(path), **options), folder / "cache")

@@ -1,0 +1,181 @@
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from embeddings.common import InputError
+from embeddings.data import SourceConfig, cache, conversions
+from embeddings.data.cache import cache_folder, open_cached
+from embeddings.data.table import ROWS_FILE
+from tests.data.rows import labelled, pairs, write_jsonl
+
+CONVERT = """
+import sys
+from embeddings.data import SourceConfig, conversions
+from embeddings.data.cache import open_cached
+parse = conversions.parse_record
+def pausing(fields, columns, where):
+    if where.endswith(":30"):
+        print("amid", flush=True)
+        sys.stdin.readline()
+    return parse(fields, columns, where)
+conversions.parse_record = pausing
+print(len(open_cached(SourceConfig("a", sys.argv[1]), sys.argv[2]).table), flush=True)
+"""
+
+
+@contextmanager
+def amid_conversion(path, root):
+    """Another process that has come to row 30 of the conversion and waits for a line to go on."""
+    arguments = [sys.executable, "-c", CONVERT, str(path), str(root)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "amid\n"
+        yield process
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """One entry for each record that was parsed."""
+    seen, real = [], conversions.parse_record
+    monkeypatch.setattr(conversions, "parse_record", lambda *args: (seen.append(args[2]), real(*args))[1])
+    return seen
+
+
+def folders(root):
+    return sorted(name for name in os.listdir(root) if name != "hashes")
+
+
+def test_a_source_is_converted_once_for_each_content(tmp_path, parsed):
+    path, root = write_jsonl(tmp_path / "a.jsonl", pairs(5)), tmp_path / "cache"
+    first = open_cached(SourceConfig("a", str(path)), root)
+    again = open_cached(SourceConfig("other name", str(path), instruction="i", weight=3.0, max_rows=2), root)
+    assert len(parsed) == 5
+    assert again.folder == first.folder
+    write_jsonl(path, pairs(6))
+    assert len(open_cached(SourceConfig("a", str(path)), root).table) == 6
+    assert len(parsed) == 11
+    assert len(folders(root)) == 2
+
+
+def test_a_copy_of_a_file_is_the_same_content(tmp_path, parsed):
+    for name in ("a.jsonl", "b.jsonl"):
+        open_cached(SourceConfig("a", str(write_jsonl(tmp_path / name, pairs(5)))), tmp_path / "cache")
+    assert len(parsed) == 5
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "conversions_done"),
+    [
+        ({"columns": {"query": "text"}}, {"columns": {"query": "label"}}, 2),
+        ({"conversion": "sts", "min_score": 1.0}, {"conversion": "sts", "min_score": 2.0}, 2),
+        ({"conversion": "sts", "min_score": 4.0}, {"conversion": "sts"}, 1),
+        ({"conversion": "class_by_example"}, {"conversion": "class_by_label"}, 1),
+        ({"conversion": "class_by_example"}, {"conversion": "sts"}, 2),
+    ],
+)
+def test_the_key_holds_what_changes_the_stored_rows_and_nothing_else(tmp_path, first, second, conversions_done):
+    extra = {"positive": "p", "sentence1": "s", "sentence2": "t", "score": 5}
+    path = write_jsonl(tmp_path / "a.jsonl", [{**row, **extra} for row in labelled(2, 2)])
+    for options in (first, second):
+        open_cached(SourceConfig("a", str(path), **options), tmp_path / "cache")
+    assert len(folders(tmp_path / "cache")) == conversions_done
+
+
+def test_files_are_read_in_the_order_of_the_path(tmp_path):
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl.gz", pairs(2, name))
+    config = SourceConfig("a", [f"{tmp_path}/b.jsonl.gz", f"{tmp_path}/a.jsonl.gz"])
+    table = open_cached(config, tmp_path / "cache").table
+    assert [table.query(i) for i in range(4)] == ["bquery 0", "bquery 1", "aquery 0", "aquery 1"]
+
+
+def test_a_bad_row_leaves_no_conversion_behind(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [*pairs(5), {"query": "q"}])
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"a\.jsonl:6: field 'positive'"):
+            open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", pairs(5))
+    real = cache.write_table
+    monkeypatch.setattr(cache, "write_table", lambda folder, rows: (write_jsonl(path, pairs(6)), real(folder, rows))[1])
+    with pytest.raises(InputError, match="the file changed while it was read"):
+        open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_a_kill_amid_the_conversion_leaves_nothing_half_made(tmp_path):
+    path, root = write_jsonl(tmp_path / "a.jsonl", pairs(50)), tmp_path / "cache"
+    with amid_conversion(path, root) as process:
+        process.kill()
+    assert all(name.startswith(".") for name in os.listdir(root))
+    assert len(open_cached(SourceConfig("a", str(path)), root).table) == 50
+    assert [name for name in os.listdir(root) if name.startswith(".")] == []
+
+
+def test_two_processes_may_convert_one_source_at_once(tmp_path):
+    path, root = write_jsonl(tmp_path / "a.jsonl", pairs(50)), tmp_path / "cache"
+    with amid_conversion(path, root) as process:
+        here = open_cached(SourceConfig("a", str(path)), root)
+        made = here.folder.stat().st_ino
+        assert process.communicate("\n")[0] == "50\n"
+    assert here.folder.stat().st_ino == made
+    assert folders(root) == [here.folder.name]
+
+
+def test_a_manifest_that_does_not_fit_is_refused(tmp_path):
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))))
+    manifest = open_cached(config, tmp_path / "cache").folder / "manifest.json"
+    fields = json.loads(manifest.read_text())
+    assert fields["num_rows"] == 5
+    manifest.write_text(json.dumps({**fields, "schema_version": 0}))
+    with pytest.raises(InputError, match=r"manifest\.json: field 'schema_version' is 0, expected"):
+        open_cached(config, tmp_path / "cache")
+    manifest.write_text(json.dumps({**fields, "num_rows": 6}))
+    with pytest.raises(InputError, match="the converted data is damaged"):
+        open_cached(config, tmp_path / "cache")
+
+
+def test_data_that_does_not_fit_the_manifest_is_refused(tmp_path):
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))))
+    data = open_cached(config, tmp_path / "cache").folder / ROWS_FILE
+    data.write_bytes(data.read_bytes()[:-100])
+    with pytest.raises(InputError, match="the converted data is damaged; delete the folder"):
+        open_cached(config, tmp_path / "cache")
+
+
+def test_the_cache_lies_where_the_argument_or_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("EMBED_CACHE", str(tmp_path))
+    assert cache_folder("here").name == "here"
+    assert cache_folder() == tmp_path
+    monkeypatch.delenv("EMBED_CACHE")
+    assert str(cache_folder()) == ".cache/embeddings"
+
+
+def test_a_cache_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    path = write_jsonl(tmp_path / "a.jsonl", pairs(5))
+    with pytest.raises(InputError, match=r"cache: the cache cannot be written .*; set EMBED_CACHE"):
+        open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
+
+
+def test_negatives_that_are_positives_are_counted_in_one_warning(tmp_path, caplog):
+    rows = [*pairs(3), {"query": "q", "positive": "p", "negatives": ["p"]}]
+    open_cached(SourceConfig("mine", str(write_jsonl(tmp_path / "a.jsonl", rows))), tmp_path / "cache")
+    assert [record.getMessage() for record in caplog.records] == [
+        "source mine: 1 of 4 rows have a negative that is also a positive; the losses mask it"
+    ]
+
+
+def test_a_long_conversion_shows_how_far_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cache, "_PROGRESS_DELAY_SECONDS", 0.0)
+    path = write_jsonl(tmp_path / "a.jsonl.gz", pairs(3000))
+    open_cached(SourceConfig("mine", str(path)), tmp_path / "cache")
+    shown = capsys.readouterr().err
+    assert "converting mine" in shown
+    assert "100%" in shown

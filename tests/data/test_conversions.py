@@ -1,0 +1,76 @@
+import pytest
+
+from embeddings.common import InputError
+from embeddings.data import SourceConfig
+from embeddings.data.conversions import Facts, convert_rows, layout
+from embeddings.data.readers import Row
+from embeddings.data.table import StoredRow
+
+
+def convert(conversion, rows, **options):
+    facts = Facts()
+    config = SourceConfig("mine", "a.jsonl", conversion=conversion, **options)
+    numbered = [Row(f"a.jsonl:{i}", row) for i, row in enumerate(rows, start=1)]
+    return list(convert_rows(config, numbered, facts)), facts
+
+
+def test_a_record_is_stored_with_levels_and_a_label_code():
+    negatives = [{"text": "m", "level": 2}, {"text": "n", "level": 1}]
+    rows, facts = convert(
+        "pairs",
+        [
+            {"query": "q", "positive": "p", "label": "x", "negatives": negatives},
+            {"query": "r", "positive": ["s", "t"]},
+            {"query": "u", "positive": "v", "label": 7},
+        ],
+    )
+    assert rows == [
+        StoredRow("q", ("p",), ("n", "m"), (1, 2), 0),
+        StoredRow("r", ("s", "t"), (), (), -1),
+        StoredRow("u", ("v",), (), (), 1),
+    ]
+    assert list(facts.labels) == ["x", "7"]
+
+
+def test_negatives_that_are_positives_are_counted():
+    row = {"query": "q", "positive": ["a", "b"], "negatives": ["c", "b"]}
+    assert convert("pairs", [row, {**row, "negatives": ["c"]}, row])[1].contradictions == 2
+
+
+def test_a_class_with_one_text_is_remembered_with_its_first_row():
+    texts = [("one", "x"), ("two", "y"), (" one ", "x"), ("three", "y"), ("only", "z")]
+    rows, facts = convert("class_by_example", [{"text": text, "label": label} for text, label in texts])
+    assert [row.label for row in rows] == [0, 1, 0, 1, 2]
+    assert facts.lone_class == ["x", "a.jsonl:1"]
+
+
+def test_classes_with_two_texts_leave_no_lone_class():
+    rows = [{"text": f"{i}", "label": i % 2} for i in range(4)]
+    assert convert("class_by_example", rows)[1].lone_class is None
+
+
+def test_a_pair_that_people_found_similar_goes_both_ways_and_others_are_left_out():
+    rows = [{"sentence1": f"a{s}", "sentence2": f"b{s}", "score": s} for s in (3.99, 4, 5)]
+    assert convert("sts", rows)[0] == [
+        StoredRow("a4", ("b4",)),
+        StoredRow("b4", ("a4",)),
+        StoredRow("a5", ("b5",)),
+        StoredRow("b5", ("a5",)),
+    ]
+    assert len(convert("sts", rows, min_score=3.5)[0]) == 6
+
+
+def test_a_scale_on_which_no_pair_is_similar_is_refused_with_its_highest_score():
+    rows = [{"sentence1": "a", "sentence2": "b", "score": score} for score in (0.3, 0.9)]
+    with pytest.raises(InputError, match=r"source 'mine': no pair reaches the score 4 \(the highest is 0\.9\)"):
+        convert("sts", rows)
+
+
+def test_a_bad_row_is_named():
+    with pytest.raises(InputError, match=r"^a\.jsonl:2: label is null"):
+        convert("class_by_label", [{"text": "t", "label": "l"}, {"text": "t", "label": None}])
+
+
+def test_conversions_of_labelled_texts_share_one_layout():
+    assert {layout(name) for name in ("class_by_example", "class_by_label", "binary_by_label")} == {"labelled"}
+    assert (layout("pairs"), layout("sts")) == ("records", "scored")

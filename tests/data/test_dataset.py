@@ -1,0 +1,162 @@
+import pickle
+
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.data import Example, Negative, RowDraw
+from tests.data.rows import dataset, labelled, pairs
+
+
+def test_a_pair_becomes_an_example_with_its_prompts(tmp_path):
+    rows = [{"query": "q", "positive": ["p", "r"], "negatives": ["n"], "label": "l"}]
+    source = dataset(tmp_path, rows, instruction="find", document_prompt="document: ", in_batch_negatives=False)
+    assert len(source) == 1
+    assert source[RowDraw(0, 9)] == Example(
+        row=0,
+        draw=9,
+        source=0,
+        query="q",
+        positives=("p", "r"),
+        negatives=(Negative("n"),),
+        label=0,
+        query_prompt="Instruct: find\nQuery: ",
+        document_prompt="document: ",
+        in_batch_negatives=False,
+    )
+
+
+def test_documents_of_a_symmetric_source_carry_the_querys_prompt(tmp_path):
+    rows = [{"sentence1": "a", "sentence2": "b", "score": 5.0}]
+    source = dataset(tmp_path, rows, conversion="sts", instruction=["one", "two", "three"], symmetric=True)
+    prompts = set()
+    for draw in range(60):
+        for row, texts in enumerate((("a", ("b",)), ("b", ("a",)))):
+            example = source[RowDraw(row, draw)]
+            assert (example.query, example.positives) == texts
+            assert example.document_prompt == example.query_prompt
+            assert example == source[RowDraw(row, draw)]
+            prompts.add(example.query_prompt)
+    assert prompts == {f"Instruct: {name}\nQuery: " for name in ("one", "two", "three")}
+
+
+def test_documents_carry_no_prompt_of_an_ordinary_source(tmp_path):
+    assert dataset(tmp_path, pairs(1), instruction="find")[RowDraw(0, 0)].document_prompt == ""
+
+
+def test_examples_of_a_class_change_with_the_draw_key_alone(tmp_path):
+    source = dataset(tmp_path, labelled(20, 20, 20), conversion="class_by_example", num_negatives=3)
+    first = [source[RowDraw(row, 1)] for row in range(60)]
+    assert first == [source[RowDraw(row, 1)] for row in range(60)]
+    second = [source[RowDraw(row, 2)] for row in range(60)]
+    assert sum(a.positives != b.positives for a, b in zip(first, second, strict=True)) > 40
+    for example in first:
+        name = example.query.split()[-1]
+        assert example.positives[0].endswith(f" of {name}")
+        assert example.positives[0] != example.query
+        assert not any(negative.text.endswith(f" of {name}") for negative in example.negatives)
+        assert len(example.negatives) == len(example.negative_labels) == 3
+        assert example.label not in example.negative_labels
+
+
+def test_seven_negatives_are_drawn_where_nothing_is_said(tmp_path):
+    source = dataset(tmp_path, labelled(9, 9), conversion="class_by_example")
+    assert len(source[RowDraw(0, 0)].negatives) == 7
+
+
+def test_labels_written_as_numbers_become_their_texts(tmp_path):
+    rows = [{"text": f"t{i}", "label": i % 2} for i in range(4)]
+    source = dataset(tmp_path, rows, conversion="binary_by_label", label_texts={0: "harmless", "1": "toxic"})
+    example = source[RowDraw(1, 0)]
+    assert (example.positives, example.negatives) == (("toxic",), (Negative("harmless"),))
+    assert (example.label, example.negative_labels) == (1, (0,))
+
+
+def test_labels_that_are_words_are_their_own_texts(tmp_path):
+    source = dataset(tmp_path, labelled(1, 1, 1), conversion="class_by_label", num_negatives=7)
+    example = source[RowDraw(2, 0)]
+    assert example.positives == ("class c",)
+    assert {negative.text for negative in example.negatives} == {"class a", "class b"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (labelled(3), {"conversion": "class_by_example"}, "all rows have the label 'class a'"),
+        (labelled(3), {"conversion": "class_by_label"}, "all rows have the label 'class a'"),
+        (labelled(3, 1), {"conversion": "class_by_example"}, r"source\.jsonl:2: the class 'class b' has only one text"),
+        (labelled(2, 2, 2), {"conversion": "binary_by_label"}, "it has 3 labels, expected two"),
+    ],
+)
+def test_labels_that_do_not_suit_the_conversion_are_refused(tmp_path, rows, options, message):
+    with pytest.raises(InputError, match=message):
+        dataset(tmp_path, rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("labels", "texts", "message"),
+    [
+        (("0", "1"), {}, "must give a text to labels that are no words, got '0'"),
+        ((True, False), {}, "must give a text to labels that are no words, got 'true'"),
+        (("a", "b"), {"a": "x"}, "must give a text to the label 'b', got"),
+        (("a", "b"), {"a": "x", "b": "y", "c": "z"}, "names a label that the source does not have, got 'c'"),
+        (("a", "b"), {"a": "x", "b": "x"}, "must give each label its own text"),
+    ],
+)
+def test_label_texts_that_do_not_match_the_labels_are_refused(tmp_path, labels, texts, message):
+    rows = [{"text": "t", "label": label} for label in labels]
+    with pytest.raises(OptionError, match=rf"data\.sources\[source\]\.label_texts {message}"):
+        dataset(tmp_path, rows, conversion="binary_by_label", label_texts=texts)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 10, 99, 100, 1000])
+def test_max_rows_takes_one_row_of_each_stretch(tmp_path, max_rows):
+    source = dataset(tmp_path, pairs(100), max_rows=max_rows)
+    found = [int(source[RowDraw(row, 0)].query.split()[1]) for row in range(len(source))]
+    count = min(max_rows, 100)
+    assert len(found) == len(set(found)) == count
+    for row, index in enumerate(found):
+        assert row * 100 // count <= index < (row + 1) * 100 // count
+
+
+def test_another_seed_takes_other_rows(tmp_path):
+    chosen = []
+    for seed in (0, 0, 1):
+        source = dataset(tmp_path, pairs(100), max_rows=20, seed=seed)
+        chosen.append([source[RowDraw(row, 0)].query for row in range(20)])
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+def test_positives_come_from_the_whole_source_though_max_rows_leaves_one_query_of_a_class(tmp_path):
+    source = dataset(tmp_path, labelled(10, 10), conversion="class_by_example", max_rows=1)
+    assert len({source[RowDraw(0, draw)].positives for draw in range(100)}) == 9
+
+
+def test_a_class_of_one_text_may_be_left_out_and_still_gives_negatives(tmp_path):
+    rows = [{"text": "only", "label": "lone"}, *labelled(3, 2)]
+    source = dataset(tmp_path, rows, conversion="class_by_example", single_text_classes="leave_out")
+    queries = [source[RowDraw(row, 0)] for row in range(len(source))]
+    assert [example.query for example in queries] == [row["text"] for row in rows[1:]]
+    assert all("only" in [negative.text for negative in example.negatives] for example in queries)
+    fewer = dataset(tmp_path, rows, conversion="class_by_example", single_text_classes="leave_out", max_rows=4)
+    assert len({fewer[RowDraw(row, 0)].query for row in range(4)} - {"only"}) == 4
+
+
+def test_a_source_of_classes_of_one_text_has_no_query(tmp_path):
+    with pytest.raises(InputError, match="no class has two texts"):
+        dataset(tmp_path, labelled(1, 1), conversion="class_by_example", single_text_classes="leave_out")
+
+
+@pytest.mark.parametrize("row", [-1, 3])
+def test_a_row_outside_the_source_is_refused(tmp_path, row):
+    source = dataset(tmp_path, pairs(10), max_rows=3)
+    with pytest.raises(IndexError, match=f"row {row} of 3"):
+        source[RowDraw(row, 0)]
+
+
+@pytest.mark.parametrize("conversion", ["pairs", "class_by_example", "class_by_label"])
+def test_a_source_is_pickled_without_its_data(tmp_path, conversion):
+    rows = [{**row, "query": "q", "positive": "p"} for row in labelled(500, 500)]
+    source = dataset(tmp_path, rows, conversion=conversion)
+    data = pickle.dumps(source)
+    assert len(data) < 3000
+    assert pickle.loads(data)[RowDraw(999, 4)] == source[RowDraw(999, 4)]

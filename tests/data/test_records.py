@@ -1,0 +1,119 @@
+import math
+
+import pytest
+
+from embeddings.common import InputError
+from embeddings.data.examples import Negative
+from embeddings.data.records import Record, label_key, parse_labelled_text, parse_record, parse_scored_pair
+
+GOOD = {"query": "q", "positive": "p"}
+
+
+def test_a_record_holds_every_field_it_was_given():
+    row = {**GOOD, "negatives": ["hard", "easy"], "label": 3, "score": 2, "id": 17, "other": float("nan")}
+    negatives = (Negative("hard"), Negative("easy"))
+    assert parse_record(row, {}, "f:1") == Record("q", ("p",), negatives, label="3", score=2.0, id="17")
+
+
+def test_optional_fields_may_be_missing_or_null():
+    null = dict.fromkeys(("negatives", "label", "score", "id"))
+    assert parse_record(GOOD, {}, "f:1") == parse_record({**GOOD, **null}, {}, "f:1") == Record("q", ("p",))
+
+
+def test_a_positive_may_be_a_list():
+    assert parse_record({"query": "q", "positive": ["a", "b"]}, {}, "f:1").positives == ("a", "b")
+
+
+def test_columns_map_fields_to_other_names():
+    row = {"question": "q", "answer": "p", "query": "ignored"}
+    assert parse_record(row, {"query": "question", "positive": "answer"}, "f:1") == Record("q", ("p",))
+
+
+def test_negatives_with_levels_come_hardest_first_and_keep_their_order_within_a_level():
+    given = [{"text": "d", "level": 4}, {"text": "a", "level": 1}, {"text": "c", "level": 4, "score": 0.1}]
+    record = parse_record({**GOOD, "negatives": given}, {}, "f:1")
+    assert record.negatives == (Negative("a", 1), Negative("d", 4), Negative("c", 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": None}, "query is null, expected text"),
+        ({"query": 5}, "query is a number, expected text"),
+        ({"query": True}, "query is true or false, expected text"),
+        ({"query": ["q"]}, "query is a list, expected text"),
+        ({"query": {}}, "query is an object, expected text"),
+        ({"query": ""}, "query is an empty text"),
+        ({"query": " \n\t\u2003"}, "query is white space"),
+        ({"query": "a\x00b"}, "query holds a NUL character"),
+        ({"query": "\ud800"}, "query holds half of a character"),
+        ({"positive": None}, "positive is null, expected text or a list"),
+        ({"positive": {"text": "p"}}, "positive is an object, expected text or a list"),
+        ({"positive": []}, "positive is an empty list"),
+        ({"positive": ["p", " "]}, "positive[1] is white space"),
+        ({"negatives": "n"}, "negatives is text, expected a list"),
+        ({"negatives": {"text": ["n"]}}, "negatives is an object, expected a list"),
+        ({"negatives": ["n", None]}, "negatives[1] is null"),
+        ({"negatives": ["n", {"text": "m", "level": 1}]}, "negatives[1] is an object, expected text"),
+        ({"negatives": [{"text": "m", "level": 1}, "n"]}, "negatives[1] is text where negatives[0] is an object"),
+        ({"negatives": [{"text": "m", "level": 5}]}, "negatives[0].level is 5, expected a whole number from 1"),
+        ({"negatives": [{"text": "m", "level": 0}]}, "negatives[0].level is 0"),
+        ({"negatives": [{"text": "m", "level": True}]}, "negatives[0].level is True"),
+        ({"negatives": [{"text": "m", "level": 1.0}]}, "negatives[0].level is 1.0"),
+        ({"negatives": [{"text": "m"}]}, "negatives[0].level is None"),
+        ({"negatives": [{"level": 1}]}, "negatives[0].text is null"),
+        ({"label": 1.5}, "label is a number, expected text or a whole number"),
+        ({"label": ""}, "label is an empty text"),
+        ({"score": math.nan}, "score is nan, expected a finite number"),
+        ({"score": -math.inf}, "score is -inf, expected a finite number"),
+        ({"score": "4"}, "score is text, expected a finite number"),
+        ({"score": True}, "score is true or false, expected a finite number"),
+        ({"id": []}, "id is a list, expected text"),
+    ],
+)
+def test_a_fault_names_row_and_field_on_one_line(change, message):
+    with pytest.raises(InputError) as error:
+        parse_record({**GOOD, **change}, {}, "train.jsonl:17")
+    text = str(error.value)
+    assert text.startswith("train.jsonl:17: ")
+    assert message in text
+    assert "; " in text
+    assert "\n" not in text
+    assert len(text) <= 200
+
+
+def test_a_missing_field_names_the_columns_there_are_and_the_way_out():
+    with pytest.raises(InputError, match=r"f:2: field 'positive': no column 'positive' among query, answer; map it"):
+        parse_record({"query": "q", "answer": "a"}, {}, "f:2")
+
+
+def test_a_mapped_field_that_is_missing_is_refused_even_where_it_is_optional():
+    with pytest.raises(InputError, match="no column 'bad' among query, positive"):
+        parse_record(GOOD, {"negatives": "bad"}, "f:1")
+
+
+def test_a_row_of_very_many_columns_still_makes_one_short_line():
+    with pytest.raises(InputError) as error:
+        parse_record({f"column {i}": i for i in range(1000)}, {}, "f:1")
+    assert len(str(error.value)) <= 200
+
+
+def test_labelled_texts_and_scored_pairs_hold_their_fields():
+    assert parse_labelled_text({"text": "t", "label": 0, "x": 1}, {}, "f:1") == ("t", "0")
+    assert parse_scored_pair({"a": "s", "sentence2": "t", "score": 4}, {"sentence1": "a"}, "f:1") == ("s", "t", 4.0)
+
+
+@pytest.mark.parametrize("row", [{"text": "t"}, {"label": "l"}, {"text": "t", "label": None}, {"text": "", "label": 1}])
+def test_labelled_texts_need_both_fields(row):
+    with pytest.raises(InputError, match=r"^f:1: "):
+        parse_labelled_text(row, {}, "f:1")
+
+
+@pytest.mark.parametrize("change", [{"score": None}, {"score": math.nan}, {"sentence1": ""}, {"sentence2": None}])
+def test_scored_pairs_need_every_field(change):
+    with pytest.raises(InputError, match=r"^f:1: "):
+        parse_scored_pair({"sentence1": "s", "sentence2": "t", "score": 1.0, **change}, {}, "f:1")
+
+
+def test_one_class_has_one_key_however_it_is_written():
+    assert [label_key(value) for value in (0, "0", True, False, "true")] == ["0", "0", "true", "false", "true"]
