@@ -80,4 +80,4 @@ class ResumableLoader(DataLoader[Any]):
             if fields.get(name) != saved:
                 rule = f"must be {saved!r} as in the checkpoint to resume in the middle of its plan"
                 raise OptionError(f"data {name}", fields.get(name), rule, "restore it, or start from the weights alone")
-        self.batch_sampler.epoch, self.batch_sampler.start = state["epoch"], state["delivered"]
+        self.batch_sampler.resume(state["epoch"], state["delivered"])

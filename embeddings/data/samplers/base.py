@@ -54,6 +54,7 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
         self._place = None if rank is None or num_replicas is None else (rank, num_replicas)
         self.epoch = 0
         self.start = 0
+        self._resumed = False
 
     @property
     @abstractmethod
@@ -84,9 +85,17 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
         return self.batch_size * self.place[1]
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next to iterate, from its first step if it is another than the present one."""
-        if epoch != self.epoch:
+        """Make `epoch` the next to iterate, from its first step if it is another than the present one.
+
+        After `resume` an earlier epoch than the present one is not taken: Lightning's own count of epochs falls behind
+        when runs are resumed at the end of an epoch, and the plan must not be repeated for it.
+        """
+        if epoch > self.epoch or (epoch < self.epoch and not self._resumed):
             self.epoch, self.start = epoch, 0
+
+    def resume(self, epoch: int, start: int) -> None:
+        """Go on with step `start` of `epoch`."""
+        self.epoch, self.start, self._resumed = epoch, start, True
 
     def plan_fields(self) -> dict[str, int | str]:
         """What the plan depends on, in plain types: a resumed run must have the same."""

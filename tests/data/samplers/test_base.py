@@ -63,6 +63,15 @@ def test_another_epoch_begins_at_its_first_step_and_the_same_epoch_keeps_its_pla
     assert rows_of(sampler)[0] == [6, 7]
 
 
+def test_a_resumed_plan_goes_forward_only() -> None:
+    sampler = CountingSampler(2)
+    sampler.resume(2, 1)
+    sampler.set_epoch(1)
+    assert rows_of(sampler) == [[14, 15], [16, 17]]
+    sampler.set_epoch(3)
+    assert rows_of(sampler)[0] == [18, 19]
+
+
 def test_the_epoch_is_set_by_the_call_that_lightning_makes() -> None:
     sampler = CountingSampler(2)
     loader = DataLoader(range(100), batch_sampler=sampler, collate_fn=list)

@@ -1,0 +1,96 @@
+"""A Lightning training that is ended and resumed, and a ledger of the rows it saw."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+LIGHTNING_WARNINGS = (
+    # Advice to a person; these runs need no workers.
+    "ignore:The 'train_dataloader' does not have many workers",
+    # The resumed run saves beside what it resumes from.
+    "ignore:Checkpoint directory",
+    # Lightning 2.6 asks `isinstance(…, LeafSpec)`, which torch 2.13 renamed.
+    "ignore:`isinstance.treespec, LeafSpec:FutureWarning",
+)
+
+
+class Ledger(LightningModule):
+    """Notes the rows of each step.
+
+    Args:
+        rows_of: The rows of a batch.
+        tokenizer: What a data module takes for its texts.
+        asks_for_steps: Whether its optimiser asks for the number of steps, as a schedule does.
+    """
+
+    def __init__(
+        self,
+        rows_of: Callable[[Any], list[int]],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        asks_for_steps: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.rows: list[list[int]] = []
+        self.rows_of, self.tokenizer, self.asks_for_steps = rows_of, tokenizer, asks_for_steps
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.rows.append(self.rows_of(batch))
+        return self.layer(torch.ones(1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.asks_for_steps:
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class StopBefore(Callback):
+    """Ends a run before a step, as a kill would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            raise KilledError
+
+
+class KilledError(Exception):
+    """Stands for the end of the process."""
+
+
+def killed_run(
+    folder: Path,
+    stops: list[int],
+    make_module: Callable[[], Ledger],
+    make_data: Callable[[], Any],
+    limits: dict[str, Any],
+) -> list[list[int]]:
+    """The rows of all steps of a training that is ended before each of some steps and resumed with everything new."""
+    seen: list[list[int]] = []
+    checkpoint = None
+    for stop in [*stops, None]:
+        saving = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        trainer = Trainer(
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            callbacks=[saving] if stop is None else [saving, StopBefore(stop)],
+            **limits,
+        )
+        module = make_module()
+        try:
+            trainer.fit(module, make_data(), ckpt_path=checkpoint)
+        except KilledError:
+            assert trainer.global_step == stop
+        seen += module.rows
+        checkpoint = str(folder / f"step={stop}.ckpt")
+    return seen

@@ -1,0 +1,118 @@
+"""A batch against one written out by hand, and the edges."""
+
+import pytest
+import torch
+
+from embeddings.common import ContrastiveBatch, OptionError, TextSettings, TokenBatch
+from embeddings.common.fileio import text_hash
+from embeddings.common.randomness import derive_seed
+from embeddings.data.collate import ContrastiveCollator
+from embeddings.data.examples import Example, Negative
+from embeddings.data.tokenize import TextTokenizer
+from tests.helpers.tiny import wordpiece_tokenizer
+
+TOKENIZER = wordpiece_tokenizer()
+
+
+def make(num_negatives: int, **settings: object) -> ContrastiveCollator:
+    return ContrastiveCollator(TextTokenizer(TOKENIZER, TextSettings(**settings)), num_negatives)
+
+
+def examples() -> list[Example]:
+    return [
+        Example(
+            row=10,
+            draw=1,
+            source=0,
+            query="fox",
+            positives=("the fox",),
+            negatives=(Negative("a dog", 1), Negative("lazy dog", 2), Negative("how", 3)),
+        ),
+        Example(
+            row=99,
+            draw=2,
+            source=3,
+            query="sum",
+            positives=("sum of two", "two numbers", "return"),
+            negatives=(Negative("jumps"),),
+            label=5,
+            negative_labels=(6,),
+            query_prompt="search_query: ",
+            document_prompt="search_document: ",
+            in_batch_negatives=False,
+        ),
+        Example(row=7, draw=3, source=1, query="pad", positives=("sequences",), label=2),
+    ]
+
+
+def texts_of(tokens: TokenBatch, pooled_only: bool = False) -> list[str]:
+    lengths = tokens.lengths_N.tolist()
+    pairs = zip(tokens.input_ids_T.split(lengths), tokens.pooling_mask_T.split(lengths), strict=True)
+    kept = [ids[mask] if pooled_only else ids for ids, mask in pairs]
+    return [TOKENIZER.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in kept]
+
+
+def test_every_field_is_what_its_description_says() -> None:
+    batch = make(2)(examples())
+    chosen = examples()[1].positives[derive_seed(2, "positive") % 3]
+    candidates = ["the fox", chosen, "sequences", "a dog", "lazy dog", "jumps"]
+    assert texts_of(batch.query, pooled_only=True) == ["fox", "sum", "pad"]
+    assert texts_of(batch.candidate, pooled_only=True) == candidates
+    assert texts_of(batch.query)[1] == "search _ query : sum"
+    assert texts_of(batch.candidate)[5] == "search _ document : jumps"
+    assert batch.positive_index_B.tolist() == [0, 1, 2]
+    assert batch.owner_C.tolist() == [0, 1, 2, 0, 0, 1]
+    assert batch.query_hash_B.tolist() == [text_hash(text) for text in ("fox", "sum", "pad")]
+    assert batch.candidate_hash_C.tolist() == [text_hash(text) for text in candidates]
+    assert batch.known_positive_hash_BP.tolist() == [
+        [text_hash("the fox")] * 3,
+        [text_hash(text) for text in ("sum of two", "two numbers", "return")],
+        [text_hash("sequences")] * 3,
+    ]
+    assert batch.source_B.tolist() == [0, 3, 1]
+    assert batch.query_label_B.tolist() == [-1, 5, 2]
+    assert batch.candidate_label_C.tolist() == [-1, 5, 2, -1, -1, 6]
+    assert batch.in_batch_B.tolist() == [True, False, True]
+    assert batch.row_B.tolist() == [10, 99, 7]
+    assert len(batch) == 3
+
+
+def test_types_are_those_of_the_contract() -> None:
+    batch = make(7)(examples())
+    for name in ContrastiveBatch.__dataclass_fields__:
+        value = getattr(batch, name)
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == (torch.bool if name == "in_batch_B" else torch.int64), name
+
+
+def test_without_negatives_the_candidates_are_the_positives() -> None:
+    batch = make(0)(examples())
+    assert len(batch.candidate) == 3
+    assert batch.owner_C.tolist() == [0, 1, 2]
+
+
+def test_a_single_example_makes_a_batch() -> None:
+    batch = make(7)(examples()[2:])
+    assert len(batch.query) == len(batch.candidate) == 1
+    assert batch.known_positive_hash_BP.shape == (1, 1)
+
+
+def test_the_draw_key_alone_chooses_the_positive_and_every_one_is_chosen() -> None:
+    positives = ("the fox", "a dog", "lazy dog")
+    drawn = [Example(row=0, draw=draw, source=0, query="q", positives=positives) for draw in range(60)]
+    together = make(0)(drawn).candidate_hash_C.tolist()
+    apart = [make(0)([example]).candidate_hash_C.item() for example in drawn[:5]]
+    assert together[:5] == apart
+    assert {text_hash(text) for text in positives} == set(together)
+
+
+def test_an_example_without_a_prompt_gets_the_settings_prompt_of_its_role() -> None:
+    batch = make(1, prompts={"query": "search_query: ", "document": "a: "})(examples())
+    assert texts_of(batch.query) == ["search _ query : fox", "search _ query : sum", "search _ query : pad"]
+    assert texts_of(batch.candidate)[0] == "a : the fox"
+    assert texts_of(batch.candidate)[1].startswith("search _ document : ")
+
+
+def test_a_negative_number_of_negatives_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"data\.num_negatives must be >= 0, got -1"):
+        make(-1)

@@ -1,0 +1,265 @@
+"""Which tokens are pooled, against the characters each token stands for, in each family of tokenizers."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from embeddings.common import OptionError, TextSettings, TokenBatch
+from embeddings.data.tokenize import TextTokenizer
+from tests.helpers.tiny import TEXTS, bpe_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
+
+
+def roberta_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE that trims the space off a token's characters and puts the text between two special tokens."""
+    tokenizer = bpe_tokenizer()
+    backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.add_special_tokens(["<s>", "</s>"])
+    first, last = backend.token_to_id("<s>"), backend.token_to_id("</s>")
+    backend.post_processor = processors.RobertaProcessing(("</s>", last), ("<s>", first), trim_offsets=True)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>", truncation_side="left"
+    )
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "wordpiece": wordpiece_tokenizer,
+    "bpe": bpe_tokenizer,
+    "roberta": roberta_tokenizer,
+    "sentencepiece": sentencepiece_tokenizer,
+}
+PROMPTS = [
+    "Instruct: Given a question, retrieve passages that answer the question\nQuery: ",
+    "search_query: ",
+    "query:",
+    "東京 ",
+    "🙂",
+    "naïve café–",
+]
+SAMPLES = [
+    "how do I pad",
+    "7 sums",
+    "東京の",
+    " leading space",
+    "   three",
+    "",
+    " ",
+    "é",
+    "🙂 smile",
+    "e\u0301tude",
+    "привет, мир",
+    "Ünïcödé",
+    "\ttab\nline",
+    "x",
+    "don't",
+    "Query: Query: ",
+    "\u200bzero width",
+]
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return FAMILIES[request.param]()
+
+
+def make(tokenizer: PreTrainedTokenizerFast, **settings: Any) -> TextTokenizer:
+    return TextTokenizer(tokenizer, TextSettings(**settings))
+
+
+def rows_of(tokens: TokenBatch) -> list[tuple[list[int], list[bool]]]:
+    lengths = tokens.lengths_N.tolist()
+    ids, masks = tokens.input_ids_T.split(lengths), tokens.pooling_mask_T.split(lengths)
+    return [(i.tolist(), m.tolist()) for i, m in zip(ids, masks, strict=True)]
+
+
+def pooled_ids(tokens: TokenBatch) -> list[list[int]]:
+    return [[token for token, flag in zip(ids, mask, strict=True) if flag] for ids, mask in rows_of(tokens)]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("append_eos", [False, True])
+def test_pooled_are_the_tokens_that_cover_the_text_and_the_special_tokens_after_it(
+    tokenizer: PreTrainedTokenizerFast, prompt: str, append_eos: bool
+) -> None:
+    append_eos = append_eos and tokenizer.eos_token is not None
+    tokens = make(tokenizer, append_eos=append_eos)(SAMPLES, "query", prompt)
+    assert len(tokens) == len(SAMPLES)
+    num_pooled = 0
+    for text, (ids, mask) in zip(SAMPLES, rows_of(tokens), strict=True):
+        plain = tokenizer(prompt + text, return_offsets_mapping=True, return_special_tokens_mask=True)
+        text_characters, is_special = range(len(prompt), len(prompt + text)), plain["special_tokens_mask"]
+        # A token from which the space was trimmed stands for the character before its empty span.
+        expected = [
+            any(place in text_characters for place in (range(start, end) if start < end else (start - 1,)))
+            for start, end in plain["offset_mapping"]
+        ]
+        for index in range(len(expected) - 1, -1, -1):
+            if not is_special[index]:
+                break
+            expected[index] = True
+        expected_ids = list(plain["input_ids"])
+        if append_eos and expected_ids[-1] != tokenizer.eos_token_id:
+            expected_ids.append(tokenizer.eos_token_id)
+            expected.append(True)
+        if not any(expected):
+            expected[-1] = True
+        assert ids == expected_ids
+        assert mask == expected
+        num_pooled += sum(mask)
+    assert num_pooled > 2 * len(SAMPLES)
+
+
+@pytest.mark.parametrize("text", ["how do I pad", "Ünïcödé x", "don't", "fox 7 sums", "привет мир"])
+def test_instructions_never_change_which_tokens_are_pooled(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    prompts = [p for p in PROMPTS if p.endswith((" ", "\n"))]
+    assert len(prompts) >= 3
+    pooled = pooled_ids(make(tokenizer)([text] * len(prompts), "query", prompts))
+    assert len(pooled[0]) >= 2
+    assert all(ids == pooled[0] for ids in pooled)
+
+
+@pytest.mark.parametrize("family", ["bpe", "sentencepiece"])
+@pytest.mark.parametrize("prompt", [p for p in PROMPTS if p.endswith(" ")])
+def test_the_pooled_tokens_spell_the_text(family: str, prompt: str) -> None:
+    tokenizer = FAMILIES[family]()
+    texts = [text for text in SAMPLES if text.strip()]
+    pooled = pooled_ids(make(tokenizer)(texts, "query", prompt))
+    assert len(pooled) >= 14
+    for text, ids in zip(texts, pooled, strict=True):
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() == text.strip()
+
+
+def test_a_lone_space_piece_is_the_prompts_and_a_joined_space_is_the_texts() -> None:
+    backend = Backend(models.WordLevel({"[UNK]": 0, "▁": 1, "Q:": 2, "7": 3, "▁how": 4, "▁Q:": 5}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(prepend_scheme="never"), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    backend.decoder = decoders.Metaspace()
+    tokenize = make(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[UNK]"))
+    assert rows_of(tokenize(["7", "how"], "query", "Q: ")) == [
+        ([2, 1, 3], [False, False, True]),
+        ([2, 4], [False, True]),
+    ]
+
+
+def test_a_character_split_over_tokens_is_pooled_whole_or_not_at_all() -> None:
+    ids, mask = rows_of(make(bpe_tokenizer())(["🙂"], "query", "🙂"))[0]
+    assert len(ids) == 8
+    assert mask == [False] * 4 + [True] * 4
+
+
+def test_special_tokens_before_the_text_are_pooled_only_without_a_prompt() -> None:
+    tokenize = make(wordpiece_tokenizer())
+    assert all(rows_of(tokenize(["the fox"], "document"))[0][1])
+    mask = rows_of(tokenize(["the fox"], "query", "search_query: "))[0][1]
+    assert mask[0] is False
+    assert mask[-1] is True
+    assert all(rows_of(make(wordpiece_tokenizer(), pool_prompt=True)(["the fox"], "query", "search_query: "))[0][1])
+
+
+def test_prompts_are_given_one_for_all_or_one_each_or_taken_from_the_settings(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenize = make(tokenizer, prompts={"query": "search_query: "})
+    texts = ["the fox", "a dog"]
+    by_default, for_all, each = (tokenize(texts, "query", p) for p in (None, "search_query: ", ["search_query: "] * 2))
+    assert rows_of(by_default) == rows_of(for_all) == rows_of(each)
+    assert rows_of(tokenize(texts, "document")) == rows_of(tokenize(texts, "query", ""))
+    mixed = rows_of(tokenize(texts, "query", ["", "search_query: "]))
+    assert mixed == [rows_of(tokenize(texts, "query", ""))[0], rows_of(by_default)[1]]
+
+
+def test_tokens_without_a_prompt_are_what_the_tokenizer_itself_gives(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [text for text in SAMPLES + TEXTS if tokenizer(text)["input_ids"]]
+    assert len(texts) >= 18
+    assert [ids for ids, _ in rows_of(make(tokenizer)(texts, "document"))] == tokenizer(texts)["input_ids"]
+
+
+@pytest.mark.parametrize("length", [8, 9, 12])
+@pytest.mark.parametrize("prompt", ["", "q: "])
+def test_truncation_keeps_the_start_and_the_closing_special_token(
+    tokenizer: PreTrainedTokenizerFast, length: int, prompt: str
+) -> None:
+    text = "the quick brown fox jumps over the lazy dog or 1 2 3 4 5 6"
+    tokenize = make(tokenizer, query_max_length=length, append_eos=tokenizer.eos_token is not None)
+    ids, mask = rows_of(tokenize([text], "query", prompt))[0]
+    assert len(ids) == len(mask) == length
+    assert ids[-1] == (tokenizer.eos_token_id if tokenizer.eos_token else tokenizer.sep_token_id)
+    assert mask[-1] is True
+    whole = tokenizer(prompt + text)["input_ids"]
+    assert ids[:-1] == whole[: length - 1]
+
+
+def test_queries_and_documents_have_their_own_lengths() -> None:
+    tokenize = make(wordpiece_tokenizer(), query_max_length=5, document_max_length=7)
+    text = "the quick brown fox jumps over the lazy dog"
+    assert [tokenize([text], role).num_tokens for role in ("query", "document", "query")] == [5, 7, 5]
+
+
+def test_a_text_of_which_nothing_is_left_still_pools_one_token() -> None:
+    backend = Backend(models.WordLevel({"[UNK]": 0, "p": 1, "x": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    tokenize = make(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"))
+    assert rows_of(tokenize(["", "x"], "query", "p p ")) == [([1, 1], [False, True]), ([1, 1, 2], [False, False, True])]
+
+
+def test_an_empty_text_is_one_end_of_sequence_token_where_the_tokenizer_adds_none() -> None:
+    tokenizer = bpe_tokenizer()
+    assert rows_of(make(tokenizer)(["", "a"], "document"))[0] == ([tokenizer.eos_token_id], [True])
+    assert rows_of(make(tokenizer, append_eos=True)([""], "document"))[0] == ([tokenizer.eos_token_id], [True])
+
+
+def test_no_text_pools_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
+    for settings in ({}, {"query_max_length": 6}, {"pool_prompt": True}):
+        for prompt in ("", "q "):
+            tokens = make(tokenizer, **settings)(SAMPLES, "query", prompt)
+            assert tokens.padded().pooling_mask_NL.any(1).all()
+
+
+def test_no_texts_make_an_empty_batch(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokens = make(tokenizer)([], "query", [])
+    assert len(tokens) == tokens.num_tokens == 0
+
+
+def test_eos_is_not_added_twice() -> None:
+    tokenizer = roberta_tokenizer()
+    ids, _ = rows_of(make(tokenizer, append_eos=True)(["the fox"], "query"))[0]
+    assert ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter() -> None:
+    tokenizer = wordpiece_tokenizer()
+    before = tokenizer.backend_tokenizer.to_str()
+    tokenize = make(tokenizer, query_max_length=5)
+    tokenizer("the fox", truncation=True, max_length=3, padding="max_length")
+    during = tokenizer.backend_tokenizer.to_str()
+    assert tokenize(["the quick brown fox jumps"], "query").num_tokens == 5
+    assert tokenizer.backend_tokenizer.to_str() == during != before
+
+
+def test_a_pickled_tokenizer_gives_the_same_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenize = make(tokenizer)
+    again = pickle.loads(pickle.dumps(tokenize))
+    assert rows_of(again(SAMPLES, "query", "q: ")) == rows_of(tokenize(SAMPLES, "query", "q: "))
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenize = make(tokenizer, query_max_length=8)
+    with pytest.raises(
+        OptionError, match=r"data\.text\.query_max_length must exceed the \d+ tokens of the prompt.*got 8"
+    ):
+        tokenize(["x"], "query", PROMPTS[0])
+
+
+def test_a_tokenizer_without_offsets_is_refused() -> None:
+    with pytest.raises(OptionError, match="must be a fast tokenizer"):
+        TextTokenizer(object(), TextSettings())
+
+
+def test_append_eos_needs_an_eos_token() -> None:
+    with pytest.raises(OptionError, match=r"data\.text\.append_eos needs a tokenizer with an eos_token"):
+        make(wordpiece_tokenizer(), append_eos=True)
