@@ -1,0 +1,162 @@
+"""The command `prepare docstrings`: a retrieval corpus from the packages that every installation has."""
+
+import gc
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from embeddings.common.errors import OptionError
+from embeddings.common.log import logger
+from embeddings.data.docstrings.deduplicate import deduplicate
+from embeddings.data.docstrings.extract import DocumentedFunction, documented_functions
+from embeddings.data.docstrings.sources import SourceFile, find_sources, is_available, package_versions
+from embeddings.data.docstrings.split import DocstringSplit, SplitSizes, split_functions
+from embeddings.data.docstrings.write import KIND, check_output, finished_manifest, write_corpus
+
+# Raised whenever the same sources would give other records, so that an older output is not taken for this one's.
+RECIPE = 1
+
+# What `pip install embeddings[quickstart,cpu]` brings, itself or through what it needs.
+# fmt: off
+TRAINING_PACKAGES = (
+    "stdlib", "PIL", "accelerate", "anyio", "click", "dateutil", "datasets", "huggingface_hub", "jinja2", "joblib",
+    "lightning", "matplotlib", "mpmath", "narwhals", "numpy", "omegaconf", "packaging", "pandas", "peft", "psutil",
+    "pyarrow", "pyparsing", "rich", "scipy", "sklearn", "sympy", "torch", "torchmetrics", "transformers", "typer",
+)
+# fmt: on
+HELD_OUT_PACKAGES = ("aiohttp", "fsspec", "jsonargparse", "networkx")
+
+
+class DocstringCorpus(NamedTuple):
+    """A finished corpus.
+
+    Attributes:
+        folder: Where it lies.
+        counts: Training pairs, and documents and queries of each evaluation set.
+        reused: Whether an earlier run had made it from the same inputs.
+    """
+
+    folder: Path
+    counts: dict[str, int]
+    reused: bool
+
+
+def prepare_docstrings(
+    output: str | os.PathLike[str],
+    packages: Sequence[str] | None = None,
+    held_out_packages: Sequence[str] = HELD_OUT_PACKAGES,
+    seed: int = 0,
+    num_in_domain_documents: int = 1500,
+    num_in_domain_queries: int = 400,
+    num_held_out_documents: int = 2500,
+    num_held_out_queries: int = 500,
+    force: bool = False,
+) -> DocstringCorpus:
+    """Write pairs of a docstring's first sentence and its function's code, from the source files of installed packages.
+
+    The document is the qualified name, the signature and the body without the docstring. `train.jsonl.gz` holds
+    training records, `eval/in_domain` searches held-out functions of the training packages, `eval/held_out` packages
+    that training never sees. No function is a near-copy of another, and no two share their first sentence.
+
+    Determinism: the same package files, arguments and seed give the same bytes. No package is imported.
+
+    Args:
+        output: Folder to write: new, empty, or an earlier docstring corpus.
+        packages: Packages to train on, as one imports them, and `stdlib` for the standard library. By default those of
+            `TRAINING_PACKAGES` that are installed.
+        held_out_packages: Packages that are only searched.
+        seed: Seed of the draws.
+        num_in_domain_documents: Functions of the training packages taken out of training to be searched.
+        num_in_domain_queries: How many of them are asked for.
+        num_held_out_documents: Most functions of the held-out packages to search.
+        num_held_out_queries: How many of them are asked for.
+        force: Whether to make the corpus again where it is already there.
+
+    Raises:
+        OptionError: If a package is not installed or on both sides, a number is below 1, or `output` cannot be used.
+    """
+    folder = Path(os.path.abspath(output))
+    check_output(folder)
+    sizes = SplitSizes(num_in_domain_documents, num_in_domain_queries, num_held_out_documents, num_held_out_queries)
+    for name, size in sizes._asdict().items():
+        if size < 1:
+            raise OptionError(f"num_{name}", size, "must be >= 1", "leave it out for the default")
+    held_out = sorted(set(held_out_packages))
+    training = _training_packages(packages, held_out)
+    # Held-out functions come first: of two copies the first one stays, and training gives way to the test.
+    sources = [source for package in (*held_out, *training) for source in find_sources(package)]
+    contents = [source.path.read_bytes() for source in sources]
+    inputs: dict[str, Any] = {
+        "kind": KIND,
+        "recipe": RECIPE,
+        "seed": seed,
+        "sizes": sizes._asdict(),
+        "held_out_packages": package_versions(held_out),
+        "packages": package_versions(training),
+        "input_sha256": _digest(sources, contents),
+    }
+    if not force and (manifest := finished_manifest(folder, inputs)) is not None:
+        logger.info("%s is already made from these packages and arguments; --force makes it again", output)
+        return DocstringCorpus(folder, manifest["counts"], reused=True)
+    functions = list(_read(sources, contents))
+    logger.info("removing copies among %d documented functions", len(functions))
+    kept, removed = deduplicate(functions)
+    split = split_functions(kept, held_out, sizes, seed)
+    counts = _counts(split)
+    write_corpus(folder, split, {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)})
+    return DocstringCorpus(folder, counts, reused=False)
+
+
+def _training_packages(packages: Sequence[str] | None, held_out: list[str]) -> list[str]:
+    if packages is None:
+        return sorted(name for name in TRAINING_PACKAGES if name not in held_out and is_available(name))
+    both = sorted(set(packages) & set(held_out))
+    if both:
+        raise OptionError("packages", both, "must not hold a held-out package", "take it out of one of the two lists")
+    if not packages:
+        raise OptionError("packages", list(packages), "must name at least one package", "leave it out for the default")
+    return sorted(set(packages))
+
+
+def _digest(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> str:
+    digest = hashlib.sha256()
+    for source, content in zip(sources, contents, strict=True):
+        digest.update(f"{source.package}\0{source.module}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _read(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> Iterator[DocumentedFunction]:
+    size = sum(len(content) for content in contents)
+    with _paused_collector(), tqdm(total=size, unit="B", unit_scale=True, desc="reading functions") as bar:
+        for source, content in zip(sources, contents, strict=True):
+            yield from documented_functions(content, source.package, source.module)
+            bar.update(len(content))
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """No cycle collection: syntax trees have none, and looking for them takes half of the parser's time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _counts(split: DocstringSplit) -> dict[str, int]:
+    return {
+        "train": len(split.train),
+        "in_domain_documents": len(split.in_domain.documents),
+        "in_domain_queries": len(split.in_domain.queries),
+        "held_out_documents": len(split.held_out.documents),
+        "held_out_queries": len(split.held_out.queries),
+    }

@@ -1,0 +1,152 @@
+"""BM25, the lexical opponent of every embedding model."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import sparse
+
+from embeddings.common.errors import OptionError
+from embeddings.evaluation.porter import porter_stem
+
+Tokenize = Callable[[str], list[str]]
+
+# Lucene's English list.
+# fmt: off
+STOP_WORDS = frozenset((
+    "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not", "of",
+    "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "will", "with",
+))
+# fmt: on
+_WORD = re.compile(r"\w+")
+_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_MOST_SCORES = 1 << 24
+
+
+@dataclass(frozen=True)
+class WordTokenizer:
+    """Lower-case words of a text, with identifiers cut into the words they are made of.
+
+    `padSequence_to2` gives pad, sequence, to, 2. The defaults are the strongest of the variants that were measured on
+    the docstring corpus, so that a model which beats this BM25 beats an honest opponent.
+
+    Args:
+        split_identifiers: Whether to cut at underscores, digits, and changes from lower to upper case.
+        keep_identifiers: Whether an identifier of several parts is a token of its own beside them.
+        stop_words: Tokens to leave out; empty for none.
+        stem: Whether to replace words by their Porter stems.
+    """
+
+    split_identifiers: bool = True
+    keep_identifiers: bool = False
+    stop_words: frozenset[str] = STOP_WORDS
+    stem: bool = True
+
+    def __call__(self, text: str) -> list[str]:
+        """The tokens of `text`, in order."""
+        tokens: list[str] = []
+        for word in _WORD.findall(text):
+            parts = _parts(word) if self.split_identifiers else [word.lower()]
+            tokens += parts
+            if self.keep_identifiers and len(parts) > 1:
+                tokens.append(word.lower())
+        kept = [token for token in tokens if token not in self.stop_words]
+        return [porter_stem(token) for token in kept] if self.stem else kept
+
+
+class BM25:
+    """An index of texts that ranks them by BM25 as Lucene computes it.
+
+    score(q, d) = sum over the query's tokens t of idf(t) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|)),
+    idf(t) = ln(1 + (n - df + 0.5) / (df + 0.5)). A token that the query repeats counts each time.
+
+    Args:
+        corpus: Texts to rank, at least one.
+        tokenize: How texts and queries become tokens.
+        k1: Saturation of repeated words, >= 0, no unit. Lucene's own default is 1.2; published baselines use 1.5.
+        b: How far long texts are marked down, from 0 (not at all) to 1.
+
+    Shape/precision: weights and sums in float32.
+    Raises:
+        OptionError: If the corpus is empty, or k1 or b is out of its range.
+    Source: Robertson and Zaragoza 2009, Eq. 3.15, with Lucene's idf. Differs: exact lengths, where Lucene rounds them.
+    """
+
+    def __init__(
+        self, corpus: Sequence[str], tokenize: Tokenize | None = None, k1: float = 1.5, b: float = 0.75
+    ) -> None:
+        if not corpus:
+            raise OptionError("corpus", len(corpus), "must hold at least one text", "check the corpus file")
+        if not k1 >= 0:
+            raise OptionError("k1", k1, "must be >= 0", "1.5 is the usual value")
+        if not 0 <= b <= 1:
+            raise OptionError("b", b, "must lie between 0 and 1", "0.75 is the usual value")
+        self._tokenize = tokenize or WordTokenizer()
+        self._vocabulary: dict[str, int] = {}
+        count_NV = self._counts(corpus, learn=True).astype(np.float32)
+        self._num_texts = len(corpus)
+        length_N = np.asarray(count_NV.sum(axis=1), dtype=np.float32).ravel()
+        document_frequency_V = np.bincount(count_NV.indices, minlength=count_NV.shape[1])
+        idf_V = np.log1p((len(corpus) - document_frequency_V + 0.5) / (document_frequency_V + 0.5)).astype(np.float32)
+        norm_N = k1 * (1 - b + b * length_N / max(float(length_N.mean()), 1e-9))
+        norm = np.repeat(norm_N, np.diff(count_NV.indptr)).astype(np.float32)
+        count_NV.data = idf_V[count_NV.indices] * count_NV.data / (count_NV.data + norm)
+        self._weight_VN = count_NV.T.tocsr()
+
+    def search(self, queries: Sequence[str], top_k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """The best texts of each query.
+
+        Args:
+            queries: Texts to look for, Q of them.
+            top_k: Texts a query, >= 1; all texts where the corpus has fewer.
+
+        Returns:
+            Rows of the corpus, (Q, k) int64, best first, and their scores, (Q, k) float32. Equal scores, among them the
+            zeros of texts that share no token with the query, keep the order of the corpus.
+        """
+        if top_k < 1:
+            raise OptionError("top_k", top_k, "must be >= 1", "10 is what nDCG@10 needs")
+        k = min(top_k, self._num_texts)
+        index_Qk = np.empty((len(queries), k), dtype=np.int64)
+        score_Qk = np.empty((len(queries), k), dtype=np.float32)
+        count_QV = self._counts(queries, learn=False).astype(np.float32)
+        step = max(1, _MOST_SCORES // self._num_texts)
+        for start in range(0, len(queries), step):
+            score_qN = (count_QV[start : start + step] @ self._weight_VN).toarray()
+            for row, score_N in enumerate(score_qN, start):
+                index_Qk[row] = _best(score_N, k)
+                score_Qk[row] = score_N[index_Qk[row]]
+        return index_Qk, score_Qk
+
+    def _counts(self, texts: Sequence[str], learn: bool) -> sparse.csr_array:
+        """Token counts of texts, (n, V), int64; tokens that the corpus does not have are left out unless learnt."""
+        columns: list[int] = []
+        ends = [0]
+        for text in texts:
+            tokens = self._tokenize(text)
+            if learn:
+                columns += [self._vocabulary.setdefault(token, len(self._vocabulary)) for token in tokens]
+            else:
+                columns += [self._vocabulary[token] for token in tokens if token in self._vocabulary]
+            ends.append(len(columns))
+        ones = np.ones(len(columns), dtype=np.int64)
+        counts = sparse.csr_array((ones, columns, ends), shape=(len(texts), max(1, len(self._vocabulary))))
+        counts.sum_duplicates()
+        return counts
+
+
+def _parts(word: str) -> list[str]:
+    if word.isascii():
+        return [part.lower() for part in _PART.findall(word)]
+    return [part for part in word.lower().split("_") if part]
+
+
+def _best(score_N: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
+    """Rows of the k largest scores, largest first, equal ones in their order."""
+    threshold = np.partition(score_N, -k)[-k]
+    candidates = np.flatnonzero(score_N >= threshold)
+    order = np.argsort(-score_N[candidates], kind="stable")[:k]
+    best: npt.NDArray[np.int64] = candidates[order].astype(np.int64)
+    return best
