@@ -1,23 +1,31 @@
-"""Evaluation folders: retrieval, sentence similarity, classification and clustering, told apart by what lies in them."""
+"""Evaluation folders: retrieval, similarity, classification and clustering, told apart by what lies in them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError
-from embeddings.data.readers import read_jsonl
+from embeddings.data.readers import open_reader
+from embeddings.data.records import (
+    LABELLED_FIELDS,
+    SCORED_FIELDS,
+    LabelledText,
+    ScoredPair,
+    parse_labelled_text,
+    parse_scored_pair,
+)
 from embeddings.evaluation.metrics import Judgments
 from embeddings.evaluation.qrels import read_qrels
-from embeddings.inference.corpus import read_corpus, string_field
+from embeddings.inference.corpus import identifier_field, read_corpus, text_field
 
 _LAYOUTS = (
-    "a folder holds corpus.jsonl, queries.jsonl and qrels.tsv (retrieval), or test.jsonl with sentence1, sentence2, score "
-    "(similarity) or with text, label (clustering; classification with a train.jsonl beside it)"
+    "a folder holds corpus.jsonl, queries.jsonl and qrels.tsv (retrieval), or test.jsonl with sentence1, sentence2, "
+    "score (similarity) or with text, label (clustering; classification with a train.jsonl beside it)"
 )
 
 
@@ -95,17 +103,23 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     test = _find(folder, "test")
     if test is None:
         raise InputError(str(folder), "holds no evaluation data", _LAYOUTS)
-    where, first = next(read_jsonl(test))
+    where, first = next(iter(open_reader(test, (*SCORED_FIELDS, *LABELLED_FIELDS), ())))
     if "sentence1" in first:
-        return _read_similarity(test)
+        return _similarity(test)
     if "label" not in first:
-        raise InputError(where, f"is neither similarity nor labels (found: {', '.join(sorted(first))})", _LAYOUTS)
-    texts, labels = _read_labelled(test)
-    train = _find(folder, "train")
+        raise InputError(where, f"is neither similarity nor labels (found: {', '.join(first) or 'none'})", _LAYOUTS)
+    tested, train = _labelled(test), _find(folder, "train")
     if train is None:
-        return ClusteringFolder(texts, _at_least_two(test, labels))
-    train_texts, train_labels = _read_labelled(train)
-    return ClassificationFolder(train_texts, _at_least_two(train, train_labels), texts, labels)
+        _check_labels(test, tested)
+        return ClusteringFolder([row.text for row in tested], [row.label for row in tested])
+    trained = _labelled(train)
+    _check_labels(train, trained)
+    return ClassificationFolder(
+        [row.text for row in trained],
+        [row.label for row in trained],
+        [row.text for row in tested],
+        [row.label for row in tested],
+    )
 
 
 def find_evaluation_folders(root: str | PathLike[str]) -> list[Path]:
@@ -179,46 +193,30 @@ def _read_retrieval(folder: Path) -> RetrievalFolder:
 
 def _read_queries(path: Path) -> dict[str, str]:
     text_of_query: dict[str, str] = {}
-    for where, fields in read_jsonl(path):
-        query = string_field(where, fields, "_id")
+    for where, fields in open_reader(path, ("_id", "text"), ("_id", "text")):
+        query = identifier_field(where, fields, "_id")
         if query in text_of_query:
             raise InputError(where, f"the id {query!r} occurs a second time", "give each query its own")
-        text_of_query[query] = string_field(where, fields, "text")
+        text_of_query[query] = text_field(where, fields, "text")
         if not text_of_query[query].strip():
             raise InputError(where, "field 'text' is empty", "write the query, or drop the row")
     return text_of_query
 
 
-def _read_similarity(path: Path) -> SimilarityFolder:
-    first, second, scores = [], [], []
-    for where, fields in read_jsonl(path):
-        first.append(string_field(where, fields, "sentence1"))
-        second.append(string_field(where, fields, "sentence2"))
-        scores.append(_number_field(where, fields, "score"))
-    if len(set(scores)) < 2:
-        raise InputError(str(path), f"every score is {scores[0]}", "a rank correlation needs two different scores")
-    return SimilarityFolder(first, second, np.array(scores, dtype=np.float64))
+def _similarity(path: Path) -> SimilarityFolder:
+    reader = open_reader(path, SCORED_FIELDS, SCORED_FIELDS)
+    pairs: list[ScoredPair] = [parse_scored_pair(fields, {}, where) for where, fields in reader]
+    if len({pair.score for pair in pairs}) < 2:
+        raise InputError(str(path), f"every score is {pairs[0].score}", "a rank correlation needs two different scores")
+    scores = np.array([pair.score for pair in pairs], dtype=np.float64)
+    return SimilarityFolder([pair.sentence1 for pair in pairs], [pair.sentence2 for pair in pairs], scores)
 
 
-def _read_labelled(path: Path) -> tuple[list[str], list[str]]:
-    texts, labels = [], []
-    for where, fields in read_jsonl(path):
-        texts.append(string_field(where, fields, "text"))
-        label = fields.get("label")
-        if isinstance(label, bool) or not isinstance(label, str | int):
-            raise InputError(where, f"field 'label' must be a text or a whole number, got {label!r}", "give it one")
-        labels.append(str(label))
-    return texts, labels
+def _labelled(path: Path) -> list[LabelledText]:
+    reader = open_reader(path, LABELLED_FIELDS, LABELLED_FIELDS)
+    return [parse_labelled_text(fields, {}, where) for where, fields in reader]
 
 
-def _at_least_two(path: Path, labels: list[str]) -> list[str]:
-    if len(set(labels)) < 2:
-        raise InputError(str(path), f"every label is {labels[0]!r}", "two different labels are needed")
-    return labels
-
-
-def _number_field(where: str, fields: dict[str, Any], name: str) -> float:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-        raise InputError(where, f"field {name!r} must be a finite number, got {value!r}", "mend the row, or drop it")
-    return float(value)
+def _check_labels(path: Path, rows: list[LabelledText]) -> None:
+    if len({row.label for row in rows}) < 2:
+        raise InputError(str(path), f"every label is {rows[0].label!r}", "two different labels are needed")

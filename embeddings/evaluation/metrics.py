@@ -34,7 +34,7 @@ class Judgments:
     num_documents: int
 
     def gain(self, ranked_QK: Ints) -> Floats:
-        """The grade of each ranked document, (Q, K); 0 where it is not relevant, or where the row is -1 (no document)."""
+        """The grade of each ranked document, (Q, K); 0 where it is not relevant, or the row is -1 (no document)."""
         key_J = self.query_J * self.num_documents + self.document_J
         order_J = np.argsort(key_J)
         sorted_key_J = key_J[order_J]
@@ -64,7 +64,8 @@ class Judgments:
 
 def dcg(gain_QK: Floats) -> Floats:
     """Discounted cumulative gain of each query: sum over ranks r of gain / log2(1 + r), (Q,)."""
-    return gain_QK @ (1.0 / np.log2(np.arange(gain_QK.shape[1]) + 2.0))
+    value_Q: Floats = gain_QK @ (1.0 / np.log2(np.arange(gain_QK.shape[1]) + 2.0))
+    return value_Q
 
 
 def ndcg_at_k(gain_QK: Floats, judgments: Judgments, cutoff: int) -> Floats:
@@ -99,7 +100,8 @@ class RetrievalScores(NamedTuple):
     """Means over the queries that have a relevant document.
 
     Attributes:
-        metrics: `ndcg_at_<k>`, `mrr_at_<k>`, `recall_at_<k>`, `map_at_<k>` for each cutoff k; empty without such queries.
+        metrics: `ndcg_at_<k>`, `mrr_at_<k>`, `recall_at_<k>`, `map_at_<k>` for each cutoff k; empty where
+            nothing was counted.
         num_queries: Queries counted.
         num_skipped: Queries without a relevant document.
     """
@@ -152,4 +154,5 @@ def average_rank(value_N: Floats) -> Floats:
 
 def _ratio(part_Q: Floats | Ints, whole_Q: Floats | Ints) -> Floats:
     whole = np.asarray(whole_Q, dtype=np.float64)
-    return np.divide(part_Q, whole, out=np.zeros_like(whole), where=whole > 0)
+    ratio_Q: Floats = np.divide(part_Q, whole, out=np.zeros_like(whole), where=whole > 0)
+    return ratio_Q

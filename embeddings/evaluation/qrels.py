@@ -38,7 +38,9 @@ def read_qrels(
                 raise InputError(where, f"no {name} has the id {value!r}", f"add that {name}, or drop the row")
         if relevance.setdefault(query, {}).setdefault(document, grade) != grade:
             first = relevance[query][document]
-            raise InputError(where, f"{query!r} and {document!r} were judged {first:g} above, here {grade:g}", "keep one")
+            raise InputError(
+                where, f"{query!r} and {document!r} were judged {first:g} above, here {grade:g}", "keep one"
+            )
     if not any(grade > 0 for grades in relevance.values() for grade in grades.values()):
         what = "no document is relevant to any query" if relevance else "holds no judgment"
         raise InputError(str(path), what, "give at least one row a score above 0")

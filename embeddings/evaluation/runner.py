@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from embeddings.common.log import logger
 from embeddings.evaluation.classification import logistic_regression_scores
@@ -23,7 +22,7 @@ from embeddings.evaluation.folders import (
     read_evaluation_folder,
 )
 from embeddings.evaluation.metrics import retrieval_metrics, spearman
-from embeddings.inference.search import search_top_k
+from embeddings.inference.search import search_top_k, unit_rows
 
 if TYPE_CHECKING:
     from embeddings.inference.encoder import Encoder
@@ -66,9 +65,9 @@ def evaluate_folder(
 ) -> EvaluationResult:
     """The scores of an encoder on one evaluation folder.
 
-    Retrieval ranks all documents by inner product of the model's vectors, with its `query` prompt before queries and
-    its `document` prompt before documents. Similarity is Spearman's correlation of the cosine with the score.
-    Classification is logistic regression, clustering is k-means, both on the vectors as they are.
+    Every kind works on vectors of unit length. Retrieval ranks all documents by cosine, with the model's `query` prompt
+    before queries and its `document` prompt before documents. Similarity is Spearman's correlation of the cosine with
+    the score. Classification is logistic regression, clustering is k-means.
 
     Args:
         encoder: The model.
@@ -93,8 +92,7 @@ def evaluate_folder(
         case ClassificationFolder():
             metrics, counts = _score_classification(encoder, folder, prompt_name)
         case ClusteringFolder():
-            metrics = kmeans_v_measure(encoder.encode(folder.texts, prompt_name), folder.labels, seed=seed)
-            counts = {"num_texts": len(folder.texts), "num_labels": len(set(folder.labels))}
+            metrics, counts = _score_clustering(encoder, folder, prompt_name, seed)
     return EvaluationResult(name or folder.kind, folder.kind, metrics, counts, time.perf_counter() - start)
 
 
@@ -126,14 +124,15 @@ def format_results(results: Sequence[EvaluationResult]) -> str:
         scores = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         rows.append((result.name, result.kind, scores, f"{result.seconds:.1f}"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _score_retrieval(
     encoder: "Encoder", folder: RetrievalFolder, prompt_name: str | None
 ) -> tuple[dict[str, float], dict[str, int]]:
-    query_QD = encoder.encode(folder.queries, prompt_name, role="query")
-    document_ND = encoder.encode(folder.documents, role="document")
+    query_QD = unit_rows(encoder.encode(folder.queries, prompt_name, role="query"))
+    document_ND = unit_rows(encoder.encode(folder.documents, role="document"))
     found = search_top_k(query_QD, document_ND, max(CUTOFFS), encoder.device)
     scores = retrieval_metrics(found.index_QK, folder.judgments, CUTOFFS)
     counts = {
@@ -148,7 +147,7 @@ def _score_similarity(
     encoder: "Encoder", folder: SimilarityFolder, prompt_name: str | None
 ) -> tuple[dict[str, float], dict[str, int]]:
     vectors = encoder.encode([*folder.first, *folder.second], prompt_name)
-    first_ND, second_ND = np.split(_unit_rows(vectors), 2)
+    first_ND, second_ND = np.split(unit_rows(vectors), 2)
     cosine_N = np.einsum("nd,nd->n", first_ND, second_ND, dtype=np.float64)
     return {"cosine_spearman": spearman(cosine_N, folder.score_N)}, {"num_pairs": len(folder.first)}
 
@@ -156,8 +155,8 @@ def _score_similarity(
 def _score_classification(
     encoder: "Encoder", folder: ClassificationFolder, prompt_name: str | None
 ) -> tuple[dict[str, float], dict[str, int]]:
-    train_ND = encoder.encode(folder.train_texts, prompt_name)
-    test_ND = encoder.encode(folder.test_texts, prompt_name)
+    train_ND = unit_rows(encoder.encode(folder.train_texts, prompt_name))
+    test_ND = unit_rows(encoder.encode(folder.test_texts, prompt_name))
     metrics = logistic_regression_scores(train_ND, folder.train_labels, test_ND, folder.test_labels)
     counts = {
         "num_train": len(folder.train_texts),
@@ -167,9 +166,12 @@ def _score_classification(
     return metrics, counts
 
 
-def _unit_rows(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    norm_N = np.linalg.norm(vector_ND, axis=1, keepdims=True)
-    return np.divide(vector_ND, norm_N, out=np.zeros_like(vector_ND), where=norm_N > 0)
+def _score_clustering(
+    encoder: "Encoder", folder: ClusteringFolder, prompt_name: str | None, seed: int
+) -> tuple[dict[str, float], dict[str, int]]:
+    vector_ND = unit_rows(encoder.encode(folder.texts, prompt_name))
+    metrics = kmeans_v_measure(vector_ND, folder.labels, seed=seed)
+    return metrics, {"num_texts": len(folder.texts), "num_labels": len(set(folder.labels))}
 
 
 def _table_name(root: Path, path: Path) -> str:

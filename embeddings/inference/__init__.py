@@ -1,1 +1,21 @@
-"""Floor 2: texts to vectors, and the nearest ones of a vector."""
+"""Floor 2: texts to vectors, and the nearest documents of a query."""
+
+from embeddings.inference.corpus import Document, read_corpus
+from embeddings.inference.encoder import Encoder
+from embeddings.inference.precision import Precision
+from embeddings.inference.search import TopK, search_top_k, unit_rows
+from embeddings.inference.vector_folder import Hit, VectorFolder, encode_corpus, search_corpus
+
+__all__ = [
+    "Document",
+    "Encoder",
+    "Hit",
+    "Precision",
+    "TopK",
+    "VectorFolder",
+    "encode_corpus",
+    "read_corpus",
+    "search_corpus",
+    "search_top_k",
+    "unit_rows",
+]

@@ -1,11 +1,12 @@
 """A corpus file: one document a line, with an id and a text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from embeddings.common.errors import InputError
-from embeddings.data.readers import read_jsonl
+from embeddings.data.readers import open_reader
 
 
 class Document(NamedTuple):
@@ -21,44 +22,51 @@ class Document(NamedTuple):
 
 
 def read_corpus(path: str | PathLike[str]) -> Iterator[Document]:
-    """The documents of a JSONL file, gzipped or not.
+    """The documents of a JSONL file, gzipped or not, or of a Parquet file.
 
-    A line is `{"_id", "title", "text"}` as in BEIR, or anything with a `text`: a missing id is the row's number from 0,
-    a missing title is none.
+    A row is `_id`, `title`, `text` as in BEIR, or anything with a `text`: a missing id is the number of the document
+    from 0, a missing title is none.
 
     Raises:
         InputError: If the file or a row cannot be used, or an id occurs twice; the message names file and row.
     """
     seen: set[str] = set()
-    for number, (where, fields) in enumerate(read_jsonl(path)):
-        document = Document(_document_id(where, fields, number), _document_text(where, fields))
-        if document.document_id in seen:
-            raise InputError(where, f"the id {document.document_id!r} occurs a second time", "give each document its own")
-        seen.add(document.document_id)
-        yield document
+    for number, (where, fields) in enumerate(open_reader(Path(path), ("_id", "title", "text"), ("text",))):
+        document_id = identifier_field(where, {"_id": number, **fields}, "_id")
+        title, text = text_field(where, {"title": "", **fields}, "title"), text_field(where, fields, "text")
+        if document_id in seen:
+            raise InputError(where, f"the id {document_id!r} occurs a second time", "give each document its own")
+        seen.add(document_id)
+        yield Document(document_id, " ".join(part for part in (title, text) if part))
 
 
-def _document_id(where: str, fields: dict[str, Any], number: int) -> str:
-    value = fields.get("_id", number)
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise InputError(where, f"field '_id' must be a text or a whole number, got {value!r}", "write it as a text")
-    return str(value)
-
-
-def _document_text(where: str, fields: dict[str, Any]) -> str:
-    parts = [string_field(where, {"title": "", **fields}, "title"), string_field(where, fields, "text")]
-    return " ".join(part for part in parts if part)
-
-
-def string_field(where: str, fields: dict[str, Any], name: str) -> str:
-    """The text in a field of a row.
+def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
+    """The text in a field of a row; it may be empty.
 
     Raises:
-        InputError: If the field is missing or no text.
+        InputError: If the field is missing, no text, or cannot be written as UTF-8.
     """
     if name not in fields:
-        raise InputError(where, f"field {name!r} is missing (found: {', '.join(sorted(fields)) or 'none'})", "add it")
+        raise InputError(where, f"field {name!r} is missing (found: {', '.join(fields) or 'none'})", "add it")
     value = fields[name]
     if not isinstance(value, str):
         raise InputError(where, f"field {name!r} must be a text, got {value!r}", "write it between quotes")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(where, f"field {name!r} holds half of a character", "write the file again as UTF-8") from None
+    return value
+
+
+def identifier_field(where: str, fields: Mapping[str, Any], name: str) -> str:
+    """The id in a field of a row, a whole number written as a text.
+
+    Raises:
+        InputError: If the field is missing, empty, or neither a text nor a whole number.
+    """
+    if isinstance(fields.get(name), int) and not isinstance(fields[name], bool):
+        return str(fields[name])
+    value = text_field(where, fields, name)
+    if not value.strip():
+        raise InputError(where, f"field {name!r} is empty", "give the row an id")
     return value

@@ -61,8 +61,8 @@ class Encoder:
         if device is not None:
             embedder.to(device)
         self.embedder = embedder
-        self.device = next(embedder.parameters()).device
-        self.dtype = resolve_precision(precision, self.device)
+        self.device = embedder.device
+        self.dtype = resolve_precision(precision, self.device, {weight.dtype for weight in embedder.parameters()})
         if mini_batch_tokens is None:
             mini_batch_tokens = CPU_MINI_BATCH_TOKENS if self.device.type == "cpu" else GPU_MINI_BATCH_TOKENS
         if mini_batch_tokens < 1:
@@ -72,19 +72,37 @@ class Encoder:
         self._tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
 
     @classmethod
-    def from_pretrained(cls, model: str, *, device: str | torch.device | None = None, **options: Any) -> Self:
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        device: str | torch.device | None = None,
+        precision: Precision = "auto",
+        **options: Any,
+    ) -> Self:
         """The encoder of a model directory or Hub id, on the first GPU where there is one.
 
         Args:
             model: A model directory, or the id of one on the Hub.
             device: Where to run, or None for a GPU if there is one.
-            options: What the constructor takes.
+            precision: Format of matrix products (see `resolve_precision`).
+            options: What else the constructor takes.
+
+        Raises:
+            InputError: If the model cannot be had or is damaged.
+            OptionError: If an option is impossible.
         """
         from embeddings.models.embedder import Embedder
 
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(Embedder.from_pretrained(model), device=device, **options)
+        place = torch.device(device)
+        embedder = Embedder.from_pretrained(model, device=place)
+        weights = {weight.dtype for weight in embedder.parameters()}
+        if resolve_precision(precision, place) == torch.float32 or (place.type == "cpu" and torch.float16 in weights):
+            # A checkpoint in half precision that would have to be emulated here.
+            embedder.float()
+        return cls(embedder, precision=precision, **options)
 
     @property
     def embedding_dim(self) -> int:
@@ -122,9 +140,8 @@ class Encoder:
         row_of_text = {text: row for row, text in enumerate(dict.fromkeys(texts))}
         unique = list(row_of_text)
         vector_ND = np.empty((len(unique), self.embedding_dim), np.float32)
-        with self._inference(), tqdm(
-            total=0, desc=f"encode {role}", unit="token", unit_scale=True, disable=not self.show_progress, smoothing=0.05
-        ) as bar:
+        bar = tqdm(desc=f"encode {role}", unit="token", unit_scale=True, disable=not self.show_progress)
+        with self._inference(), bar:
             for start, tokens in self._tokenised_blocks(unique, role, prompt):
                 # The tokens still to come are estimated from those seen.
                 seen = start + len(tokens)
@@ -156,8 +173,7 @@ class Encoder:
         starts = range(0, len(texts), TEXTS_PER_BLOCK)
 
         def tokenise(start: int) -> TokenBatch:
-            block = texts[start : start + TEXTS_PER_BLOCK]
-            return self._tokenizer(block, role, [prompt] * len(block))
+            return self._tokenizer(texts[start : start + TEXTS_PER_BLOCK], role, prompt)
 
         with ThreadPoolExecutor(max_workers=1) as pool:
             pending = pool.submit(tokenise, 0) if starts else None

@@ -2,6 +2,7 @@
 
 import platform
 import re
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -12,34 +13,42 @@ from embeddings.common.errors import OptionError
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
+_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _CPU_INFO = Path("/proc/cpuinfo")
 # x86 lists its matrix units under "flags", Arm under "Features".
 _NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
-def resolve_precision(precision: Precision, device: torch.device) -> torch.dtype:
-    """The format of matrix products on `device`.
+def resolve_precision(precision: Precision, device: torch.device, weights: Collection[torch.dtype] = ()) -> torch.dtype:
+    """The format of matrix products of a model on `device`.
 
     `auto` is bfloat16 where the hardware has products of that format and float32 elsewhere: an emulated bfloat16 is
-    several times slower than float32. float16 has no fast product on a processor and overflows in some models, so it is
-    no choice here.
+    several times slower than float32. A model whose weights are all of one lower format runs in that one. float16 is no
+    choice: a processor emulates it, a hundred times slower than float32, and some models overflow in it.
 
     Args:
         precision: `auto`, `float32` or `bfloat16`.
         device: Where the model runs.
+        weights: Formats of the model's weights.
 
     Raises:
-        OptionError: If the precision is none of these.
+        OptionError: If the precision is none of these or not the weights', or the weights are float16 on a processor.
     """
-    if precision == "float32":
-        return torch.float32
-    if precision == "bfloat16":
-        return torch.bfloat16
-    if precision == "auto":
-        return torch.bfloat16 if has_native_bfloat16(device) else torch.float32
-    raise OptionError(
-        "precision", precision, "must be one of auto, float32, bfloat16", "leave it out to let the hardware decide"
-    )
+    if precision not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise OptionError("precision", precision, f"must be one of {known}", "leave it out to let the hardware decide")
+    asked = _DTYPES[precision]
+    if len(set(weights)) == 1 and not {torch.float32, torch.float64} & set(weights):
+        (only,) = set(weights)
+        name = str(only).removeprefix("torch.")
+        if only == torch.float16 and device.type == "cpu":
+            raise OptionError("model weights", name, "must not be float16 on a processor", "load them as float32")
+        if asked not in (None, only):
+            raise OptionError("precision", precision, f"must be that of the weights, {name}", "load them as float32")
+        return only
+    if asked is not None:
+        return asked
+    return torch.bfloat16 if has_native_bfloat16(device) else torch.float32
 
 
 def has_native_bfloat16(device: torch.device) -> bool:

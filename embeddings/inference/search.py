@@ -26,6 +26,13 @@ class TopK(NamedTuple):
     index_QK: npt.NDArray[np.int64]
 
 
+def unit_rows(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The vectors at unit length, so that inner products are cosines; a zero vector stays zero."""
+    norm_N1 = np.linalg.norm(vector_ND, axis=1, keepdims=True)
+    out_ND = np.zeros_like(vector_ND, subok=False)
+    return np.asarray(np.divide(vector_ND, norm_N1, out=out_ND, where=norm_N1 > 0))
+
+
 def search_top_k(
     query_QD: npt.NDArray[np.float32],
     documents: npt.NDArray[np.float32] | Iterable[npt.NDArray[np.float32]],
@@ -56,13 +63,14 @@ def search_top_k(
         raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
     query = torch.from_numpy(np.ascontiguousarray(query_QD, dtype=np.float32)).to(device)
     pieces = [documents] if isinstance(documents, np.ndarray) else documents
-    best = [(tile.new_empty((len(tile), 0)), _no_rows(tile)) for tile in query.split(QUERY_TILE)]
+    query_tiles = [query[start : start + QUERY_TILE] for start in range(0, len(query), QUERY_TILE)]
+    best = [(tile.new_empty((len(tile), 0)), _no_rows(tile)) for tile in query_tiles]
     first_row = 0
     for piece in pieces:
         for start in range(0, len(piece), DOCUMENT_TILE):
             # A copy: a memory-mapped tile is read-only, which torch does not know.
             tile_TD = torch.from_numpy(np.array(piece[start : start + DOCUMENT_TILE], dtype=np.float32)).to(device)
-            for number, tile_QD in enumerate(query.split(QUERY_TILE)):
+            for number, tile_QD in enumerate(query_tiles):
                 score_QK, row_QK = _stable_top_k(tile_QD @ tile_TD.T, top_k)
                 best[number] = _merge(best[number], (score_QK, row_QK + first_row), top_k)
             first_row += len(tile_TD)
@@ -100,7 +108,7 @@ def _sorted_top_k(score_QN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], top_k: int) -> tuple[Tensor, Tensor]:
-    """The best of two sorted lists; rows of `first` come before those of `second`, so a stable sort keeps ties right."""
+    """The best of two sorted lists; rows of `first` come before those of `second`, so ties stay right."""
     score_QM = torch.cat([first[0], second[0]], dim=1)
     row_QM = torch.cat([first[1], second[1]], dim=1)
     score_QK, column_QK = _sorted_top_k(score_QM, top_k)

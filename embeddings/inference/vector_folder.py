@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, w
 from embeddings.common.log import logger
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
-from embeddings.inference.search import search_top_k
+from embeddings.inference.search import search_top_k, unit_rows
 
 SHARD_SIZE = 8192
 
@@ -28,7 +28,7 @@ class Hit(NamedTuple):
 
     Attributes:
         document_id: Its id in the corpus.
-        score: Inner product with the query.
+        score: Cosine with the query.
         text: The text that was encoded.
     """
 
@@ -114,7 +114,9 @@ def encode_corpus(
     if shard_size < 1:
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
     folder = Path(output)
+    # Whatever is wrong with the corpus or the prompt is found before anything is written.
     num_documents = sum(1 for _ in read_corpus(corpus))
+    encoder.encode([""], prompt_name, role="document")
     fields = {
         "kind": "vectors",
         "corpus_sha256": file_sha256(corpus),
@@ -146,7 +148,7 @@ def encode_corpus(
 def search_corpus(
     encoder: Encoder, corpus: str | PathLike[str], queries: Sequence[str], top_k: int = 10
 ) -> list[list[Hit]]:
-    """The best documents of each query, best first.
+    """The documents with the largest cosines of each query, best first.
 
     Args:
         encoder: The model; its `query` prompt goes before each query.
@@ -158,16 +160,16 @@ def search_corpus(
         InputError: If the corpus cannot be used, or another model encoded it.
         OptionError: If `top_k` is not positive.
     """
-    query_QD = encoder.encode(queries, role="query")
+    query_QD = unit_rows(encoder.encode(queries, role="query"))
     if Path(corpus).is_dir():
         check_manifest(corpus, {"kind": "vectors", "complete": True, "model_sha256": embedder_sha256(encoder)})
         folder = VectorFolder.open(corpus)
-        found = search_top_k(query_QD, folder.vectors(), top_k, encoder.device)
+        found = search_top_k(query_QD, map(unit_rows, folder.vectors()), top_k, encoder.device)
         documents = [folder.documents(rows) for rows in found.index_QK.tolist()]
     else:
         all_documents = list(read_corpus(corpus))
         vectors = encoder.encode([document.text for document in all_documents], role="document")
-        found = search_top_k(query_QD, vectors, top_k, encoder.device)
+        found = search_top_k(query_QD, unit_rows(vectors), top_k, encoder.device)
         documents = [[all_documents[row] for row in rows] for rows in found.index_QK.tolist()]
     return [
         [Hit(document.document_id, score, document.text) for document, score in zip(row, scores, strict=True)]
@@ -178,8 +180,13 @@ def search_corpus(
 def embedder_sha256(encoder: Encoder) -> str:
     """A hash of all that decides a model's vectors: its structure, weights, text settings and vocabulary."""
     embedder = encoder.embedder
+    settings = {
+        "pooling": embedder.pooling.arguments(),
+        "normalize": embedder.normalize,
+        "text": embedder.text.to_dict(),
+    }
     digest = hashlib.sha256(repr(embedder).encode())
-    digest.update(json.dumps(embedder.text.to_dict(), sort_keys=True).encode())
+    digest.update(json.dumps(settings, sort_keys=True).encode())
     digest.update(json.dumps(sorted(embedder.tokenizer.get_vocab().items())).encode())
     for name, tensor in sorted(embedder.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -1,0 +1,35 @@
+"""A tiny embedding model for the tests of everything after training."""
+
+from functools import cache
+
+import torch
+
+from embeddings.common import TextSettings
+from embeddings.models.embedder import Embedder
+from embeddings.models.pooling import MeanPooling
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+
+WORDS = "the quick brown fox jumps over a lazy dog and pads sequences to one length of two numbers".split()
+
+
+# Training a vocabulary breaks ties differently each time, and a model is told by its vocabulary.
+_tokenizer = cache(wordpiece_tokenizer)
+
+
+def tiny_embedder(dropout: float = 0.0, normalize: bool = True, **text: object) -> Embedder:
+    """A random two-layer BERT with mean pooling, in evaluation mode."""
+    settings = TextSettings(**{"query_max_length": 16, "document_max_length": 64, **text})
+    model = tiny_bert(dropout=dropout)
+    embedder = Embedder(model, _tokenizer(), MeanPooling(32), normalize=normalize, text=settings)
+    return embedder.eval()
+
+
+def some_texts(count: int, seed: int = 0) -> list[str]:
+    """Distinct texts of 1 to 30 words."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = []
+    for row in range(count):
+        num_words = int(torch.randint(1, 31, (1,), generator=generator))
+        picks = torch.randint(len(WORDS), (num_words,), generator=generator).tolist()
+        texts.append(f"{row} " + " ".join(WORDS[pick] for pick in picks))
+    return texts

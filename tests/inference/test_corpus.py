@@ -1,0 +1,70 @@
+"""A corpus file is read strictly, and every mistake names its row."""
+
+import gzip
+import json
+
+import pytest
+
+from embeddings.common import InputError
+from embeddings.inference.corpus import Document, identifier_field, read_corpus, text_field
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_title_and_text_are_joined_by_a_space(tmp_path):
+    rows = [
+        {"_id": "a", "title": "Title", "text": "body"},
+        {"_id": "b", "title": "", "text": "body"},
+        {"_id": "c", "title": "Title", "text": ""},
+        {"_id": "d", "text": "tëxt", "metadata": {"url": 1}},
+        {"_id": 7, "text": ""},
+    ]
+    assert list(read_corpus(write(tmp_path / "corpus.jsonl", rows))) == [
+        Document("a", "Title body"),
+        Document("b", "body"),
+        Document("c", "Title"),
+        Document("d", "tëxt"),
+        Document("7", ""),
+    ]
+
+
+def test_rows_without_ids_are_numbered_from_0(tmp_path):
+    documents = read_corpus(write(tmp_path / "corpus.jsonl", [{"text": "x"}, {"text": "y"}]))
+    assert [document.document_id for document in documents] == ["0", "1"]
+
+
+def test_a_gzipped_corpus_reads_the_same(tmp_path):
+    plain = write(tmp_path / "corpus.jsonl", [{"_id": "a", "text": "x"}])
+    packed = tmp_path / "corpus.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert list(read_corpus(packed)) == list(read_corpus(plain))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"_id": "b"}, r"field 'text' is missing \(found: _id\)"),
+        ({"_id": "b", "text": None}, "field 'text' must be a text, got None"),
+        ({"_id": "b", "text": "x", "title": 3}, "field 'title' must be a text, got 3"),
+        ({"_id": "a", "text": "x"}, "the id 'a' occurs a second time"),
+        ({"_id": "", "text": "x"}, "field '_id' is empty"),
+        ({"_id": True, "text": "x"}, "field '_id' must be a text, got True"),
+        ({"_id": 1.5, "text": "x"}, "field '_id' must be a text, got 1.5"),
+        ({"_id": "b", "text": "\ud800"}, "field 'text' holds half of a character"),
+    ],
+)
+def test_a_bad_row_is_named(row, message, tmp_path):
+    path = write(tmp_path / "corpus.jsonl", [{"_id": "a", "text": "x"}, row])
+    with pytest.raises(InputError, match=rf"corpus\.jsonl:2: {message}; ") as caught:
+        list(read_corpus(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_fields_are_checked_one_at_a_time():
+    assert text_field("here", {"a": ""}, "a") == ""
+    assert identifier_field("here", {"a": 5}, "a") == "5"
+    with pytest.raises(InputError, match=r"here: field 'b' is missing \(found: none\)"):
+        identifier_field("here", {}, "b")

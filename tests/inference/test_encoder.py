@@ -1,0 +1,209 @@
+"""Vectors come back in order, whatever happens between."""
+
+import numpy as np
+import pytest
+import torch
+
+from embeddings.common import NumericError, OptionError
+from embeddings.data.tokenize import TextTokenizer
+from embeddings.inference import encoder as encoder_module
+from embeddings.inference.encoder import Encoder
+from tests.inference.models import some_texts, tiny_embedder
+
+
+def one_by_one(embedder, texts, role="document", prompt=""):
+    """The reference: every text alone, without mini-batches, sorting or padding."""
+    tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
+    with torch.no_grad():
+        rows = [embedder(tokenizer([text], role, prompt).padded(None, embedder.pad_token_id))[0] for text in texts]
+    return torch.stack(rows).numpy()
+
+
+@pytest.mark.parametrize("count", [1, 2, 37])
+@pytest.mark.parametrize("mini_batch_tokens", [1, 50, 100_000])
+def test_vectors_equal_those_of_each_text_alone(count, mini_batch_tokens):
+    embedder, texts = tiny_embedder(), some_texts(count)
+    vectors = Encoder(embedder, precision="float32", mini_batch_tokens=mini_batch_tokens).encode(texts)
+    assert vectors.dtype == np.float32
+    assert vectors.shape == (count, 32)
+    np.testing.assert_allclose(vectors, one_by_one(embedder, texts), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [1, 5, 37, 100])
+def test_the_order_holds_over_several_blocks(block, monkeypatch):
+    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", block)
+    embedder, texts = tiny_embedder(), some_texts(37)
+    vectors = Encoder(embedder, precision="float32").encode(texts)
+    np.testing.assert_allclose(vectors, one_by_one(embedder, texts), rtol=0, atol=1e-6)
+
+
+def test_no_texts_give_no_rows_of_the_right_width():
+    vectors = Encoder(tiny_embedder()).encode([])
+    assert vectors.shape == (0, 32)
+    assert vectors.dtype == np.float32
+
+
+def test_empty_texts_have_finite_vectors():
+    vectors = Encoder(tiny_embedder()).encode(["", " ", "a"])
+    assert np.isfinite(vectors).all()
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-5)
+
+
+def test_a_text_that_occurs_twice_is_computed_once():
+    embedder, texts = tiny_embedder(), some_texts(5)
+    seen = []
+    embedder.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0].input_ids_NL)))
+    repeated = [texts[row] for row in (0, 1, 0, 2, 2, 3, 4, 0)]
+    vectors = Encoder(embedder, precision="float32").encode(repeated)
+    assert sum(seen) == 5
+    np.testing.assert_allclose(vectors, one_by_one(embedder, repeated), rtol=0, atol=1e-6)
+
+
+def test_encoding_twice_gives_the_same_bits():
+    encoder, texts = Encoder(tiny_embedder(dropout=0.5)), some_texts(20)
+    first = encoder.encode(texts)
+    encoder.encode(some_texts(7, seed=1))
+    np.testing.assert_array_equal(first, encoder.encode(texts))
+
+
+def test_the_mode_of_every_module_is_left_as_found():
+    embedder = tiny_embedder(dropout=0.5)
+    embedder.train()
+    embedder.backbone.encoder.layer[0].eval()
+    before = [module.training for module in embedder.modules()]
+    assert True in before
+    assert False in before
+    vectors = Encoder(embedder, precision="float32").encode(some_texts(3))
+    assert [module.training for module in embedder.modules()] == before
+    np.testing.assert_allclose(vectors, one_by_one(embedder.eval(), some_texts(3)), rtol=0, atol=1e-6)
+
+
+def test_the_mode_is_restored_after_an_error():
+    embedder = tiny_embedder()
+    embedder.train()
+    embedder.backbone.embeddings.word_embeddings.weight.data.fill_(float("nan"))
+    with pytest.raises(NumericError, match="3 of 3 vectors are not finite, the first of text '0 "):
+        Encoder(embedder).encode(some_texts(3))
+    assert embedder.training
+
+
+def test_no_gradient_is_kept_and_training_goes_on_afterwards():
+    embedder, texts = tiny_embedder(), some_texts(3)
+    Encoder(embedder).encode(texts)
+    tokens = TextTokenizer(embedder.tokenizer, embedder.text)(texts, "document", "").padded(None, embedder.pad_token_id)
+    embedder(tokens).sum().backward()
+    assert embedder.backbone.embeddings.word_embeddings.weight.grad is not None
+
+
+def test_bfloat16_stays_near_float32():
+    embedder, texts = tiny_embedder(), some_texts(20)
+    exact = Encoder(embedder, precision="float32").encode(texts)
+    low = Encoder(embedder, precision="bfloat16").encode(texts)
+    assert low.dtype == np.float32
+    assert not np.array_equal(exact, low)
+    assert (exact * low).sum(axis=1).min() > 0.999
+
+
+def test_float32_holds_inside_an_outer_autocast():
+    embedder, texts = tiny_embedder(), some_texts(5)
+    encoder = Encoder(embedder, precision="float32")
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = encoder.encode(texts)
+    np.testing.assert_array_equal(inside, encoder.encode(texts))
+
+
+def test_the_prompt_is_the_roles_unless_one_is_named():
+    embedder = tiny_embedder(prompts={"query": "search_query: ", "task": "the dog "}, pool_prompt=True)
+    encoder, texts = Encoder(embedder, precision="float32"), ["a b c", "fox"]
+    expected = {
+        ("query", None): "search_query: ",
+        ("document", None): "",
+        ("document", "task"): "the dog ",
+        ("query", "task"): "the dog ",
+    }
+    for (role, name), prompt in expected.items():
+        vectors = encoder.encode(texts, name, role=role)
+        np.testing.assert_allclose(vectors, one_by_one(embedder, texts, role, prompt), rtol=0, atol=1e-6)
+
+
+def test_the_query_prompt_brings_the_query_length():
+    embedder = tiny_embedder(prompts={"query": "a "}, query_max_length=8)
+    encoder, text = Encoder(embedder, precision="float32"), "fox " * 30
+    by_prompt = encoder.encode([text], "query")
+    np.testing.assert_array_equal(by_prompt, encoder.encode([text], role="query"))
+    assert not np.allclose(by_prompt, encoder.encode([text], "query", role="document"))
+
+
+def test_an_unknown_prompt_is_refused_with_the_known_ones():
+    encoder = Encoder(tiny_embedder(prompts={"query": "a ", "task": "b "}))
+    with pytest.raises(OptionError, match=r"prompt_name must name a prompt of the model \(query, task\), got 'nope'"):
+        encoder.encode(["a"], "nope")
+
+
+def test_context_is_refused_by_a_model_that_takes_none():
+    with pytest.raises(OptionError, match="context must be left out: this model takes none, got 'list'"):
+        Encoder(tiny_embedder()).encode(["a"], context=["b"])
+
+
+def test_context_reaches_a_model_that_takes_it():
+    embedder = tiny_embedder()
+    seen = []
+
+    class Contextual(type(embedder)):
+        def forward(self, tokens, context=None):
+            seen.append(context)
+            return super().forward(tokens)
+
+    embedder.__class__ = Contextual
+    Encoder(embedder).encode(["a"], context="documents")
+    assert seen == ["documents"]
+
+
+def test_one_text_in_place_of_a_list_is_refused():
+    with pytest.raises(OptionError, match="texts must be a list of texts"):
+        Encoder(tiny_embedder()).encode("a text")
+
+
+@pytest.mark.parametrize("value", [0, -5])
+def test_an_impossible_token_budget_is_refused(value):
+    with pytest.raises(OptionError, match="mini_batch_tokens must be >= 1"):
+        Encoder(tiny_embedder(), mini_batch_tokens=value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_checkpoint_in_half_precision_encodes_in_float32(dtype, tmp_path):
+    embedder, texts = tiny_embedder(), some_texts(4)
+    embedder.to(dtype).save_pretrained(tmp_path / "model")
+    encoder = Encoder.from_pretrained(str(tmp_path / "model"), device="cpu", precision="float32")
+    assert encoder.dtype == torch.float32
+    assert {weight.dtype for weight in encoder.embedder.parameters()} == {torch.float32}
+    np.testing.assert_allclose(encoder.encode(texts), one_by_one(encoder.embedder, texts), rtol=0, atol=1e-6)
+
+
+def test_bfloat16_weights_are_used_as_they_are():
+    embedder, texts = tiny_embedder(), some_texts(8)
+    exact = Encoder(embedder, precision="float32").encode(texts)
+    low = Encoder(embedder.to(torch.bfloat16)).encode(texts)
+    assert (exact * low).sum(axis=1).min() > 0.999
+
+
+def test_progress_counts_every_token_and_ends_at_its_total(monkeypatch, capsys):
+    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", 5)
+    bars = []
+
+    class Spy(encoder_module.tqdm):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            bars.append(self)
+
+    monkeypatch.setattr(encoder_module, "tqdm", Spy)
+    embedder, texts = tiny_embedder(), some_texts(12)
+    Encoder(embedder, show_progress=True).encode(texts)
+    num_tokens = TextTokenizer(embedder.tokenizer, embedder.text)(texts, "document", "").num_tokens
+    assert [(bar.n, bar.total) for bar in bars] == [(num_tokens, num_tokens)]
+    assert "encode document" in capsys.readouterr().err
+
+
+def test_nothing_is_drawn_unless_progress_is_asked_for(capsys):
+    Encoder(tiny_embedder()).encode(some_texts(3))
+    assert capsys.readouterr() == ("", "")

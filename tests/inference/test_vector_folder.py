@@ -1,0 +1,167 @@
+"""A corpus is encoded shard by shard, resumes after a kill, and is searched where it lies."""
+
+import json
+
+import numpy as np
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.inference import vector_folder
+from embeddings.inference.encoder import Encoder
+from embeddings.inference.vector_folder import VectorFolder, embedder_sha256, encode_corpus, search_corpus
+from tests.inference.models import some_texts, tiny_embedder
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    rows = [{"_id": f"d{row}", "title": "", "text": text} for row, text in enumerate(some_texts(11))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return Encoder(tiny_embedder(prompts={"query": "the ", "other": "a dog "}), precision="float32")
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("shard_size", "shards"), [(4, [4, 4, 3]), (11, [11]), (100, [11]), (1, [1] * 11)])
+def test_shards_hold_the_vectors_and_documents_in_order(shard_size, shards, corpus, encoder, tmp_path):
+    folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=shard_size)
+    assert [len(vectors) for vectors in folder.vectors()] == shards
+    assert (folder.num_documents, folder.embedding_dim, folder.num_shards) == (11, 32, len(shards))
+    expected = encoder.encode(some_texts(11))
+    np.testing.assert_allclose(np.concatenate(list(folder.vectors())), expected, rtol=0, atol=1e-6)
+    assert [document.text for document in folder.documents([10, 0, 5, 0])] == [some_texts(11)[i] for i in (10, 0, 5, 0)]
+    assert [document.document_id for document in folder.documents(range(11))] == [f"d{row}" for row in range(11)]
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 2])
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(killed_at, corpus, encoder, tmp_path, monkeypatch):
+    encode_corpus(encoder, corpus, tmp_path / "whole", shard_size=4)
+    calls = []
+    encode = Encoder.encode
+
+    def killed(self, texts, *args, **options):
+        if len(texts) > 1:
+            if len(calls) == killed_at:
+                raise KeyboardInterrupt
+            calls.append(len(texts))
+        return encode(self, texts, *args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Encoder, "encode", killed)
+        encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
+    with pytest.raises(InputError, match="'complete' is False"):
+        VectorFolder.open(tmp_path / "resumed")
+    encoded = []
+    monkeypatch.setattr(Encoder, "encode", lambda self, *a, **o: (encoded.extend(a[0]), encode(self, *a, **o))[1])
+    encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
+    assert [text for text in encoded if text] == some_texts(11)[4 * killed_at :]
+    assert content(tmp_path / "resumed") == content(tmp_path / "whole")
+
+
+def test_a_kill_between_documents_and_vectors_leaves_the_shard_open(corpus, encoder, tmp_path, monkeypatch):
+    encode_corpus(encoder, corpus, tmp_path / "whole", shard_size=4)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk"):
+        patch.setattr(vector_folder.np, "save", lambda *_: (_ for _ in ()).throw(OSError("disk is full")))
+        encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
+    assert sorted(content(tmp_path / "resumed")) == ["documents-00000.jsonl", "manifest.json"]
+    encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
+    assert content(tmp_path / "resumed") == content(tmp_path / "whole")
+
+
+def test_a_finished_folder_is_left_as_it_is(corpus, encoder, tmp_path, monkeypatch):
+    encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
+    before = content(tmp_path / "out")
+    encode = Encoder.encode
+    encoded = []
+    monkeypatch.setattr(Encoder, "encode", lambda self, *a, **o: (encoded.extend(a[0]), encode(self, *a, **o))[1])
+    encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
+    assert encoded == [""]
+    assert content(tmp_path / "out") == before
+
+
+def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_path):
+    encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
+    before = content(tmp_path / "out")
+    with pytest.raises(InputError, match="field 'shard_size' is 4, expected 5"):
+        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=5)
+    with pytest.raises(InputError, match="field 'prompt_name' is None, expected 'other'"):
+        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4, prompt_name="other")
+    with pytest.raises(InputError, match="field 'model_sha256' is"):
+        encode_corpus(Encoder(tiny_embedder(), precision="float32"), corpus, tmp_path / "out", shard_size=4)
+    corpus.write_text(corpus.read_text().replace("d10", "d99"))
+    with pytest.raises(InputError, match="field 'corpus_sha256' is"):
+        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
+    assert content(tmp_path / "out") == before
+
+
+def test_a_folder_with_something_else_in_it_is_refused(corpus, encoder, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="something else lies there already; name a new folder"):
+        encode_corpus(encoder, corpus, tmp_path / "out")
+    assert sorted(content(tmp_path / "out")) == ["notes.txt"]
+
+
+def test_a_bad_corpus_or_option_writes_nothing(corpus, encoder, tmp_path):
+    with pytest.raises(OptionError, match="shard_size must be >= 1"):
+        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=0)
+    with pytest.raises(OptionError, match="prompt_name must name a prompt"):
+        encode_corpus(encoder, corpus, tmp_path / "out", prompt_name="nope")
+    corpus.write_text(corpus.read_text() + '{"_id": "cut')
+    with pytest.raises(InputError, match=r"corpus\.jsonl:12: "):
+        encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_and_its_folder_give_the_same_hits(corpus, encoder, tmp_path):
+    encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
+    queries = [some_texts(11)[3], "quick fox"]
+    from_file = search_corpus(encoder, corpus, queries, top_k=3)
+    from_folder = search_corpus(encoder, tmp_path / "out", queries, top_k=3)
+    assert [len(hits) for hits in from_file] == [3, 3]
+    assert [[hit.document_id for hit in hits] for hits in from_file] == [
+        [hit.document_id for hit in hits] for hits in from_folder
+    ]
+    texts = dict(zip([f"d{row}" for row in range(11)], some_texts(11), strict=True))
+    for hits in from_folder:
+        assert [hit.text for hit in hits] == [texts[hit.document_id] for hit in hits]
+        assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+
+
+def test_scores_are_cosines_of_prompted_queries_even_where_the_model_does_not_normalise(corpus):
+    encoder = Encoder(tiny_embedder(normalize=False, prompts={"query": "the "}), precision="float32")
+    (hits,) = search_corpus(encoder, corpus, ["quick fox"], top_k=11)
+    query = encoder.encode(["quick fox"], role="query")[0]
+    documents = encoder.encode(some_texts(11))
+    assert abs(np.linalg.norm(query) - 1.0) > 0.1
+    cosine = documents @ query / np.linalg.norm(documents, axis=1) / np.linalg.norm(query)
+    assert [hit.document_id for hit in hits] == [f"d{row}" for row in np.argsort(-cosine)]
+    np.testing.assert_allclose([hit.score for hit in hits], np.sort(cosine)[::-1], atol=1e-5)
+
+
+def test_a_folder_of_another_model_is_refused(corpus, encoder, tmp_path):
+    encode_corpus(encoder, corpus, tmp_path / "out")
+    with pytest.raises(InputError, match="field 'model_sha256'"):
+        search_corpus(Encoder(tiny_embedder(query_max_length=9)), tmp_path / "out", ["a"])
+
+
+def test_a_folder_without_a_manifest_is_refused(encoder, tmp_path):
+    with pytest.raises(InputError, match="no manifest lies beside this output"):
+        search_corpus(encoder, tmp_path, ["a"])
+
+
+def test_the_models_hash_follows_weights_and_settings_and_nothing_else():
+    first, again = tiny_embedder(), tiny_embedder()
+    base = embedder_sha256(Encoder(first))
+    assert embedder_sha256(Encoder(again, precision="float32")) == base
+    assert embedder_sha256(Encoder(tiny_embedder(normalize=False))) != base
+    assert embedder_sha256(Encoder(tiny_embedder(document_max_length=32))) != base
+    next(again.parameters()).data[0, 0] += 1e-3
+    assert embedder_sha256(Encoder(again)) != base
