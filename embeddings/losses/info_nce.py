@@ -174,8 +174,8 @@ def tiled_cross_entropy(
         tile_size: Scores held at once; at least 32 rows of them are.
 
     Returns:
-        The loss (), and without a gradient the share of rows whose right answer scores above all others () and the mean unscaled
-        score of right answers ().
+        The loss (), and without a gradient the share of rows whose right answer scores above all others () and the
+        mean unscaled score of right answers ().
 
     Precision: the dtype of the inputs; call it outside autocast.
     """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, ContrastiveStep, LossOutput, OptionError, Representations
 from embeddings.common.distributed import is_distributed, reduce_int
-from embeddings.common.mini_batches import plan_mini_batches, take_texts
+from embeddings.common.mini_batches import take_texts
 from embeddings.training.graphs import GraphMemory, attach_gradient, graph_leaves
 from embeddings.training.mini_batch_plan import MiniBatch, extend_plan, plan_towers
 from embeddings.training.replay import RandomState
@@ -28,16 +28,16 @@ class GradCache:
     The mini-batches are cut by token budget from texts sorted by length, each tower for itself, and run from the
     longest to the shortest, so a run that does not fit fails at once.
 
-    The last mini-batch of the first pass always keeps its graph, since recomputing it would need as much memory: a
-    batch of one mini-batch is a plain step.
+    Where no other graph fills the memory, the last mini-batch of the first pass keeps its graph, since recomputing it
+    would need as much: a batch of one mini-batch a tower costs little more than a plain step.
 
     Args:
         mini_batch_tokens: Most padded tokens of a mini-batch. A longer text is alone.
         mini_batch_texts: Most texts of a mini-batch; None for no such limit.
         kept_fraction: Share of all padded tokens, 0 to 1, whose graphs may be kept; None leaves it to `kept_gib`.
         kept_gib: Memory that kept graphs may hold together, in GiB on this rank; None leaves it to `kept_fraction`.
-            The longest mini-batch is measured, the others are taken to need as much a token. Without either option
-            only the last graph is kept; with both, both limits hold.
+            The longest mini-batch is measured, the others are taken to need as much a token. With both options both
+            limits hold; without either only the last graph is kept.
         equal_mini_batches: Whether all ranks run the same number of mini-batches and keep the same number of graphs,
             as strategies need that gather parameters in each forward (FSDP, ZeRO-3).
 
@@ -57,7 +57,9 @@ class GradCache:
         kept_gib: float | None = None,
         equal_mini_batches: bool = False,
     ) -> None:
-        plan_mini_batches(torch.empty(0, dtype=torch.int64), mini_batch_tokens, mini_batch_texts)
+        for name, limit in (("mini_batch_tokens", mini_batch_tokens), ("mini_batch_texts", mini_batch_texts)):
+            if limit is not None and limit < 1:
+                raise OptionError(name, limit, "must be >= 1", "a larger one is faster and needs more memory")
         if kept_fraction is not None and not 0 <= kept_fraction <= 1:
             raise OptionError("kept_fraction", kept_fraction, "must be within 0 and 1", "0.5 keeps half the graphs")
         if kept_gib is not None and not kept_gib >= 0:
@@ -67,6 +69,7 @@ class GradCache:
         self.kept_fraction = kept_fraction
         self.kept_gib = kept_gib
         self.equal_mini_batches = equal_mini_batches
+        self.bytes_per_token = 0.0
 
     def plan(self, batch: ContrastiveBatch) -> list[MiniBatch]:
         """The mini-batches of a batch in the order they run, from the longest texts to the shortest.
@@ -142,20 +145,15 @@ class GradCache:
                 passes.run_early(visit, output.loss, backward, scale)
         return LossOutput(passes.last_surrogate(last, output.loss), output.terms)
 
-    def num_kept(self, plan: list[MiniBatch], bytes_per_token: float = 0.0) -> int:
-        """How many mini-batches from the start of the plan keep their graphs.
-
-        Args:
-            plan: All mini-batches.
-            bytes_per_token: Memory that a padded token needs in a graph; 0 where it is not known.
-        """
+    def num_kept(self, plan: list[MiniBatch]) -> int:
+        """How many mini-batches from the start of the plan keep their graphs, by what is known of their memory."""
         total = sum(mini_batch.num_tokens for mini_batch in plan)
         fraction = self.kept_fraction
         if fraction is None:
             fraction = 0.0 if self.kept_gib is None else 1.0
         limit = fraction * total
-        if self.kept_gib is not None and bytes_per_token:
-            limit = min(limit, self.kept_gib * 2**30 / bytes_per_token)
+        if self.kept_gib is not None:
+            limit = min(limit, self.kept_gib * 2**30 / max(1.0, self.bytes_per_token))
         return sum(tokens <= limit for tokens in accumulate(mini_batch.num_tokens for mini_batch in plan))
 
 
@@ -190,7 +188,7 @@ class _TwoPasses:
         with_graphs, last = torch.is_grad_enabled(), len(self.plan) - 1
         num_kept = self.engine.num_kept(self.plan) if with_graphs else 0
         for index, mini_batch in enumerate(self.plan):
-            keeps = with_graphs and self.keeps_last if index == last else index < num_kept
+            keeps = with_graphs and (self._keeps_last(num_kept) if index == last else index < num_kept)
             random_state = RandomState.capture(self.device)
             memory = GraphMemory()
             measures = index == 0 and keeps and self.engine.kept_gib is not None
@@ -283,8 +281,15 @@ class _TwoPasses:
             leaf.requires_grad_(torch.is_grad_enabled() and leaf.is_floating_point())
         return assembled
 
+    def _keeps_last(self, num_kept: int) -> bool:
+        """Beside graphs that fill a memory budget the last one has no room, unless it was counted."""
+        return self.keeps_last and (self.engine.kept_gib is None or num_kept in (0, len(self.plan)))
+
     def _agreed_num_kept(self, first_bytes: int) -> int:
-        num_kept = self.engine.num_kept(self.plan, first_bytes / self.plan[0].num_tokens)
+        """The number of kept graphs once the first mini-batch's memory is known, where it was measured."""
+        if first_bytes:
+            self.engine.bytes_per_token = first_bytes / self.plan[0].num_tokens
+        num_kept = self.engine.num_kept(self.plan)
         return reduce_int(num_kept, "min", self.device) if self.engine.equal_mini_batches else num_kept
 
     def _parameters(self) -> list[Tensor]:

@@ -1,0 +1,224 @@
+"""GradCache on two gloo ranks against one process with the whole batch: two ranks x B = one rank x 2B."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from embeddings.common import ContrastiveBatch, Representations, TokenBatch
+from embeddings.common.distributed import gather_candidates
+from embeddings.losses import InfoNCE
+from embeddings.training import GradCache
+from tests.helpers.contrastive import (
+    Record,
+    TinyStep,
+    batch_of,
+    gradient_vector,
+    random_records,
+    relative_error,
+)
+from tests.helpers.ranks import run_on_two_ranks
+from tests.helpers.tiny import tiny_bert
+
+ENGINES = {
+    "one text": GradCache(mini_batch_texts=1),
+    "uneven": GradCache(mini_batch_tokens=30),
+    "larger than the batch": GradCache(),
+    "half kept": GradCache(mini_batch_tokens=30, kept_fraction=0.5),
+    "all kept": GradCache(mini_batch_tokens=30, kept_fraction=1.0),
+    "equal mini-batches": GradCache(mini_batch_tokens=30, kept_gib=1e-4, equal_mini_batches=True),
+}
+
+
+def records(num_negatives: int) -> list[Record]:
+    """Eight records, blended switches; those of the second rank are longer and have a negative more."""
+    short, long = random_records(4, num_negatives, seed=5), random_records(4, num_negatives + 1, seed=6, longest=25)
+    long[0].positive = short[3].positive
+    return short + long
+
+
+class StepModule(nn.Module):
+    """What Lightning puts inside DDP: a module whose forward is the training step."""
+
+    def __init__(self, step: TinyStep, engine: GradCache | None) -> None:
+        super().__init__()
+        self.step, self.engine = step, engine
+
+    def forward(self, batch: ContrastiveBatch) -> Tensor:
+        output = self.step.plain_loss(batch) if self.engine is None else self.engine.forward_backward(self.step, batch)
+        return output.loss
+
+
+class WrappedStep(TinyStep):
+    """A step whose encoder itself is inside DDP, so that each mini-batch's forward goes through it."""
+
+    def __init__(self, step: TinyStep) -> None:
+        super().__init__(step.backbone, step.loss)
+        self.backbone = DistributedDataParallel(step.backbone)
+
+
+class LateParameter(TinyStep):
+    """Has a parameter that only mini-batches of long texts reach."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__(backbone)
+        self.bias = nn.Parameter(torch.full((32,), 0.1, dtype=torch.float64))
+
+    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
+        vector_ND = super().embed(tokens).vector_ND
+        long_N1 = (tokens.lengths_N > 5)[:, None]
+        return Representations(torch.where(long_N1, vector_ND + self.bias, vector_ND) if long_N1.any() else vector_ND)
+
+
+class CountingStep(TinyStep):
+    """Counts its forwards."""
+
+    num_forwards = 0
+
+    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
+        self.num_forwards += 1
+        return super().embed(tokens)
+
+
+def make_step(gathers: bool, kind: type[TinyStep] = TinyStep, **options: Any) -> TinyStep:
+    step = kind(tiny_bert().double())
+    step.loss = InfoNCE(temperature=0.05, gather_across_devices=gathers, **options).double()
+    return step
+
+
+def under_ddp(step: TinyStep, engine: GradCache | None, batch: ContrastiveBatch) -> Tensor:
+    module = DistributedDataParallel(StepModule(step, engine))
+    module(batch).backward()
+    return gradient_vector(step)
+
+
+def error(
+    rank: int,
+    engine: GradCache | None,
+    num_negatives: int = 1,
+    gathers: bool = True,
+    gather: Callable[[Tensor, list[int]], Tensor] = gather_candidates,
+    **options: Any,
+) -> float:
+    """How far this rank's averaged gradient is from that of one process with the whole batch."""
+    everything = records(num_negatives)
+    with patch("embeddings.losses.info_nce.gather_candidates", gather):
+        found = under_ddp(make_step(gathers, **options), engine, batch_of(everything[4 * rank : 4 * rank + 4]))
+    reference = make_step(False, **options)
+    reference.plain_loss(batch_of(everything)).loss.backward()
+    return relative_error(found, gradient_vector(reference))
+
+
+def error_through_the_wrapper(rank: int) -> float:
+    everything = records(1)
+    step = WrappedStep(make_step(True))
+    engine = GradCache(mini_batch_tokens=30, kept_fraction=0.5)
+    engine.step(step, batch_of(everything[4 * rank : 4 * rank + 4]), no_sync=step.backbone.no_sync)
+    reference = make_step(False)
+    reference.plain_loss(batch_of(everything)).loss.backward()
+    return relative_error(gradient_vector(step), gradient_vector(reference))
+
+
+def error_with_dropout(rank: int) -> float:
+    """Against the same mini-batches with every graph kept, from the same random state on each rank."""
+    found = []
+    for kept_fraction in (None, 1.0):
+        step = TinyStep(tiny_bert(dropout=0.1).double().train())
+        torch.manual_seed(10 + rank)
+        engine = GradCache(mini_batch_tokens=30, kept_fraction=kept_fraction)
+        found.append(under_ddp(step, engine, batch_of(records(1)[4 * rank : 4 * rank + 4])))
+    return relative_error(*found)
+
+
+def forwards_with_equal_mini_batches(rank: int) -> tuple[int, int]:
+    """Embeddings of a rank with two texts and of one with ten, without and with equal numbers."""
+    counts = []
+    for equal in (False, True):
+        step = CountingStep(tiny_bert().double())
+        shard = [Record([7] * 3, [8 + row] * 3) for row in range((1, 5)[rank])]
+        GradCache(mini_batch_texts=1, kept_fraction=0.3, equal_mini_batches=equal).step(step, batch_of(shard))
+        counts.append(step.num_forwards)
+    return counts[0], counts[1]
+
+
+def times_world_size(candidate_CD: Tensor, counts: list[int]) -> Tensor:
+    gathered = gather_candidates(candidate_CD, counts)
+    return gathered * 2 - gathered.detach()
+
+
+def own_rows_only(candidate_CD: Tensor, counts: list[int]) -> Tensor:
+    parts = list(gather_candidates(candidate_CD.detach(), counts).split(counts))
+    parts[dist.get_rank()] = candidate_CD
+    return torch.cat(parts)
+
+
+def detached(candidate_CD: Tensor, counts: list[int]) -> Tensor:
+    return gather_candidates(candidate_CD, counts).detach()
+
+
+def positives_first(candidate_CD: Tensor, counts: list[int]) -> Tensor:
+    """Lays the ranks' positives before all negatives, which shifts what targets and masks point at."""
+    parts = gather_candidates(candidate_CD, counts).split(counts)
+    return torch.cat([part[:4] for part in parts] + [part[4:] for part in parts])
+
+
+MUTANTS: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
+    "candidates' gradients times the world size": times_world_size,
+    "gradients of own rows only": own_rows_only,
+    "detached documents": detached,
+    "positives of all ranks first": positives_first,
+}
+
+
+def cases(rank: int) -> dict[str, Any]:
+    results: dict[str, Any] = {"plain": error(rank, None)}
+    for name, engine in ENGINES.items():
+        for num_negatives in (0, 7):
+            results[f"{name}, {num_negatives} negatives"] = error(rank, engine, num_negatives)
+    engine = ENGINES["half kept"]
+    results["both directions"] = error(rank, engine, directions="both")
+    results["learnt temperature"] = error(rank, engine, learnable_temperature=True)
+    results["late parameter"] = error(rank, GradCache(mini_batch_tokens=10), kind=LateParameter)
+    results["through the wrapper"] = error_through_the_wrapper(rank)
+    results["dropout"] = error_with_dropout(rank)
+    for name, mutant in MUTANTS.items():
+        results[name] = error(rank, ENGINES["uneven"], gather=mutant)
+    results["no gather"] = error(rank, ENGINES["uneven"], gathers=False)
+    results["forwards"] = forwards_with_equal_mini_batches(rank)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_on_two_ranks(cases)
+
+
+@pytest.mark.parametrize("num_negatives", [0, 7])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_equal_one_with_twice_the_batch(
+    results: list[dict[str, Any]], engine: str, num_negatives: int
+) -> None:
+    assert max(result[f"{engine}, {num_negatives} negatives"] for result in results) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "both directions", "learnt temperature", "late parameter", "through the wrapper", "dropout"]
+)
+def test_every_kind_of_step_equals_one_process(results: list[dict[str, Any]], case: str) -> None:
+    assert max(result[case] for result in results) <= 1e-12
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, "no gather"])
+def test_a_wrong_gather_is_caught(results: list[dict[str, Any]], mutant: str) -> None:
+    assert min(result[mutant] for result in results) > 1e-2
+
+
+def test_equal_mini_batches_run_as_many_forwards_on_every_rank(results: list[dict[str, Any]]) -> None:
+    (unequal_0, equal_0), (unequal_1, equal_1) = (result["forwards"] for result in results)
+    assert unequal_0 < unequal_1
+    assert equal_0 == equal_1

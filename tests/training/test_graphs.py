@@ -1,0 +1,65 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from embeddings.training.graphs import GraphMemory, attach_gradient, graph_leaves
+
+
+def test_the_scalar_has_the_value_and_hands_out_the_gradients() -> None:
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    leaf = torch.tensor(5.0, requires_grad=True)
+    surrogate = attach_gradient(torch.tensor(7.0), [weight * 10, leaf], [torch.tensor([1.0, -1.0]), torch.tensor(4.0)])
+    assert surrogate.item() == 7.0
+    (surrogate * 3).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [30.0, -30.0]
+    assert leaf.grad is not None
+    assert leaf.grad.item() == 12.0
+
+
+def test_without_a_graph_behind_it_there_is_none() -> None:
+    assert not attach_gradient(torch.tensor(1.0), [torch.ones(2)], [torch.ones(2)]).requires_grad
+    assert not attach_gradient(torch.tensor(1.0), [], []).requires_grad
+
+
+def test_a_loss_scale_saves_gradients_too_small_for_half_precision() -> None:
+    weight = torch.ones(4, dtype=torch.float16, requires_grad=True)
+    tiny = torch.full((4,), 6e-8, dtype=torch.float16)
+    (attach_gradient(torch.tensor(1.0), [weight * 1], [tiny]) * 65536).backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float16
+    assert weight.grad.tolist() == pytest.approx([65536 * float(tiny[0])] * 4)
+
+
+def test_leaves_are_found_once_through_shared_and_frozen_paths() -> None:
+    first, second, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), torch.ones(2)
+    unused = nn.Parameter(torch.ones(2))
+    shared = first * frozen
+    leaves = graph_leaves((shared * shared + second).sum())
+    assert {id(leaf) for leaf in leaves} == {id(first), id(second)}
+    assert len(leaves) == 2
+    assert id(unused) not in {id(leaf) for leaf in leaves}
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_tensor_without_a_graph_is_its_own_leaf_if_it_trains(requires_grad: bool) -> None:
+    leaf = torch.ones(2, requires_grad=requires_grad)
+    assert [id(found) for found in graph_leaves(leaf)] == ([id(leaf)] if requires_grad else [])
+
+
+def test_memory_counts_each_saved_tensor_once_and_no_parameter() -> None:
+    weight = nn.Parameter(torch.ones(8, 8))
+    memory = GraphMemory()
+    with memory.measured(torch.device("cpu"), [weight]):
+        hidden: Tensor = torch.ones(4, 8) @ weight
+        kept = (hidden * hidden).exp()
+    assert kept.requires_grad
+    # The input, the hidden states (saved twice by the square) and the output of exp: 4 x 8 floats each.
+    assert memory.num_bytes == 3 * 4 * 8 * 4
+
+
+def test_memory_measures_nothing_without_a_graph() -> None:
+    memory = GraphMemory()
+    with memory.measured(torch.device("cpu"), []), torch.no_grad():
+        torch.ones(4, requires_grad=True).exp()
+    assert memory.num_bytes == 0

@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from embeddings.common import ContrastiveBatch
+from embeddings.training.mini_batch_plan import MiniBatch, extend_plan, plan_towers
+from tests.helpers.contrastive import Record, batch_of, random_batch
+
+
+def rows_of(plan: list[MiniBatch], tower: int) -> list[int]:
+    real = [part for part in plan if part.tower == tower and not part.is_filler]
+    return sorted(row for part in real for row in part.rows_n.tolist())
+
+
+def check(plan: list[MiniBatch], batch: ContrastiveBatch) -> None:
+    assert rows_of(plan, 0) == list(range(len(batch.query)))
+    assert rows_of(plan, 1) == list(range(len(batch.candidate)))
+    for part in plan:
+        lengths_N = (batch.query, batch.candidate)[part.tower].lengths_N
+        assert part.longest == lengths_N[part.rows_n].max()
+        assert part.num_tokens == part.longest * len(part.rows_n)
+    assert [part.longest for part in plan] == sorted((part.longest for part in plan), reverse=True)
+
+
+def test_both_towers_are_covered_from_the_longest_text_to_the_shortest() -> None:
+    batch = random_batch(9, 2)
+    plan = plan_towers(batch, 30, None)
+    check(plan, batch)
+    assert {part.tower for part in plan} == {0, 1}
+    assert all(part.num_tokens <= 30 for part in plan)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 5])
+def test_a_plan_is_extended_by_halving_its_largest_mini_batches(missing: int) -> None:
+    batch = random_batch(9, 2)
+    plan = plan_towers(batch, 30, None)
+    extended = extend_plan(plan, len(plan) + missing, batch)
+    assert len(extended) == len(plan) + missing
+    assert not any(part.is_filler for part in extended)
+    check(extended, batch)
+
+
+def test_a_plan_of_single_texts_is_filled_up() -> None:
+    batch = batch_of([Record([1, 2], [3])])
+    extended = extend_plan(plan_towers(batch, 10, None), 5, batch)
+    assert [part.is_filler for part in extended] == [False, False, True, True, True]
+    assert all(torch.equal(part.rows_n, torch.tensor([0])) for part in extended)
+    check(extended, batch)
