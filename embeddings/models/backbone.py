@@ -25,6 +25,7 @@ from embeddings.models.bidirectional import check_bidirectional, make_bidirectio
 from embeddings.models.hub import resolve_model
 
 DtypeName = Literal["float32", "bfloat16", "auto"]
+_TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
 _DTYPES: dict[str, torch.dtype | str] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
 
@@ -66,8 +67,9 @@ def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTo
     if config.bidirectional:
         check_bidirectional(model)
     if config.gradient_checkpointing:
-        options = {"use_reentrant": False}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[no-untyped-call]
+        # transformers 5.23 renamed the method; the older name is the only one before.
+        enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model, load_tokenizer(folder, model)
 
 
@@ -114,11 +116,14 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerB
         InputError: If there is none, it has neither a pad nor an end-of-sequence token, or it has ids that the model
             has no embedding for.
     """
+    if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
+        # transformers would make an empty one and go on.
+        raise InputError(str(folder), "holds no tokenizer", "save one beside the model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # A damaged tokenizer.json is reported by the Rust library as a bare Exception.
     except Exception as error:
-        raise InputError(str(folder), f"no tokenizer: {_first_line(error)}", "save one beside the model") from error
+        raise InputError(str(folder), f"tokenizer cannot be read: {_first_line(error)}", "take a whole copy") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:

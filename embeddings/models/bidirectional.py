@@ -46,6 +46,8 @@ def make_bidirectional(model: PreTrainedModel) -> None:
                 module.sliding_window = None  # type: ignore[assignment]
             if getattr(module, "layer_type", None) == "sliding_attention":
                 module.layer_type = "full_attention"  # type: ignore[assignment]
+            if getattr(module, "has_sliding_layers", False) is True:
+                module.has_sliding_layers = False  # type: ignore[assignment]
 
 
 @torch.no_grad()

@@ -96,7 +96,7 @@ def read_model_directory(folder: Path, model: PreTrainedModel, tokenizer: PreTra
     """
     if not (folder / "modules.json").is_file():
         raise InputError(str(folder), "has no modules.json, so it is no embedding model", "export one, or train it")
-    entries = _read_json(folder / "modules.json")
+    entries = _read_json(folder / "modules.json", list)
     pooling: Pooling | None = None
     head, normalize, include_prompt = None, False, True
     for entry in entries:
@@ -156,10 +156,7 @@ def _read_text(
     saved = _read_json(general).get("prompts", {}) if general.is_file() else {}
     prompts = {name: prompt for name, prompt in saved.items() if prompt}
     if (folder / TEXT_FILE).is_file():
-        try:
-            return TextSettings(prompts=prompts, **_read_json(folder / TEXT_FILE))
-        except TypeError as error:
-            raise InputError(str(folder / TEXT_FILE), str(error), "export the model again") from error
+        return _text_settings(folder / TEXT_FILE, {**_read_json(folder / TEXT_FILE), "prompts": prompts})
     path = folder / "sentence_bert_config.json"
     settings = _read_json(path) if path.is_file() else {}
     if settings.get("do_lower_case"):
@@ -168,16 +165,21 @@ def _read_text(
         backend.normalizer = tokenizers.normalizers.Sequence(steps)
     limit = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
     length = settings.get("max_seq_length") or limit
-    return TextSettings(
-        query_max_length=settings.get("query_length") or length,
-        document_max_length=settings.get("document_length") or length,
-        prompts=prompts,
-        pool_prompt=include_prompt,
-    )
+    lengths = {f"{role}_max_length": settings.get(f"{role}_length") or length for role in ("query", "document")}
+    return _text_settings(path, {**lengths, "prompts": prompts, "pool_prompt": include_prompt})
 
 
-def _module_entry(folder: Path, entry: dict[str, Any]) -> tuple[str, Path]:
+def _text_settings(path: Path, fields: dict[str, Any]) -> TextSettings:
+    try:
+        return TextSettings.from_dict(fields)
+    except (TypeError, OptionError) as error:
+        raise InputError(str(path), str(error), "export the model again") from error
+
+
+def _module_entry(folder: Path, entry: Any) -> tuple[str, Path]:
     """The class name and the folder of one module, which must lie inside the model's."""
+    if not isinstance(entry, dict):
+        raise InputError(str(folder / "modules.json"), "lists no modules", "take a whole copy of the model")
     kind, path = str(entry.get("type", "")), folder / str(entry.get("path", ""))
     if not path.resolve().is_relative_to(folder.resolve()):
         raise InputError(str(folder / "modules.json"), f"path {entry['path']!r} leads outside", "do not use this model")
@@ -242,11 +244,14 @@ def _load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
         raise InputError(str(file), f"cannot be loaded: {reason}", "take a whole copy of the model") from error
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path, kind: type = dict) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(str(path), f"is no readable JSON ({error})", "take a whole copy of the model") from error
+    if not isinstance(value, kind):
+        raise InputError(str(path), f"holds no {kind.__name__}", "take a whole copy of the model")
+    return value
 
 
 def _write_json(path: Path, value: Any) -> None:

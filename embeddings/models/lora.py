@@ -1,5 +1,6 @@
 """Low-rank adapters by peft: the backbone's own weights stay, small matrices beside them learn."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,7 +59,10 @@ def add_lora(backbone: PreTrainedModel, settings: LoraSettings) -> "PeftModel":
         task_type=TaskType.FEATURE_EXTRACTION,
     )
     try:
-        return get_peft_model(backbone, config)
+        with warnings.catch_warnings():
+            # peft reads the old name of a property that transformers 5.23 has renamed.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return get_peft_model(backbone, config)
     except ValueError as error:
         layers = [name for name, layer in backbone.named_modules() if isinstance(layer, nn.Linear)]
         linear = sorted({name.split(".")[-1] for name in layers})

@@ -33,6 +33,8 @@ def read(
         if append_eos:
             ids.append(tokenizer.eos_token_id)
             mask.append(True)
+        if not ids:
+            ids, mask = [tokenizer.eos_token_id], [True]
         mask[-1] = True
         all_ids.append(ids)
         all_masks.append(mask)

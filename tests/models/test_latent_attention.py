@@ -47,7 +47,9 @@ def released_block(token: Tensor, weights: dict[str, Tensor], head_dim: int) -> 
             scores.append(float(query[own] @ both[:width][own]) / math.sqrt(head_dim))
             values.append(both[width:][own])
         shares = softmax(scores)
-        read += [sum(share * float(value[i]) for share, value in zip(shares, values, strict=True)) for i in range(head_dim)]
+        read += [
+            sum(share * float(value[i]) for share, value in zip(shares, values, strict=True)) for i in range(head_dim)
+        ]
     token = token + weights["attention.to_output.weight"] @ torch.tensor(read, dtype=torch.float64)
     inner = norm(token, weights, "feed_forward.norm")
     wide = weights["feed_forward.expand.weight"] @ inner + weights["feed_forward.expand.bias"]
@@ -100,7 +102,9 @@ def test_padding_and_excluded_tokens_change_nothing() -> None:
     spoiled = hidden.clone()
     spoiled[~MASK] = 1e6
     torch.testing.assert_close(pooling(spoiled, MASK), pooling(hidden, MASK), rtol=0, atol=0)
-    alone = torch.cat([pooling(hidden[row, MASK[row]][None], torch.ones(1, int(MASK[row].sum())).bool()) for row in range(3)])
+    alone = torch.cat(
+        [pooling(hidden[row, MASK[row]][None], torch.ones(1, int(MASK[row].sum())).bool()) for row in range(3)]
+    )
     torch.testing.assert_close(pooling(hidden, MASK), alone, rtol=1e-12, atol=1e-12)
 
 

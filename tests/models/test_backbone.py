@@ -1,0 +1,163 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+from embeddings.common import InputError
+from embeddings.models import BackboneConfig, load_backbone
+from tests.helpers.tiny import (
+    bpe_tokenizer,
+    save_backbone,
+    sentencepiece_tokenizer,
+    tiny_bert,
+    tiny_mistral,
+    wordpiece_tokenizer,
+)
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    return Path(save_backbone(str(tmp_path / "bert"), tiny_bert(), wordpiece_tokenizer()))
+
+
+@pytest.fixture
+def mistral(tmp_path: Path) -> Path:
+    return Path(save_backbone(str(tmp_path / "mistral"), tiny_mistral(), sentencepiece_tokenizer()))
+
+
+def test_an_encoder_loads_without_a_pooling_layer_of_its_own(bert: Path) -> None:
+    model, tokenizer = load_backbone(BackboneConfig(str(bert)))
+    assert model.pooler is None
+    assert model.dtype == torch.float32
+    ids = tokenizer("how do I pad", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model(ids).last_hidden_state, tiny_bert()(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_decoder_loads_in_both_directions(mistral: Path, attention: str) -> None:
+    model, _ = load_backbone(BackboneConfig(str(mistral), bidirectional=True, attn_implementation=attention))
+    assert model.config.is_causal is False
+    assert model.config.sliding_window is None
+    assert model.config._attn_implementation == attention
+    ids = torch.arange(3, 23)[None]
+    changed = ids.clone()
+    changed[0, -1] = 40
+    with torch.no_grad():
+        moved = (model(ids).last_hidden_state - model(changed).last_hidden_state)[0, 0].abs().max()
+    assert moved > 1e-3
+
+
+def test_a_decoder_stays_causal_unless_asked(mistral: Path) -> None:
+    model, _ = load_backbone(BackboneConfig(str(mistral)))
+    assert getattr(model.config, "is_causal", True) is True
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.bfloat16), ("auto", torch.float32)])
+def test_weights_come_in_the_dtype_asked_for(mistral: Path, dtype: str, expected: torch.dtype) -> None:
+    config = BackboneConfig(str(mistral), dtype=dtype, bidirectional=True)  # type: ignore[arg-type]
+    assert load_backbone(config)[0].dtype == expected
+
+
+def test_gradient_checkpointing_gives_equal_gradients(mistral: Path) -> None:
+    grads = []
+    for checkpointing in (False, True):
+        model, _ = load_backbone(BackboneConfig(str(mistral), gradient_checkpointing=checkpointing))
+        assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) is checkpointing
+        model.train()(torch.arange(3, 12)[None]).last_hidden_state.square().sum().backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    assert len(grads[0]) > 10
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, recomputed)
+
+
+def test_a_tokenizer_without_a_pad_token_pads_on_the_right_with_its_end_token(tmp_path: Path) -> None:
+    backend = bpe_tokenizer().backend_tokenizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", padding_side="left")
+    folder = save_backbone(str(tmp_path), tiny_mistral(), tokenizer)
+    _, loaded = load_backbone(BackboneConfig(folder))
+    assert loaded.pad_token_id == loaded.eos_token_id
+    assert loaded.padding_side == "right"
+
+
+def test_a_tokenizer_with_neither_pad_nor_end_token_is_refused(tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer().backend_tokenizer)
+    folder = save_backbone(str(tmp_path), tiny_mistral(), tokenizer)
+    with pytest.raises(InputError, match="no pad and no eos token"):
+        load_backbone(BackboneConfig(folder))
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    tokenizer = wordpiece_tokenizer()
+    tokenizer.add_tokens([f"<extra_{i}>" for i in range(400)])
+    folder = save_backbone(str(tmp_path), tiny_bert(), tokenizer)
+    with pytest.raises(InputError, match="the model has 384 embeddings"):
+        load_backbone(BackboneConfig(folder))
+
+
+def one_line(error: pytest.ExceptionInfo[InputError]) -> bool:
+    return "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_a_directory_without_a_model_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config\.json") as caught:
+        load_backbone(BackboneConfig(str(tmp_path)))
+    assert one_line(caught)
+
+
+def test_a_directory_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
+    tiny_bert().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="holds no tokenizer") as caught:
+        load_backbone(BackboneConfig(str(tmp_path)))
+    assert one_line(caught)
+
+
+def test_a_damaged_tokenizer_is_one_line(bert: Path) -> None:
+    (bert / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="tokenizer cannot be read") as caught:
+        load_backbone(BackboneConfig(str(bert)))
+    assert one_line(caught)
+
+
+def test_truncated_weights_are_one_line(bert: Path) -> None:
+    whole = (bert / "model.safetensors").read_bytes()
+    (bert / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="cannot be loaded") as caught:
+        load_backbone(BackboneConfig(str(bert)))
+    assert one_line(caught)
+
+
+def test_weights_of_another_shape_are_one_line(bert: Path) -> None:
+    config = json.loads((bert / "config.json").read_text())
+    (bert / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
+    with pytest.raises(InputError, match="cannot be loaded") as caught:
+        load_backbone(BackboneConfig(str(bert)))
+    assert one_line(caught)
+
+
+def test_weights_that_are_missing_are_refused_and_not_left_random(bert: Path) -> None:
+    state = load_file(bert / "model.safetensors")
+    dropped = {name: tensor for name, tensor in state.items() if "layer.1.output.dense" not in name}
+    save_file(dropped, bert / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="2 weights of BertModel are missing"):
+        load_backbone(BackboneConfig(str(bert)))
+
+
+def test_pickled_weights_are_refused(bert: Path) -> None:
+    state = load_file(bert / "model.safetensors")
+    (bert / "model.safetensors").unlink()
+    torch.save(state, bert / "pytorch_model.bin")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_backbone(BackboneConfig(str(bert)))
+
+
+def test_the_config_is_read_from_arguments() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--backbone", type=BackboneConfig)
+    given = parser.parse_args(["--backbone.name=somewhere", "--backbone.bidirectional=true"])
+    config = parser.instantiate(given).backbone
+    assert config == BackboneConfig("somewhere", bidirectional=True)

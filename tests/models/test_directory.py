@@ -1,0 +1,205 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.models import ClsPooling, Embedder, LatentAttentionPooling, MeanPooling, WeightedMeanPooling
+from embeddings.models import Pooling as OurPooling
+from embeddings.models.directory import pooling_name
+from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
+from tests.models.reading import random_tokens, read
+
+TOKENS = random_tokens(384, [7, 3, 12])
+
+
+def embedder(pooling: OurPooling | None = None, seed: int = 0, **text: object) -> Embedder:
+    settings = TextSettings(**text)  # type: ignore[arg-type]
+    return Embedder(tiny_bert(seed), wordpiece_tokenizer(), pooling or MeanPooling(32), text=settings).eval()
+
+
+def latent() -> LatentAttentionPooling:
+    return LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path: Path) -> None:
+    embedder(prompts={"query": "q: "}, pool_prompt=True).save_pretrained(tmp_path / "model")
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "1_Pooling",
+        "2_Normalize",
+        "config.json",
+        "config_sentence_transformers.json",
+        "model.safetensors",
+        "modules.json",
+        "sentence_bert_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    general = json.loads((tmp_path / "model" / "config_sentence_transformers.json").read_text())
+    assert general["prompts"] == {"query": "q: "}
+
+
+@pytest.mark.parametrize(
+    ("pooling", "text", "own_code"),
+    [
+        (MeanPooling(32), {}, False),
+        (MeanPooling(32), {"prompts": {"query": "q: "}, "pool_prompt": True}, False),
+        (MeanPooling(32), {"prompts": {"query": ""}}, False),
+        (ClsPooling(32), {"prompts": {"query": "q: "}}, False),
+        (MeanPooling(32), {"prompts": {"query": "q: "}}, True),
+        (WeightedMeanPooling(32), {"prompts": {"query": "q: "}}, True),
+        (MeanPooling(32), {"append_eos": True}, True),
+        (latent(), {}, True),
+    ],
+)
+def test_code_travels_only_where_the_library_cannot_do_it(
+    tmp_path: Path, pooling: OurPooling, text: dict[str, object], own_code: bool
+) -> None:
+    embedder(pooling, **text).save_pretrained(tmp_path / "model")
+    assert bool(list((tmp_path / "model").glob("*.py"))) is own_code
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken", "weightedmean"])
+@pytest.mark.parametrize("normalize", [False, True])
+@torch.no_grad()
+def test_a_directory_that_sentence_transformers_wrote_loads(tmp_path: Path, mode: str, normalize: bool) -> None:
+    save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
+    transformer = Transformer(str(tmp_path / "backbone"), max_seq_length=20)
+    modules = [transformer, Pooling(32, mode), *([Normalize()] if normalize else [])]
+    theirs = SentenceTransformer(modules=modules, device="cpu", prompts={"query": "find: "})
+    theirs.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    ours = Embedder.from_pretrained(tmp_path / "model")
+    assert ours.text == TextSettings(20, 20, prompts={"query": "find: "}, pool_prompt=True)
+    texts = ["how do I pad", "the quick brown fox jumps over the lazy dog " * 3, "z"]
+    vectors = ours(read(ours.tokenizer, texts, "find: ", 20, pool_prompt=True))
+    assert (vectors - torch.from_numpy(theirs.encode_query(texts))).abs().max() <= 1e-5
+
+
+def test_a_tokenizer_that_lower_cases_on_request_does(tmp_path: Path) -> None:
+    embedder().save_pretrained(tmp_path / "model")
+    edit(tmp_path / "model" / "sentence_bert_config.json", do_lower_case=True)
+    tokenizer = Embedder.from_pretrained(tmp_path / "model").tokenizer
+    assert tokenizer("QUICK Fox")["input_ids"] == tokenizer("quick fox")["input_ids"]
+
+
+@torch.no_grad()
+def test_a_new_model_replaces_the_old_one_and_leaves_other_files(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    embedder(latent()).save_pretrained(target)
+    (target / "metrics.json").write_text("{}")
+    (target / "plots").mkdir()
+    (target / "plots" / "loss.png").write_bytes(b"png")
+    second = embedder(seed=1)
+    second.save_pretrained(target)
+    assert (target / "metrics.json").read_text() == "{}"
+    assert (target / "plots" / "loss.png").read_bytes() == b"png"
+    assert not list(target.glob("*.py"))
+    assert torch.equal(Embedder.from_pretrained(target)(TOKENS), second(TOKENS))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("failing", ["save_pretrained", "replace"])
+def test_a_failure_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    target = tmp_path / "model"
+    embedder().save_pretrained(target)
+    before = tree(target)
+    second = embedder(seed=1)
+    if failing == "replace":
+        replace = os.replace
+
+        def fail_for_new(source: Path, destination: Path) -> None:
+            if Path(source).name == "new":
+                raise OSError("no space")
+            replace(source, destination)
+
+        monkeypatch.setattr(os, "replace", fail_for_new)
+    else:
+
+        def fail(*_: object, **__: object) -> None:
+            raise OSError("no space")
+
+        monkeypatch.setattr(second.tokenizer, "save_pretrained", fail)
+    with pytest.raises(OSError, match="no space"):
+        second.save_pretrained(target)
+    assert tree(target) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_pooling_that_cannot_travel_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    class Own(MeanPooling):
+        pass
+
+    with pytest.raises(OptionError, match=r"pooling .* 'Own'"):
+        embedder(Own(32)).save_pretrained(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+    assert pooling_name(latent()) == "latent_attention"
+
+
+DAMAGE = {
+    "weights cut": lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:900]),
+    "pooling weights cut": lambda d: (d / "1_Pooling/model.safetensors").write_bytes(b"\x08"),
+    "pooling weights gone": lambda d: (d / "1_Pooling/model.safetensors").unlink(),
+    "pooling of another size": lambda d: edit(
+        d / "1_Pooling/config.json", arguments={**latent().arguments(), "num_latents": 5}
+    ),
+    "pooling unknown": lambda d: edit(d / "1_Pooling/config.json", name="os.system"),
+    "pooling with an argument too many": lambda d: edit(d / "1_Pooling/config.json", arguments={"bogus": 1}),
+    "pooling of another width": lambda d: edit(d / "1_Pooling/config.json", hidden_size=16),
+    "modules no JSON": lambda d: (d / "modules.json").write_text("[{"),
+    "module unknown": lambda d: (d / "modules.json").write_text('[{"type": "os.system", "path": ""}]'),
+    "module outside": lambda d: (d / "modules.json").write_text('[{"type": "x.Pooling", "path": "../elsewhere"}]'),
+    "modules no list": lambda d: (d / "modules.json").write_text('{"type": "x.Pooling"}'),
+    "module no object": lambda d: (d / "modules.json").write_text('["x.Pooling"]'),
+    "no pooling": lambda d: (d / "modules.json").write_text('[{"type": "x.Transformer", "path": ""}]'),
+    "unknown text setting": lambda d: edit(d / "text_settings.json", bogus=1),
+    "impossible length": lambda d: edit(d / "text_settings.json", query_max_length=0),
+    "no tokenizer": lambda d: (d / "tokenizer.json").unlink(),
+    "no config": lambda d: (d / "config.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_directory_is_one_line(tmp_path: Path, damage: str) -> None:
+    embedder(latent()).save_pretrained(tmp_path / "model")
+    Embedder.from_pretrained(tmp_path / "model")
+    DAMAGE[damage](tmp_path / "model")
+    with pytest.raises(InputError) as caught:
+        Embedder.from_pretrained(tmp_path / "model")
+    assert str(tmp_path / "model") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"pooling_mode_max_tokens": True}, {"pooling_mode_mean_tokens": False}])
+def test_a_pooling_that_is_none_of_ours_is_one_line(tmp_path: Path, changes: dict[str, bool]) -> None:
+    embedder().save_pretrained(tmp_path / "model")
+    edit(tmp_path / "model/1_Pooling/config.json", **changes)
+    with pytest.raises(InputError, match="none of ours"):
+        Embedder.from_pretrained(tmp_path / "model")
+
+
+def test_a_head_that_is_not_linear_is_one_line(tmp_path: Path) -> None:
+    model = embedder()
+    model.head = torch.nn.Linear(32, 4)
+    model.save_pretrained(tmp_path / "model")
+    edit(tmp_path / "model/2_Dense/config.json", activation_function="torch.nn.modules.activation.Tanh")
+    with pytest.raises(InputError, match="more than a linear head"):
+        Embedder.from_pretrained(tmp_path / "model")
+
+
+def test_no_code_of_a_directory_runs(tmp_path: Path) -> None:
+    embedder(latent()).save_pretrained(tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.py"):
+        file.write_text("raise SystemExit('ran')")
+    Embedder.from_pretrained(tmp_path / "model")

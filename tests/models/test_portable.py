@@ -1,0 +1,165 @@
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers.dynamic_module_utils
+from sentence_transformers import SentenceTransformer
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from embeddings.common import TextSettings, instruction_prompt
+from embeddings.models import Embedder, LatentAttentionPooling, MeanPooling, Pooling, make_bidirectional
+from embeddings.models.directory import PORTABLE_FILES
+from embeddings.models.portable import POOLINGS, TextTransformer
+from tests.helpers.tiny import bpe_tokenizer, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.models.reading import read
+
+QUERY = instruction_prompt("Given a question, retrieve passages that answer the question")
+TEXTS = ["how do I pad sequences", "the quick brown fox " * 14, "7 jumps", "東京 café", "", " two numbers", "z"]
+TOKENIZERS = [wordpiece_tokenizer, bpe_tokenizer, sentencepiece_tokenizer]
+
+
+@pytest.fixture(autouse=True)
+def _travelling_code_stays_in_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def decoder(pooling: Pooling, tokenizer: PreTrainedTokenizerBase, **text: object) -> Embedder:
+    backbone = tiny_mistral()
+    make_bidirectional(backbone)
+    settings = TextSettings(query_max_length=64, document_max_length=32, prompts={"query": QUERY}, **text)  # type: ignore[arg-type]
+    return Embedder(backbone, tokenizer, pooling, text=settings).eval()
+
+
+def latent(seed: int = 0) -> LatentAttentionPooling:
+    torch.manual_seed(seed)
+    return LatentAttentionPooling(32, num_latents=6, num_heads=4, head_dim=8)
+
+
+@pytest.mark.parametrize("append_eos", [False, True])
+@pytest.mark.parametrize("make_tokenizer", TOKENIZERS)
+def test_sentence_transformers_gives_equal_vectors_of_prompted_latent_attention(
+    tmp_path: Path, make_tokenizer: object, append_eos: bool
+) -> None:
+    tokenizer = make_tokenizer()  # type: ignore[operator]
+    append_eos = append_eos and tokenizer.eos_token_id is not None
+    embedder = decoder(latent(), tokenizer, append_eos=append_eos)
+    embedder.save_pretrained(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    with torch.no_grad():
+        queries = embedder(read(tokenizer, TEXTS, QUERY, 64, append_eos))
+        documents = embedder(read(tokenizer, TEXTS, "", 32, append_eos))
+    assert len(torch.unique(queries, dim=0)) > 3
+    assert (torch.from_numpy(theirs.encode_query(TEXTS)) - queries).abs().max() <= 1e-5
+    assert (torch.from_numpy(theirs.encode_document(TEXTS)) - documents).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(POOLINGS))
+def test_sentence_transformers_gives_equal_vectors_of_every_pooling(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    tokenizer = sentencepiece_tokenizer()
+    pooling = latent() if name == "latent_attention" else POOLINGS[name](32)
+    embedder = decoder(pooling, tokenizer)
+    embedder.head = nn.Linear(32, 12)
+    embedder.save_pretrained(tmp_path / "model")
+    portable = (tmp_path / "model" / "portable.py").exists()
+    assert portable == (name not in ("cls", "last_token"))
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=portable)
+    texts = [text for text in TEXTS if text]
+    with torch.no_grad():
+        ours = embedder(read(tokenizer, texts, QUERY, 64))
+    vectors = torch.from_numpy(theirs.encode_query(texts))
+    assert vectors.shape == (len(texts), 12)
+    assert (vectors - ours).abs().max() <= 1e-5
+
+
+def test_sentence_transformers_own_prompt_length_would_be_wrong(tmp_path: Path) -> None:
+    tokenizer = bpe_tokenizer()
+    embedder = decoder(MeanPooling(32), tokenizer, pool_prompt=True)
+    embedder.save_pretrained(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    theirs.set_pooling_include_prompt(False)
+    with torch.no_grad():
+        ours = embedder(read(tokenizer, ["the lazy dog"], QUERY, 64))
+    assert (torch.from_numpy(theirs.encode_query(["the lazy dog"])) - ours).abs().max() > 1e-3
+
+
+def test_sentence_transformers_loads_plain_models_without_any_code(tmp_path: Path) -> None:
+    tokenizer = wordpiece_tokenizer()
+    embedder = Embedder(tiny_bert(), tokenizer, MeanPooling(32), text=TextSettings(document_max_length=16)).eval()
+    embedder.save_pretrained(tmp_path / "model")
+    assert not list((tmp_path / "model").rglob("*.py"))
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    assert theirs.max_seq_length == 16
+    with torch.no_grad():
+        ours = embedder(read(tokenizer, TEXTS, "", 16))
+    assert (torch.from_numpy(theirs.encode_document(TEXTS)) - ours).abs().max() <= 1e-5
+
+
+def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    embedder = decoder(latent(), tokenizer)
+    embedder.save_pretrained(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    assert theirs.get_embedding_dimension() == 32
+    theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+    again = SentenceTransformer(str(tmp_path / "again"), device="cpu", trust_remote_code=True)
+    ours = Embedder.from_pretrained(tmp_path / "again")
+    assert ours.text == embedder.text
+    expected = torch.from_numpy(theirs.encode_query(TEXTS))
+    assert (torch.from_numpy(again.encode_query(TEXTS)) - expected).abs().max() <= 1e-5
+    with torch.no_grad():
+        assert (ours(read(ours.tokenizer, TEXTS, QUERY, 64)) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("pool_prompt", [False, True])
+@pytest.mark.parametrize("prompt", ["", QUERY, "q:", "naïve café – "])
+@pytest.mark.parametrize("make_tokenizer", TOKENIZERS)
+def test_travelling_tokenisation_equals_a_loop_over_offsets(
+    make_tokenizer: object, prompt: str, pool_prompt: bool
+) -> None:
+    tokenizer = make_tokenizer()  # type: ignore[operator]
+    module = TextTransformer(tiny_mistral(), tokenizer, 64, 40, append_eos=False, pool_prompt=pool_prompt)
+    texts = [text for text in TEXTS if prompt + text]
+    features = module.preprocess(texts, prompt=prompt, task="query")
+    expected = read(tokenizer, texts, prompt, 64, pool_prompt=pool_prompt)
+    assert torch.equal(features["input_ids"], expected.input_ids_NL)
+    assert torch.equal(features["attention_mask"].bool(), expected.attention_mask_NL)
+    assert torch.equal(features["pooling_mask"], expected.pooling_mask_NL)
+
+
+def test_a_truncated_text_keeps_its_end_token_and_an_empty_one_gets_it() -> None:
+    tokenizer = bpe_tokenizer()
+    module = TextTransformer(tiny_mistral(), tokenizer, 8, 6, append_eos=True, pool_prompt=False)
+    features = module.preprocess(["the quick brown fox jumps over the lazy dog", ""])
+    assert features["attention_mask"].sum(1).tolist() == [6, 1]
+    assert features["input_ids"][0, -1] == features["input_ids"][1, 0] == tokenizer.eos_token_id
+    assert features["pooling_mask"].sum(1).tolist() == [6, 1]
+
+
+def test_travelling_files_import_nothing_but_torch_transformers_and_each_other() -> None:
+    source = Path("embeddings/models")
+    siblings = {Path(name).stem for name in PORTABLE_FILES}
+    allowed = {"torch", "transformers", "safetensors", "json", "os", "pathlib", "collections", "typing"}
+    assert len(PORTABLE_FILES) == 4
+    for name in PORTABLE_FILES:
+        for node in ast.walk(ast.parse((source / name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= allowed
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module is not None
+                assert node.module.split(".")[0] in (siblings if node.level else allowed)
+
+
+def test_the_directory_carries_the_files_as_they_are_here(tmp_path: Path) -> None:
+    decoder(latent(), bpe_tokenizer()).save_pretrained(tmp_path / "model")
+    for name in PORTABLE_FILES:
+        assert (tmp_path / "model" / name).read_bytes() == Path("embeddings/models", name).read_bytes()
+    kinds = [entry["type"] for entry in json.loads((tmp_path / "model" / "modules.json").read_text())]
+    assert kinds == ["portable.TextTransformer", "portable.MaskedPooling", "sentence_transformers.models.Normalize"]
