@@ -1,5 +1,7 @@
 """GradCache under Lightning's automatic optimisation."""
 
+from typing import Any
+
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
@@ -46,8 +48,10 @@ class GradCacheCallback(L.Callback):
         if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
             name = type(trainer.strategy).__name__
             raise UserError(f"GradCacheCallback runs on one device or under ddp, not {name}; set trainer.strategy: ddp")
-        pl_module.grad_cache = self.engine
+        module: Any = pl_module
+        module.grad_cache = self.engine
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Take it back."""
-        pl_module.grad_cache = None
+        module: Any = pl_module
+        module.grad_cache = None

@@ -4,7 +4,7 @@ import lightning as L
 
 from embeddings.callbacks.embedder_of import embedder_of
 from embeddings.common import OptionError
-from embeddings.evaluation import RetrievalFolder, evaluate_folder, read_evaluation_folder
+from embeddings.evaluation import RetrievalFolder, evaluate_folder, read_retrieval_folder
 from embeddings.inference import Encoder
 
 METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
@@ -13,8 +13,8 @@ METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 class RetrievalEvaluation(L.Callback):
     """Scores the model on a retrieval folder every so many optimiser steps and logs `val/ndcg_at_10` and its siblings.
 
-    A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same `every_n_train_steps` then keeps the best.
-    The folder is read at the start of training, so a mistake in it ends the run before the first step.
+    A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same `every_n_train_steps` keeps the
+    best. The folder is read at the start of training, so a mistake in it ends the run before the first step.
 
     Args:
         folder: A retrieval folder (`corpus.jsonl[.gz]`, `queries.jsonl`, `qrels.tsv`).
@@ -41,11 +41,7 @@ class RetrievalEvaluation(L.Callback):
         """Read and check the folder."""
         embedder_of(pl_module, self)
         if stage == "fit" and self._data is None:
-            data = read_evaluation_folder(self.folder)
-            if not isinstance(data, RetrievalFolder):
-                fix = "name a folder with corpus.jsonl, queries.jsonl and qrels.tsv"
-                raise OptionError("RetrievalEvaluation.folder", self.folder, "must be a retrieval folder", fix)
-            self._data = data
+            self._data = read_retrieval_folder(self.folder)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the untrained model."""

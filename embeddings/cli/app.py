@@ -10,8 +10,11 @@ import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from embeddings.callbacks.run_record import RunRecord
-from embeddings.cli.errors import ConfigError
+from embeddings.cli.errors import ConfigError, reason
 from embeddings.cli.recipes import expand_recipe
+
+
+UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 
 class OneLineParser(LightningArgumentParser):
@@ -21,7 +24,7 @@ class OneLineParser(LightningArgumentParser):
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
         if not self.exit_on_error:
             super().error(message, ex)
-        raise ConfigError(message) from ex
+        raise ConfigError(reason(message)) from ex
 
 
 class TrainerCLI(LightningCLI):
@@ -30,6 +33,19 @@ class TrainerCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments given, whatever `sys.argv` holds."""
         self.config = parser.parse_args(args)
+
+    def instantiate_classes(self) -> None:
+        """Make the module, the data module and the trainer.
+
+        Raises:
+            ConfigError: If an option is impossible and the parser put the reason inside an error of its own.
+        """
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if UNION_ERROR not in str(error):
+                raise
+            raise ConfigError(reason(str(error))) from error
 
 
 def run_trainer(argv: Sequence[str]) -> TrainerCLI:
@@ -83,7 +99,9 @@ def config_paths(argv: Sequence[str]) -> list[str]:
 
 def _chooses_method(path: str) -> bool:
     if not Path(path).is_file():
-        raise ConfigError(f"--config {path}: no such file; lightning_configs/ holds the ones that come with the library")
+        raise ConfigError(
+            f"--config {path}: no such file; lightning_configs/ holds the ones that come with the library"
+        )
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

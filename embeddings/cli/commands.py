@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from embeddings.cli.errors import ConfigError
+from embeddings.cli.errors import ConfigError, reason
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CommandParser(ArgumentParser):
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
         if not self.exit_on_error:
             super().error(message, ex)
-        raise ConfigError(message) from ex
+        raise ConfigError(reason(message)) from ex
 
 
 def run_command(name: str, argv: Sequence[str]) -> None:

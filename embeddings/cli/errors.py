@@ -25,6 +25,16 @@ def one_line(message: str, limit: int = 300) -> str:
     return f"{line[:half]}...{line[-half:]}"
 
 
+def reason(message: str) -> str:
+    """The reason inside a parser's message: where a value fits none of several types, the first type's complaint."""
+    while "Errors:" in message:
+        found = re.search(r"\n(\s*)- (.*?)(?=\n\1- |\nGiven value|\Z)", message[message.index("Errors:") :], re.DOTALL)
+        if found is None:
+            break
+        message = found.group(2)
+    return message
+
+
 def run_guarded(command: Callable[[], None]) -> int:
     """Run a command and return its exit code.
 

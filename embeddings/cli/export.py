@@ -11,8 +11,8 @@ ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
 def export(checkpoint: Path, output: Path) -> None:
     """Write the model of a training checkpoint as a sentence-transformers directory.
 
-    The checkpoint says how its module is built. Only this library's classes and PyTorch's optimisers are made from it, and
-    its tensors are read without running any code, so a checkpoint from elsewhere cannot run anything.
+    The checkpoint says how its module is built. Only this library's classes and PyTorch's optimisers are made from it,
+    and its tensors are read without running any code, so a checkpoint from elsewhere cannot run anything.
 
     Args:
         checkpoint: A `.ckpt` file that `fit` wrote.
@@ -26,7 +26,9 @@ def export(checkpoint: Path, output: Path) -> None:
         raise InputError(str(checkpoint), "holds no run_config", "export a checkpoint that `main.py fit` wrote")
     module = build_module(config["model"], checkpoint)
     if not isinstance(module, ContrastiveModule):
-        raise InputError(str(checkpoint), f"holds a {type(module).__name__}, which trains no embedder", "export another")
+        raise InputError(
+            str(checkpoint), f"holds a {type(module).__name__}, which trains no embedder", "export another"
+        )
     try:
         module.load_state_dict(state["state_dict"])
     except (KeyError, RuntimeError) as error:

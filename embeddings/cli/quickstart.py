@@ -52,7 +52,9 @@ def quickstart(corpus: Path = Path("data/docstrings"), output: Path = Path("chec
     draw_curves(run, output / "curves.png")
     print(f"\n{table(results)}\n")
     print(f"{results['seconds']['total']:.0f} s in all; model, curves.png and metrics.json are in {output}")
-    print(f'search it: python main.py search --model {output} --corpus {corpus}/eval/held_out/corpus.jsonl "your words"')
+    print(
+        f'search it: python main.py search --model {output} --corpus {corpus}/eval/held_out/corpus.jsonl "your words"'
+    )
 
 
 @contextmanager
@@ -66,11 +68,11 @@ def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iter
 
 def score_before(corpus: Path) -> dict[str, Any]:
     """The scores of BM25 and of the untrained backbone, mean-pooled, on both splits."""
-    from embeddings.evaluation import BM25, read_evaluation_folder, retrieval_metrics
+    from embeddings.evaluation import BM25, read_retrieval_folder, retrieval_metrics
 
     bm25 = {}
     for split in SPLITS:
-        data = read_evaluation_folder(corpus / "eval" / split)
+        data = read_retrieval_folder(corpus / "eval" / split)
         ranked, _ = BM25(data.documents).search(data.queries, top_k=100)
         bm25[split] = counted(retrieval_metrics(ranked, data.judgments).metrics, data)
     return {"bm25": bm25, "before": score_model("all-MiniLM-L6-v2", corpus)}
@@ -79,7 +81,7 @@ def score_before(corpus: Path) -> dict[str, Any]:
 def score_model(model: str, corpus: Path) -> dict[str, Any]:
     """The scores of a model on both splits."""
     from embeddings.common import TextSettings
-    from embeddings.evaluation import evaluate_folder, read_evaluation_folder
+    from embeddings.evaluation import evaluate_folder, read_retrieval_folder
     from embeddings.inference import Encoder
     from embeddings.models import Embedder
 
@@ -88,7 +90,7 @@ def score_model(model: str, corpus: Path) -> dict[str, Any]:
     encoder = Encoder(embedder, show_progress=True)
     scores = {}
     for split in SPLITS:
-        data = read_evaluation_folder(corpus / "eval" / split)
+        data = read_retrieval_folder(corpus / "eval" / split)
         scores[split] = counted(evaluate_folder(encoder, data).metrics, data)
     return scores
 
@@ -104,6 +106,7 @@ def train(corpus: Path, output: Path) -> Path:
     from embeddings.cli.app import run_trainer
 
     cli = run_trainer(["fit", "--config", str(CONFIG)])
+    assert cli.trainer.log_dir is not None
     return Path(cli.trainer.log_dir)
 
 

@@ -52,7 +52,7 @@ def search(query: str, model: str, corpus: Path, top_k: int = 5, precision: Prec
 
 def evaluate(
     model: str,
-    data: list[Path],
+    data: Path | list[Path],
     prompt_name: str | None = None,
     output: Path | None = None,
     precision: PrecisionName = "auto",
@@ -61,7 +61,7 @@ def evaluate(
 
     Args:
         model: A model directory or Hub id.
-        data: Folders that are, or hold, evaluation folders: `[FOLDER, FOLDER]`, or one folder.
+        data: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`.
         prompt_name: Which of the model's prompts goes before queries (retrieval) or every text (the other kinds).
         output: A JSON file for the scores.
         precision: Format of matrix products.
@@ -71,7 +71,9 @@ def evaluate(
     from embeddings.common.fileio import write_json
     from embeddings.evaluation import evaluate_folders, format_results
 
-    results = evaluate_folders(_encoder(model, precision), data, prompt_name=prompt_name)
+    results = evaluate_folders(
+        _encoder(model, precision), data if isinstance(data, list) else [data], prompt_name=prompt_name
+    )
     print(format_results(results))
     if output is not None:
         write_json(output, [asdict(result) for result in results])

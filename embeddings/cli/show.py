@@ -50,7 +50,9 @@ def draw_curves(run: Path, output: Path) -> None:
     steps, scores = read_curve(run, "val/ndcg_at_10")
     score_axis.plot(steps, scores, color="tab:green", marker="o")
     for step, score in zip(steps, scores, strict=True):
-        score_axis.annotate(f"{score:.3f}", (step, score), textcoords="offset points", xytext=(0, 6), ha="center", size=8)
+        score_axis.annotate(
+            f"{score:.3f}", (step, score), textcoords="offset points", xytext=(0, 6), ha="center", size=8
+        )
     score_axis.set_ylabel("validation nDCG@10")
     score_axis.set_xlabel("optimiser step")
     score_axis.margins(y=0.15)

@@ -27,9 +27,11 @@ class PaddedTokens(NamedTuple):
     pooling_mask_NL: Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TokenBatch:
     """Texts as one ragged row of tokens: nothing is padded until a mini-batch is cut.
+
+    Never changed once made; it is not frozen only because Lightning refuses to walk frozen dataclasses.
 
     Attributes:
         input_ids_T: Token ids of all texts one after another, (T,) int64.
@@ -96,7 +98,7 @@ class TokenBatch:
         return PaddedTokens(ids_NL, attention_NL, self.pooling_mask_T[index_NL] & attention_NL)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ContrastiveBatch:
     """Queries, candidates, and what a loss needs to know of each text. Nothing in it depends on a method.
 

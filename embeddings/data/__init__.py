@@ -1,19 +1,57 @@
-"""Floor 1: from files to examples."""
+"""Floor 1: from files to contrastive batches. The names that need Lightning or torch load it on first use."""
 
-from embeddings.data.dataset import SourceDataset, open_source
-from embeddings.data.examples import Example, Negative, RowDraw
-from embeddings.data.mixture import Mixture
-from embeddings.data.records import Record, parse_record
-from embeddings.data.sources import SourceConfig
+from typing import TYPE_CHECKING
+
+from embeddings.common.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from embeddings.data.collate import ContrastiveCollator
+    from embeddings.data.datamodule import EmbeddingDataModule
+    from embeddings.data.dataset import SourceDataset, open_source
+    from embeddings.data.examples import Example, Negative, RowDraw
+    from embeddings.data.loader import ResumableLoader
+    from embeddings.data.mixture import Mixture
+    from embeddings.data.records import Record, parse_record
+    from embeddings.data.samplers.base import BatchSampler
+    from embeddings.data.samplers.blended import BlendedBatchSampler
+    from embeddings.data.sources import SourceConfig
+    from embeddings.data.tokenize import TextTokenizer
 
 __all__ = [
+    "BatchSampler",
+    "BlendedBatchSampler",
+    "ContrastiveCollator",
+    "EmbeddingDataModule",
     "Example",
     "Mixture",
     "Negative",
     "Record",
+    "ResumableLoader",
     "RowDraw",
     "SourceConfig",
     "SourceDataset",
+    "TextTokenizer",
     "open_source",
     "parse_record",
 ]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "BatchSampler": "samplers.base",
+        "BlendedBatchSampler": "samplers.blended",
+        "ContrastiveCollator": "collate",
+        "EmbeddingDataModule": "datamodule",
+        "Example": "examples",
+        "Mixture": "mixture",
+        "Negative": "examples",
+        "Record": "records",
+        "ResumableLoader": "loader",
+        "RowDraw": "examples",
+        "SourceConfig": "sources",
+        "SourceDataset": "dataset",
+        "TextTokenizer": "tokenize",
+        "open_source": "dataset",
+        "parse_record": "records",
+    },
+)

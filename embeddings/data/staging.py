@@ -5,7 +5,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LOCK = ".lock"
@@ -18,6 +18,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     Several processes may stage one target at once: the first to finish wins and the others' work is dropped. What a
     killed process left behind is removed by the next one; its lock, which dies with it, tells the living apart.
     """
+    made = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target)
     folder = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
@@ -39,6 +40,10 @@ def staged_folder(target: Path) -> Iterator[Path]:
             _fsync(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        # What failed leaves nothing behind, empty folders included.
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
 
 
 def _remove_abandoned(target: Path) -> None:

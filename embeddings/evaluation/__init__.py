@@ -1,19 +1,29 @@
 """Floor 3: how good a model's vectors are."""
 
-from embeddings.evaluation.folders import EvaluationFolder, find_evaluation_folders, read_evaluation_folder
+from embeddings.evaluation.bm25 import BM25
+from embeddings.evaluation.folders import (
+    EvaluationFolder,
+    RetrievalFolder,
+    find_evaluation_folders,
+    read_evaluation_folder,
+    read_retrieval_folder,
+)
 from embeddings.evaluation.metrics import Judgments, RetrievalScores, retrieval_metrics, spearman
 from embeddings.evaluation.runner import EvaluationResult, evaluate_folder, evaluate_folders, format_results
 
 __all__ = [
+    "BM25",
     "EvaluationFolder",
     "EvaluationResult",
     "Judgments",
+    "RetrievalFolder",
     "RetrievalScores",
     "evaluate_folder",
     "evaluate_folders",
     "find_evaluation_folders",
     "format_results",
     "read_evaluation_folder",
+    "read_retrieval_folder",
     "retrieval_metrics",
     "spearman",
 ]

@@ -122,6 +122,19 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     )
 
 
+def read_retrieval_folder(path: str | PathLike[str]) -> RetrievalFolder:
+    """The corpus, queries and judgments of a retrieval folder.
+
+    Raises:
+        InputError: If it is not one, or a row cannot be used.
+    """
+    folder = read_evaluation_folder(path)
+    if not isinstance(folder, RetrievalFolder):
+        fix = "name a folder with corpus.jsonl, queries.jsonl and qrels.tsv"
+        raise InputError(str(path), f"holds {folder.kind} data, not retrieval data", fix)
+    return folder
+
+
 def find_evaluation_folders(root: str | PathLike[str]) -> list[Path]:
     """The evaluation folders at or below `root`, by path; a folder inside one that was found is not looked into.
 

@@ -74,7 +74,7 @@ class ContrastiveModule(L.LightningModule):
             self.embedder.text = text
 
     def on_fit_start(self) -> None:
-        """Switch dropout on: Hugging Face hands models over in evaluation mode, and Lightning leaves modes as they are."""
+        """Switch dropout on: Lightning leaves modes as they are, and a model that was loaded is in evaluation mode."""
         self.train()
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
@@ -151,4 +151,3 @@ class ContrastiveModule(L.LightningModule):
         else:
             batches = int(batches * trainer.limit_train_batches)
         return trainer.max_epochs * -(-batches // trainer.accumulate_grad_batches)
-

@@ -25,9 +25,9 @@ class NVEmbedModule(ContrastiveModule):
     """NV-Embed on any Hugging Face decoder or encoder.
 
     A decoder's causal mask is switched off (§3.1), a latent-attention block pools its states (§3.2, Eq. 1), and InfoNCE
-    with hard negatives trains LoRA matrices and the whole pooling block. Stage 1 uses in-batch negatives; stage 2 starts
-    from stage 1's model directory with a new optimiser and schedule and without in-batch negatives (§3.3): that is a
-    second run with `initial_model` set, and each data source says whether in-batch negatives hold for it.
+    with hard negatives trains LoRA matrices and the whole pooling block. Stage 1 uses in-batch negatives; stage 2
+    starts from stage 1's model directory with a new optimiser and schedule and without in-batch negatives (§3.3): that
+    is a second run with `initial_model` set, and each data source says whether in-batch negatives hold for it.
 
     Args:
         backbone: Which model, and whether its causal mask is switched off.

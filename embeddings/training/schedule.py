@@ -15,7 +15,7 @@ class Schedule:
     """Linear warm-up, then a decay to zero at the last step.
 
     Args:
-        warmup_steps: Optimiser steps (not batches) over which the rate rises linearly from 0. NV-Embed uses 50 (Table 11).
+        warmup_steps: Optimiser steps (not batches) over which the rate rises linearly. NV-Embed: 50 (Table 11).
         decay: What follows: `linear` (NV-Embed, Appendix C) or `cosine` to zero at `total_steps`, or `constant`.
         total_steps: Optimiser steps of the whole run; None takes the trainer's.
 

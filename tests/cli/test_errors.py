@@ -2,7 +2,7 @@ import errno
 
 import pytest
 
-from embeddings.cli.errors import one_line, run_guarded
+from embeddings.cli.errors import one_line, reason, run_guarded
 from embeddings.common import InputError, NumericError
 
 
@@ -45,3 +45,16 @@ def test_a_long_message_keeps_its_start_and_its_end():
     assert len(line) <= 50
     assert line.startswith("start xxx")
     assert line.endswith("xxx end")
+
+
+def test_the_reason_of_a_union_error_is_its_first_types():
+    message = (
+        "Does not validate against any of the Union subtypes\nSubtypes: [A, None]\nErrors:\n"
+        "  - Does not validate against any of the Union subtypes\n    Errors:\n      - batch_size must be >= 1, got 0;\n"
+        "        lower it\n      - Expected a int\n  - Expected a None\nGiven value type: dict"
+    )
+    assert one_line(reason(message)) == "batch_size must be >= 1, got 0; lower it"
+
+
+def test_a_plain_message_is_its_own_reason():
+    assert reason("Option 'x' is not accepted") == "Option 'x' is not accepted"

@@ -10,7 +10,9 @@ def test_input_error_names_place_fault_and_way_out():
 
 
 def test_option_error_shows_the_option_its_value_and_the_rule():
-    assert str(OptionError("temperature", 0.0, "must be > 0", "try 0.02")) == "temperature must be > 0, got 0.0; try 0.02"
+    assert (
+        str(OptionError("temperature", 0.0, "must be > 0", "try 0.02")) == "temperature must be > 0, got 0.0; try 0.02"
+    )
 
 
 def test_missing_extra_names_what_to_install():

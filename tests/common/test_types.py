@@ -41,7 +41,7 @@ def test_lengths_stay_on_the_processor_when_tokens_move():
 
 def test_a_batch_moves_whole():
     number = torch.zeros(1, dtype=torch.int64)
-    fields = {name: number for name in ContrastiveBatch.__dataclass_fields__}
+    fields = dict.fromkeys(ContrastiveBatch.__dataclass_fields__, number)
     batch = ContrastiveBatch(**{**fields, "query": batch_of([[1]]), "candidate": batch_of([[2]])})
     moved = batch.to("meta")
     assert len(moved) == 1

@@ -8,7 +8,24 @@ import yaml
 
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 
-WORDS = "pad sequences one length quick brown fox jumps lazy dog sum two numbers return question passage".split()
+WORDS = [
+    "pad",
+    "sequences",
+    "one",
+    "length",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "lazy",
+    "dog",
+    "sum",
+    "two",
+    "numbers",
+    "return",
+    "question",
+    "passage",
+]
 
 
 def write_pairs(path: Path, num_pairs: int = 64, num_negatives: int = 2) -> Path:
