@@ -96,7 +96,7 @@ def load_model(
     if _has_pooling_layer(model_config):
         options["add_pooling_layer"] = False
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             model, report = AutoModel.from_pretrained(folder, output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise InputError(str(folder), f"cannot be loaded: {_first_line(error)}", "take a whole copy") from error
@@ -147,14 +147,17 @@ def _has_pooling_layer(config: PretrainedConfig) -> bool:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No report on weights left out on purpose (a pooling layer, a language-model head), no progress bar of ours."""
-    verbosity = transformers_logging.get_verbosity()
+def quiet_transformers() -> Iterator[None]:
+    """Inside, transformers neither reports weights left out on purpose nor draws progress bars of its own."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: BaseException) -> str:

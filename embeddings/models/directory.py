@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.models.backbone import quiet_transformers
 from embeddings.models.lora import merged_state_dict, plain_backbone
 from embeddings.models.pooling import Pooling
 from embeddings.models.portable import POOLINGS, TEXT_FILE, save_pooling
@@ -59,7 +60,7 @@ def write_model_directory(
     """
     name = pooling_name(parts.pooling)
     portable = _needs_portable(name, parts.text)
-    with _replaced_folder(Path(folder)) as new:
+    with _replaced_folder(Path(folder)) as new, quiet_transformers():
         plain_backbone(backbone).save_pretrained(new, state_dict=merged_state_dict(backbone))
         tokenizer.save_pretrained(new)
         (new / "1_Pooling").mkdir()

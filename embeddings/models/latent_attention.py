@@ -37,6 +37,9 @@ class LatentAttentionPooling(Pooling):
 
     Precision: the block runs in the parameters' dtype or autocast's, its softmax accumulates in float32, the
         mean is summed in float32.
+    Released names: `cross_attend_blocks.0.{norm, norm_context, fn.to_q, fn.to_kv, fn.to_out}` are here
+        `attention.{norm, norm_latents, to_query, to_key_value, to_output}`, `cross_attend_blocks.1.{norm, fn.net.0,
+        fn.net.2}` are `feed_forward.{norm, expand, contract}`; shapes and the order inside fused layers are the same.
     Raises:
         ValueError: If the heads do not divide the hidden size, or an option cannot take effect.
     Source: Lee 2024, arXiv:2405.17428, §3.2 Eq. 1 and the released NV-Embed-v2 code. Differs: `zero_init_residual`.

@@ -100,8 +100,7 @@ class TextTransformer(nn.Module):
             max_length: Most tokens of a text.
         """
         probe = self.tokenizer("a", return_special_tokens_mask=True)
-        is_special = probe["special_tokens_mask"]
-        num_leading, num_trailing = is_special.index(0), is_special[::-1].index(0)
+        num_trailing = probe["special_tokens_mask"][::-1].index(0)
         eos = self.tokenizer.eos_token_id
         appended = [eos] if self.append_eos and probe["input_ids"][-1] != eos else []
         limit = max_length - len(appended)
@@ -110,8 +109,8 @@ class TextTransformer(nn.Module):
         for row, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             first, end_of_text = 0, len(row) - num_trailing
             if prompt_length and not self.pool_prompt:
-                of_text = (i for i in range(num_leading, end_of_text) if offsets[i][1] > prompt_length)
-                first = next(of_text, end_of_text)
+                # Special tokens span no characters, so none of them is taken for text.
+                first = next((i for i, (_, end) in enumerate(offsets) if end > prompt_length), end_of_text)
             ids.append(row + appended or [self._stand_in])
             firsts.append(min(first, len(ids[-1]) - 1))
         return ids, firsts

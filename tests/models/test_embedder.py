@@ -134,6 +134,12 @@ def test_weights_load_in_the_dtype_asked_for(tmp_path: Path) -> None:
     assert embedder(TOKENS).dtype == torch.float32
 
 
+def test_saving_and_loading_are_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    build().save_pretrained(tmp_path / "model")
+    Embedder.from_pretrained(tmp_path / "model")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_backbone_that_is_no_embedding_model_is_one_line(tmp_path: Path) -> None:
     tiny_bert().save_pretrained(tmp_path)
     wordpiece_tokenizer().save_pretrained(tmp_path)
