@@ -1,0 +1,158 @@
+"""The data of a run, as Lightning asks for it."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from embeddings.common.errors import OptionError
+from embeddings.common.text import TextSettings
+from embeddings.common.types import ContrastiveBatch
+from embeddings.data.collate import ContrastiveCollator
+from embeddings.data.dataset import open_source
+from embeddings.data.loader import ResumableLoader
+from embeddings.data.mixture import Mixture
+from embeddings.data.samplers.base import BatchSampler
+from embeddings.data.samplers.blended import BlendedBatchSampler
+from embeddings.data.sources import SourceConfig
+from embeddings.data.tokenize import TextTokenizer
+
+SamplerFactory = Callable[[Sequence[int], int, int, Sequence[float]], BatchSampler]
+
+
+class EmbeddingDataModule(LightningDataModule):
+    """Sources to contrastive batches: converted once, drawn by a plan, tokenised in workers, resumed exactly.
+
+    `prepare_data` converts the sources to memory-mapped files on one rank; `setup` opens them on every rank. The place
+    in the plan travels in the checkpoint twice: Lightning keeps the loader's state, but drops it where the loader was
+    made before the checkpoint was read (any schedule that asks for the number of steps does that), so this module
+    carries it too.
+
+    Args:
+        sources: Where the records come from, and how each is used.
+        text: Lengths, prompts and special tokens.
+        batch_size: Queries of one rank's batch.
+        num_negatives: Most hard negatives of a query. NV-Embed uses 7.
+        sampler: Makes the plan of the rows of each source, batch_size, the seed and the weight of each source. In a
+            config: the class of a batch sampler and its other arguments.
+        num_workers: Processes that read and tokenise ahead of training; 0 does it between the steps.
+        cache_dir: Where converted sources are kept, or None for the default.
+        seed: Decides the order of the rows and every random choice in a batch.
+        tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
+
+    Distributed: needs Trainer(use_distributed_sampler=False): the plan slices the ranks itself.
+    Raises:
+        OptionError: If a number is out of its range; one line that names the option.
+    """
+
+    def __init__(
+        self,
+        sources: list[SourceConfig],
+        text: TextSettings | None = None,
+        batch_size: int = 32,
+        num_negatives: int = 7,
+        sampler: SamplerFactory = BlendedBatchSampler,
+        num_workers: int = 0,
+        cache_dir: str | None = None,
+        seed: int = 0,
+        tokenizer: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not sources:
+            raise OptionError("data.sources", sources, "must name at least one source", "give a file or a data set")
+        limits = (("batch_size", batch_size, 1), ("num_negatives", num_negatives, 0), ("num_workers", num_workers, 0))
+        for name, value, least in limits:
+            if value < least:
+                raise OptionError(f"data.{name}", value, f"must be >= {least}", "see the data configs for usual values")
+        self.sources, self.text = sources, text or TextSettings()
+        self.batch_size, self.num_negatives = batch_size, num_negatives
+        self.sampler, self.seed = sampler, seed
+        self.num_workers, self.cache_dir, self.tokenizer = num_workers, cache_dir, tokenizer
+        self._mixture: Mixture | None = None
+        self._loader: ResumableLoader | None = None
+        self._pending_state: dict[str, Any] | None = None
+
+    def prepare_data(self) -> None:
+        """Convert the sources, on one rank, where that is still to do."""
+        for source in self.sources:
+            open_source(source, self.cache_dir)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the converted sources, once."""
+        if self._mixture is None:
+            self._mixture = Mixture([open_source(source, self.cache_dir) for source in self.sources])
+
+    @property
+    def mixture(self) -> Mixture:
+        """The rows of all sources; `setup` opens them."""
+        assert self._mixture is not None, "setup() comes first"
+        return self._mixture
+
+    def text_tokenizer(self) -> TextTokenizer:
+        """The tokenizer of training: the one named, or else the trained module's."""
+        return TextTokenizer(self._base_tokenizer(), self.text)
+
+    def train_dataloader(self) -> ResumableLoader:
+        """The batches of this rank, from the place where the checkpoint was taken if the run is resumed.
+
+        Raises:
+            OptionError: If there are fewer rows than one global batch, or the checkpoint is of another plan.
+        """
+        mixture = self.mixture
+        plan = self.sampler(mixture.sizes, self.batch_size, self.seed, mixture.weights)
+        self._loader = ResumableLoader(
+            mixture,
+            plan,
+            ContrastiveCollator(self.text_tokenizer(), self.num_negatives),
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_single_threaded_tokenizers,
+        )
+        if self._pending_state is not None:
+            self._loader.load_state_dict(self._pending_state)
+            self._pending_state = None
+        return self._loader
+
+    def transfer_batch_to_device(
+        self, batch: ContrastiveBatch, device: torch.device, dataloader_idx: int
+    ) -> ContrastiveBatch:
+        """The batch on `device`; the copy from page-locked memory does not wait."""
+        return batch.to(device, non_blocking=device.type == "cuda")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the plan, in plain types."""
+        return {} if self._loader is None else {"loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the place in the plan when training is resumed (a checkpoint that is only scored has no say in it)."""
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING or "loader" not in state_dict:
+            return
+        if self._loader is not None:
+            self._loader.load_state_dict(state_dict["loader"])
+        else:
+            self._pending_state = state_dict["loader"]
+
+    def teardown(self, stage: str) -> None:
+        """Let go of the loader: another fit begins at the start, or where its own checkpoint says."""
+        if stage == "fit":
+            self._loader = None
+
+    def _base_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is not None:
+            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer)
+            return loaded
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        found = getattr(module, "tokenizer", None)
+        if not isinstance(found, PreTrainedTokenizerBase):
+            rule = "must be given where the trained module has no tokenizer of its own"
+            raise OptionError("data.tokenizer", None, rule, "name the backbone's directory or Hub name")
+        return found
+
+
+def _single_threaded_tokenizers(worker: int) -> None:
+    """Keep a forked worker's tokenizer from starting threads of its own (and from warning that it cannot)."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
