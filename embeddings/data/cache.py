@@ -73,7 +73,8 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
     Raises:
         InputError: If the source cannot be read, a row cannot be used, or the folder cannot be written.
     """
-    root = cache_folder(cache_dir)
+    # A worker opens the folder again, perhaps after the working directory has changed.
+    root = cache_folder(cache_dir).absolute()
     files = [] if config.is_hub else [hash_file(path, root / _HASHES) for path in resolve_files(config.path)]
     identity = {
         "schema_version": SCHEMA_VERSION,

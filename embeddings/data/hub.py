@@ -16,6 +16,10 @@ def resolve_revision(name: str, revision: str | None) -> str:
     """
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
+    return _ask_commit(name, revision)
+
+
+def _ask_commit(name: str, revision: str | None) -> str:
     # The Hub's client is slow to import, and most runs read files.
     from huggingface_hub import HfApi
 
@@ -49,6 +53,8 @@ class HubReader:
 
     def __iter__(self) -> Iterator[Row]:
         """The rows from the first."""
+        # Streaming would try an unreachable Hub again for half a minute, and say so each time.
+        _ask_commit(self.name, self.commit)
         rows, number = self._next_rows(), 0
         while True:
             try:

@@ -37,7 +37,7 @@ def test_a_hub_source_is_streamed_at_its_commit_and_only_once(tmp_path, hub):
     for _ in range(2):
         source = open_source(config, tmp_path)
         assert [source[RowDraw(row, 0)].query for row in range(len(source))] == ["query 0", "query 1", "query 2"]
-    assert hub["info"] == [("org/name", "main")] * 2
+    assert hub["info"] == [("org/name", "main"), ("org/name", COMMIT), ("org/name", "main")]
     assert hub["load"] == [("org/name", "en", "train", COMMIT, True)]
 
 
