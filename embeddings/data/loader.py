@@ -1,13 +1,20 @@
 """A data loader that a killed run can go on with from the very next batch."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from embeddings.common.errors import OptionError
+from embeddings.data.examples import RowDraw
 from embeddings.data.samplers.base import BatchSampler
+
+
+class Drawable(Protocol):
+    """Rows that are read one entry of the plan at a time."""
+
+    def __getitem__(self, entry: RowDraw, /) -> Any: ...
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -34,7 +41,7 @@ class ResumableLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Drawable,
         batch_sampler: BatchSampler,
         collate_fn: Callable[[list[Any]], Any],
         num_workers: int = 0,
@@ -43,7 +50,7 @@ class ResumableLoader(DataLoader[Any]):
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(
-            dataset,
+            dataset,  # type: ignore[arg-type]  # torch wants its own class by name and only `[]` of it
             batch_sampler=batch_sampler,
             collate_fn=collate_fn,
             num_workers=num_workers,

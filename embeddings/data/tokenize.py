@@ -49,9 +49,7 @@ class TextTokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
         probe = self._backend.encode("a")
-        is_special = probe.special_tokens_mask
-        self._num_leading = sum(takewhile(bool, is_special))
-        self._num_trailing = sum(takewhile(bool, reversed(is_special)))
+        self._num_trailing = sum(takewhile(bool, reversed(probe.special_tokens_mask)))
         self._appended: list[int] = []
         eos = tokenizer.eos_token_id
         if settings.append_eos and eos is None:
@@ -95,10 +93,8 @@ class TextTokenizer:
             return 0
         end_of_text = len(encoding) - self._num_trailing
         spans, prompt_end = encoding.offsets, len(prompt)
-        for index in range(self._num_leading, end_of_text):
-            if spans[index][1] > prompt_end:
-                return index
-        return end_of_text
+        # Special tokens before the text cover no characters: their spans end at 0.
+        return next((index for index in range(end_of_text) if spans[index][1] > prompt_end), end_of_text)
 
     def _check_prompt(self, prompt: str, role: TextRole, limit: int) -> None:
         if not prompt or (prompt, limit) in self._checked_prompts:

@@ -41,7 +41,7 @@ def examples() -> list[Example]:
             document_prompt="search_document: ",
             in_batch_negatives=False,
         ),
-        Example(row=7, draw=3, source=1, query="pad", positives=("sequences",), label=2),
+        Example(row=7, draw=3, source=1, query="pad", positives=("sequences", "sequences one"), label=2),
     ]
 
 
@@ -54,8 +54,8 @@ def texts_of(tokens: TokenBatch, pooled_only: bool = False) -> list[str]:
 
 def test_every_field_is_what_its_description_says() -> None:
     batch = make(2)(examples())
-    chosen = examples()[1].positives[derive_seed(2, "positive") % 3]
-    candidates = ["the fox", chosen, "sequences", "a dog", "lazy dog", "jumps"]
+    second, third = (e.positives[derive_seed(e.draw, "positive") % len(e.positives)] for e in examples()[1:])
+    candidates = ["the fox", second, third, "a dog", "lazy dog", "jumps"]
     assert texts_of(batch.query, pooled_only=True) == ["fox", "sum", "pad"]
     assert texts_of(batch.candidate, pooled_only=True) == candidates
     assert texts_of(batch.query)[1] == "search _ query : sum"
@@ -67,7 +67,7 @@ def test_every_field_is_what_its_description_says() -> None:
     assert batch.known_positive_hash_BP.tolist() == [
         [text_hash("the fox")] * 3,
         [text_hash(text) for text in ("sum of two", "two numbers", "return")],
-        [text_hash("sequences")] * 3,
+        [text_hash(text) for text in ("sequences", "sequences one", "sequences")],
     ]
     assert batch.source_B.tolist() == [0, 3, 1]
     assert batch.query_label_B.tolist() == [-1, 5, 2]
@@ -94,7 +94,7 @@ def test_without_negatives_the_candidates_are_the_positives() -> None:
 def test_a_single_example_makes_a_batch() -> None:
     batch = make(7)(examples()[2:])
     assert len(batch.query) == len(batch.candidate) == 1
-    assert batch.known_positive_hash_BP.shape == (1, 1)
+    assert batch.known_positive_hash_BP.shape == (1, 2)
 
 
 def test_the_draw_key_alone_chooses_the_positive_and_every_one_is_chosen() -> None:

@@ -91,8 +91,8 @@ class BlendedBatchSampler(BatchSampler):
         after = self._apportionment.counts(first + self.global_batch_size)
         spans = zip(range(len(self.sizes)), before, after, strict=True)
         rows = np.concatenate([self._walk(source, start, stop) for source, start, stop in spans])
-        draws = self.draw_keys(epoch, step)
-        return rows[np.argsort(draws, kind="stable")], draws
+        shuffle = KeyedPermutation(len(rows), derive_seed(self.seed, "shuffle", epoch, step))
+        return rows[shuffle(np.arange(len(rows)))], self.draw_keys(epoch, step)
 
     def _draws_per_epoch(self) -> int:
         """Draws between the starts of two epochs; a natural one counts the rows left out, so that each is one pass."""

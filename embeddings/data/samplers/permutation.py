@@ -6,13 +6,25 @@ from numpy.typing import NDArray
 from embeddings.common.randomness import derive_seed
 
 NUM_ROUNDS = 6
+_MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
+_HALF = np.uint64(32)
 
 
 def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Scramble each 64-bit value by a fixed bijection (two xor-shift-multiply rounds), so that neighbours part ways."""
-    mixed = (values ^ (values >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    return mixed ^ (mixed >> np.uint64(32))
+    mixed = (values ^ (values >> _HALF)) * _MULTIPLIER
+    mixed = (mixed ^ (mixed >> _HALF)) * _MULTIPLIER
+    return mixed ^ (mixed >> _HALF)
+
+
+def _keyed_hash(halves: NDArray[np.uint64], key: np.uint64, mask: np.uint64) -> NDArray[np.uint64]:
+    """A hash of each value below 2^32 under the key, cut to the mask's bits (at most 32)."""
+    hashed = (halves ^ key) * _MULTIPLIER
+    hashed ^= hashed >> _HALF
+    hashed *= _MULTIPLIER
+    hashed >>= _HALF
+    hashed &= mask
+    return hashed
 
 
 class KeyedPermutation:
@@ -36,7 +48,9 @@ class KeyedPermutation:
         self._low_bits = np.uint64((bits + 1) // 2)
         self._low_mask = np.uint64((1 << ((bits + 1) // 2)) - 1)
         self._high_mask = np.uint64((1 << (bits // 2)) - 1)
-        self._round_keys = [np.uint64(derive_seed(key, "round", index)) for index in range(NUM_ROUNDS)]
+        # Hashes of few bits are few, so a small range needs more rounds to reach all its orders evenly.
+        num_rounds = max(NUM_ROUNDS, 20 - bits)
+        self._round_keys = [np.uint64(derive_seed(key, "round", index)) for index in range(num_rounds)]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The values at some positions of the order.
@@ -59,7 +73,7 @@ class KeyedPermutation:
         high, low = values >> self._low_bits, values & self._low_mask
         for index, key in enumerate(self._round_keys):
             if index % 2 == 0:
-                high ^= (mix_bits(low ^ key) >> np.uint64(16)) & self._high_mask
+                high ^= _keyed_hash(low, key, self._high_mask)
             else:
-                low ^= (mix_bits(high ^ key) >> np.uint64(16)) & self._low_mask
+                low ^= _keyed_hash(high, key, self._low_mask)
         return (high << self._low_bits) | low

@@ -79,6 +79,15 @@ def test_the_epoch_is_set_by_the_call_that_lightning_makes() -> None:
     assert sampler.epoch == 4
 
 
+def test_the_place_is_that_of_the_process_group_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = CountingSampler(2)
+    assert sampler.place == (0, 1)
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    assert sampler.place == (1, 2)
+    assert rows_of(sampler)[0] == [2, 3]
+
+
 def test_impossible_numbers_are_refused_in_one_line() -> None:
     with pytest.raises(OptionError, match=r"data\.batch_size must be >= 1, got 0"):
         CountingSampler(0)

@@ -1,6 +1,8 @@
 """A keyed permutation is a bijection, looks random, and costs nothing to enter anywhere."""
 
+import math
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ def test_keys_decide_the_order_and_nothing_else_does() -> None:
 
 
 def test_the_order_is_the_same_on_every_machine() -> None:
-    assert KeyedPermutation(10, 42)(np.arange(10)).tolist() == [2, 0, 3, 7, 5, 8, 9, 1, 6, 4]
+    assert KeyedPermutation(10, 42)(np.arange(10)).tolist() == [4, 1, 9, 8, 7, 5, 2, 6, 3, 0]
 
 
 @pytest.mark.parametrize("n", [3, 5, 10, 100])
@@ -46,6 +48,15 @@ def test_each_value_is_equally_likely_at_each_position(n: int) -> None:
     chi_square = ((seen - expected) ** 2 / expected).sum()
     freedom = (n - 1) ** 2
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_all_orders_of_a_few_values_are_equally_likely(n: int) -> None:
+    num_orders = math.factorial(n)
+    seen = Counter(tuple(KeyedPermutation(n, key)(np.arange(n)).tolist()) for key in range(15 * num_orders))
+    assert len(seen) == num_orders
+    chi_square = sum((count - 15) ** 2 / 15 for count in seen.values())
+    assert chi_square < num_orders + 5 * math.sqrt(2 * num_orders)
 
 
 def test_neighbours_land_a_third_of_the_range_apart() -> None:
