@@ -92,13 +92,14 @@ def prepare_docstrings(
     # Held-out functions come first: of two copies the first one stays, and training gives way to the test.
     sources = [source for package in (*held_out, *training) for source in find_sources(package)]
     contents = [source.path.read_bytes() for source in sources]
+    versions = package_versions([*held_out, *training])
     inputs: dict[str, Any] = {
         "kind": KIND,
         "recipe": RECIPE,
         "seed": seed,
         "sizes": sizes._asdict(),
-        "held_out_packages": package_versions(held_out),
-        "packages": package_versions(training),
+        "held_out_packages": {name: versions[name] for name in held_out},
+        "packages": {name: versions[name] for name in training},
         "input_sha256": _digest(sources, contents),
     }
     if not force and (manifest := finished_manifest(folder, inputs)) is not None:
