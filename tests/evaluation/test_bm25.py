@@ -82,14 +82,14 @@ def test_a_small_corpus_no_query_and_texts_without_words_are_no_special_case() -
     ],
 )
 def test_identifiers_are_cut_into_words(text: str, tokens: list[str]) -> None:
-    assert WordTokenizer(stop_words=frozenset(), stem=False)(text) == tokens
+    assert WordTokenizer(keep_identifiers=False, stop_words=frozenset(), stem=False)(text) == tokens
 
 
 def test_options_of_the_tokenizer_add_up() -> None:
     text = "the computedValues of x"
-    assert WordTokenizer()(text) == ["comput", "valu", "x"]
-    assert WordTokenizer(stem=False)(text) == ["computed", "values", "x"]
-    assert WordTokenizer(stem=False, keep_identifiers=True)(text) == ["computed", "values", "computedvalues", "x"]
+    assert WordTokenizer()(text) == ["comput", "valu", "computedvalu", "x"]
+    assert WordTokenizer(stem=False)(text) == ["computed", "values", "computedvalues", "x"]
+    assert WordTokenizer(stem=False, keep_identifiers=False)(text) == ["computed", "values", "x"]
     assert WordTokenizer(stem=False, split_identifiers=False)(text) == ["computedvalues", "x"]
 
 
