@@ -114,6 +114,6 @@ def _code(function: _Function, lines: list[bytes]) -> str:
     start, end = statement.lineno - 1, (statement.end_lineno or statement.lineno) - 1
     head = [*lines[function.lineno - 1 : start], lines[start][: statement.col_offset]]
     tail = [lines[end][statement.end_col_offset :].lstrip(b" \t;"), *lines[end + 1 : function.end_lineno]]
-    code = b"".join(head).decode() + "\n" + b"".join(tail).decode()
+    code = b"".join(head).decode() + b"".join(tail).decode()
     kept = [line.rstrip() for line in code.split("\n") if line.strip()]
     return textwrap.dedent("\n".join(kept))

@@ -25,12 +25,14 @@ RECIPE = 1
 # What `pip install embeddings[quickstart,cpu]` brings, itself or through what it needs.
 # fmt: off
 TRAINING_PACKAGES = (
-    "stdlib", "PIL", "accelerate", "anyio", "click", "dateutil", "datasets", "huggingface_hub", "jinja2", "joblib",
-    "lightning", "matplotlib", "mpmath", "narwhals", "numpy", "omegaconf", "packaging", "pandas", "peft", "psutil",
+    "stdlib", "PIL", "accelerate", "aiohttp", "anyio", "click", "dateutil", "datasets", "huggingface_hub", "jinja2",
+    "joblib", "matplotlib", "mpmath", "narwhals", "numpy", "omegaconf", "packaging", "pandas", "peft", "psutil",
     "pyarrow", "pyparsing", "rich", "scipy", "sklearn", "sympy", "torch", "torchmetrics", "transformers", "typer",
 )
 # fmt: on
-HELD_OUT_PACKAGES = ("aiohttp", "fsspec", "jsonargparse", "networkx")
+# File systems, argument parsers, training loops, graphs: four kinds of code, and every installation has them.
+# With 128 tokens all-MiniLM-L6-v2 reads nDCG@10 0.63 here and BM25 0.60: room to learn, and no lexical short cut.
+HELD_OUT_PACKAGES = ("fsspec", "jsonargparse", "lightning", "networkx")
 
 
 class DocstringCorpus(NamedTuple):
@@ -54,7 +56,7 @@ def prepare_docstrings(
     seed: int = 0,
     num_in_domain_documents: int = 1500,
     num_in_domain_queries: int = 400,
-    num_held_out_documents: int = 2500,
+    num_held_out_documents: int = 3000,
     num_held_out_queries: int = 500,
     force: bool = False,
 ) -> DocstringCorpus:
@@ -92,13 +94,14 @@ def prepare_docstrings(
     # Held-out functions come first: of two copies the first one stays, and training gives way to the test.
     sources = [source for package in (*held_out, *training) for source in find_sources(package)]
     contents = [source.path.read_bytes() for source in sources]
+    versions = package_versions([*held_out, *training])
     inputs: dict[str, Any] = {
         "kind": KIND,
         "recipe": RECIPE,
         "seed": seed,
         "sizes": sizes._asdict(),
-        "held_out_packages": package_versions(held_out),
-        "packages": package_versions(training),
+        "held_out_packages": {name: versions[name] for name in held_out},
+        "packages": {name: versions[name] for name in training},
         "input_sha256": _digest(sources, contents),
     }
     if not force and (manifest := finished_manifest(folder, inputs)) is not None:

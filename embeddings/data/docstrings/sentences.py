@@ -15,17 +15,20 @@ _ABBREVIATIONS = frozenset((
 # fmt: on
 _SENTENCE_END = re.compile(r"[.!?](?=[\s\"')\]]|$)")
 _SECTION = re.compile(
-    r"^\s*(:\w[\w ]*:?.*:|@\w+\b.*|>>>.*|\.\. .*|```.*|\$ .*|[-*+] .*|\d+[.)] .*|[-=~^]{3,}"
+    r"^\s*(:(?!\w+:`)[\w ,.*]+:.*|@\w+\b.*|>>>.*|\.\. .*|```.*|\$ .*|[-*+] .*|\d+[.)] .*|[-=~^]{3,}"
     r"|(args?|arguments?|params?|parameters?|returns?|raises?|yields?|examples?|usage|notes?|warnings?|attributes?"
     r"|keyword args?|see also|references?|shape|inputs?|outputs?|todo)\s*:{0,2})\s*$",
     re.IGNORECASE,
 )
-_SIGNATURE = re.compile(r"^[\w.]+\s*\([^)]*\)?[^.!?]*(->.*|:|--)?$|^.*\)\s*(->|--|=>).*$|^[\w.]+\(.*\)\s*$")
+_SIGNATURE = re.compile(r"^[\w.]+\s*\([^)]*\)?\s*((->|--|=>|:).*)?$|^[\w.]+\(.*\)\s*((->|--|=>).*)?$")
+_ARGUMENT = re.compile(r"\s*\*{0,2}\w+\s*(\([^)]*\))?: ")
+_CAPITALISED = re.compile(r"\s*[A-Z][a-z]+ [a-z]")
+_SHORTEST_WRAPPED = 50
 _BOILERPLATE = re.compile(
     r"^\W*(see |refer to|(an )?alias\b|deprecat|inherit|overrid|same as|similar to|equivalent to (calling|the)"
     r"|todo|fixme|xxx|hack|internal\b|private\b|for internal|not implemented|placeholder|dummy|magic method"
     r"|initiali[sz]es? (self|internal|the (object|class|instance))|constructor\b|implementation of (the )?abstract"
-    r"|this (method|function|class) (is|should|must|will be|has been|can be) (deprecated|overrid|implement|called)"
+    r"|this (method|function|class) (is|has been|(should|must|will|can|may) be) (deprecated|overrid|implemented|called)"
     r"|(must|should|can) be (overrid|implement)|do not |don't |copied from|adapted from|copyright|licen[sc]e"
     r"|(new|added|changed) in |in-?place version of|return self\b|returns? (a )?(string )?repr"
     r"|test(s|ing)? (that|if|whether|for) )",
@@ -75,8 +78,16 @@ def _first_paragraph(docstring: str) -> str:
             break
         if not lines and _SIGNATURE.match(line.strip()) and "(" in line:
             continue
+        if lines and _starts_anew(lines, line):
+            break
         lines.append(line.strip())
     return " ".join(lines)
+
+
+def _starts_anew(lines: list[str], line: str) -> bool:
+    """Whether a line describes an argument, or follows a single line that was too short to have been wrapped."""
+    unwrapped = len(lines) == 1 and len(lines[0]) <= _SHORTEST_WRAPPED and lines[0][-1].isalnum()
+    return _ARGUMENT.match(line) is not None or (unwrapped and _CAPITALISED.match(line) is not None)
 
 
 def _plain(text: str) -> str:
@@ -89,10 +100,11 @@ def _cut(text: str) -> str:
     for match in _SENTENCE_END.finditer(text):
         before, after = text[: match.start()], text[match.end() :].lstrip("\"')] ")
         words = before.split()
-        last = words[-1].lstrip("(\"'[").lower() if words else ""
+        last = words[-1].lstrip("(\"'[") if words else ""
         if not after:
             return text
-        if last in _ABBREVIATIONS or (len(last) == 1 and last.isalpha() and after[0].isupper()):
+        is_initial = len(last) == 1 and last.isupper() and after[0].isupper()
+        if last.lower() in _ABBREVIATIONS or is_initial:
             continue
         if match[0] == "." and after[0].islower():
             continue

@@ -1,11 +1,12 @@
 """Which source files an installed package has: found without importing any of them."""
 
 import difflib
+import functools
 import os
 import pkgutil
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,7 +78,7 @@ def find_sources(package: str) -> list[SourceFile]:
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
     """The installed version of each package, Python's own for the standard library, and "" where none is recorded."""
-    distributions = packages_distributions()
+    distributions = _distributions()
     versions = {}
     for package in sorted(packages):
         if package == STANDARD_LIBRARY:
@@ -86,6 +87,12 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
             names = distributions.get(package, [])
             versions[package] = version(names[0]) if names else ""
     return versions
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """The distributions of each top-level module: a scan of every installed file list, so it is made once."""
+    return packages_distributions()
 
 
 def _roots(package: str) -> list[Path]:
