@@ -9,7 +9,22 @@ from embeddings.models.embedder import Embedder
 from embeddings.models.pooling import MeanPooling
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 
-WORDS = "the quick brown fox jumps over a lazy dog and pads sequences to one length of two numbers".split()
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "pads",
+    "sequences",
+    "to",
+    "one",
+    "length",
+]
 
 
 # Training a vocabulary breaks ties differently each time, and a model is told by its vocabulary.
