@@ -19,15 +19,11 @@ WORDS = [
     "a",
     "lazy",
     "dog",
-    "and",
     "pads",
     "sequences",
     "to",
     "one",
     "length",
-    "of",
-    "two",
-    "numbers",
 ]
 
 

@@ -53,8 +53,8 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(killed_at, corpus, en
             calls.append(len(texts))
         return encode(self, texts, *args, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Encoder, "encode", killed)
+    monkeypatch.setattr(Encoder, "encode", killed)
+    with pytest.raises(KeyboardInterrupt):
         encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
     with pytest.raises(InputError, match="'complete' is False"):
         VectorFolder.open(tmp_path / "resumed")
@@ -67,9 +67,10 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(killed_at, corpus, en
 
 def test_a_kill_between_documents_and_vectors_leaves_the_shard_open(corpus, encoder, tmp_path, monkeypatch):
     encode_corpus(encoder, corpus, tmp_path / "whole", shard_size=4)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk"):
+    with monkeypatch.context() as patch:
         patch.setattr(vector_folder.np, "save", lambda *_: (_ for _ in ()).throw(OSError("disk is full")))
-        encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
+        with pytest.raises(OSError, match="disk"):
+            encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
     assert sorted(content(tmp_path / "resumed")) == ["documents-00000.jsonl", "manifest.json"]
     encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")

@@ -1,0 +1,41 @@
+"""Tiny evaluation folders."""
+
+import json
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_retrieval(folder):
+    """Six documents; queries a and b have relevant ones, c and d have not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = ["quick brown fox", "lazy dog", "pad sequences", "one length", "two numbers", "brown dog"]
+    write_rows(
+        folder / "corpus.jsonl", [{"_id": f"d{i}", "title": "the", "text": text} for i, text in enumerate(texts)]
+    )
+    queries = {"a": "brown fox", "c": "no judgment", "b": "numbers", "d": "judged, none relevant"}
+    write_rows(folder / "queries.jsonl", [{"_id": name, "text": text} for name, text in queries.items()])
+    judgments = [("b", "d4", 1), ("a", "d0", 2), ("a", "d5", 1), ("a", "d1", 0), ("d", "d1", 0)]
+    lines = ["query-id\tcorpus-id\tscore", *("\t".join(map(str, row)) for row in judgments)]
+    (folder / "qrels.tsv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def write_similarity(folder):
+    """Four pairs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs = [("the fox", "the fox", 5), ("the fox", "a fox", 4.0), ("the fox", "a dog", 2), ("the fox", "lengths", 0)]
+    write_rows(folder / "test.jsonl", [{"sentence1": a, "sentence2": b, "score": s, "genre": "x"} for a, b, s in pairs])
+    return folder
+
+
+def write_labelled(folder, with_train):
+    """Texts of two labels that hold different words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"text": f"fox jumps over {i}", "label": "animal"} for i in range(6)]
+    rows += [{"text": f"pad sequences length {i}", "label": 1} for i in range(6)]
+    write_rows(folder / "test.jsonl", rows[::2])
+    if with_train:
+        write_rows(folder / "train.jsonl", rows[1::2])
+    return folder
