@@ -210,16 +210,19 @@ class _TiledCrossEntropy(torch.autograd.Function):
             target_score_r1 = weight_rC.gather(1, target_r1)
             rival_r1 = weight_rC.scatter_(1, target_r1, -torch.inf).amax(1, keepdim=True)
             highest_r1 = torch.maximum(rival_r1, target_score_r1)
-            weight_rC.scatter_(1, target_r1, target_score_r1).sub_(highest_r1).exp_()
-            total_r1 = weight_rC.sum(1, keepdim=True)
-            loss += (highest_r1 + total_r1.log() - target_score_r1).sum()
-            num_right += (target_score_r1 > rival_r1).sum()
+            others_r1 = weight_rC.sub_(highest_r1).exp_().sum(1, keepdim=True)
+            total_r1 = others_r1 + (target_score_r1 - highest_r1).exp()
+            # Softmax minus one, as minus the others' share: exact where a query is all but solved.
+            weight_rC.scatter_(1, target_r1, -others_r1)
+            is_right_r1 = target_score_r1 > rival_r1
+            loss_r1 = torch.where(is_right_r1, others_r1.log1p(), total_r1.log() + highest_r1 - target_score_r1)
+            loss += loss_r1.sum()
+            num_right += is_right_r1.sum()
             target_score += target_score_r1.sum()
             if row_gradient_RD is not None:
-                row_gradient_RD[rows] = (weight_rC @ column_CD).div_(total_r1).sub_(column_CD[target_R[rows]])
+                row_gradient_RD[rows] = (weight_rC @ column_CD).div_(total_r1)
             if column_gradient_CD is not None:
                 column_gradient_CD.addmm_(weight_rC.T, row_rD / total_r1)
-                column_gradient_CD.index_add_(0, target_R[rows], row_rD, alpha=-1)
         num_rows = max(1, len(row_RD))
         ctx.save_for_backward(row_RD, scale, row_gradient_RD, column_gradient_CD)
         ctx.num_rows = num_rows

@@ -159,11 +159,10 @@ class GradCache:
 
 @dataclass(slots=True, eq=False)
 class _Visit:
-    """A mini-batch on its way through the two passes; `graph` is there while its graph is kept."""
+    """A mini-batch between the two passes; `graph` is there while its graph is kept."""
 
     mini_batch: MiniBatch
     random_state: RandomState
-    part: Representations
     graph: Representations | None
 
 
@@ -187,6 +186,7 @@ class _TwoPasses:
         """The first pass: the representations of every mini-batch, and the graphs that are kept."""
         with_graphs, last = torch.is_grad_enabled(), len(self.plan) - 1
         num_kept = self.engine.num_kept(self.plan) if with_graphs else 0
+        parts: list[Representations] = []
         for index, mini_batch in enumerate(self.plan):
             keeps = with_graphs and (self._keeps_last(num_kept) if index == last else index < num_kept)
             random_state = RandomState.capture(self.device)
@@ -194,13 +194,14 @@ class _TwoPasses:
             measures = index == 0 and keeps and self.engine.kept_gib is not None
             with memory.measured(self.device, self._parameters()) if measures else nullcontext():
                 graph = self._embed(mini_batch, keeps)
-            self.visits.append(_Visit(mini_batch, random_state, _detached(graph), graph if keeps else None))
+            self.visits.append(_Visit(mini_batch, random_state, graph if keeps else None))
+            parts.append(_detached(graph))
             if index == 0 and with_graphs:
                 num_kept = self._agreed_num_kept(memory.num_bytes)
                 if num_kept == 0 and index != last:
                     self.visits[0].graph = None
             del graph
-        self.towers = tuple(self._assembled(tower) for tower in (0, 1))
+        self.towers = tuple(self._assembled(tower, parts) for tower in (0, 1))
 
     def loss(self) -> LossOutput:
         """The loss of the whole batch."""
@@ -268,13 +269,17 @@ class _TwoPasses:
             gradients.append(torch.zeros_like(output) if visit.mini_batch.is_filler else gradient)
         return outputs, gradients
 
-    def _assembled(self, tower: int) -> Representations:
+    def _assembled(self, tower: int, parts: list[Representations]) -> Representations:
         """A tower's representations in the order of its texts, as leaves."""
-        own = [visit for visit in self.visits if visit.mini_batch.tower == tower and not visit.mini_batch.is_filler]
-        vector_ND = torch.cat([visit.part.vector_ND for visit in own])
-        place_N = torch.argsort(torch.cat([visit.mini_batch.rows_n for visit in own])).to(vector_ND.device)
+        own = [
+            (mini_batch.rows_n, part)
+            for mini_batch, part in zip(self.plan, parts, strict=True)
+            if mini_batch.tower == tower and not mini_batch.is_filler
+        ]
+        vector_ND = torch.cat([part.vector_ND for _, part in own])
+        place_N = torch.argsort(torch.cat([rows_n for rows_n, _ in own])).to(vector_ND.device)
         statistics = {
-            name: torch.stack([visit.part.statistics[name] for visit in own]).sum(0) for name in own[0].part.statistics
+            name: torch.stack([part.statistics[name] for _, part in own]).sum(0) for name in own[0][1].statistics
         }
         assembled = Representations(vector_ND[place_N], statistics)
         for leaf in _tensors(assembled).values():

@@ -147,6 +147,19 @@ def test_half_precision_vectors_are_scored_in_float32_even_under_autocast(dtype:
     assert query.grad.dtype == dtype
 
 
+def test_queries_that_are_all_but_solved_keep_precise_gradients() -> None:
+    batch = batch_of([Record([1], [2]), Record([3], [4]), Record([5], [6])])
+    drawn = torch.eye(3) + 0.1 * torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(0))
+    found, expected = [], []
+    for dtype, results in ((torch.float32, found), (torch.float64, expected)):
+        query, candidate = (side.to(dtype).requires_grad_() for side in drawn)
+        loss = InfoNCE(temperature=0.05)(query, candidate, batch).loss
+        results += [loss.detach(), *torch.autograd.grad(loss, [query, candidate])]
+    assert 0 < expected[0].item() < 1e-6
+    for single, double in zip(found, expected, strict=True):
+        assert relative_error(single, double) < 1e-4
+
+
 def test_far_apart_scores_overflow_nothing() -> None:
     batch = batch_of([Record([1], [2]), Record([3], [4])])
     query = torch.tensor([[1e4, 0.0], [0.0, 1e4]], requires_grad=True)

@@ -1,0 +1,190 @@
+"""How every benchmark measures: interleaved pairs, a control, peaks of child processes, one row a result."""
+
+import argparse
+import csv
+import datetime
+import multiprocessing
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).with_name("results.csv")
+CONTROL_LIMITS = (0.97, 1.03)
+
+Action = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result as `results.csv` holds it."""
+
+    claim: str
+    value: float
+    unit: str
+    low: float
+    high: float
+    control: float
+    target: str
+    peer: str
+    hardware: str
+    threads: int
+    commit: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Time of ours over time of the peer's: median, least and greatest of the pairs, and the peer against itself."""
+
+    median: float
+    low: float
+    high: float
+    control: float
+
+
+def options(description: str | None, threads: int = 1) -> argparse.Namespace:
+    """The command line that all benchmarks share; sets the number of threads."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--tiny", action="store_true", help="see that it works: small sizes, no row, no verdict")
+    parser.add_argument("--threads", type=int, default=threads)
+    parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs")
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    return chosen
+
+
+def compare(ours: Action, peer: Action, chosen: argparse.Namespace, least_seconds: float = 0.2) -> Ratio:
+    """Time ours against the peer's, interleaved, the order turned from round to round.
+
+    Every round also runs the peer a second time: the ratio of its two times is the control. On one thread the clock
+    counts the process's own seconds, on more it is the wall's.
+
+    Raises:
+        RuntimeError: If the control lies outside its limits; the run proves nothing then.
+    """
+    clock = time.process_time if chosen.threads == 1 else time.perf_counter
+    actions = {"ours": ours, "peer": peer, "control": peer}
+    repeats = {name: _repeats(action, clock, 0.0 if chosen.tiny else least_seconds) for name, action in actions.items()}
+    repeats["control"] = repeats["peer"]
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    names = list(actions)
+    for turn in range(2 if chosen.tiny else chosen.pairs):
+        for name in names[turn % 3 :] + names[: turn % 3]:
+            start = clock()
+            for _ in range(repeats[name]):
+                actions[name]()
+            seconds[name].append((clock() - start) / repeats[name])
+    ratios = [a / b for a, b in zip(seconds["ours"], seconds["peer"], strict=True)]
+    control = statistics.median(a / b for a, b in zip(seconds["control"], seconds["peer"], strict=True))
+    if not chosen.tiny and not CONTROL_LIMITS[0] <= control <= CONTROL_LIMITS[1]:
+        raise RuntimeError(f"void: the peer against itself read {control:.3f}; run again on a quiet machine")
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios), control)
+
+
+def peak_growth_bytes(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> int:
+    """Bytes by which a child process's memory peaks above where it was when the measured part began.
+
+    Args:
+        function: A module's top-level function; it sets up, then yields once; what follows is measured.
+        arguments: Its arguments.
+        threads: Torch threads of the child.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_measured, args=(sender, threads, function, arguments))
+    child.start()
+    sender.close()
+    try:
+        return int(receiver.recv())
+    finally:
+        child.join()
+
+
+def record(
+    chosen: argparse.Namespace, claim: str, ratio: Ratio | float, unit: str, target: str, peer: str = "none"
+) -> None:
+    """Print a result, and append its row unless the sizes were tiny.
+
+    Args:
+        chosen: The command line.
+        claim: Number and what is claimed.
+        ratio: A ratio of times, or a plain value.
+        unit: Unit of the value.
+        target: What was promised.
+        peer: Package names whose versions belong beside the result, comma-separated.
+    """
+    if not isinstance(ratio, Ratio):
+        ratio = Ratio(ratio, ratio, ratio, float("nan"))
+    row = Row(
+        claim, round(ratio.median, 4), unit, round(ratio.low, 4), round(ratio.high, 4), round(ratio.control, 4), target,
+        _versions(peer), _hardware(), chosen.threads, _commit(), datetime.date.today().isoformat(),
+    )  # fmt: skip
+    print(f"{claim}: {row.value} {unit} ({row.low} to {row.high}), target {target}, control {row.control}")
+    if chosen.tiny:
+        return
+    is_new = not RESULTS.exists()
+    with RESULTS.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        if is_new:
+            writer.writerow([field.name for field in fields(Row)])
+        writer.writerow(astuple(row))
+
+
+def _repeats(action: Action, clock: Callable[[], float], least_seconds: float) -> int:
+    """Runs that together take `least_seconds`; the first run warms up and is not counted."""
+    action()
+    start = clock()
+    action()
+    return max(1, int(least_seconds / max(clock() - start, 1e-6)) + 1) if least_seconds else 1
+
+
+def _measured(sender: Any, threads: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(threads)
+    stages = function(*arguments)
+    next(stages)
+    # Linux: forget the peak so far.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _status_bytes("VmHWM")
+    for _ in stages:
+        pass
+    sender.send(_status_bytes("VmHWM") - before)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: memory is measured on Linux only")
+
+
+def _versions(packages: str) -> str:
+    names = [name.strip() for name in packages.split(",") if name.strip() != "none"]
+    return " ".join(f"{name} {version(name)}" for name in names) or "none"
+
+
+def _hardware() -> str:
+    name = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        models = [
+            line for line in information.read_text(encoding="utf-8").splitlines() if line.startswith("model name")
+        ]
+        if models:
+            name = f"{len(models)} x {models[0].split(':')[1].strip()}"
+    return name
+
+
+def _commit() -> str:
+    folder = Path(__file__).parent
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"

