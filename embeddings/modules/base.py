@@ -67,6 +67,12 @@ class ContrastiveModule(L.LightningModule):
         """The backbone's tokenizer, which the data module uses."""
         return self.embedder.tokenizer
 
+    def prepare_data(self) -> None:
+        """Check the schedule against the run's length, before anything is written."""
+        total_steps = self._trainer_steps()
+        if total_steps is not None:
+            self._schedule.check(self._schedule.total_steps or total_steps)
+
     def setup(self, stage: str) -> None:
         """Take the text settings from the data module, so that a saved model encodes as it was trained."""
         text = getattr(getattr(self.trainer, "datamodule", None), "text", None)

@@ -59,12 +59,16 @@ class Schedule:
                     "model.schedule.total_steps", None, "must be known to decay", "set trainer.max_steps or max_epochs"
                 )
             total_steps = self.warmup_steps + 1
-        if self.warmup_steps >= total_steps and self.warmup_steps > 0:
-            raise OptionError(
-                "model.schedule.warmup_steps",
-                self.warmup_steps,
-                f"must be below the run's {total_steps} optimiser steps",
-                "lower it or train longer",
-            )
+        self.check(total_steps)
         steps = total_steps
         return LambdaLR(optimizer, lambda step: self.factor(step, steps))
+
+    def check(self, total_steps: int) -> None:
+        """Check that the warm-up ends before a run of `total_steps` does.
+
+        Raises:
+            OptionError: If it does not.
+        """
+        if 0 < self.warmup_steps >= total_steps:
+            rule = f"must be below the run's {total_steps} optimiser steps"
+            raise OptionError("model.schedule.warmup_steps", self.warmup_steps, rule, "lower it or train longer")
