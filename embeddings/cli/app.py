@@ -13,7 +13,6 @@ from embeddings.callbacks.run_record import RunRecord
 from embeddings.cli.errors import ConfigError, reason
 from embeddings.cli.recipes import expand_recipe
 
-
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 

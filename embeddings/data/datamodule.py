@@ -77,9 +77,14 @@ class EmbeddingDataModule(LightningDataModule):
         self._pending_state: dict[str, Any] | None = None
 
     def prepare_data(self) -> None:
-        """Convert the sources, on one rank, where that is still to do."""
-        for source in self.sources:
-            open_source(source, self.cache_dir)
+        """Convert the sources, on one rank, where that is still to do, and check that they fill a batch.
+
+        Raises:
+            InputError: If a source cannot be used.
+            OptionError: If there are fewer rows than one global batch.
+        """
+        self.setup()
+        self._plan()
 
     def setup(self, stage: str | None = None) -> None:
         """Open the converted sources, once."""
@@ -92,6 +97,11 @@ class EmbeddingDataModule(LightningDataModule):
         assert self._mixture is not None, "setup() comes first"
         return self._mixture
 
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of one rank in an epoch of the plan."""
+        return len(self._plan())
+
     def text_tokenizer(self) -> TextTokenizer:
         """The tokenizer of training: the one named, or else the trained module's."""
         return TextTokenizer(self._base_tokenizer(), self.text)
@@ -102,11 +112,9 @@ class EmbeddingDataModule(LightningDataModule):
         Raises:
             OptionError: If there are fewer rows than one global batch, or the checkpoint is of another plan.
         """
-        mixture = self.mixture
-        plan = self.sampler(mixture.sizes, self.batch_size, self.seed, mixture.weights)
         self._loader = ResumableLoader(
-            mixture,
-            plan,
+            self.mixture,
+            self._plan(),
             ContrastiveCollator(self.text_tokenizer(), self.num_negatives),
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
@@ -140,6 +148,9 @@ class EmbeddingDataModule(LightningDataModule):
         """Let go of the loader: another fit begins at the start, or where its own checkpoint says."""
         if stage == "fit":
             self._loader = None
+
+    def _plan(self) -> BatchSampler:
+        return self.sampler(self.mixture.sizes, self.batch_size, self.seed, self.mixture.weights)
 
     def _base_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is not None:

@@ -1,15 +1,16 @@
 """An embedding model without a trainer: backbone, pooling, head, normalisation, and how its texts are read."""
 
 import os
+from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
-from embeddings.models.backbone import load_model, load_tokenizer
+from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
 from embeddings.models.hub import resolve_model
 from embeddings.models.lora import plain_backbone
@@ -113,15 +114,32 @@ class Embedder(nn.Module):
         """
         folder = resolve_model(os.fspath(name), revision)
         backbone = load_model(folder, "auto" if dtype is None else dtype)
-        tokenizer = load_tokenizer(folder, backbone)
+        embedder = cls._of_directory(folder, backbone, load_tokenizer(folder, backbone))
+        return embedder.eval() if device is None else embedder.to(device).eval()
+
+    @classmethod
+    def from_config(cls, config: BackboneConfig) -> Self:
+        """The model of a sentence-transformers directory to train on: its backbone is loaded as the config says.
+
+        Args:
+            config: The directory as `name`, and dtype, attention and checkpointing of the backbone.
+
+        Returns:
+            The embedder in training mode.
+
+        Raises:
+            InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
+        """
+        backbone, tokenizer = load_backbone(config)
+        return cls._of_directory(resolve_model(config.name, config.revision), backbone, tokenizer)
+
+    @classmethod
+    def _of_directory(cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Self:
         parts = read_model_directory(folder, backbone, tokenizer)
         try:
-            embedder = cls(
-                backbone, tokenizer, parts.pooling, head=parts.head, normalize=parts.normalize, text=parts.text
-            )
+            return cls(backbone, tokenizer, parts.pooling, head=parts.head, normalize=parts.normalize, text=parts.text)
         except OptionError as error:
             raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
-        return embedder.eval() if device is None else embedder.to(device).eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a sentence-transformers directory, whole or not at all; adapters are merged into the written weights.

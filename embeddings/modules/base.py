@@ -121,6 +121,12 @@ class ContrastiveModule(L.LightningModule):
 
     def on_train_batch_start(self, batch: ContrastiveBatch, batch_idx: int) -> None:
         """Seed the step's random choices from what the step is, not from what ran before."""
+        progress: Any = self.trainer.fit_loop.epoch_progress
+        if progress.current.ready == progress.current.processed:
+            # Lightning 2.6 does not count an epoch that begins after a resume from the end of another, and would then
+            # drop the loader's place from the next checkpoint.
+            progress.increment_ready()
+            progress.increment_started()
         torch.manual_seed(derive_seed(self._seed, "step", self.current_epoch, batch_idx, self.global_rank))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -1,6 +1,7 @@
 """NV-Embed: a decoder without its causal mask, latent-attention pooling, two-stage instruction tuning."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -59,25 +60,20 @@ class NVEmbedModule(ContrastiveModule):
     ) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            embedder = _embedder(backbone, pooling, initial_model, normalize)
-            if lora is not None:
-                embedder.backbone = add_lora(embedder.backbone, lora)
-        super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
-
-
-def _embedder(
-    backbone: BackboneConfig, pooling: PoolingFactory, initial_model: str | None, normalize: bool
-) -> Embedder:
-    if initial_model is None:
-        model, tokenizer = load_backbone(backbone)
-        return Embedder(model, tokenizer, pooling(model.config.hidden_size), normalize=normalize)
-    embedder = Embedder.from_pretrained(initial_model)
-    expected = pooling(embedder.hidden_size)
-    if type(embedder.pooling) is not type(expected):
-        raise OptionError(
-            "model.pooling",
-            type(expected).__name__,
-            f"must be {type(embedder.pooling).__name__}, which {initial_model} was trained with",
-            "give stage 2 the pooling of stage 1",
+            if initial_model is None:
+                model, tokenizer = load_backbone(backbone)
+                made = pooling(model.config.hidden_size)
+            else:
+                start = Embedder.from_config(replace(backbone, name=initial_model, revision=None))
+                model, tokenizer, made = start.backbone, start.tokenizer, start.pooling
+                _check_pooling(made, pooling(start.hidden_size), initial_model)
+            adapted = model if lora is None else add_lora(model, lora)
+        super().__init__(
+            Embedder(adapted, tokenizer, made, normalize=normalize), loss or InfoNCE(), optimizer, schedule, seed
         )
-    return embedder
+
+
+def _check_pooling(found: Pooling, asked: Pooling, initial_model: str) -> None:
+    if type(found) is not type(asked) or found.arguments() != asked.arguments():
+        rule = f"must be what {initial_model} was trained with: {type(found).__name__} {found.arguments()}"
+        raise OptionError("model.pooling", f"{type(asked).__name__} {asked.arguments()}", rule, "repeat that pooling")

@@ -17,13 +17,14 @@ VOCAB_SIZE = 384
 
 def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
     """BERT's kind: [CLS] text [SEP], `##` continuations, lower-cased."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    words = sorted({word for text in TEXTS for word in text.lower().replace(":", " ").split()})
+    letters = sorted({letter for word in words for letter in word} | set("0123456789:.,-_()"))
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    vocabulary += [word for word in words if word not in letters and len(word) > 1]
+    assert len(vocabulary) <= VOCAB_SIZE
+    tokenizer = Tokenizer(models.WordPiece({token: row for row, token in enumerate(vocabulary)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer.train_from_iterator(
-        TEXTS, trainers.WordPieceTrainer(vocab_size=VOCAB_SIZE, special_tokens=special, show_progress=False)
-    )
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
