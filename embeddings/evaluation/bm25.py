@@ -29,9 +29,10 @@ _MOST_SCORES = 1 << 24
 class WordTokenizer:
     """Lower-case words of a text, with identifiers cut into the words they are made of.
 
-    `padSequence_to2` gives pad, sequence, to, 2 and padsequence_to2. The defaults are the strongest of the variants that
-    were measured on the docstring corpus (nDCG@10 on held-out packages: whole words 0.28, split 0.52, without stop words
-    0.58, stemmed 0.60, identifiers kept 0.60), so that a model which beats this BM25 beats an honest opponent.
+    `padSequence_to2` gives pad, sequence, to, 2 and padsequence_to2. The defaults are the strongest variant that was
+    measured on the docstring corpus, so that a model which beats this BM25 beats an honest opponent: nDCG@10 on
+    held-out packages 0.278 for whole words, 0.497 split, 0.547 without stop words, 0.576 stemmed and 0.573 with whole
+    identifiers kept, which raises held-out functions of the training packages from 0.766 to 0.779.
 
     Args:
         split_identifiers: Whether to cut at underscores, digits, and changes from lower to upper case.
