@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from transformers import PreTrainedModel
 
 from embeddings.common import OptionError
 from embeddings.losses import InfoNCE
@@ -65,12 +66,12 @@ class NVEmbedModule(ContrastiveModule):
                 made = pooling(model.config.hidden_size)
             else:
                 start = Embedder.from_config(replace(backbone, name=initial_model, revision=None))
+                assert isinstance(start.backbone, PreTrainedModel)
                 model, tokenizer, made = start.backbone, start.tokenizer, start.pooling
                 _check_pooling(made, pooling(start.hidden_size), initial_model)
             adapted = model if lora is None else add_lora(model, lora)
-        super().__init__(
-            Embedder(adapted, tokenizer, made, normalize=normalize), loss or InfoNCE(), optimizer, schedule, seed
-        )
+        embedder = Embedder(adapted, tokenizer, made, normalize=normalize)
+        super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
 
 
 def _check_pooling(found: Pooling, asked: Pooling, initial_model: str) -> None:
