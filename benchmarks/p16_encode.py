@@ -1,0 +1,98 @@
+"""P16: encoding takes at most 0.85 of SentenceTransformer.encode's default time, 0.95 of its best, 0.5 in bfloat16.
+
+The texts are both sides of 128 question-answer pairs, cut at 256 tokens. The peer runs in float32.
+"""
+
+import time
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+
+from benchmarks.harness import Action, compare, options, record
+from benchmarks.workloads import minilm_folder, question_answer_texts
+from embeddings.data.tokenize import TextTokenizer
+from embeddings.inference import Encoder
+
+DEFAULT_BATCH_SIZE = 32
+PEER_BATCH_SIZES = (4, 8, 16, DEFAULT_BATCH_SIZE)
+PEERS = "sentence-transformers, torch, transformers"
+
+
+def peer_of(model: SentenceTransformer, texts: list[str], batch_size: int) -> Action:
+    """The peer's encoding of all texts with this batch size."""
+    return lambda: model.encode(texts, batch_size=batch_size, show_progress_bar=False)
+
+
+def best_batch_size(model: SentenceTransformer, texts: list[str]) -> int:
+    """The batch size with which the peer is fastest, each run twice, the second time counted."""
+    seconds = {}
+    for batch_size in PEER_BATCH_SIZES:
+        run = peer_of(model, texts, batch_size)
+        run()
+        start = time.perf_counter()
+        run()
+        seconds[batch_size] = time.perf_counter() - start
+    print("peer:", ", ".join(f"batch {size} {taken:.2f} s" for size, taken in seconds.items()))
+    return min(seconds, key=seconds.__getitem__)
+
+
+def matmul_flops(encoder: Encoder, texts: list[str]) -> float:
+    """Multiplications and additions in the matrix products of the texts, padding left out."""
+    config = encoder.embedder.backbone.config
+    lengths = TextTokenizer(encoder.embedder.tokenizer, encoder.embedder.text)(texts, "document").lengths_N.double()
+    linear = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
+    products = linear * lengths + 2 * config.hidden_size * lengths**2
+    return float(2 * config.num_hidden_layers * products.sum())
+
+
+@torch.inference_mode()
+def matmul_peak(encoder: Encoder, seconds: float) -> float:
+    """Operations a second of the model's widest product at our mini-batch size, in our format."""
+    config = encoder.embedder.backbone.config
+    layer = torch.nn.Linear(config.hidden_size, config.intermediate_size).to(encoder.dtype)
+    input_NH = torch.randn(encoder.mini_batch_tokens, config.hidden_size, dtype=encoder.dtype)
+    layer(input_NH)
+    count, start = 0, time.perf_counter()
+    while (taken := time.perf_counter() - start) < seconds:
+        layer(input_NH)
+        count += 1
+    return 2 * count * input_NH.shape[0] * config.hidden_size * config.intermediate_size / taken
+
+
+def main() -> None:
+    """Check that both give the same vectors, then time float32 against default and best, and bfloat16 where native."""
+    chosen = options(__doc__, threads=2)
+    texts = [text for pair in question_answer_texts(128) for text in pair] if not chosen.tiny else ["a b", "c " * 9]
+    peer = SentenceTransformer(minilm_folder(), device="cpu")
+    exact = Encoder.from_pretrained(minilm_folder(), device="cpu", precision="float32")
+    automatic = Encoder.from_pretrained(minilm_folder(), device="cpu")
+    expected, found = peer.encode(texts), exact.encode(texts)
+    difference = float(np.abs(found - expected).max())
+    if not difference <= 1e-5:
+        raise RuntimeError(f"vectors differ by {difference:.2e}: nothing to compare")
+    record(chosen, "P16 largest difference in float32", difference, "absolute", "<=1e-5", PEERS)
+
+    default, best_size = peer_of(peer, texts, DEFAULT_BATCH_SIZE), best_batch_size(peer, texts)
+    ratio = compare(lambda: exact.encode(texts), default, chosen)
+    record(chosen, "P16 encode in float32 over the default", ratio, "ratio", "<=0.85", PEERS)
+    ratio = compare(lambda: exact.encode(texts), peer_of(peer, texts, best_size), chosen)
+    record(chosen, f"P16 encode in float32 over the best, batch {best_size}", ratio, "ratio", "<=0.95", PEERS)
+    if automatic.dtype == torch.bfloat16:
+        cosine = float((automatic.encode(texts) * expected).sum(axis=1).min())
+        if not cosine >= 0.999:
+            raise RuntimeError(f"a cosine of {cosine:.5f} in bfloat16: nothing to compare")
+        record(chosen, "P16 least cosine in bfloat16", cosine, "cosine", ">=0.999", PEERS)
+        ratio = compare(lambda: automatic.encode(texts), default, chosen)
+        record(chosen, "P16 encode in bfloat16 over the default", ratio, "ratio", "<=0.5", PEERS)
+    for encoder in (exact, automatic) if automatic.dtype != exact.dtype else (exact,):
+        start = time.perf_counter()
+        encoder.encode(texts)
+        reached = matmul_flops(encoder, texts) / (time.perf_counter() - start)
+        name = str(encoder.dtype).removeprefix("torch.")
+        share = reached / matmul_peak(encoder, 0.01 if chosen.tiny else 2.0)
+        record(chosen, f"P16 share of the measured peak of matrix products, {name}", share, "fraction", "none", "torch")
+
+
+if __name__ == "__main__":
+    main()
