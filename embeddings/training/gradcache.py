@@ -276,12 +276,14 @@ class _TwoPasses:
             for mini_batch, part in zip(self.plan, parts, strict=True)
             if mini_batch.tower == tower and not mini_batch.is_filler
         ]
-        vector_ND = torch.cat([part.vector_ND for _, part in own])
-        place_N = torch.argsort(torch.cat([rows_n for rows_n, _ in own])).to(vector_ND.device)
+        first_nD = own[0][1].vector_ND
+        vector_ND = first_nD.new_empty(sum(len(rows_n) for rows_n, _ in own), first_nD.shape[1])
+        for rows_n, part in own:
+            vector_ND[rows_n.to(vector_ND.device)] = part.vector_ND
         statistics = {
             name: torch.stack([part.statistics[name] for _, part in own]).sum(0) for name in own[0][1].statistics
         }
-        assembled = Representations(vector_ND[place_N], statistics)
+        assembled = Representations(vector_ND, statistics)
         for leaf in _tensors(assembled).values():
             leaf.requires_grad_(torch.is_grad_enabled() and leaf.is_floating_point())
         return assembled
