@@ -4,6 +4,7 @@ import argparse
 import csv
 import datetime
 import multiprocessing
+import os
 import platform
 import statistics
 import subprocess
@@ -97,6 +98,8 @@ def peak_growth_bytes(function: Callable[..., Any], *arguments: Any, threads: in
         arguments: Its arguments.
         threads: Torch threads of the child.
     """
+    # glibc then gives every large block back at once: the peak counts what is in use, not what is held in reserve.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_measured, args=(sender, threads, function, arguments))

@@ -224,23 +224,26 @@ class _TiledCrossEntropy(torch.autograd.Function):
             if column_gradient_CD is not None:
                 column_gradient_CD.addmm_(weight_rC.T, row_rD / total_r1)
         num_rows = max(1, len(row_RD))
-        ctx.save_for_backward(row_RD, scale, row_gradient_RD, column_gradient_CD)
-        ctx.num_rows = num_rows
+        of_scale = None
+        if row_gradient_RD is not None:
+            # d(scale * x)/d(scale) summed over all scores is the gradient of the unscaled rows met with the rows.
+            of_scale = torch.linalg.vecdot(row_RD, row_gradient_RD).sum() / num_rows if wants_scale else None
+            row_gradient_RD *= scale / num_rows
+        if column_gradient_CD is not None:
+            column_gradient_CD /= num_rows
+        ctx.save_for_backward(row_gradient_RD if wants_row else None, column_gradient_CD, of_scale)
         accuracy, mean_score = num_right / num_rows, target_score / (scale * num_rows)
         ctx.mark_non_differentiable(accuracy, mean_score)
         return loss / num_rows, accuracy, mean_score
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        row_RD, scale, row_gradient_RD, column_gradient_CD = ctx.saved_tensors
-        wants_row, _, wants_scale = ctx.needs_input_grad[:3]
-        share = gradient / ctx.num_rows
-        row = row_gradient_RD * (scale * share) if wants_row else None
-        column = None if column_gradient_CD is None else column_gradient_CD * share
-        # d(scale * x)/d(scale) summed over all scores is the row gradient met with the rows themselves.
-        of_scale = (row_RD * row_gradient_RD).sum() * share if wants_scale else None
-        return row, column, of_scale, None, None, None
+    def backward(ctx: Any, factor: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        # GradCache and a plain backward pass 1: the gradients are handed on without a second copy.
+        if factor.item() != 1.0:
+            gradients = tuple(None if gradient is None else gradient * factor for gradient in gradients)
+        return (*gradients, None, None, None)
 
 
 def _tiles(num_rows: int, num_columns: int, tile_size: int) -> Iterator[slice]:

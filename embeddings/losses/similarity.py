@@ -1,9 +1,10 @@
 """How alike two vectors are."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Similarity = Literal["cosine", "dot"]
 
@@ -21,14 +22,15 @@ def comparable(vector_ND: Tensor, similarity: Similarity = "cosine") -> Tensor:
         similarity: Which similarity.
 
     Returns:
-        Vectors, (N, D) float32 (float64 where the input is).
+        Vectors, (N, D) float32 (float64 where the input is); for the gradient only they and their norms are kept.
 
     Precision: norms in float32 whatever the input dtype, autocast or not.
     """
     vector_ND = vector_ND.to(working_dtype(vector_ND))
     if similarity == "dot":
         return vector_ND
-    return torch.nn.functional.normalize(vector_ND, dim=-1, eps=1e-12)
+    unit_ND: Tensor = _UnitNorm.apply(vector_ND)  # type: ignore[no-untyped-call]
+    return unit_ND
 
 
 def similarity_matrix(query_BD: Tensor, candidate_CD: Tensor, similarity: Similarity = "cosine") -> Tensor:
@@ -48,3 +50,22 @@ def similarity_matrix(query_BD: Tensor, candidate_CD: Tensor, similarity: Simila
     """
     with torch.autocast(query_BD.device.type, enabled=False):
         return comparable(query_BD, similarity) @ comparable(candidate_CD, similarity).T
+
+
+class _UnitNorm(torch.autograd.Function):
+    """v / |v|; a zero vector stays zero and gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, vector_ND: Tensor) -> Tensor:
+        norm_N1 = torch.linalg.vector_norm(vector_ND, dim=-1, keepdim=True)
+        inverse_N1 = torch.where(norm_N1 > 1e-12, 1 / norm_N1, 0)
+        unit_ND = vector_ND * inverse_N1
+        ctx.save_for_backward(unit_ND, inverse_N1)
+        return unit_ND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_ND: Tensor) -> Tensor:
+        unit_ND, inverse_N1 = ctx.saved_tensors
+        along_N1 = torch.linalg.vecdot(gradient_ND, unit_ND)[:, None]
+        return torch.addcmul(gradient_ND, unit_ND, along_N1, value=-1).mul_(inverse_N1)

@@ -177,7 +177,7 @@ class _TwoPasses:
         self.device = batch.query.device
         self.plan = engine.plan(batch)
         self.visits: list[_Visit] = []
-        self.towers: tuple[Representations, ...] = ()
+        self.towers: dict[int, Representations] = {}
         self.gradient_of: dict[Tensor, Tensor] = {}
         self.early_leaves: set[Tensor] = set()
         self.casts_have_graph = False
@@ -186,7 +186,6 @@ class _TwoPasses:
         """The first pass: the representations of every mini-batch, and the graphs that are kept."""
         with_graphs, last = torch.is_grad_enabled(), len(self.plan) - 1
         num_kept = self.engine.num_kept(self.plan) if with_graphs else 0
-        parts: list[Representations] = []
         for index, mini_batch in enumerate(self.plan):
             keeps = with_graphs and (self._keeps_last(num_kept) if index == last else index < num_kept)
             random_state = RandomState.capture(self.device)
@@ -195,22 +194,24 @@ class _TwoPasses:
             with memory.measured(self.device, self._parameters()) if measures else nullcontext():
                 graph = self._embed(mini_batch, keeps)
             self.visits.append(_Visit(mini_batch, random_state, graph if keeps else None))
-            parts.append(_detached(graph))
+            self._store(mini_batch, graph)
             if index == 0 and with_graphs:
                 num_kept = self._agreed_num_kept(memory.num_bytes)
                 if num_kept == 0 and index != last:
                     self.visits[0].graph = None
             del graph
-        self.towers = tuple(self._assembled(tower, parts) for tower in (0, 1))
+        for leaf in self._leaves():
+            leaf.requires_grad_(with_graphs and leaf.is_floating_point())
 
     def loss(self) -> LossOutput:
         """The loss of the whole batch."""
-        query, candidate = self.towers
-        return self.step.loss_from_representations(query, candidate, self.batch)
+        return self.step.loss_from_representations(self.towers[0], self.towers[1], self.batch)
 
     def find_gradients(self, loss: Tensor) -> None:
         """The gradients of the representations, and of parameters that the loss itself has."""
-        leaves = {leaf: None for tower in self.towers for leaf in _tensors(tower).values() if leaf.requires_grad}
+        leaves = {
+            leaf: None for tower in self.towers.values() for leaf in _tensors(tower).values() if leaf.requires_grad
+        }
         leaves |= dict.fromkeys(graph_leaves(loss))
         with torch.autocast(self.device.type, enabled=False):
             gradients = torch.autograd.grad(loss, list(leaves), allow_unused=True, materialize_grads=True)
@@ -233,7 +234,7 @@ class _TwoPasses:
     def last_surrogate(self, visit: _Visit, loss: Tensor) -> Tensor:
         """The loss's value with the last mini-batch's graph, and with every parameter that took part in the step."""
         outputs, gradients = self._outputs_and_gradients(visit)
-        representations = {leaf for tower in self.towers for leaf in _tensors(tower).values()}
+        representations = set(self._leaves())
         of_loss = {leaf: gradient for leaf, gradient in self.gradient_of.items() if leaf not in representations}
         reached = {leaf for output in outputs for leaf in graph_leaves(output)} | set(of_loss)
         # A wrapper that averages gradients waits for every parameter in its one synchronised backward.
@@ -269,22 +270,23 @@ class _TwoPasses:
             gradients.append(torch.zeros_like(output) if visit.mini_batch.is_filler else gradient)
         return outputs, gradients
 
-    def _assembled(self, tower: int, parts: list[Representations]) -> Representations:
-        """A tower's representations in the order of its texts, as leaves."""
-        own = [
-            (mini_batch.rows_n, part)
-            for mini_batch, part in zip(self.plan, parts, strict=True)
-            if mini_batch.tower == tower and not mini_batch.is_filler
-        ]
-        vector_ND = torch.cat([part.vector_ND for _, part in own])
-        place_N = torch.argsort(torch.cat([rows_n for rows_n, _ in own])).to(vector_ND.device)
-        statistics = {
-            name: torch.stack([part.statistics[name] for _, part in own]).sum(0) for name in own[0][1].statistics
-        }
-        assembled = Representations(vector_ND[place_N], statistics)
-        for leaf in _tensors(assembled).values():
-            leaf.requires_grad_(torch.is_grad_enabled() and leaf.is_floating_point())
-        return assembled
+    def _leaves(self) -> list[Tensor]:
+        """The vectors and statistics of both towers."""
+        return [leaf for tower in self.towers.values() for leaf in _tensors(tower).values()]
+
+    def _store(self, mini_batch: MiniBatch, found: Representations) -> None:
+        """Put a mini-batch's vectors into their tower's rows, and add its statistics to the tower's."""
+        if mini_batch.is_filler:
+            return
+        num_texts = len((self.batch.query, self.batch.candidate)[mini_batch.tower])
+        tower = self.towers.get(mini_batch.tower)
+        if tower is None:
+            zeros = {name: torch.zeros_like(value) for name, value in found.statistics.items()}
+            tower = Representations(found.vector_ND.new_empty(num_texts, found.vector_ND.shape[1]), zeros)
+            self.towers[mini_batch.tower] = tower
+        tower.vector_ND[mini_batch.rows_n.to(self.device)] = found.vector_ND.detach()
+        for name, value in found.statistics.items():
+            tower.statistics[name].add_(value.detach())
 
     def _keeps_last(self, num_kept: int) -> bool:
         """Beside graphs that fill a memory budget the last one has no room, unless it was counted."""
@@ -307,8 +309,3 @@ _VECTOR = "the vectors"
 def _tensors(representations: Representations) -> dict[str, Tensor]:
     """Vectors and statistics by name."""
     return {**representations.statistics, _VECTOR: representations.vector_ND}
-
-
-def _detached(representations: Representations) -> Representations:
-    statistics = {name: value.detach() for name, value in representations.statistics.items()}
-    return Representations(representations.vector_ND.detach(), statistics)

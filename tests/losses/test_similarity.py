@@ -21,8 +21,18 @@ def test_the_dot_product_keeps_the_norms() -> None:
     assert similarity_matrix(torch.tensor([[3.0, 4.0]]), torch.tensor([[2.0, 1.0]]), "dot").tolist() == [[10.0]]
 
 
-def test_a_zero_vector_is_like_nothing() -> None:
-    assert similarity_matrix(torch.zeros(1, 3), torch.ones(2, 3)).tolist() == [[0.0, 0.0]]
+def test_a_zero_vector_is_like_nothing_and_gets_no_gradient() -> None:
+    zero = torch.zeros(1, 3, requires_grad=True)
+    score = similarity_matrix(zero, torch.ones(2, 3))
+    score.sum().backward()
+    assert score.tolist() == [[0.0, 0.0]]
+    assert zero.grad is not None
+    assert zero.grad.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_gradients_of_the_cosine_equal_finite_differences() -> None:
+    vectors = [torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(similarity_matrix, vectors)
 
 
 @pytest.mark.parametrize(
