@@ -26,7 +26,7 @@ def test_every_config_of_every_recipe_is_there():
 
 
 def test_an_unknown_recipe_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="there is no recipe 'nope'.*quickstart"):
+    with pytest.raises(ConfigError, match=r"there is no recipe 'nope'.*quickstart"):
         expand_recipe(["fit", "--recipe", "nope"], TABLE)
 
 

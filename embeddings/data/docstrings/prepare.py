@@ -54,6 +54,8 @@ def prepare_docstrings(
     packages: Sequence[str] | None = None,
     held_out_packages: Sequence[str] = HELD_OUT_PACKAGES,
     seed: int = 0,
+    num_validation_documents: int = 600,
+    num_validation_queries: int = 200,
     num_in_domain_documents: int = 1500,
     num_in_domain_queries: int = 400,
     num_held_out_documents: int = 3000,
@@ -63,8 +65,8 @@ def prepare_docstrings(
     """Write pairs of a docstring's first sentence and its function's code, from the source files of installed packages.
 
     The document is the qualified name, the signature and the body without the docstring. `train.jsonl.gz` holds
-    training records, `eval/in_domain` searches held-out functions of the training packages, `eval/held_out` packages
-    that training never sees. No function is a near-copy of another, and no two share their first sentence.
+    training records, `eval/validation` and `eval/in_domain` search held-out functions of the training packages,
+    `eval/held_out` packages that training never sees. No function is a near-copy of another, and no two share their first sentence.
 
     Determinism: the same package files, arguments and seed give the same bytes. No package is imported.
 
@@ -74,7 +76,9 @@ def prepare_docstrings(
             `TRAINING_PACKAGES` that are installed.
         held_out_packages: Packages that are only searched.
         seed: Seed of the draws.
-        num_in_domain_documents: Functions of the training packages taken out of training to be searched.
+        num_validation_documents: Functions of the training packages taken out of training, to choose checkpoints by.
+        num_validation_queries: How many of them are asked for.
+        num_in_domain_documents: More of them, to be searched when training is over.
         num_in_domain_queries: How many of them are asked for.
         num_held_out_documents: Most functions of the held-out packages to search.
         num_held_out_queries: How many of them are asked for.
@@ -85,7 +89,14 @@ def prepare_docstrings(
     """
     folder = Path(os.path.abspath(output))
     check_output(folder)
-    sizes = SplitSizes(num_in_domain_documents, num_in_domain_queries, num_held_out_documents, num_held_out_queries)
+    sizes = SplitSizes(
+        num_validation_documents,
+        num_validation_queries,
+        num_in_domain_documents,
+        num_in_domain_queries,
+        num_held_out_documents,
+        num_held_out_queries,
+    )
     for name, size in sizes._asdict().items():
         if size < 1:
             raise OptionError(f"num_{name}", size, "must be >= 1", "leave it out for the default")
@@ -158,6 +169,8 @@ def _paused_collector() -> Iterator[None]:
 def _counts(split: DocstringSplit) -> dict[str, int]:
     return {
         "train": len(split.train),
+        "validation_documents": len(split.validation.documents),
+        "validation_queries": len(split.validation.queries),
         "in_domain_documents": len(split.in_domain.documents),
         "in_domain_queries": len(split.in_domain.queries),
         "held_out_documents": len(split.held_out.documents),

@@ -12,12 +12,17 @@ class SplitSizes(NamedTuple):
     """Most functions of each evaluation set.
 
     Attributes:
-        in_domain_documents: Functions of the training packages that are taken out of training, to be searched.
+        validation_documents: Functions of the training packages that are taken out of training, to be searched while
+            training, by which the best checkpoint is chosen.
+        validation_queries: How many of them are also asked for.
+        in_domain_documents: More of them, to be searched when training is over.
         in_domain_queries: How many of them are also asked for.
         held_out_documents: Functions of the held-out packages, to be searched.
         held_out_queries: How many of them are also asked for.
     """
 
+    validation_documents: int
+    validation_queries: int
     in_domain_documents: int
     in_domain_queries: int
     held_out_documents: int
@@ -32,9 +37,10 @@ class EvaluationSet(NamedTuple):
 
 
 class DocstringSplit(NamedTuple):
-    """Functions to train on, sorted by id, and two sets that share none with them."""
+    """Functions to train on, sorted by id, and three sets that share none with them or each other."""
 
     train: list[DocumentedFunction]
+    validation: EvaluationSet
     in_domain: EvaluationSet
     held_out: EvaluationSet
 
@@ -42,7 +48,7 @@ class DocstringSplit(NamedTuple):
 def split_functions(
     functions: Sequence[DocumentedFunction], held_out_packages: Collection[str], sizes: SplitSizes, seed: int
 ) -> DocstringSplit:
-    """Cut functions without copies among them into a training set and two evaluation sets.
+    """Cut functions without copies among them into a training set and three evaluation sets.
 
     Determinism: the split depends on the functions (not on their order), the sizes and the seed.
 
@@ -53,7 +59,7 @@ def split_functions(
         seed: Seed of the draws.
 
     Raises:
-        OptionError: If a set would be empty, or taking the in-domain documents out would leave nothing to train on.
+        OptionError: If a set would be empty, or taking the others out would leave nothing to train on.
     """
     ordered = sorted(functions)
     held_out = [function for function in ordered if function.package in held_out_packages]
@@ -62,25 +68,35 @@ def split_functions(
         raise OptionError(
             "held_out_packages", sorted(held_out_packages), "must have documented functions", "name larger packages"
         )
-    if len(trainable) <= sizes.in_domain_documents:
+    num_taken = sizes.validation_documents + sizes.in_domain_documents
+    if len(trainable) <= num_taken:
         raise OptionError(
-            "num_in_domain_documents",
-            sizes.in_domain_documents,
+            "num_validation_documents + num_in_domain_documents",
+            num_taken,
             f"must leave functions to train on, and packages has {len(trainable)} documented ones",
             "lower it, or add packages",
         )
-    in_domain = _draw(trainable, sizes.in_domain_documents, seed, "in_domain")
-    taken = {function.id for function in in_domain}
+    in_domain = _evaluation_set(trainable, sizes.in_domain_documents, sizes.in_domain_queries, seed, "in_domain")
+    trainable = _without(trainable, in_domain.documents)
+    validation = _evaluation_set(trainable, sizes.validation_documents, sizes.validation_queries, seed, "validation")
     return DocstringSplit(
-        [function for function in trainable if function.id not in taken],
-        EvaluationSet(in_domain, _draw(in_domain, sizes.in_domain_queries, seed, "in_domain_queries")),
-        _evaluation_set(held_out, sizes, seed),
+        _without(trainable, validation.documents),
+        validation,
+        in_domain,
+        _evaluation_set(held_out, sizes.held_out_documents, sizes.held_out_queries, seed, "held_out"),
     )
 
 
-def _evaluation_set(held_out: list[DocumentedFunction], sizes: SplitSizes, seed: int) -> EvaluationSet:
-    documents = _draw(held_out, sizes.held_out_documents, seed, "held_out")
-    return EvaluationSet(documents, _draw(documents, sizes.held_out_queries, seed, "held_out_queries"))
+def _evaluation_set(
+    functions: list[DocumentedFunction], num_documents: int, num_queries: int, seed: int, stream: str
+) -> EvaluationSet:
+    documents = _draw(functions, num_documents, seed, stream)
+    return EvaluationSet(documents, _draw(documents, num_queries, seed, f"{stream}_queries"))
+
+
+def _without(functions: list[DocumentedFunction], taken: list[DocumentedFunction]) -> list[DocumentedFunction]:
+    ids = {function.id for function in taken}
+    return [function for function in functions if function.id not in ids]
 
 
 def _draw(functions: list[DocumentedFunction], most: int, seed: int, stream: str) -> list[DocumentedFunction]:

@@ -60,8 +60,8 @@ def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any])
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as temporary:
         folder = Path(temporary, "new")
         _write_train(folder / "train.jsonl.gz", split)
-        _write_evaluation(folder / "eval" / "in_domain", split.in_domain)
-        _write_evaluation(folder / "eval" / "held_out", split.held_out)
+        for name in ("validation", "in_domain", "held_out"):
+            _write_evaluation(folder / "eval" / name, getattr(split, name))
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         hashes = {path.relative_to(folder).as_posix(): file_sha256(path) for path in files}
         write_manifest(folder, {**fields, "files": hashes})

@@ -45,6 +45,8 @@ def prepare(output: Path, **changes: object) -> DocstringCorpus:
     arguments = {
         "packages": ["alpha_x", "beta_x"],
         "held_out_packages": ["gamma_x"],
+        "num_validation_documents": 6,
+        "num_validation_queries": 2,
         "num_in_domain_documents": 8,
         "num_in_domain_queries": 4,
         "num_held_out_queries": 5,
@@ -59,7 +61,9 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_no_document_or_copy_of_one_is_on_both_sides(packages: Path) -> None:
     corpus = prepare(packages / "out")
     assert corpus.counts == {
-        "train": 32,
+        "train": 26,
+        "validation_documents": 6,
+        "validation_queries": 2,
         "in_domain_documents": 8,
         "in_domain_queries": 4,
         "held_out_documents": 10,
@@ -67,12 +71,12 @@ def test_no_document_or_copy_of_one_is_on_both_sides(packages: Path) -> None:
     }
     train = [json.loads(line) for line in gzip.decompress((corpus.folder / "train.jsonl.gz").read_bytes()).splitlines()]
     parts = [{row["id"] for row in train}]
-    for name in ("in_domain", "held_out"):
+    for name in ("validation", "in_domain", "held_out"):
         lines = (corpus.folder / "eval" / name / "corpus.jsonl").read_text().splitlines()
         parts.append({json.loads(line)["_id"] for line in lines})
-    assert [len(part) for part in parts] == [32, 8, 10]
+    assert [len(part) for part in parts] == [26, 6, 8, 10]
     assert len(set.union(*parts)) == 50
-    assert {name.split(".")[0] for name in parts[2]} == {"gamma_x"}
+    assert {name.split(".")[0] for name in parts[3]} == {"gamma_x"}
     assert not any("copied" in name for part in parts for name in part)
     assert json.loads((corpus.folder / "manifest.json").read_text())["removed"]["same_code"] == 1
     assert not {"alpha_x", "beta_x", "gamma_x"} & set(sys.modules)
@@ -121,7 +125,10 @@ def test_a_changed_source_makes_the_corpus_again(packages: Path) -> None:
         ({"packages": ["alpha_x", "gamma_x"]}, "packages must not hold a held-out package"),
         ({"num_held_out_queries": 0}, "num_held_out_queries must be >= 1, got 0"),
         ({"num_in_domain_documents": -1}, "num_in_domain_documents must be >= 1, got -1"),
-        ({"num_in_domain_documents": 40}, "num_in_domain_documents must leave functions to train on"),
+        (
+            {"num_in_domain_documents": 40},
+            r"num_validation_documents \+ num_in_domain_documents must leave functions to train on",
+        ),
     ],
 )
 def test_impossible_arguments_are_one_line_and_nothing_is_written(

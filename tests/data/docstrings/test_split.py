@@ -6,7 +6,14 @@ from embeddings.common import OptionError
 from embeddings.data.docstrings.extract import DocumentedFunction
 from embeddings.data.docstrings.split import SplitSizes, split_functions
 
-SIZES = SplitSizes(in_domain_documents=6, in_domain_queries=3, held_out_documents=5, held_out_queries=2)
+SIZES = SplitSizes(
+    validation_documents=2,
+    validation_queries=1,
+    in_domain_documents=6,
+    in_domain_queries=3,
+    held_out_documents=5,
+    held_out_queries=2,
+)
 
 
 def functions(package: str, count: int) -> list[DocumentedFunction]:
@@ -16,13 +23,13 @@ def functions(package: str, count: int) -> list[DocumentedFunction]:
 def test_the_parts_are_disjoint_sorted_and_of_the_sizes_asked_for() -> None:
     given = functions("a", 10) + functions("b", 10) + functions("held", 8)
     split = split_functions(given, {"held"}, SIZES, seed=0)
-    assert len(split.train) == 14
-    assert [len(part) for part in (*split.in_domain, *split.held_out)] == [6, 3, 5, 2]
-    assert sorted(split.train + split.in_domain.documents) == sorted(given[:20])
+    assert len(split.train) == 12
+    assert [len(part) for part in (*split.validation, *split.in_domain, *split.held_out)] == [2, 1, 6, 3, 5, 2]
+    assert sorted(split.train + split.validation.documents + split.in_domain.documents) == sorted(given[:20])
     assert set(split.held_out.documents) < set(given[20:])
-    for evaluation in (split.in_domain, split.held_out):
+    for evaluation in (split.validation, split.in_domain, split.held_out):
         assert set(evaluation.queries) < set(evaluation.documents)
-    for part in (split.train, *split.in_domain, *split.held_out):
+    for part in (split.train, *split.validation, *split.in_domain, *split.held_out):
         assert part == sorted(part)
 
 
@@ -34,7 +41,7 @@ def test_the_split_depends_on_the_seed_and_not_on_the_order() -> None:
 
 
 def test_a_small_held_out_package_is_taken_whole() -> None:
-    split = split_functions(functions("a", 7) + functions("held", 1), {"held"}, SIZES, 0)
+    split = split_functions(functions("a", 9) + functions("held", 1), {"held"}, SIZES, 0)
     assert len(split.train) == 1
     assert split.held_out.documents == split.held_out.queries == functions("held", 1)
 
@@ -42,5 +49,7 @@ def test_a_small_held_out_package_is_taken_whole() -> None:
 def test_empty_parts_are_refused() -> None:
     with pytest.raises(OptionError, match="held_out_packages must have documented functions"):
         split_functions(functions("a", 10), {"held"}, SIZES, 0)
-    with pytest.raises(OptionError, match="num_in_domain_documents must leave functions to train on"):
-        split_functions(functions("a", 6) + functions("held", 1), {"held"}, SIZES, 0)
+    with pytest.raises(
+        OptionError, match=r"num_validation_documents \+ num_in_domain_documents must leave functions to train on"
+    ):
+        split_functions(functions("a", 8) + functions("held", 1), {"held"}, SIZES, 0)

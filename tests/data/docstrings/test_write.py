@@ -14,7 +14,10 @@ TRAIN, TEST, OTHER = (
     DocumentedFunction(f"p.m.{name}", "p", "p.m", f"Query of {name} — é", f"p.m.{name}\ndef {name}(): ...")
     for name in ("train", "test", "other")
 )
-SPLIT = DocstringSplit([TRAIN], EvaluationSet([TEST, OTHER], [TEST]), EvaluationSet([OTHER], [OTHER]))
+SPLIT = DocstringSplit(
+    [TRAIN], EvaluationSet([OTHER], [OTHER]), EvaluationSet([TEST, OTHER], [TEST]), EvaluationSet([OTHER], [OTHER])
+)
+PARTS = ("validation", "in_domain", "held_out")
 FIELDS = {"kind": KIND, "seed": 0}
 
 
@@ -22,11 +25,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_files_hold_training_records_and_two_folders_in_beirs_layout(tmp_path: Path) -> None:
+def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_path: Path) -> None:
     write_corpus(tmp_path / "out", SPLIT, FIELDS)
     files = contents(tmp_path / "out")
-    names = {f"eval/{part}/{file}" for part in ("in_domain", "held_out") for file in ("corpus.jsonl", "queries.jsonl")}
-    names |= {"eval/in_domain/qrels.tsv", "eval/held_out/qrels.tsv", "train.jsonl.gz", "manifest.json"}
+    names = {f"eval/{part}/{file}" for part in PARTS for file in ("corpus.jsonl", "queries.jsonl", "qrels.tsv")}
+    names |= {"train.jsonl.gz", "manifest.json"}
     assert set(files) == names
     assert json.loads(gzip.decompress(files["train.jsonl.gz"])) == {
         "id": "p.m.train",
