@@ -65,5 +65,9 @@ class RetrievalEvaluation(L.Callback):
             scores = {metric: float(found.metrics[metric]) for metric in METRICS}
         scores = trainer.strategy.broadcast(scores)
         assert scores is not None
-        for metric, value in scores.items():
-            pl_module.log(f"{self.name}/{metric}", value, prog_bar=metric == METRICS[0], rank_zero_only=False)
+        named = {f"{self.name}/{metric}": value for metric, value in scores.items()}
+        # Lightning would file them under the next step that is logged, so they go to the loggers by hand.
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=trainer.global_step)
+        for name, value in named.items():
+            pl_module.log(name, value, prog_bar=name.endswith(METRICS[0]), logger=False)

@@ -27,12 +27,19 @@ class RunRecord(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Any, command: list[str], **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.command = command
+        self.log_dir = Path()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Write the record, once; all ranks take part, because asking the trainer for its folder is a broadcast."""
+        log_dir = trainer.log_dir
+        assert log_dir is not None
+        self.log_dir = Path(log_dir)
+        super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write `run.json` beside `config.yaml`, on rank 0."""
-        assert trainer.log_dir is not None
         write_json(
-            Path(trainer.log_dir) / "run.json",
+            self.log_dir / "run.json",
             {
                 "command": shlex.join(["python", *self.command]),
                 "commit": git_commit(),

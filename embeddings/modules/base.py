@@ -70,7 +70,7 @@ class ContrastiveModule(L.LightningModule):
     def prepare_data(self) -> None:
         """Check the schedule against the run's length, before anything is written."""
         total_steps = self._trainer_steps()
-        if total_steps is not None:
+        if total_steps is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._schedule.check(self._schedule.total_steps or total_steps)
 
     def setup(self, stage: str) -> None:

@@ -59,7 +59,6 @@ class Schedule:
                     "model.schedule.total_steps", None, "must be known to decay", "set trainer.max_steps or max_epochs"
                 )
             total_steps = self.warmup_steps + 1
-        self.check(total_steps)
         steps = total_steps
         return LambdaLR(optimizer, lambda step: self.factor(step, steps))
 

@@ -48,11 +48,10 @@ def test_a_long_message_keeps_its_start_and_its_end():
 
 
 def test_the_reason_of_a_union_error_is_its_first_types():
-    message = (
-        "Does not validate against any of the Union subtypes\nErrors:\n"
-        "  - Does not validate against any of the Union subtypes\n    Errors:\n      - batch_size must be >= 1, got 0;\n"
-        "        lower it\n      - Expected a int\n  - Expected a None\nGiven value type: dict"
+    inner = (
+        "Does not fit\n    Errors:\n      - batch_size must be >= 1, got 0;\n        lower it\n      - Expected a int"
     )
+    message = f"Does not fit\nErrors:\n  - {inner}\n  - Expected a None\nGiven value type: dict"
     assert one_line(reason(message)) == "batch_size must be >= 1, got 0; lower it"
 
 

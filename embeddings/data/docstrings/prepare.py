@@ -66,7 +66,8 @@ def prepare_docstrings(
 
     The document is the qualified name, the signature and the body without the docstring. `train.jsonl.gz` holds
     training records, `eval/validation` and `eval/in_domain` search held-out functions of the training packages,
-    `eval/held_out` packages that training never sees. No function is a near-copy of another, and no two share their first sentence.
+    `eval/held_out` packages that training never sees. No function is a near-copy of another, and no two share their
+    first sentence.
 
     Determinism: the same package files, arguments and seed give the same bytes. No package is imported.
 

@@ -1,0 +1,56 @@
+import csv
+from pathlib import Path
+
+import pytest
+
+from embeddings.callbacks import RetrievalEvaluation
+from embeddings.cli.app import run_trainer
+from embeddings.common import InputError, OptionError
+from embeddings.evaluation import evaluate_folder
+from embeddings.inference import Encoder
+from tests.helpers.runs import run_config, write_config, write_retrieval_folder
+
+
+def scored_run(tmp_path, **options):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [
+        {"class_path": "embeddings.callbacks.RetrievalEvaluation", "init_args": options},
+        {
+            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+            "init_args": {"monitor": "val/ndcg_at_10", "mode": "max", "every_n_train_steps": 2, "save_top_k": -1},
+        },
+    ]
+    return run_trainer(["fit", "--config", write_config(tmp_path, config)])
+
+
+def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpoint(tmp_path):
+    folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
+    cli = scored_run(tmp_path, folder=str(folder), every_n_steps=2)
+    with open(Path(cli.trainer.log_dir) / "metrics.csv") as file:
+        scores = {
+            int(row["step"]): float(row["val/ndcg_at_10"]) for row in csv.DictReader(file) if row["val/ndcg_at_10"]
+        }
+    assert sorted(scores) == [0, 2, 4]
+    expected = evaluate_folder(Encoder(cli.model.embedder), folder).metrics["ndcg_at_10"]
+    assert scores[4] == pytest.approx(expected, abs=1e-6)
+    best = cli.trainer.checkpoint_callback
+    assert len(best.best_k_models) == 2
+    assert best.best_model_score == pytest.approx(max(scores[2], scores[4]), abs=1e-6)
+
+
+def test_training_goes_on_in_training_mode_after_a_scoring(tmp_path):
+    folder = write_retrieval_folder(tmp_path / "eval")
+    cli = scored_run(tmp_path, folder=str(folder), every_n_steps=1)
+    assert all(module.training for module in cli.model.modules())
+
+
+def test_a_mistake_in_the_folder_ends_the_run_before_its_first_step(tmp_path):
+    folder = write_retrieval_folder(tmp_path / "eval")
+    (folder / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq0\tnowhere\t1\n")
+    with pytest.raises(InputError, match=r"qrels\.tsv:2"):
+        scored_run(tmp_path, folder=str(folder))
+
+
+def test_an_impossible_interval_is_refused():
+    with pytest.raises(OptionError, match="every_n_steps must be >= 1, got 0"):
+        RetrievalEvaluation("folder", every_n_steps=0)

@@ -1,0 +1,102 @@
+import pytest
+import torch
+
+from embeddings.callbacks import GradCacheCallback
+from embeddings.cli.app import run_trainer
+from embeddings.common import ContrastiveStep, NumericError, TextSettings
+from embeddings.modules import ContrastiveModule
+from tests.helpers.runs import run_config, write_config
+
+
+def fit(folder, config, *extra):
+    return run_trainer(["fit", "--config", write_config(folder, config), *extra])
+
+
+def test_a_module_is_a_contrastive_step_and_takes_the_datas_text_settings(tmp_path):
+    module = fit(tmp_path, run_config(tmp_path)).model
+    assert isinstance(module, ContrastiveModule)
+    assert isinstance(module, ContrastiveStep)
+    assert module.embedder.text == TextSettings(query_max_length=16, document_max_length=16)
+
+
+def test_dropout_is_on_while_training_and_follows_from_the_step(tmp_path):
+    """Two runs agree although other random numbers are drawn between their steps."""
+    config = run_config(tmp_path, dropout=0.3)
+    config["trainer"]["max_steps"] = 2
+
+    first = fit(tmp_path, config).model.state_dict()
+    seen = []
+    original = ContrastiveModule.training_step
+
+    def noisy_step(self, batch, batch_idx):
+        seen.append([module.training for module in self.modules() if isinstance(module, torch.nn.Dropout)])
+        loss = original(self, batch, batch_idx)
+        torch.rand(17)
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ContrastiveModule, "training_step", noisy_step)
+        second = fit(tmp_path, config).model.state_dict()
+    assert len(seen) == 2
+    assert all(flags and all(flags) for flags in seen)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(tmp_path):
+    config = run_config(tmp_path)
+    before = {}
+
+    def poisoned(self, query, candidate, batch):
+        before.update({name: value.clone() for name, value in self.state_dict().items()})
+        output = original(self, query, candidate, batch)
+        return output._replace(loss=output.loss * float("nan"))
+
+    original = ContrastiveModule.loss_from_representations
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ContrastiveModule, "loss_from_representations", poisoned)
+        with pytest.raises(NumericError, match="loss is nan at step 0: no update was made"):
+            fit(tmp_path, config)
+    assert before
+
+
+def test_every_trainable_tensor_changes_in_two_steps(tmp_path):
+    """LoRA's second matrices start at zero, so the first ones get no gradient in the first step."""
+    config = run_config(tmp_path, "mistral")
+    config["trainer"]["max_steps"] = 2
+    config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
+    start = run_trainer(["fit", "--config", write_config(tmp_path, config), "--trainer.max_steps", "0"]).model
+    end = fit(tmp_path, config).model
+    trainable = {name for name, parameter in end.named_parameters() if parameter.requires_grad}
+    assert any("lora_A" in name for name in trainable)
+    assert any("pooling.latents" in name for name in trainable)
+    old, new = start.state_dict(), end.state_dict()
+    assert [name for name in trainable if torch.equal(old[name], new[name])] == []
+    frozen = {name for name, parameter in end.named_parameters() if not parameter.requires_grad}
+    assert frozen
+    assert [name for name in frozen if not torch.equal(old[name], new[name])] == []
+
+
+@pytest.mark.parametrize(("batches", "accumulate", "limit", "steps"), [(8, 1, 1.0, 16), (8, 3, 1.0, 6), (8, 1, 5, 10)])
+def test_the_length_of_a_run_counts_optimiser_steps(batches, accumulate, limit, steps, tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"] |= {"max_epochs": 2, "accumulate_grad_batches": accumulate, "limit_train_batches": limit}
+    config["trainer"]["max_steps"] = -1
+    cli = fit(tmp_path, config)
+    assert cli.datamodule.batches_per_epoch == batches
+    assert cli.model._trainer_steps() == steps == cli.trainer.global_step
+
+
+def test_gradcache_scales_early_gradients_like_the_last_one(tmp_path):
+    """Accumulating four batches of one update gives the mean of their gradients, whoever runs the backward passes."""
+    config = run_config(tmp_path)
+    config["trainer"] |= {"max_steps": 1, "accumulate_grad_batches": 4, "precision": "64-true"}
+    config["model"]["init_args"]["schedule"]["warmup_steps"] = 0
+    config["model"]["init_args"]["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
+    plain = fit(tmp_path, config).model.state_dict()
+    config["trainer"]["callbacks"] = [
+        {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 20}}
+    ]
+    cached = fit(tmp_path, config).model.state_dict()
+    worst = max((plain[name] - cached[name]).abs().max().item() for name in plain if plain[name].is_floating_point())
+    assert worst < 1e-12
+    assert GradCacheCallback(20).engine.mini_batch_tokens == 20

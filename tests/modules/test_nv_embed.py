@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from embeddings.common import OptionError, TokenBatch
+from embeddings.models import BackboneConfig, LoraSettings, MeanPooling
+from embeddings.modules import NVEmbedModule
+from tests.helpers.runs import backbone_folder
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory):
+    return backbone_folder(tmp_path_factory.mktemp("backbone"), "mistral")
+
+
+def states(module, ids):
+    tokens = TokenBatch.from_lists([ids], [[True] * len(ids)]).padded()
+    backbone = module.embedder.backbone.eval()
+    return backbone(input_ids=tokens.input_ids_NL, attention_mask=tokens.attention_mask_NL.long()).last_hidden_state
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
+def test_a_later_token_changes_the_first_state_once_the_mask_is_off(mistral, lora):
+    module = NVEmbedModule(BackboneConfig(mistral, bidirectional=True), MeanPooling, lora=lora)
+    difference = states(module, [5, 6, 7])[0, 0] - states(module, [5, 6, 99])[0, 0]
+    assert difference.abs().max() > 1e-4
+
+
+def test_a_causal_backbone_stays_causal_without_the_switch(mistral):
+    module = NVEmbedModule(BackboneConfig(mistral), MeanPooling)
+    assert torch.equal(states(module, [5, 6, 7])[0, 0], states(module, [5, 6, 99])[0, 0])
+
+
+def test_lora_freezes_the_backbone_and_trains_the_whole_pooling(mistral):
+    module = NVEmbedModule(BackboneConfig(mistral), lora=LoraSettings(rank=4))
+    trained = {name for name, value in module.named_parameters() if value.requires_grad}
+    pooling = {name for name, _ in module.named_parameters() if ".pooling." in name}
+    assert pooling
+    assert pooling < trained
+    assert all("lora_" in name for name in trained - pooling)
+
+
+def test_random_initial_weights_follow_from_the_seed_and_leave_the_random_state_alone(mistral):
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    first = NVEmbedModule(BackboneConfig(mistral), seed=3).embedder.pooling.state_dict()
+    assert torch.equal(torch.rand(1), expected)
+    torch.manual_seed(2)
+    second = NVEmbedModule(BackboneConfig(mistral), seed=3).embedder.pooling.state_dict()
+    third = NVEmbedModule(BackboneConfig(mistral), seed=4).embedder.pooling.state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["latents"], third["latents"])
+
+
+def test_an_initial_model_gives_backbone_pooling_and_dtype_of_the_config(mistral, tmp_path):
+    one = NVEmbedModule(BackboneConfig(mistral, bidirectional=True), seed=1)
+    one.embedder.save_pretrained(tmp_path / "one")
+    config = BackboneConfig(mistral, bidirectional=True, dtype="bfloat16", gradient_checkpointing=True)
+    two = NVEmbedModule(config, initial_model=str(tmp_path / "one"), lora=LoraSettings(rank=4), seed=2)
+    for name, value in one.embedder.pooling.state_dict().items():
+        assert torch.equal(two.embedder.pooling.state_dict()[name], value), name
+    base = two.embedder.backbone.get_base_model()
+    assert base.dtype == torch.bfloat16
+    assert any(getattr(layer, "gradient_checkpointing", False) for layer in base.modules())
+    assert base.config.is_causal is False
+
+
+def test_another_pooling_than_the_initial_models_is_refused(mistral, tmp_path):
+    NVEmbedModule(BackboneConfig(mistral)).embedder.save_pretrained(tmp_path / "one")
+    with pytest.raises(OptionError, match=r"model\.pooling must be what .*LatentAttentionPooling"):
+        NVEmbedModule(BackboneConfig(mistral), MeanPooling, initial_model=str(tmp_path / "one"))
