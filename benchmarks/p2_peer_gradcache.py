@@ -37,6 +37,8 @@ def peer_steps(model: SentenceTransformer, batch: ContrastiveBatch) -> list[Call
         features.append({"input_ids": texts.input_ids_NL, "attention_mask": texts.attention_mask_NL.long()})
 
     def step_of(loss: CachedMultipleNegativesRankingLoss) -> Callable[[], Tensor]:
+        """One step with this loss."""
+
         def step() -> Tensor:
             value: Tensor = loss([dict(feature) for feature in features], None)
             value.backward()
@@ -64,7 +66,7 @@ def main() -> None:
     """Time one step against the peer's best, with no graph kept and with several budgets."""
     chosen = options(__doc__, threads=2)
     texts = question_answer_texts(4 if chosen.tiny else 128)
-    batch = tokenized_batch(texts, max_length=16 if chosen.tiny else 512)
+    batch = tokenized_batch(texts, max_length=16 if chosen.tiny else 256)
     print(f"{batch.query.num_tokens + batch.candidate.num_tokens} tokens")
     model = SentenceTransformer(minilm_folder(), device="cpu").eval()
     step = MeanPoolingStep(model[0].auto_model)

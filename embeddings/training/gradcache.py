@@ -209,10 +209,7 @@ class _TwoPasses:
 
     def find_gradients(self, loss: Tensor) -> None:
         """The gradients of the representations, and of parameters that the loss itself has."""
-        leaves = {
-            leaf: None for tower in self.towers.values() for leaf in _tensors(tower).values() if leaf.requires_grad
-        }
-        leaves |= dict.fromkeys(graph_leaves(loss))
+        leaves = dict.fromkeys([leaf for leaf in self._leaves() if leaf.requires_grad] + graph_leaves(loss))
         with torch.autocast(self.device.type, enabled=False):
             gradients = torch.autograd.grad(loss, list(leaves), allow_unused=True, materialize_grads=True)
         self.gradient_of = dict(zip(leaves, gradients, strict=True))
