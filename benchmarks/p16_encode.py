@@ -4,6 +4,7 @@ The texts are both sides of 128 question-answer pairs, cut at 256 tokens. The pe
 """
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,11 @@ PEERS = "sentence-transformers, torch, transformers"
 
 def peer_of(model: SentenceTransformer, texts: list[str], batch_size: int) -> Action:
     """The peer's encoding of all texts with this batch size."""
-    return lambda: model.encode(texts, batch_size=batch_size, show_progress_bar=False)
+
+    def run() -> object:
+        return model.encode(texts, batch_size=batch_size, show_progress_bar=False)
+
+    return run
 
 
 def best_batch_size(model: SentenceTransformer, texts: list[str]) -> int:
@@ -39,7 +44,7 @@ def best_batch_size(model: SentenceTransformer, texts: list[str]) -> int:
 
 def matmul_flops(encoder: Encoder, texts: list[str]) -> float:
     """Multiplications and additions in the matrix products of the texts, padding left out."""
-    config = encoder.embedder.backbone.config
+    config: Any = encoder.embedder.backbone.config
     lengths = TextTokenizer(encoder.embedder.tokenizer, encoder.embedder.text)(texts, "document").lengths_N.double()
     linear = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
     products = linear * lengths + 2 * config.hidden_size * lengths**2
@@ -49,7 +54,7 @@ def matmul_flops(encoder: Encoder, texts: list[str]) -> float:
 @torch.inference_mode()
 def matmul_peak(encoder: Encoder, seconds: float) -> float:
     """Operations a second of the model's widest product at our mini-batch size, in our format."""
-    config = encoder.embedder.backbone.config
+    config: Any = encoder.embedder.backbone.config
     layer = torch.nn.Linear(config.hidden_size, config.intermediate_size).to(encoder.dtype)
     input_NH = torch.randn(encoder.mini_batch_tokens, config.hidden_size, dtype=encoder.dtype)
     layer(input_NH)
@@ -57,7 +62,7 @@ def matmul_peak(encoder: Encoder, seconds: float) -> float:
     while (taken := time.perf_counter() - start) < seconds:
         layer(input_NH)
         count += 1
-    return 2 * count * input_NH.shape[0] * config.hidden_size * config.intermediate_size / taken
+    return float(2 * count * input_NH.shape[0] * config.hidden_size * config.intermediate_size / taken)
 
 
 def main() -> None:

@@ -136,9 +136,11 @@ def test_a_file_and_its_folder_give_the_same_hits(corpus, encoder, tmp_path):
         assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
 
 
-def test_scores_are_cosines_of_prompted_queries_even_where_the_model_does_not_normalise(corpus):
+@pytest.mark.parametrize("encoded_before", [False, True])
+def test_scores_are_cosines_even_where_the_model_does_not_normalise(encoded_before, corpus, tmp_path):
     encoder = Encoder(tiny_embedder(normalize=False, prompts={"query": "the "}), precision="float32")
-    (hits,) = search_corpus(encoder, corpus, ["quick fox"], top_k=11)
+    place = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4).path if encoded_before else corpus
+    (hits,) = search_corpus(encoder, place, ["quick fox"], top_k=11)
     query = encoder.encode(["quick fox"], role="query")[0]
     documents = encoder.encode(some_texts(11))
     assert abs(np.linalg.norm(query) - 1.0) > 0.1
