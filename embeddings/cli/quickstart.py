@@ -14,7 +14,7 @@ SPLITS = ("in_domain", "held_out")
 METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 EXAMPLES = (
     "shortest path between two nodes of a weighted graph",
-    "read the response body and decode it as json",
+    "stop training early when a metric no longer improves",
     "copy a file from one remote file system to another",
 )
 
