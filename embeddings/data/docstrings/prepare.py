@@ -4,8 +4,10 @@ import gc
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,10 @@ from embeddings.data.docstrings.split import DocstringSplit, SplitSizes, split_f
 from embeddings.data.docstrings.write import KIND, check_output, finished_manifest, write_corpus
 
 # Raised whenever the same sources would give other records, so that an older output is not taken for this one's.
-RECIPE = 1
+RECIPE = 2
+
+# Bytes of source that take longer to parse than processes take to start.
+_WORTH_PROCESSES = 2**23
 
 # What `pip install embeddings[quickstart,cpu]` brings, itself or through what it needs.
 # fmt: off
@@ -54,12 +59,12 @@ def prepare_docstrings(
     packages: Sequence[str] | None = None,
     held_out_packages: Sequence[str] = HELD_OUT_PACKAGES,
     seed: int = 0,
-    num_validation_documents: int = 600,
-    num_validation_queries: int = 200,
-    num_in_domain_documents: int = 1500,
-    num_in_domain_queries: int = 400,
-    num_held_out_documents: int = 3000,
-    num_held_out_queries: int = 500,
+    num_validation_documents: int = 400,
+    num_validation_queries: int = 150,
+    num_in_domain_documents: int = 1000,
+    num_in_domain_queries: int = 300,
+    num_held_out_documents: int = 2000,
+    num_held_out_queries: int = 400,
     force: bool = False,
 ) -> DocstringCorpus:
     """Write pairs of a docstring's first sentence and its function's code, from the source files of installed packages.
@@ -124,7 +129,7 @@ def prepare_docstrings(
     kept, removed = deduplicate(functions)
     split = split_functions(kept, held_out, sizes, seed)
     counts = _counts(split)
-    write_corpus(folder, split, {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)})
+    write_corpus(folder, split, {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)}, seed)
     return DocstringCorpus(folder, counts, reused=False)
 
 
@@ -148,11 +153,27 @@ def _digest(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> str:
 
 
 def _read(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> Iterator[DocumentedFunction]:
+    """The functions of all files in their order; many files are shared out to one process a core."""
     size = sum(len(content) for content in contents)
-    with _paused_collector(), tqdm(total=size, unit="B", unit_scale=True, desc="reading functions") as bar:
-        for source, content in zip(sources, contents, strict=True):
-            yield from documented_functions(content, source.package, source.module)
+    num_workers = min(4, os.cpu_count() or 1)
+    with ExitStack() as stack:
+        bar = stack.enter_context(
+            tqdm(total=size, unit="B", unit_scale=True, desc="reading functions", mininterval=0.5)
+        )
+        found: Iterator[list[DocumentedFunction]]
+        if size < _WORTH_PROCESSES or num_workers == 1:
+            found = map(_functions_of, sources, contents)
+        else:
+            pool = stack.enter_context(ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")))
+            found = pool.map(_functions_of, sources, contents, chunksize=16)
+        for functions, content in zip(found, contents, strict=True):
+            yield from functions
             bar.update(len(content))
+
+
+def _functions_of(source: SourceFile, content: bytes) -> list[DocumentedFunction]:
+    with _paused_collector():
+        return list(documented_functions(content, source.package, source.module))
 
 
 @contextmanager

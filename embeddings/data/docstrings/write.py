@@ -10,6 +10,7 @@ from typing import Any
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
+from embeddings.data.docstrings.namespace import namespace_negatives
 from embeddings.data.docstrings.split import DocstringSplit, EvaluationSet
 
 KIND = "docstring_corpus"
@@ -45,7 +46,7 @@ def check_output(output: Path) -> None:
             ) from None
 
 
-def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any]) -> None:
+def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any], seed: int = 0) -> None:
     """Write a whole corpus to `output`, in place of an earlier one.
 
     The files are written to a folder beside it, which takes its name when all of them are on disk: whatever ends the
@@ -55,11 +56,12 @@ def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any])
         output: Folder of the corpus.
         split: What to write.
         fields: The manifest's fields, to which the hashes of all files are added.
+        seed: Seed of the hard negatives' draws.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as temporary:
         folder = Path(temporary, "new")
-        _write_train(folder / "train.jsonl.gz", split)
+        _write_train(folder / "train.jsonl.gz", split, seed)
         for name in ("validation", "in_domain", "held_out"):
             _write_evaluation(folder / "eval" / name, getattr(split, name))
         files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -70,18 +72,19 @@ def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any])
         os.replace(folder, output)
 
 
-def _write_train(path: Path, split: DocstringSplit) -> None:
+def _write_train(path: Path, split: DocstringSplit, seed: int) -> None:
     with (
         atomic_path(path) as temporary,
         open(temporary, "wb") as file,
         # No name and no time in the header: the same records make the same bytes.
-        gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as zipped,
+        gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=1, mtime=0) as zipped,
     ):
-        for function in split.train:
+        for function, negatives in zip(split.train, namespace_negatives(split.train, seed), strict=True):
             record = {
                 "id": function.id,
                 "query": function.query,
                 "positive": function.document,
+                "negatives": [{"text": negative.text, "level": negative.level} for negative in negatives],
                 "package": function.package,
                 "module": function.module,
             }

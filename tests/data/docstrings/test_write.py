@@ -35,6 +35,7 @@ def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_p
         "id": "p.m.train",
         "query": TRAIN.query,
         "positive": TRAIN.document,
+        "negatives": [],
         "package": "p",
         "module": "p.m",
     }
