@@ -16,19 +16,6 @@ def test_every_source_file_has_its_mirror_test():
     assert missing == []
 
 
-def test_public_names_are_sorted():
-    import ast
-
-    listed = 0
-    for path in (ROOT / "embeddings").rglob("__init__.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-                names = ast.literal_eval(node.value)
-                assert names == sorted(names), path
-                listed += 1
-    assert listed >= 6
-
-
 def test_no_file_names_a_path_of_a_machine():
     import re
 

@@ -4,12 +4,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embeddings.cli.errors import ConfigError
 from embeddings.common.fileio import write_json
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from embeddings.evaluation import RetrievalFolder
+
+    Folders = dict[str, RetrievalFolder]
+    Vectors = npt.NDArray[np.float32]
+
 CONFIG = Path("lightning_configs/quickstart.yaml")
+CORPUS, OUTPUT = Path("data/docstrings"), Path("checkpoints/quickstart")
 SPLITS = ("in_domain", "held_out")
 METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 EXAMPLES = (
@@ -19,31 +29,33 @@ EXAMPLES = (
 )
 
 
-def quickstart(corpus: Path = Path("data/docstrings"), output: Path = Path("checkpoints/quickstart")) -> None:
+def quickstart() -> None:
     """Build the docstring corpus, train on it, and show what it brought.
 
-    Writes a model directory, `curves.png` and `metrics.json` into the output folder.
-
-    Args:
-        corpus: The corpus folder; a finished one is used as it is.
-        output: The model directory to write.
+    A finished corpus in `data/docstrings` is used as it is. `checkpoints/quickstart` is then a model directory, with
+    `curves.png` and `metrics.json` in it. Both places are those of lightning_configs/quickstart.yaml, which trains.
     """
     if not CONFIG.is_file():
         raise ConfigError(f"{CONFIG}: no such file; run the quickstart in the project's folder")
+    corpus, output = CORPUS, OUTPUT
     seconds: dict[str, float] = {}
     with phase(1, "the docstring corpus", seconds, "corpus"):
         from embeddings.data.docstrings import prepare_docstrings
 
         prepare_docstrings(corpus)
+    from embeddings.evaluation import read_retrieval_folder
+
+    data = {split: read_retrieval_folder(corpus / "eval" / split) for split in SPLITS}
     results: dict[str, Any] = {}
     with phase(2, "scores before training: BM25, and the model as it comes", seconds, "before"):
-        results |= score_before(corpus)
+        results["bm25"] = score_bm25(data)
+        results["before"], _ = score_model("all-MiniLM-L6-v2", data)
     with phase(3, "training", seconds, "train"):
-        run = train(corpus, output)
+        run = train()
     with phase(4, "scores after training", seconds, "after"):
-        results["after"] = score_model(str(output), corpus)
+        results["after"], document_ND = score_model(str(output), data)
     with phase(5, "three searches over the held-out packages", seconds, "search"):
-        show_searches(output, corpus)
+        show_searches(output, data["held_out"], document_ND)
     results["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
     results["seconds"]["total"] = round(sum(seconds.values()), 1)
     write_json(output / "metrics.json", results)
@@ -66,22 +78,21 @@ def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iter
     seconds[name] = time.perf_counter() - start
 
 
-def score_before(corpus: Path) -> dict[str, Any]:
-    """The scores of BM25 and of the untrained backbone, mean-pooled, on both splits."""
-    from embeddings.evaluation import BM25, read_retrieval_folder, retrieval_metrics
+def score_bm25(data: "Folders") -> dict[str, Any]:
+    """The scores of BM25 on both splits."""
+    from embeddings.evaluation import BM25, retrieval_metrics
 
-    bm25 = {}
-    for split in SPLITS:
-        data = read_retrieval_folder(corpus / "eval" / split)
-        ranked, _ = BM25(data.documents).search(data.queries, top_k=100)
-        bm25[split] = counted(retrieval_metrics(ranked, data.judgments).metrics, data)
-    return {"bm25": bm25, "before": score_model("all-MiniLM-L6-v2", corpus)}
+    scores = {}
+    for split, folder in data.items():
+        ranked, _ = BM25(folder.documents).search(folder.queries, top_k=100)
+        scores[split] = counted(retrieval_metrics(ranked, folder.judgments).metrics, folder)
+    return scores
 
 
-def score_model(model: str, corpus: Path) -> dict[str, Any]:
-    """The scores of a model on both splits."""
+def score_model(model: str, data: "Folders") -> tuple[dict[str, Any], "Vectors"]:
+    """The scores of a model on both splits, and its vectors of the last split's documents."""
     from embeddings.common import TextSettings
-    from embeddings.evaluation import evaluate_folder, read_retrieval_folder
+    from embeddings.evaluation import score_retrieval
     from embeddings.inference import Encoder
     from embeddings.models import Embedder
 
@@ -89,19 +100,19 @@ def score_model(model: str, corpus: Path) -> dict[str, Any]:
     embedder.text = TextSettings(query_max_length=128, document_max_length=128)
     encoder = Encoder(embedder, show_progress=True)
     scores = {}
-    for split in SPLITS:
-        data = read_retrieval_folder(corpus / "eval" / split)
-        scores[split] = counted(evaluate_folder(encoder, data).metrics, data)
-    return scores
+    for split, folder in data.items():
+        run = score_retrieval(encoder, folder)
+        scores[split] = counted(run.metrics, folder)
+    return scores, run.document_ND
 
 
-def counted(metrics: dict[str, float], data: Any) -> dict[str, float]:
+def counted(metrics: dict[str, float], folder: "RetrievalFolder") -> dict[str, float]:
     """The three headline metrics and the sizes they were measured on."""
-    sizes = {"num_queries": len(data.queries), "num_documents": len(data.documents)}
+    sizes = {"num_queries": len(folder.queries), "num_documents": len(folder.documents)}
     return {metric: round(float(metrics[metric]), 4) for metric in METRICS} | sizes
 
 
-def train(corpus: Path, output: Path) -> Path:
+def train() -> Path:
     """Run `fit` with the quickstart's config; returns the run's folder."""
     from embeddings.cli.app import run_trainer
 
@@ -110,16 +121,16 @@ def train(corpus: Path, output: Path) -> Path:
     return Path(cli.trainer.log_dir)
 
 
-def show_searches(output: Path, corpus: Path) -> None:
+def show_searches(model: Path, folder: "RetrievalFolder", document_ND: "Vectors") -> None:
     """Answer three example questions from the held-out packages."""
-    from embeddings.inference import Encoder, search_corpus
+    from embeddings.inference import Encoder, search_top_k
 
-    encoder = Encoder.from_pretrained(str(output))
-    hits_of_queries = search_corpus(encoder, corpus / "eval" / "held_out" / "corpus.jsonl", EXAMPLES, top_k=3)
-    for query, hits in zip(EXAMPLES, hits_of_queries, strict=True):
+    encoder = Encoder.from_pretrained(str(model))
+    found = search_top_k(encoder.encode(EXAMPLES, role="query"), document_ND, top_k=3)
+    for query, scores, rows in zip(EXAMPLES, found.score_QK.tolist(), found.index_QK.tolist(), strict=True):
         print(f"  {query}")
-        for hit in hits:
-            print(f"    {hit.score:.3f}  {hit.document_id}")
+        for score, row in zip(scores, rows, strict=True):
+            print(f"    {score:.3f}  {folder.document_ids[row]}")
 
 
 def table(results: dict[str, Any]) -> str:

@@ -8,6 +8,9 @@ from embeddings.common import InputError
 from embeddings.common.fileio import atomic_path
 from embeddings.common.optional import require
 
+# Steps over which the loss is averaged in the picture: one batch says little.
+WINDOW = 8
+
 
 def show(what: Literal["curves"], run: Path, output: Path | None = None) -> None:
     """Draw a picture: `curves` is the loss and nDCG@10 of a run over its optimiser steps.
@@ -44,7 +47,10 @@ def draw_curves(run: Path, output: Path) -> None:
 
     figure, (loss_axis, score_axis) = plt.subplots(2, 1, sharex=True, figsize=(7, 6), layout="constrained")
     steps, losses = read_curve(run, "train/loss")
-    loss_axis.plot([step + 1 for step in steps], losses, color="tab:blue", linewidth=1.2)
+    loss_axis.plot([step + 1 for step in steps], losses, color="tab:blue", linewidth=0.8, alpha=0.4)
+    means = [sum(losses[max(0, end - WINDOW) : end]) / min(end, WINDOW) for end in range(1, len(losses) + 1)]
+    loss_axis.plot([step + 1 for step in steps], means, color="tab:blue", label=f"mean of {WINDOW} steps")
+    loss_axis.legend()
     loss_axis.set_ylabel("training loss")
     loss_axis.set_ylim(bottom=0)
     steps, scores = read_curve(run, "val/ndcg_at_10")

@@ -9,7 +9,14 @@ from embeddings.evaluation.folders import (
     read_retrieval_folder,
 )
 from embeddings.evaluation.metrics import Judgments, RetrievalScores, retrieval_metrics, spearman
-from embeddings.evaluation.runner import EvaluationResult, evaluate_folder, evaluate_folders, format_results
+from embeddings.evaluation.runner import (
+    EvaluationResult,
+    RetrievalRun,
+    evaluate_folder,
+    evaluate_folders,
+    format_results,
+    score_retrieval,
+)
 
 __all__ = [
     "BM25",
@@ -17,6 +24,7 @@ __all__ = [
     "EvaluationResult",
     "Judgments",
     "RetrievalFolder",
+    "RetrievalRun",
     "RetrievalScores",
     "evaluate_folder",
     "evaluate_folders",
@@ -25,5 +33,6 @@ __all__ = [
     "read_evaluation_folder",
     "read_retrieval_folder",
     "retrieval_metrics",
+    "score_retrieval",
     "spearman",
 ]

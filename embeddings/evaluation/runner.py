@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from embeddings.common.log import logger
 from embeddings.evaluation.classification import logistic_regression_scores
@@ -86,7 +87,7 @@ def evaluate_folder(
     start = time.perf_counter()
     match folder:
         case RetrievalFolder():
-            metrics, counts = _score_retrieval(encoder, folder, prompt_name)
+            metrics, counts, _ = score_retrieval(encoder, folder, prompt_name)
         case SimilarityFolder():
             metrics, counts = _score_similarity(encoder, folder, prompt_name)
         case ClassificationFolder():
@@ -128,9 +129,16 @@ def format_results(results: Sequence[EvaluationResult]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _score_retrieval(
-    encoder: "Encoder", folder: RetrievalFolder, prompt_name: str | None
-) -> tuple[dict[str, float], dict[str, int]]:
+class RetrievalRun(NamedTuple):
+    """Metrics, counts, and the unit vectors of the documents, (N, D) float32, for whoever searches them next."""
+
+    metrics: dict[str, float]
+    counts: dict[str, int]
+    document_ND: npt.NDArray[np.float32]
+
+
+def score_retrieval(encoder: "Encoder", folder: RetrievalFolder, prompt_name: str | None = None) -> RetrievalRun:
+    """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
     query_QD = unit_rows(encoder.encode(folder.queries, prompt_name, role="query"))
     document_ND = unit_rows(encoder.encode(folder.documents, role="document"))
     found = search_top_k(query_QD, document_ND, max(CUTOFFS), encoder.device)
@@ -140,7 +148,7 @@ def _score_retrieval(
         "num_documents": len(folder.documents),
         "num_skipped": folder.num_skipped,
     }
-    return scores.metrics, counts
+    return RetrievalRun(scores.metrics, counts, document_ND)
 
 
 def _score_similarity(

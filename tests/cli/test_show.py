@@ -1,0 +1,33 @@
+import pytest
+
+from embeddings.cli.main import main
+from embeddings.cli.show import read_curve
+
+METRICS = """step,train/loss,val/ndcg_at_10
+0,2.0,
+0,,0.25
+1,1.0,
+2,,0.5
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "metrics.csv").write_text(METRICS)
+    return tmp_path
+
+
+def test_a_curve_is_the_rows_that_have_it(run):
+    assert read_curve(run, "train/loss") == ([0, 1], [2.0, 1.0])
+    assert read_curve(run, "val/ndcg_at_10") == ([0, 2], [0.25, 0.5])
+
+
+def test_the_picture_is_a_png(run):
+    pytest.importorskip("matplotlib")
+    assert main(["show", "curves", "--run", str(run)]) == 0
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_without_metrics_is_one_line(tmp_path, capsys):
+    assert main(["show", "curves", "--run", str(tmp_path)]) == 2
+    assert "metrics.csv: no such file" in capsys.readouterr().err
