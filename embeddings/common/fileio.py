@@ -29,11 +29,10 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        fsync_path(temporary)
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
-        _fsync_folder(target.parent)
+        fsync_path(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -94,15 +93,16 @@ def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) 
             )
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _fsync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from embeddings.common.fileio import fsync_path
+
 _LOCK = ".lock"
 
 
@@ -31,13 +33,13 @@ def staged_folder(target: Path) -> Iterator[Path]:
             yield folder
             (folder / _LOCK).unlink()
             for path in (*folder.iterdir(), folder):
-                _fsync(path)
+                fsync_path(path)
             try:
                 os.rename(folder, target)
             except OSError:
                 if not target.is_dir():
                     raise
-            _fsync(target.parent)
+            fsync_path(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         # What failed leaves nothing behind, empty folders included.
@@ -54,11 +56,3 @@ def _remove_abandoned(target: Path) -> None:
                 shutil.rmtree(lock_path.parent, ignore_errors=True)
         except OSError:
             continue
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

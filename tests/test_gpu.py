@@ -1,0 +1,42 @@
+"""What can only be seen on a CUDA device; skipped, saying so, where there is none."""
+
+import copy
+
+import pytest
+import torch
+
+from embeddings.losses import InfoNCE
+from embeddings.models import check_bidirectional, make_bidirectional
+from embeddings.training.gradcache import GradCache
+from tests.helpers.contrastive import TinyStep, random_batch
+from tests.helpers.tiny import tiny_bert, tiny_mistral
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_causal_mask_is_off_on_the_device(attention):
+    model = tiny_mistral()
+    model.set_attn_implementation(attention)
+    make_bidirectional(model)
+    check_bidirectional(model.cuda())
+
+
+def test_gradcache_under_bf16_autocast_leaves_no_parameter_without_its_gradient():
+    """The pass without a graph must not leave weight casts behind that the pass with one would use again."""
+    plain = TinyStep(tiny_bert(), InfoNCE(0.1)).cuda()
+    cached = copy.deepcopy(plain)
+    batch = random_batch(6, 2).to("cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = plain.plain_loss(batch).loss
+        output = GradCache(mini_batch_tokens=16).forward_backward(cached, batch)
+    loss.backward()
+    output.loss.backward()
+    compared = 0
+    for expected, found in zip(plain.parameters(), cached.parameters(), strict=True):
+        if expected.grad is not None and expected.grad.norm() > 0:
+            assert found.grad is not None
+            cosine = torch.nn.functional.cosine_similarity(expected.grad.flatten(), found.grad.flatten(), dim=0)
+            assert cosine > 0.99
+            compared += 1
+    assert compared > 5
