@@ -11,6 +11,8 @@ EXIT_INPUT = 2
 EXIT_IO = 74
 EXIT_INTERRUPTED = 130
 
+INTERRUPTED = "interrupted; finished checkpoints and shards are kept, --ckpt_path resumes from a checkpoint"
+
 
 class ConfigError(UserError):
     """A command line or config that does not parse."""
@@ -46,7 +48,12 @@ def run_guarded(command: Callable[[], None]) -> int:
     except (UserError, NumericError) as error:
         return _report(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _report("interrupted; finished checkpoints and shards are kept", EXIT_INTERRUPTED)
+        return _report(INTERRUPTED, EXIT_INTERRUPTED)
+    except SystemExit as stop:
+        # Lightning turns Ctrl-C into an exit of its own.
+        if isinstance(stop.__context__, KeyboardInterrupt):
+            return _report(INTERRUPTED, EXIT_INTERRUPTED)
+        raise
     except OSError as error:
         if error.errno is None:
             raise

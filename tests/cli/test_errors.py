@@ -36,6 +36,25 @@ def test_a_defect_of_ours_keeps_its_traceback():
         run_guarded(raising(AssertionError("ours")))
 
 
+def test_an_exit_that_lightning_made_of_an_interrupt_is_an_interrupt(capsys):
+    def command():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise SystemExit(1)  # noqa: B904 - as Lightning does
+
+    assert run_guarded(command) == 130
+    assert "--ckpt_path" in capsys.readouterr().err
+
+
+def test_another_exit_keeps_its_code():
+    def command():
+        raise SystemExit(0)
+
+    with pytest.raises(SystemExit):
+        run_guarded(command)
+
+
 def test_success_is_zero():
     assert run_guarded(lambda: None) == 0
 

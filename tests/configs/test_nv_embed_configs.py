@@ -57,6 +57,7 @@ def test_stage_2_differs_from_stage_1_where_the_paper_says_so_and_nowhere_else()
         "model.init_args.loss.init_args.in_batch_negatives",
         "model.init_args.optimizer.init_args.lr",
         "trainer.max_steps",
+        "trainer.callbacks+",
     }
 
 

@@ -1,0 +1,39 @@
+"""Every row of the recipe table is a run that parses whole: base, method, scale and data together."""
+
+import pytest
+import yaml
+
+from embeddings.cli.app import run_trainer
+from embeddings.cli.recipes import read_recipes
+
+RECIPES = read_recipes()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypatch):
+    monkeypatch.setenv("EMBED_TRAIN_DATA", "data")
+    with pytest.raises(SystemExit) as stop:
+        run_trainer(["fit", "--recipe", name, "--print_config"])
+    assert stop.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["class_path"].startswith("embeddings.modules.")
+    assert printed["data"]["class_path"].startswith("embeddings.data.")
+    if "h100x8" in name:
+        # The scale's batch survives the data file that comes after it: 8 ranks of 16 are the paper's 128.
+        assert (printed["data"]["init_args"]["batch_size"], printed["trainer"]["devices"]) == (16, 8)
+        assert printed["data"]["init_args"]["num_negatives"] == 7
+    asked = []
+    for path in RECIPES[name]["configs"].split():
+        with open(path, encoding="utf-8") as file:
+            trainer = yaml.safe_load(file).get("trainer", {})
+        asked += [callback["class_path"] for key in ("callbacks", "callbacks+") for callback in trainer.get(key, [])]
+    assert len(asked) >= 2
+    found = [callback["class_path"].rpartition(".")[2] for callback in printed["trainer"]["callbacks"]]
+    assert found == [path.rpartition(".")[2] for path in asked]
+
+
+def test_a_row_without_a_value_is_not_called_measured():
+    assert len(RECIPES) >= 3
+    for row in RECIPES.values():
+        assert row["status"] in {"planned", "measured", "out of memory", "superseded"}
+        assert (row["status"] == "measured") == bool(row["value"])
