@@ -22,8 +22,7 @@ from embeddings.inference.precision import Precision, resolve_precision
 if TYPE_CHECKING:
     from embeddings.models.embedder import Embedder
 
-# Few enough that a core's share of a mini-batch stays in its cache (1,024 on two cores beat 2,048 by 5 %, and 512 and
-# 768 did as well), and enough to fill a GPU.
+# Chosen so that a core's share of a mini-batch stays small, and a GPU is filled; neither is a measured optimum.
 CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
 GPU_MINI_BATCH_TOKENS = 65536
 TEXTS_PER_BLOCK = 8192
