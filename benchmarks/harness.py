@@ -9,13 +9,14 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm as progress
 
 RESULTS = Path(__file__).with_name("results.csv")
 CONTROL_LIMITS = (0.97, 1.03)
@@ -63,31 +64,42 @@ def options(description: str | None, threads: int = 1) -> argparse.Namespace:
 
 
 def compare(ours: Action, peer: Action, chosen: argparse.Namespace, least_seconds: float = 0.2) -> Ratio:
-    """Time ours against the peer's, interleaved, the order turned from round to round.
+    """Time one action of ours against the peer's; see `compare_all`."""
+    return compare_all({"ours": ours}, peer, chosen, least_seconds)["ours"]
+
+
+def compare_all(
+    ours: Mapping[str, Action], peer: Action, chosen: argparse.Namespace, least_seconds: float = 0.2
+) -> dict[str, Ratio]:
+    """Time several actions of ours against one of the peer's, interleaved, the order turned from round to round.
 
     Every round also runs the peer a second time: the ratio of its two times is the control. On one thread the clock
-    counts the process's own seconds, on more it is the wall's.
+    counts the process's own seconds, on more it is the wall's. The rounds and the time left go to stderr.
 
     Raises:
         RuntimeError: If the control lies outside its limits; the run proves nothing then.
     """
     clock = time.process_time if chosen.threads == 1 else time.perf_counter
-    actions = {"ours": ours, "peer": peer, "control": peer}
-    repeats = {name: _repeats(action, clock, 0.0 if chosen.tiny else least_seconds) for name, action in actions.items()}
-    repeats["control"] = repeats["peer"]
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
-    names = list(actions)
-    for turn in range(2 if chosen.tiny else chosen.pairs):
-        for name in names[turn % 3 :] + names[: turn % 3]:
+    actions = [*ours.values(), peer, peer]
+    repeats = [_repeats(action, clock, 0.0 if chosen.tiny else least_seconds) for action in actions[:-1]]
+    repeats.append(repeats[-1])
+    seconds: list[list[float]] = [[] for _ in actions]
+    rounds, places = 2 if chosen.tiny else chosen.pairs, list(range(len(actions)))
+    for turn in progress(range(rounds), desc=", ".join(ours), disable=chosen.tiny):
+        for place in places[turn % len(places) :] + places[: turn % len(places)]:
             start = clock()
-            for _ in range(repeats[name]):
-                actions[name]()
-            seconds[name].append((clock() - start) / repeats[name])
-    ratios = [a / b for a, b in zip(seconds["ours"], seconds["peer"], strict=True)]
-    control = statistics.median(a / b for a, b in zip(seconds["control"], seconds["peer"], strict=True))
+            for _ in range(repeats[place]):
+                actions[place]()
+            seconds[place].append((clock() - start) / repeats[place])
+    *of_ours, of_peer, of_control = seconds
+    control = statistics.median(a / b for a, b in zip(of_control, of_peer, strict=True))
     if not chosen.tiny and not CONTROL_LIMITS[0] <= control <= CONTROL_LIMITS[1]:
         raise RuntimeError(f"void: the peer against itself read {control:.3f}; run again on a quiet machine")
-    return Ratio(statistics.median(ratios), min(ratios), max(ratios), control)
+    found = {}
+    for name, taken in zip(ours, of_ours, strict=True):
+        ratios = [a / b for a, b in zip(taken, of_peer, strict=True)]
+        found[name] = Ratio(statistics.median(ratios), min(ratios), max(ratios), control)
+    return found
 
 
 def peak_growth_bytes(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> int:
@@ -142,11 +154,14 @@ def record(
 
 
 def _repeats(action: Action, clock: Callable[[], float], least_seconds: float) -> int:
-    """Runs that together take `least_seconds`; the first run warms up and is not counted."""
-    action()
+    """Runs that together take `least_seconds`; the first run warms up, and counts only if it took far longer."""
     start = clock()
     action()
-    return max(1, int(least_seconds / max(clock() - start, 1e-6)) + 1) if least_seconds else 1
+    if clock() - start > 5 * least_seconds:
+        return 1
+    start = clock()
+    action()
+    return int(least_seconds / max(clock() - start, 1e-6)) + 1
 
 
 def _measured(sender: Any, threads: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
