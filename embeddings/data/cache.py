@@ -23,7 +23,7 @@ from embeddings.data.staging import staged_folder
 from embeddings.data.table import ROWS_FILE, Table, write_table
 
 CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _HASHES = "hashes"
 _PROGRESS_ROWS = 1024
 _PROGRESS_DELAY_SECONDS = 2.0
@@ -81,6 +81,7 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
         "layout": layout(config.conversion),
         "columns": dict(sorted(config.columns.items())),
         "min_score": min_score(config) if config.conversion == "sts" else None,
+        "suspect_rows": config.suspect_rows if config.conversion == "pairs" else None,
         "inputs": [{"sha256": file.sha256} for file in files] or [_hub_input(config)],
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
@@ -115,13 +116,9 @@ def _convert(config: SourceConfig, files: Sequence[FileHash], target: Path, iden
             "paths": [str(file.path) for file in files],
         }
         write_manifest(folder, {**identity, **fields})
-    if facts.contradictions:
-        logger.warning(
-            "source %s: %d of %d rows have a negative that is also a positive; the losses mask it",
-            config.name,
-            facts.contradictions,
-            num_rows,
-        )
+    for suspicion, count in facts.suspects.items():
+        done = "left out" if config.suspect_rows == "leave_out" else "kept"
+        logger.warning("source %s: in %d rows, which are %s, %s", config.name, count, done, suspicion)
 
 
 def _hub_input(config: SourceConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Rows as a person wrote them become rows as the cache stores them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -21,13 +22,13 @@ class Facts:
         labels: Code of each class, by its text, in order of appearance.
         lone_text: For each class whose texts were all the same so far, that text's hash.
         first_row: File and row where a class appeared first.
-        contradictions: Rows with a negative that is also a positive.
+        suspects: Number of suspect rows of each kind (`Record.suspicion`), kept or left out.
     """
 
     labels: dict[str, int] = field(default_factory=dict)
     lone_text: dict[int, int] = field(default_factory=dict)
     first_row: dict[int, str] = field(default_factory=dict)
-    contradictions: int = 0
+    suspects: Counter[str] = field(default_factory=Counter)
 
     def code(self, label: str | None, where: str) -> int:
         """The code of a class, a new one for a new class; -1 for none."""
@@ -81,13 +82,22 @@ def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Ite
 
 
 def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
+    found = False
     for where, fields in rows:
         record = parse_record(fields, config.columns, where)
+        if suspicion := record.suspicion:
+            if config.suspect_rows == "refuse":
+                raise InputError(where, suspicion, "mend the row, or set suspect_rows: leave_out (or keep)")
+            facts.suspects[suspicion] += 1
+            if config.suspect_rows == "leave_out":
+                continue
+        found = True
         texts = tuple(negative.text for negative in record.negatives)
-        if not set(record.positives).isdisjoint(texts):
-            facts.contradictions += 1
         levels = tuple(negative.level for negative in record.negatives)
-        yield StoredRow(record.query, record.positives, texts, levels, facts.code(record.label, where))
+        code = facts.code(record.label, where)
+        yield StoredRow(record.query, record.positives, texts, levels, code, record.instruction or "")
+    if not found:
+        raise InputError(f"source {config.name!r}", "every row is suspect and left out", "set suspect_rows: keep")
 
 
 def _convert_labelled(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:

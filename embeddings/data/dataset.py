@@ -5,6 +5,7 @@ import os
 from embeddings.common.errors import InputError
 from embeddings.common.log import logger
 from embeddings.common.randomness import derive_seed
+from embeddings.common.text import instruction_prompt
 from embeddings.data.cache import CachedSource, open_cached
 from embeddings.data.candidates import CandidateRule, ClassExamples, LabelTexts, StoredCandidates
 from embeddings.data.examples import Example, RowDraw
@@ -71,7 +72,9 @@ class SourceDataset:
         stored = self.cached.table.row(index)
         positives, negatives, negative_labels = self._candidates(stored, index, entry.draw)
         prompt = self._prompts[0]
-        if len(self._prompts) > 1:
+        if stored.instruction:
+            prompt = instruction_prompt(stored.instruction)
+        elif len(self._prompts) > 1:
             prompt = self._prompts[derive_seed(entry.draw, "instruction") % len(self._prompts)]
         return Example(
             row=entry.row,

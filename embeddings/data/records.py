@@ -9,7 +9,7 @@ from embeddings.common.errors import InputError
 from embeddings.data.examples import Negative
 
 NUM_LEVELS = 4
-RECORD_FIELDS = ("query", "positive", "negatives", "label", "score", "id")
+RECORD_FIELDS = ("query", "positive", "negatives", "instruction", "label", "score", "id")
 LABELLED_FIELDS = ("text", "label")
 SCORED_FIELDS = ("sentence1", "sentence2", "score")
 
@@ -25,6 +25,7 @@ class Record:
         label: Class of query and positives, as `label_key` writes it, or None.
         score: How relevant the positive is, in the source's own unit, or None.
         id: The source's own name of the record, or None.
+        instruction: What this query is for, in place of the source's instruction, or None.
     """
 
     query: str
@@ -33,6 +34,20 @@ class Record:
     label: str | None = None
     score: float | None = None
     id: str | None = None
+    instruction: str | None = None
+
+    @property
+    def suspicion(self) -> str | None:
+        """What the record's texts say against each other, or None: nearly always a slip in how it was made."""
+        query, positives = self.query.strip(), {text.strip() for text in self.positives}
+        negatives = {negative.text.strip() for negative in self.negatives}
+        if not positives.isdisjoint(negatives):
+            return "a negative is also a positive"
+        if query in negatives:
+            return "a negative is the query itself"
+        if query in positives:
+            return "a positive is the query itself"
+        return None
 
 
 class LabelledText(NamedTuple):
@@ -53,9 +68,9 @@ class ScoredPair(NamedTuple):
 def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Record:
     """The record that a row holds. Columns that are not asked for are ignored.
 
-    A missing or null `negatives`, `label`, `score` or `id` means that there is none, unless `columns` maps the field:
-    a mapping that finds no column is refused. Negatives with levels come out hardest first, in the row's order within
-    a level. A negative that is also a positive is kept; losses mask it by its hash.
+    A missing or null `negatives`, `instruction`, `label`, `score` or `id` means that there is none, unless `columns`
+    maps the field: a mapping that finds no column is refused, and a column that another field is mapped to is that
+    field's alone. Negatives with levels come out hardest first, in the row's order within a level.
 
     Args:
         fields: The row by column name.
@@ -74,6 +89,7 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
         label=None if (label := row.optional("label")) is None else row.label(label),
         score=None if (score := row.optional("score")) is None else row.number("score", score),
         id=None if (name := row.optional("id")) is None else row.identifier(name),
+        instruction=None if (text := row.optional("instruction")) is None else row.text("instruction", text),
     )
 
 
@@ -116,7 +132,9 @@ class _Row:
 
     def optional(self, field: str) -> Any:
         """The value of a field that may be missing, or None; a field that `columns` maps must be there."""
-        return self.required(field) if field in self.columns else self.fields.get(field)
+        if field in self.columns:
+            return self.required(field)
+        return None if field in self.columns.values() else self.fields.get(field)
 
     def text(self, name: str, value: Any) -> str:
         """A text with something in it."""

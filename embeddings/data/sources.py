@@ -12,6 +12,7 @@ from embeddings.data.records import LABELLED_FIELDS, RECORD_FIELDS, SCORED_FIELD
 
 Conversion = Literal["pairs", "class_by_example", "class_by_label", "binary_by_label", "sts"]
 SingleTextClasses = Literal["refuse", "leave_out"]
+SuspectRows = Literal["refuse", "leave_out", "keep"]
 HUB_PREFIX = "hub:"
 
 _FIELDS: dict[Conversion, tuple[str, ...]] = {
@@ -30,7 +31,7 @@ class SourceConfig:
     """One source of training data: where it lies, how its rows become examples, and which prompts they carry.
 
     Conversions:
-        pairs: Records with `query`, `positive`, and maybe `negatives`, `label`, `score`, `id`.
+        pairs: Records with `query`, `positive`, and maybe `negatives`, `instruction`, `label`, `score`, `id`.
         class_by_example: Rows `text`, `label`. A random text of the same class is the positive, random texts of other
             classes are the negatives, drawn anew each epoch (NV-Embed: multi-class classification and clustering).
         class_by_label: The same rows; the label's text is the positive, other labels' texts are the negatives.
@@ -47,7 +48,8 @@ class SourceConfig:
         split: Split of a Hub data set, `train` where none is given.
         revision: Branch, tag or commit of a Hub data set; with a full commit a converted source needs no network.
         columns: Column of a field, for fields whose column has another name.
-        instruction: What the queries are for; several alternates are drawn from at random, each epoch anew.
+        instruction: What the queries are for; several alternates are drawn from at random, each epoch anew. A record
+            with an instruction of its own goes by that one.
         query_prompt: The query's prompt as it is, in place of an instruction.
         document_prompt: Text put before positives and negatives.
         symmetric: Whether positives and negatives carry the query's prompt (NV-Embed: semantic similarity).
@@ -63,6 +65,9 @@ class SourceConfig:
         single_text_classes: What `class_by_example` does with a class that has only one text, hence no positive:
             refuse the source, or leave the class's rows out as queries (they still serve as negatives).
         min_score: Least score of a positive pair of `sts`; NV-Embed uses 4, which None means.
+        suspect_rows: What `pairs` does with a record whose negative is also a positive, or whose positive or negative
+            is the query itself: refuse the source at the first, leave such rows out, or keep them (the losses mask
+            such negatives; a positive that is the query is told from it by dropout alone).
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
@@ -89,6 +94,7 @@ class SourceConfig:
     num_negatives: int | None = None
     single_text_classes: SingleTextClasses = "refuse"
     min_score: float | None = None
+    suspect_rows: SuspectRows = "refuse"
 
     def __post_init__(self) -> None:
         self._check_origin()
@@ -164,11 +170,8 @@ class SourceConfig:
             ("num_negatives", self.num_negatives, _DRAWS_NEGATIVES),
             ("min_score", self.min_score, ("sts",)),
             ("label_texts", self.label_texts or None, _BY_LABEL),
-            (
-                "single_text_classes",
-                None if self.single_text_classes == "refuse" else self.single_text_classes,
-                ("class_by_example",),
-            ),
+            ("single_text_classes", _unless_refuse(self.single_text_classes), ("class_by_example",)),
+            ("suspect_rows", _unless_refuse(self.suspect_rows), ("pairs",)),
         ):
             if value is not None and self.conversion not in where:
                 raise self.fault(
@@ -180,3 +183,8 @@ class SourceConfig:
         for label, text in self.label_texts.items():
             if not text.strip():
                 raise self.fault("label_texts", {label: text}, "must not hold an empty text", "write the label's text")
+
+
+def _unless_refuse(policy: str) -> str | None:
+    """A policy that was chosen, or None for the one that stands where nothing was said."""
+    return None if policy == "refuse" else policy

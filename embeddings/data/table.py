@@ -21,18 +21,20 @@ _SCHEMA = pa.schema(
         ("negatives", pa.large_list(pa.large_string())),
         ("levels", pa.large_list(pa.int8())),
         ("label", pa.int32()),
+        ("instruction", pa.large_string()),
     ]
 )
 
 
 class StoredRow(NamedTuple):
-    """One converted row. `levels` is as long as `negatives`; `label` is -1 where there is none."""
+    """One converted row. `levels` is as long as `negatives`; `label` is -1 and `instruction` "" where there is none."""
 
     query: str
     positives: Sequence[str] = ()
     negatives: Sequence[str] = ()
     levels: Sequence[int] = ()
     label: int = -1
+    instruction: str = ""
 
 
 def write_table(folder: Path, rows: Iterable[StoredRow]) -> int:

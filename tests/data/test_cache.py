@@ -164,12 +164,20 @@ def test_a_cache_folder_that_is_a_file_is_refused(tmp_path):
         open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
 
 
-def test_negatives_that_are_positives_are_counted_in_one_warning(tmp_path, caplog):
-    rows = [*pairs(3), {"query": "q", "positive": "p", "negatives": ["p"]}]
-    open_cached(SourceConfig("mine", str(write_jsonl(tmp_path / "a.jsonl", rows))), tmp_path / "cache")
-    assert [record.getMessage() for record in caplog.records] == [
-        "source mine: 1 of 4 rows have a negative that is also a positive; the losses mask it"
-    ]
+def test_suspect_rows_are_refused_and_nothing_written_or_counted_in_one_warning_a_kind(tmp_path, caplog):
+    rows = [*pairs(3), {"query": "q", "positive": "p", "negatives": ["p"]}, {"query": "q", "positive": "q"}]
+    path = str(write_jsonl(tmp_path / "a.jsonl", rows))
+    with pytest.raises(InputError, match=r"a\.jsonl:4: a negative is also a positive"):
+        open_cached(SourceConfig("mine", path), tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    for policy, done, count in (("keep", "kept", 5), ("leave_out", "left out", 3)):
+        caplog.clear()
+        cached = open_cached(SourceConfig("mine", path, suspect_rows=policy), tmp_path / "cache")
+        assert len(cached.table) == count
+        assert [record.getMessage() for record in caplog.records] == [
+            f"source mine: in 1 rows, which are {done}, a negative is also a positive",
+            f"source mine: in 1 rows, which are {done}, a positive is the query itself",
+        ]
 
 
 def test_a_long_conversion_shows_how_far_it_is(tmp_path, monkeypatch, capsys):

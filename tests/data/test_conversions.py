@@ -32,9 +32,35 @@ def test_a_record_is_stored_with_levels_and_a_label_code():
     assert list(facts.labels) == ["x", "7"]
 
 
-def test_negatives_that_are_positives_are_counted():
-    row = {"query": "q", "positive": ["a", "b"], "negatives": ["c", "b"]}
-    assert convert("pairs", [row, {**row, "negatives": ["c"]}, row])[1].contradictions == 2
+SUSPECTS = {
+    "a negative is also a positive": {"query": "q", "positive": ["a", "b"], "negatives": ["c", " b"]},
+    "a negative is the query itself": {"query": "q ", "positive": "a", "negatives": ["c", "q"]},
+    "a positive is the query itself": {"query": "q", "positive": ["a", "q\n"]},
+}
+SOUND = {"query": "q", "positive": "a", "negatives": ["b"]}
+
+
+@pytest.mark.parametrize(("suspicion", "row"), SUSPECTS.items(), ids=SUSPECTS)
+def test_a_suspect_row_is_refused_by_its_place_with_the_way_out(suspicion, row):
+    with pytest.raises(InputError, match=rf"^a\.jsonl:2: {suspicion}.*suspect_rows: leave_out"):
+        convert("pairs", [SOUND, row])
+
+
+def test_suspect_rows_are_left_out_or_kept_when_asked_and_counted():
+    rows = [SOUND, *SUSPECTS.values(), SUSPECTS["a positive is the query itself"]]
+    kept, facts = convert("pairs", rows, suspect_rows="keep")
+    assert len(kept) == 5
+    assert facts.suspects == dict.fromkeys(SUSPECTS, 1) | {"a positive is the query itself": 2}
+    sound, facts = convert("pairs", rows, suspect_rows="leave_out")
+    assert sound == kept[:1]
+    assert facts.suspects.total() == 4
+    with pytest.raises(InputError, match="every row is suspect"):
+        convert("pairs", rows[1:], suspect_rows="leave_out")
+
+
+def test_a_record_keeps_its_own_instruction():
+    rows, _ = convert("pairs", [{**SOUND, "instruction": "find the rest"}, SOUND])
+    assert [row.instruction for row in rows] == ["find the rest", ""]
 
 
 def test_a_class_with_one_text_is_remembered_with_its_first_row():

@@ -39,6 +39,15 @@ def test_documents_of_a_symmetric_source_carry_the_querys_prompt(tmp_path):
     assert prompts == {f"Instruct: {name}\nQuery: " for name in ("one", "two", "three")}
 
 
+def test_a_records_own_instruction_stands_before_the_sources(tmp_path):
+    rows = [{**pairs(1)[0], "instruction": "mend"}, pairs(2)[1]]
+    source = dataset(tmp_path, rows, instruction=["find", "seek"], symmetric=True)
+    for draw in range(20):
+        own, other = source[RowDraw(0, draw)], source[RowDraw(1, draw)]
+        assert own.query_prompt == own.document_prompt == "Instruct: mend\nQuery: "
+        assert other.query_prompt in ("Instruct: find\nQuery: ", "Instruct: seek\nQuery: ")
+
+
 def test_documents_carry_no_prompt_of_an_ordinary_source(tmp_path):
     assert dataset(tmp_path, pairs(1), instruction="find")[RowDraw(0, 0)].document_prompt == ""
 

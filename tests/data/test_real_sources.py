@@ -10,7 +10,7 @@ from embeddings.data import RowDraw, SourceConfig, open_source
 ROOT = Path(os.environ.get("EMBED_DATA") or Path(__file__).parents[3] / "shared" / "data")
 CASES = [
     ("nq_pairs", {}, 2990),
-    ("snli_triplets", {"instruction": ["one", "two"]}, 6697),
+    ("snli_triplets", {"instruction": ["one", "two"], "suspect_rows": "leave_out"}, 6693),
     ("banking77", {"conversion": "class_by_example"}, 10003),
     ("clinc150", {"conversion": "class_by_label"}, 15100),
     ("stsb", {"conversion": "sts", "instruction": "similar", "symmetric": True}, None),

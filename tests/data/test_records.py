@@ -11,12 +11,13 @@ GOOD = {"query": "q", "positive": "p"}
 
 def test_a_record_holds_every_field_it_was_given():
     row = {**GOOD, "negatives": ["hard", "easy"], "label": 3, "score": 2, "id": 17, "other": float("nan")}
+    row["instruction"] = "find"
     negatives = (Negative("hard"), Negative("easy"))
-    assert parse_record(row, {}, "f:1") == Record("q", ("p",), negatives, label="3", score=2.0, id="17")
+    assert parse_record(row, {}, "f:1") == Record("q", ("p",), negatives, "3", 2.0, "17", "find")
 
 
 def test_optional_fields_may_be_missing_or_null():
-    null = dict.fromkeys(("negatives", "label", "score", "id"))
+    null = dict.fromkeys(("negatives", "instruction", "label", "score", "id"))
     assert parse_record(GOOD, {}, "f:1") == parse_record({**GOOD, **null}, {}, "f:1") == Record("q", ("p",))
 
 
@@ -27,6 +28,11 @@ def test_a_positive_may_be_a_list():
 def test_columns_map_fields_to_other_names():
     row = {"question": "q", "answer": "p", "query": "ignored"}
     assert parse_record(row, {"query": "question", "positive": "answer"}, "f:1") == Record("q", ("p",))
+
+
+def test_a_column_that_another_field_is_mapped_to_is_that_fields_alone():
+    row = {"instruction": "q", "output": "p"}
+    assert parse_record(row, {"query": "instruction", "positive": "output"}, "f:1") == Record("q", ("p",))
 
 
 def test_negatives_with_levels_come_hardest_first_and_keep_their_order_within_a_level():

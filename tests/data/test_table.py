@@ -12,7 +12,11 @@ def rows_of(count):
     rows = []
     for i in range(count):
         negatives = [f"negative {j} – 東京" for j in range(i % 4)]
-        rows.append(StoredRow(f"query {i}", [f"positive {i}"] * (i % 3), negatives, [1] * len(negatives), i))
+        rows.append(
+            StoredRow(
+                f"query {i}", [f"positive {i}"] * (i % 3), negatives, [1] * len(negatives), i, f"task {i}" * (i % 2)
+            )
+        )
     return rows
 
 
