@@ -88,6 +88,7 @@ class _GatherCandidates(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient_CD: Tensor) -> tuple[Tensor, None]:
+        """Each rank's rows of the gradient, summed over all ranks."""
         counts: list[int] = ctx.counts  # type: ignore[attr-defined]
         parts = [_padded(part, max(counts)) for part in torch.split(gradient_CD, counts)]
         mine = torch.empty_like(parts[0])

@@ -198,6 +198,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         exclude_: ExcludeInPlace | None,
         tile_size: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, accuracy and mean score; the gradients too, tile by tile, while the scores are at hand."""
         wants_row, wants_column, wants_scale = ctx.needs_input_grad[:3]
         row_gradient_RD = torch.empty_like(row_RD) if wants_row or wants_scale else None
         column_gradient_CD = torch.zeros_like(column_CD) if wants_column else None
@@ -239,6 +240,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the forward pass times `factor`."""
         gradients = ctx.saved_tensors
         # GradCache and a plain backward pass 1: the gradients are handed on without a second copy.
         if factor.item() != 1.0:

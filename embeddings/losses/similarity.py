@@ -57,6 +57,7 @@ class _UnitNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, vector_ND: Tensor) -> Tensor:
+        """The unit vectors, (N, D)."""
         norm_N1 = torch.linalg.vector_norm(vector_ND, dim=-1, keepdim=True)
         inverse_N1 = torch.where(norm_N1 > 1e-12, 1 / norm_N1, 0)
         unit_ND = vector_ND * inverse_N1
@@ -66,6 +67,7 @@ class _UnitNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_ND: Tensor) -> Tensor:
+        """(g - (g . u) u) / |v|: what lies along the vector changes nothing."""
         unit_ND, inverse_N1 = ctx.saved_tensors
         along_N1 = torch.linalg.vecdot(gradient_ND, unit_ND)[:, None]
         return torch.addcmul(gradient_ND, unit_ND, along_N1, value=-1).mul_(inverse_N1)

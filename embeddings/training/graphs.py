@@ -84,6 +84,7 @@ class GraphMemory:
         seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
         def count(tensor: Tensor) -> Tensor:
+            """Add a saved tensor's storage, once."""
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

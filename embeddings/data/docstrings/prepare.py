@@ -103,24 +103,13 @@ def prepare_docstrings(
         num_held_out_documents,
         num_held_out_queries,
     )
-    for name, size in sizes._asdict().items():
-        if size < 1:
-            raise OptionError(f"num_{name}", size, "must be >= 1", "leave it out for the default")
+    _check_sizes(sizes)
     held_out = sorted(set(held_out_packages))
     training = _training_packages(packages, held_out)
     # Held-out functions come first: of two copies the first one stays, and training gives way to the test.
     sources = [source for package in (*held_out, *training) for source in find_sources(package)]
     contents = [source.path.read_bytes() for source in sources]
-    versions = package_versions([*held_out, *training])
-    inputs: dict[str, Any] = {
-        "kind": KIND,
-        "recipe": RECIPE,
-        "seed": seed,
-        "sizes": sizes._asdict(),
-        "held_out_packages": {name: versions[name] for name in held_out},
-        "packages": {name: versions[name] for name in training},
-        "input_sha256": _digest(sources, contents),
-    }
+    inputs = _inputs(seed, sizes, held_out, training) | {"input_sha256": _digest(sources, contents)}
     if not force and (manifest := finished_manifest(folder, inputs)) is not None:
         logger.info("%s is already made from these packages and arguments; --force makes it again", output)
         return DocstringCorpus(folder, manifest["counts"], reused=True)
@@ -131,6 +120,25 @@ def prepare_docstrings(
     counts = _counts(split)
     write_corpus(folder, split, {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)}, seed)
     return DocstringCorpus(folder, counts, reused=False)
+
+
+def _check_sizes(sizes: SplitSizes) -> None:
+    for name, size in sizes._asdict().items():
+        if size < 1:
+            raise OptionError(f"num_{name}", size, "must be >= 1", "leave it out for the default")
+
+
+def _inputs(seed: int, sizes: SplitSizes, held_out: list[str], training: list[str]) -> dict[str, Any]:
+    """What decides the corpus besides the source files' text; a manifest holds it."""
+    versions = package_versions([*held_out, *training])
+    return {
+        "kind": KIND,
+        "recipe": RECIPE,
+        "seed": seed,
+        "sizes": sizes._asdict(),
+        "held_out_packages": {name: versions[name] for name in held_out},
+        "packages": {name: versions[name] for name in training},
+    }
 
 
 def _training_packages(packages: Sequence[str] | None, held_out: list[str]) -> list[str]:
