@@ -118,7 +118,7 @@ class TextTransformer(nn.Module):
     @property
     def _stand_in(self) -> int:
         """The only token of a text that leaves none."""
-        known = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id, self.tokenizer.pad_token_id)
+        known = (getattr(self.tokenizer, f"{name}_token_id") for name in ("eos", "sep", "pad", "unk"))
         return next(int(token) for token in known if token is not None)
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:

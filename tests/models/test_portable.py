@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common import TextSettings, instruction_prompt
+from embeddings.data.tokenize import TextTokenizer
 from embeddings.models import Embedder, LatentAttentionPooling, MeanPooling, Pooling, make_bidirectional
 from embeddings.models.directory import PORTABLE_FILES
 from embeddings.models.portable import POOLINGS, TextTransformer
@@ -132,6 +133,24 @@ def test_travelling_tokenisation_equals_a_loop_over_offsets(
     assert torch.equal(features["input_ids"], expected.input_ids_NL)
     assert torch.equal(features["attention_mask"].bool(), expected.attention_mask_NL)
     assert torch.equal(features["pooling_mask"], expected.pooling_mask_NL)
+
+
+@pytest.mark.parametrize("append_eos", [False, True])
+@pytest.mark.parametrize("pool_prompt", [False, True])
+@pytest.mark.parametrize("prompt", ["", QUERY, "naïve café – "])
+@pytest.mark.parametrize("make_tokenizer", TOKENIZERS)
+def test_travelling_tokenisation_is_the_trainings(
+    make_tokenizer: object, prompt: str, pool_prompt: bool, append_eos: bool
+) -> None:
+    tokenizer = make_tokenizer()  # type: ignore[operator]
+    append_eos = append_eos and tokenizer.eos_token_id is not None
+    module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, append_eos=append_eos, pool_prompt=pool_prompt)
+    settings = TextSettings(query_max_length=40, document_max_length=30, append_eos=append_eos, pool_prompt=pool_prompt)
+    features = module.preprocess(TEXTS, prompt=prompt, task="query")
+    trained = TextTokenizer(tokenizer, settings)(TEXTS, "query", prompt).padded(pad_token_id=tokenizer.pad_token_id)
+    assert torch.equal(features["input_ids"], trained.input_ids_NL)
+    assert torch.equal(features["attention_mask"].bool(), trained.attention_mask_NL)
+    assert torch.equal(features["pooling_mask"], trained.pooling_mask_NL)
 
 
 def test_a_truncated_text_keeps_its_end_token_and_an_empty_one_gets_it() -> None:
