@@ -92,13 +92,11 @@ def compare_all(
                 actions[place]()
             seconds[place].append((clock() - start) / repeats[place])
     *of_ours, of_peer, of_control = seconds
-    control = statistics.median(a / b for a, b in zip(of_control, of_peer, strict=True))
+    control = _ratios(of_control, of_peer)[0]
+    found = {name: Ratio(*_ratios(taken, of_peer), control) for name, taken in zip(ours, of_ours, strict=True)}
     if not chosen.tiny and not CONTROL_LIMITS[0] <= control <= CONTROL_LIMITS[1]:
-        raise RuntimeError(f"void: the peer against itself read {control:.3f}; run again on a quiet machine")
-    found = {}
-    for name, taken in zip(ours, of_ours, strict=True):
-        ratios = [a / b for a, b in zip(taken, of_peer, strict=True)]
-        found[name] = Ratio(statistics.median(ratios), min(ratios), max(ratios), control)
+        read = ", ".join(f"{name} {ratio.median:.3f}" for name, ratio in found.items())
+        raise RuntimeError(f"void: the peer against itself read {control:.3f} ({read}); run again on a quiet machine")
     return found
 
 
@@ -151,6 +149,12 @@ def record(
         if is_new:
             writer.writerow([field.name for field in fields(Row)])
         writer.writerow(astuple(row))
+
+
+def _ratios(taken: list[float], of_peer: list[float]) -> tuple[float, float, float]:
+    """Median, least and greatest of the rounds' ratios."""
+    ratios = [a / b for a, b in zip(taken, of_peer, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def _repeats(action: Action, clock: Callable[[], float], least_seconds: float) -> int:
