@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from embeddings.common import InputError
+from embeddings.common import InputError, OptionError
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
 from embeddings.models.hub import resolve_model
 
@@ -40,6 +40,10 @@ class BackboneConfig:
         dtype: Dtype of the weights; "auto" is the checkpoint's own.
         attn_implementation: "eager", "sdpa", "flash_attention_2", …; None is transformers' choice.
         gradient_checkpointing: Recompute each layer in the backward pass: less memory, a third more time.
+        dropout: Probability for all of the model's dropout, attention's included; None is the checkpoint's own.
+
+    Raises:
+        OptionError: If dropout is outside 0 to 1.
     """
 
     name: str
@@ -48,6 +52,11 @@ class BackboneConfig:
     dtype: DtypeName = "float32"
     attn_implementation: str | None = None
     gradient_checkpointing: bool = False
+    dropout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise OptionError("backbone.dropout", self.dropout, "must be >= 0 and < 1", "0 switches it off")
 
 
 def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -62,7 +71,11 @@ def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTo
     """
     folder = resolve_model(config.name, config.revision)
     model = load_model(
-        folder, _DTYPES[config.dtype], config.attn_implementation, make_bidirectional=config.bidirectional
+        folder,
+        _DTYPES[config.dtype],
+        config.attn_implementation,
+        make_bidirectional=config.bidirectional,
+        dropout=config.dropout,
     )
     if config.bidirectional:
         check_bidirectional(model)
@@ -78,10 +91,12 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     attn_implementation: str | None = None,
     make_bidirectional: bool = False,
+    dropout: float | None = None,
 ) -> PreTrainedModel:
     """The Hugging Face model of a local folder, without a pooling layer.
 
     Raises:
+        OptionError: If dropout is asked of a model that has none.
         InputError: If a file is missing or damaged, or the weights do not fit the config.
     """
     try:
@@ -90,6 +105,8 @@ def load_model(
         raise InputError(str(folder / "config.json"), _first_line(error), "give a Hugging Face model") from error
     if make_bidirectional:
         make_bidirectional_config(model_config)
+    if dropout is not None:
+        _set_dropout(model_config, dropout)
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -137,6 +154,19 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerB
         what = f"the tokenizer has id {highest}, the model has {rows} embeddings"
         raise InputError(str(folder), what, "give the tokenizer that belongs to the model")
     return tokenizer
+
+
+def _set_dropout(config: PretrainedConfig, dropout: float) -> None:
+    """Set every dropout probability that the architecture has (`hidden_dropout_prob`, `attention_dropout`, …)."""
+    names = [
+        name
+        for name, value in vars(config).items()
+        if ("dropout" in name or name.endswith("pdrop")) and type(value) in (int, float)
+    ]
+    if not names and dropout > 0:
+        raise OptionError("backbone.dropout", dropout, f"does not exist in {config.model_type}", "leave it out")
+    for name in names:
+        setattr(config, name, dropout)
 
 
 def _has_pooling_layer(config: PretrainedConfig) -> bool:

@@ -5,9 +5,9 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
+from transformers import MambaConfig, MambaModel, PreTrainedTokenizerFast
 
-from embeddings.common import InputError
+from embeddings.common import InputError, OptionError
 from embeddings.models import BackboneConfig, load_backbone
 from tests.helpers.tiny import (
     bpe_tokenizer,
@@ -161,3 +161,32 @@ def test_the_config_is_read_from_arguments() -> None:
     given = parser.parse_args(["--backbone.name=somewhere", "--backbone.bidirectional=true"])
     config = parser.instantiate(given).backbone
     assert config == BackboneConfig("somewhere", bidirectional=True)
+
+
+def test_dropout_is_the_checkpoints_own_unless_given(tmp_path: Path) -> None:
+    folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.3), wordpiece_tokenizer())
+    ids = torch.arange(3, 23)[None]
+    for given, is_random in ((None, True), (0.2, True), (0.0, False)):
+        model, _ = load_backbone(BackboneConfig(folder, dropout=given))
+        probabilities = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+        assert probabilities == {0.3 if given is None else given}
+        with torch.no_grad():
+            states = [model.train()(ids).last_hidden_state for _ in range(2)]
+        assert torch.equal(*states) is not is_random
+
+
+def test_a_decoders_attention_has_the_dropout_it_is_given(mistral: Path) -> None:
+    model, _ = load_backbone(BackboneConfig(str(mistral), dropout=0.5))
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        assert not torch.equal(model.train()(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
+def test_dropout_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"backbone\.dropout must be >= 0 and < 1, got 1\.0"):
+        BackboneConfig("a", dropout=1.0)
+    # A Mamba has no dropout at all.
+    backbone = MambaModel(MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1))
+    folder = save_backbone(str(tmp_path / "mamba"), backbone, wordpiece_tokenizer())
+    with pytest.raises(OptionError, match=r"backbone\.dropout does not exist in mamba, got 0\.1"):
+        load_backbone(BackboneConfig(folder, dropout=0.1))
