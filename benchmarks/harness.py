@@ -205,8 +205,11 @@ def _hardware() -> str:
 
 
 def _commit() -> str:
-    folder = Path(__file__).parent
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
+    """The commit, marked where anything but the rows of results differs from it."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+
+    commit = git("rev-parse", "--short", "HEAD").stdout.strip()
+    changed = git("diff", "--quiet", "HEAD", "--", ":/", f":!{RESULTS.name}").returncode != 0
+    return f"{commit or 'unknown'}{'-dirty' if commit and changed else ''}"
