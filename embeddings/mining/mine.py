@@ -197,7 +197,7 @@ def mine_negatives(
         encoded = _encode(teachers, source, index, folder, shard_size, task)
         searches = [_searcher(made, work / f"ivf-{place}", search, task) for place, made in enumerate(encoded)]
         miner = ShardMiner(index, encoded, searches, rules)
-        job.run(lambda shard, path: _write_shard(miner.mine(shard), index, rules, path), task)
+        job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task)
         if job.missing():
             return None
         with file_lock(work / ".merge.lock"):
@@ -297,7 +297,7 @@ def _searcher(vectors: PairVectors, folder: Path, search: SearchOptions, task: A
     )
 
 
-def _write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path: Path) -> None:
+def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path: Path) -> None:
     """Write the records of a shard as Parquet, with its share of the report in the file's metadata."""
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     source, num_replaced = index.source, 0
