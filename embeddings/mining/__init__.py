@@ -5,29 +5,47 @@ from typing import TYPE_CHECKING
 from embeddings.common.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from embeddings.mining.clusters import ClusterSettings, cluster_pairs
+    from embeddings.mining.features import PairFeatures, VectorFeatures
     from embeddings.mining.jobs import ArrayTask, ShardedJob
+    from embeddings.mining.kmeans import KMeans, spherical_kmeans
     from embeddings.mining.pair_index import PairIndex, index_pairs
     from embeddings.mining.pair_vectors import PairVectors, encode_pairs, open_pair_vectors
+    from embeddings.mining.sparse_features import Bm25Features
 
 __all__ = [
     "ArrayTask",
+    "Bm25Features",
+    "ClusterSettings",
+    "KMeans",
+    "PairFeatures",
     "PairIndex",
     "PairVectors",
     "ShardedJob",
+    "VectorFeatures",
+    "cluster_pairs",
     "encode_pairs",
     "index_pairs",
     "open_pair_vectors",
+    "spherical_kmeans",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "ArrayTask": "jobs",
+        "Bm25Features": "sparse_features",
+        "ClusterSettings": "clusters",
+        "KMeans": "kmeans",
+        "PairFeatures": "features",
         "PairIndex": "pair_index",
         "PairVectors": "pair_vectors",
         "ShardedJob": "jobs",
+        "VectorFeatures": "features",
+        "cluster_pairs": "clusters",
         "encode_pairs": "pair_vectors",
         "index_pairs": "pair_index",
         "open_pair_vectors": "pair_vectors",
+        "spherical_kmeans": "kmeans",
     },
 )

@@ -1,7 +1,6 @@
 """The clusters of one source on disk: four bytes a row to train by, written once, checked when opened."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -41,8 +40,7 @@ class ClusterFolder:
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
-        check_manifest(path, {"kind": KIND, "complete": True})
-        fields = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
+        fields = check_manifest(path, {"kind": KIND, "complete": True})
         self.num_rows: int = fields["num_rows"]
         self.num_clusters: int = fields["num_clusters"]
         self.source_key: str = fields["source_key"]

@@ -4,12 +4,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.randomness import derive_seed
-from embeddings.data.samplers.permutation import KeyedPermutation
+from embeddings.data.samplers.permutation import KeyedPermutation, sorted_permutation
 
 Rows = NDArray[np.int64]
 Order = NDArray[np.int32]
 
 SAMPLE = 2048
+# Up to here sorting hashes of a whole cluster beats computing the few places that are needed.
+_SORTED = 1 << 16
 # Products of vectors rounded to this many steps a unit are whole numbers, which float64 adds up exactly in any order.
 _STEPS = 4096.0
 
@@ -154,9 +156,9 @@ class PackedClusters:
     def batch(self, number: int) -> Rows:
         """The rows of batch `number` (0 to `num_batches` - 1), (batch_size,) int64, in random order."""
         start = number * self.batch_size + (self._num_skipped if number >= self._skips_before else 0)
-        shuffle = KeyedPermutation(self.batch_size, derive_seed(self._key, "shuffle", number))
-        places = self._places(start, start + self.batch_size)[shuffle(np.arange(self.batch_size))]
-        return self._rows[places].astype(np.int64)
+        places = self._places(start, start + self.batch_size)
+        shuffle = sorted_permutation(self.batch_size, derive_seed(self._key, "shuffle", number))
+        return self._rows[places[shuffle]].astype(np.int64)
 
     def _places(self, start: int, stop: int) -> Rows:
         """Where in the rows by cluster positions `start` … `stop` - 1 of the order lie."""
@@ -167,12 +169,15 @@ class PackedClusters:
         counts = cuts[1:] - cuts[:-1]
         offsets = self._offsets[self._order[first : last + 1]]
         places = np.arange(start, stop) + np.repeat(offsets - starts[:-1], counts)
-        for piece, cluster in ((slice(0, counts[0]), first), (slice(stop - start - counts[-1], None), last)):
-            size = int(self._starts[cluster + 1] - self._starts[cluster])
+        for cluster, piece in {first: slice(0, int(counts[0])), last: slice(-int(counts[-1]), None)}.items():
+            size = int(starts[cluster - first + 1] - starts[cluster - first])
             if len(places[piece]) < size:
-                offset = self._offsets[self._order[cluster]]
-                key = derive_seed(self._key, "rows", int(self._order[cluster]))
-                places[piece] = KeyedPermutation(size, key)(places[piece] - offset) + offset
-            if first == last:
-                break
+                places[piece] = self._shuffled(places[piece], int(self._order[cluster]), size)
         return places
+
+    def _shuffled(self, places: Rows, cluster: int, size: int) -> Rows:
+        """Where some places of a cluster lead in the cluster's random order."""
+        offset, key = int(self._offsets[cluster]), derive_seed(self._key, "rows", cluster)
+        if size <= _SORTED:
+            return sorted_permutation(size, key)[places - offset] + offset
+        return KeyedPermutation(size, key)(places - offset) + offset
