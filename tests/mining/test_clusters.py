@@ -57,9 +57,12 @@ def test_each_row_belongs_to_the_centroid_nearest_to_its_query_and_document(feat
 def test_both_orders_are_trained_on(features, source, tmp_path, monkeypatch):
     trained = []
     run = clusters.kmeans_run
-    monkeypatch.setattr(
-        clusters, "kmeans_run", lambda vectors, *args: (trained.append(vectors), run(vectors, *args))[1]
-    )
+
+    def noted(vectors, *args):
+        trained.append(vectors)
+        return run(vectors, *args)
+
+    monkeypatch.setattr(clusters, "kmeans_run", noted)
     cluster_pairs(features, source, tmp_path / "out", SETTINGS)
     assert len(trained) == 3
     plain, swapped = features.rows(np.arange(60)), features.rows(np.arange(60), swapped=True)
@@ -79,24 +82,21 @@ def test_the_best_run_is_kept(features, source, tmp_path, monkeypatch):
     assert (folder.centroids == best.centroids).all()
 
 
-@pytest.mark.parametrize("made_by", [VectorFeatures, Bm25Features])
-def test_topics_become_clusters(made_by, source, tmp_path):
-    if made_by is Bm25Features:
-        features = Bm25Features(source, 8)
-    else:
+@pytest.mark.parametrize("kind", ["vectors", "bm25"])
+def test_topics_become_clusters(kind, source, tmp_path):
+    if kind == "vectors":
         topics, noise = unit_vectors(3), 0.2 * unit_vectors(121, seed=3)
+        # Documents are numbered as they first appear: row 0's, the one that is every row's second, row 1's, …
+        of_document = [topic_of(0), 0, *(topic_of(row) for row in range(1, 60))]
         queries = topics[[topic_of(row) for row in range(60)]] + noise[:60]
-        vectors = made_vectors(tmp_path / "vectors", source)
-        documents = np.zeros((61, 8), np.float32)
-        for row in range(60):
-            documents[vectors.positive_rows[vectors.positive_offsets[row]]] = topics[topic_of(row)] + noise[60 + row]
-        documents[vectors.positive_rows[1]] = topics[0]
-        unit = [side / np.linalg.norm(side, axis=1, keepdims=True) for side in (queries, documents)]
-        features = VectorFeatures(made_vectors(tmp_path / "topics", source, *unit))
+        documents = topics[of_document] + noise[60:]
+        unit = (side / np.linalg.norm(side, axis=1, keepdims=True) for side in (queries, documents))
+        features = VectorFeatures(made_vectors(tmp_path / "vectors", source, *unit))
+    else:
+        features = Bm25Features(source, 8)
     cluster_pairs(features, source, tmp_path / "out", ClusterSettings(num_clusters=3, num_iterations=20, shard_size=16))
     ids = np.load(tmp_path / "out" / "cluster_ids.npy")
-    topics_of_cluster = {(topic_of(row), int(ids[row])) for row in range(60)}
-    assert len(topics_of_cluster) == 3
+    assert len({(topic_of(row), int(ids[row])) for row in range(60)}) == 3
 
 
 KILLED = """
@@ -121,12 +121,12 @@ def killed(*args, **options):
     return function(*args, **options)
 
 setattr(clusters, name, killed)
-features = VectorFeatures(open_pair_vectors_of(root / "vectors", index), svd_dim=6)
+features = VectorFeatures(open_pair_vectors(root / "vectors", index), svd_dim=6)
 settings = clusters.ClusterSettings(
     num_clusters=5, num_iterations=4, num_runs=3, num_neighbours=3, shard_size=16, seed=2
 )
 clusters.cluster_pairs(features, source, output, settings)
-""".replace("open_pair_vectors_of", "open_pair_vectors")
+"""
 
 
 @pytest.mark.parametrize(

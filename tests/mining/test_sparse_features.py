@@ -51,10 +51,8 @@ def test_pairs_about_one_thing_lie_together_and_both_orders_differ(tmp_path):
     assert made.embedding_dim == 16
     found = made.rows(np.arange(60))
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
-    cosines, same = (
-        found @ found.T,
-        np.equal.outer([topic_of(row) for row in range(60)], [topic_of(r) for r in range(60)]),
-    )
+    topics = [topic_of(row) for row in range(60)]
+    cosines, same = found @ found.T, np.equal.outer(topics, topics)
     assert cosines[same].mean() > 0.5
     assert abs(cosines[~same].mean()) < 0.1
     swapped = made.rows(np.arange(60), swapped=True)
