@@ -87,9 +87,12 @@ def cluster_pairs(
 ) -> ClusterFolder | None:
     """Cluster the rows of a source into a folder that `ClusteredBatchSampler` reads.
 
-    k-means is trained on each row's [q; d] and [d; q]; a row belongs to the centroid nearest to its [q; d]. A kill
-    costs at most one run of k-means or one shard of assignments; the same call goes on there and ends with the same
-    bytes. Tasks of an array share the runs and the shards out; each comes back when all runs are done and its own
+    k-means is trained on each row's [q; d] and [d; q]; a row belongs to the centroid nearest to its [q; d]. Where
+    queries and documents lie apart, up to half of the centroids are of [d; q] alone and get no row, so that the others
+    get more than cluster_size: the manifest and a warning say how many.
+
+    A kill costs at most one run of k-means or one shard of assignments; the same call goes on there and ends with the
+    same bytes. Tasks of an array share the runs and the shards out; each comes back when all runs are done and its own
     shards are, and the last one finishes the folder.
 
     Args:
@@ -114,16 +117,17 @@ def cluster_pairs(
     num_rows = features.num_rows
     num_clusters = settings.resolve_num_clusters(num_rows)
     load_faiss(settings.gpu)
-    # Which k was meant is in num_clusters, however it was said.
-    chosen = {name: value for name, value in asdict(settings).items() if name not in ("cluster_size", "num_clusters")}
+    # What comes of the settings for this source, however it was said.
+    chosen = {name: value for name, value in asdict(settings).items() if name != "cluster_size"}
     fields = {
         "kind": KIND,
         "source_key": source.key,
         "num_rows": num_rows,
-        "num_clusters": num_clusters,
+        "faiss": faiss_version(),
         **features.fields,
         **chosen,
-        "faiss": faiss_version(),
+        "num_clusters": num_clusters,
+        "num_neighbours": min(settings.num_neighbours, num_clusters - 1),
     }
     num_shards = -(-num_rows // settings.shard_size)
     job, work = ShardedJob(output, fields, num_shards, stem="assignment"), Path(output) / "work"
@@ -241,12 +245,13 @@ def _merge(job: ShardedJob, runs: ShardedJob, settings: ClusterSettings) -> dict
     }
     if found["num_empty"] or found["num_duplicates"]:
         logger.warning(
-            "%s: of %d clusters %d are empty and %d centroids are copies; where they are many, the rows are too alike "
-            "for so many clusters: raise cluster_size",
+            "%s: of %d clusters %d hold no row (their centroids are of documents before queries, or of rows too alike "
+            "for so many clusters) and %d centroids are copies; the others hold %.0f rows on average",
             job.folder,
             len(centroids),
             found["num_empty"],
             found["num_duplicates"],
+            sizes.sum() / (sizes > 0).sum(),
         )
     return {**facts, **found}
 

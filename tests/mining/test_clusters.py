@@ -131,7 +131,7 @@ clusters.cluster_pairs(features, source, output, settings)
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("kmeans_run", 1), ("nearest_centroids", 2), ("neighbour_lists", 0), ("num_duplicates", 0), ("_save", 0)],
+    [("kmeans_run", 1), ("nearest_centroids", 2), ("num_duplicates", 0)],
 )
 def test_a_process_killed_anywhere_is_gone_on_from_with_the_same_bytes(name, count, source, tmp_path):
     vectors = made_vectors(tmp_path / "vectors", source)
@@ -152,6 +152,20 @@ def _note_rows(folder, vectors):
         path = shards.folder / "manifest.json"
         sizes = {"num_rows": shards.num_rows, "embedding_dim": 8, "shard_size": shards.shard_size}
         path.write_text(json.dumps({**json.loads(path.read_text()), **vectors.index.key, **sizes}))
+
+
+@pytest.mark.parametrize("name", ["_save", "neighbour_lists", "write_cluster_files", "rmtree"])
+def test_an_interrupt_at_any_point_loses_nothing(name, features, source, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
+    with monkeypatch.context() as patch:
+        patch.setattr(clusters.shutil if name == "rmtree" else clusters, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster_pairs(features, source, tmp_path / "out", SETTINGS)
+    cluster_pairs(features, source, tmp_path / "out", SETTINGS)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_what_was_made_before_a_kill_is_not_made_again(features, source, tmp_path, monkeypatch):
@@ -256,4 +270,4 @@ def test_rows_that_are_all_alike_are_told_of(source, tmp_path, caplog):
     features = VectorFeatures(made_vectors(tmp_path / "same", source, same[:60], same))
     cluster_pairs(features, source, tmp_path / "out", ClusterSettings(num_clusters=10, num_iterations=2, num_runs=1))
     assert "of 10 clusters" in caplog.text
-    assert "raise cluster_size" in caplog.text
+    assert "centroids are copies" in caplog.text
