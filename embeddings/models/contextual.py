@@ -1,17 +1,29 @@
 """A contextual embedding model: a text's vector depends on documents of the corpus it belongs to."""
 
-from typing import Any
+import os
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from embeddings.common import OptionError, PaddedTokens, TextSettings
+from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
+from embeddings.models.backbone import BackboneConfig, enable_checkpointing, load_model
+from embeddings.models.context_directory import (
+    ContextParts,
+    is_contextual,
+    load_context_weights,
+    read_context_options,
+)
+from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
 from embeddings.models.embedder import Embedder
 from embeddings.models.first_stage import FirstStage
+from embeddings.models.hub import resolve_model
 from embeddings.models.lora import plain_backbone
 from embeddings.models.pooling import MeanPooling
+from embeddings.models.portable_contextual import CONTEXT_FOLDER
 from embeddings.models.position_free import check_position_free, longest_text, states_behind_context
 from embeddings.models.second_stage import ContextSlots, ResidualProjection, SoftPrompt
 
@@ -137,6 +149,74 @@ class ContextualEmbedder(Embedder):
             vector_ND = self.residual(vector_ND)
         vector_ND = vector_ND.to(torch.promote_types(vector_ND.dtype, torch.float32))
         return F.normalize(vector_ND, dim=-1) if self.normalize else vector_ND
+
+    @classmethod
+    def from_config(cls, config: BackboneConfig) -> Self:
+        """The contextual model of a directory to train on: both backbones are loaded as the config says.
+
+        Args:
+            config: The directory as `name`, and dtype, attention and checkpointing of the backbones.
+
+        Returns:
+            The embedder in training mode.
+
+        Raises:
+            InputError: If the model cannot be had, a file of it is damaged, or it is no contextual model.
+        """
+        embedder = super().from_config(config)
+        if config.gradient_checkpointing:
+            enable_checkpointing(plain_backbone(embedder.first_stage.backbone))
+        return embedder
+
+    @classmethod
+    def _of_directory(cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Self:
+        options = read_context_options(folder)
+        parts = read_model_directory(folder, backbone, tokenizer, contextual=True)
+        if type(parts.pooling) is not MeanPooling or parts.head is not None:
+            raise InputError(str(folder), "has another pooling than the mean, or a head", "export the model again")
+        first = load_model(folder / CONTEXT_FOLDER, backbone.dtype, backbone.config._attn_implementation)
+        try:
+            embedder = cls(first, backbone, tokenizer, normalize=parts.normalize, text=parts.text, **options)
+        except OptionError as error:
+            raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
+        load_context_weights(folder, embedder._context_parts())
+        return embedder
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write a sentence-transformers directory with both stages, whole or not at all; adapters are merged.
+
+        The directory carries its own code, which sentence-transformers runs under `trust_remote_code=True` and our
+        loaders never do.
+        """
+        parts = ModelParts(self.pooling, None, self.normalize, self.text, self._context_parts())
+        write_model_directory(folder, self.backbone, self.tokenizer, parts)
+
+    def _context_parts(self) -> ContextParts:
+        return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.residual)
+
+
+def load_embedder(
+    name: str | os.PathLike[str],
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Embedder:
+    """The model of a directory or Hub id, contextual or not, in evaluation mode; no code of the directory runs.
+
+    Args:
+        name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra brings.
+        revision: Commit, tag or branch of a Hub id.
+        device: Where to put it, the processor if None.
+        dtype: Dtype of the backbones' weights, the checkpoint's own if None.
+
+    Returns:
+        A `ContextualEmbedder` where the directory is a contextual model's, else an `Embedder`.
+
+    Raises:
+        InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
+    """
+    kind = ContextualEmbedder if is_contextual(resolve_model(os.fspath(name), revision)) else Embedder
+    return kind.from_pretrained(name, revision, device, dtype)
 
 
 def _check_options(num_context: int, num_soft_prompts: int, context_dropout: float) -> None:
