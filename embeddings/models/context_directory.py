@@ -79,7 +79,8 @@ def read_context_options(folder: Path) -> dict[str, Any]:
     missing = [name for name in _OPTIONS if not isinstance(settings.get(name), int | float)]
     if missing:
         raise InputError(str(path), f"does not say {missing[0]}", "export the model again")
-    has_residual = (folder / RESIDUAL_FOLDER).is_dir()
+    modules = read_json(folder / "modules.json", list)
+    has_residual = any("ResidualHead" in str(entry) for entry in modules)
     return {**{name: settings[name] for name in _OPTIONS}, "residual_projection": has_residual}
 
 

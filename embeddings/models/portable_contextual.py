@@ -29,7 +29,8 @@ from .second_stage import ContextSlots, ResidualProjection, SoftPrompt
 CONTEXT_FOLDER = "0_Context"
 CONTEXT_SETTINGS = "context.json"
 CONTEXT_WEIGHTS = "context.safetensors"
-RESIDUAL_FOLDER = "2_Residual"
+# The name that sentence-transformers itself gives the folder of the third module.
+RESIDUAL_FOLDER = "2_ResidualHead"
 _TEXTS_AT_ONCE = 32
 
 

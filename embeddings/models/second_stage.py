@@ -78,9 +78,10 @@ class SoftPrompt(nn.Module):
         super().__init__()
         self.num_soft_prompts = num_soft_prompts
         self.context_size = context_size
-        layers = [nn.Linear(context_size, context_size), nn.ReLU()]
-        layers.append(nn.Linear(context_size, num_soft_prompts * context_size))
-        self.layers = nn.Sequential(*layers) if num_soft_prompts else nn.Sequential()
+        self.layers = nn.Sequential()
+        if num_soft_prompts:
+            last = nn.Linear(context_size, num_soft_prompts * context_size)
+            self.layers = nn.Sequential(nn.Linear(context_size, context_size), nn.ReLU(), last)
         self.register_buffer("ones_H", torch.ones(context_size), persistent=False)
 
     def forward(self) -> Tensor:
