@@ -5,6 +5,7 @@ from embeddings.inference.encoder import Encoder
 from embeddings.inference.precision import Precision
 from embeddings.inference.search import TopK, search_top_k, unit_rows
 from embeddings.inference.vector_folder import Hit, VectorFolder, encode_corpus, search_corpus
+from embeddings.inference.vector_shards import VectorShards
 
 __all__ = [
     "Document",
@@ -13,6 +14,7 @@ __all__ = [
     "Precision",
     "TopK",
     "VectorFolder",
+    "VectorShards",
     "encode_corpus",
     "read_corpus",
     "search_corpus",
