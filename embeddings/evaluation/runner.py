@@ -23,7 +23,7 @@ from embeddings.evaluation.folders import (
     read_evaluation_folder,
 )
 from embeddings.evaluation.metrics import retrieval_metrics, spearman
-from embeddings.inference.choose_context import require_context_size, sample_context
+from embeddings.inference.context_choice import require_context_size, sample_context
 from embeddings.inference.search import search_top_k, unit_rows
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ def score_retrieval(
     encoder: "Encoder", folder: RetrievalFolder, prompt_name: str | None = None, context: "Context | None" = None
 ) -> RetrievalRun:
     """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
-    query_QD = unit_rows(encoder.encode(folder.queries, prompt_name, context, role="query"))
-    document_ND = unit_rows(encoder.encode(folder.documents, None, context, role="document"))
+    query_QD = unit_rows(encoder.encode(folder.queries, prompt_name, context=context, role="query"))
+    document_ND = unit_rows(encoder.encode(folder.documents, context=context, role="document"))
     found = search_top_k(query_QD, document_ND, max(CUTOFFS), encoder.device)
     scores = retrieval_metrics(found.index_QK, folder.judgments, CUTOFFS)
     counts = {
@@ -200,7 +200,7 @@ def score_retrieval(
 def _score_similarity(
     encoder: "Encoder", folder: SimilarityFolder, prompt_name: str | None, context: "Context | None"
 ) -> tuple[dict[str, float], dict[str, int]]:
-    vectors = encoder.encode([*folder.first, *folder.second], prompt_name, context)
+    vectors = encoder.encode([*folder.first, *folder.second], prompt_name, context=context)
     first_ND, second_ND = np.split(unit_rows(vectors), 2)
     cosine_N = np.einsum("nd,nd->n", first_ND, second_ND, dtype=np.float64)
     return {"cosine_spearman": spearman(cosine_N, folder.score_N)}, {"num_pairs": len(folder.first)}
@@ -209,8 +209,8 @@ def _score_similarity(
 def _score_classification(
     encoder: "Encoder", folder: ClassificationFolder, prompt_name: str | None, context: "Context | None"
 ) -> tuple[dict[str, float], dict[str, int]]:
-    train_ND = unit_rows(encoder.encode(folder.train_texts, prompt_name, context))
-    test_ND = unit_rows(encoder.encode(folder.test_texts, prompt_name, context))
+    train_ND = unit_rows(encoder.encode(folder.train_texts, prompt_name, context=context))
+    test_ND = unit_rows(encoder.encode(folder.test_texts, prompt_name, context=context))
     metrics = logistic_regression_scores(train_ND, folder.train_labels, test_ND, folder.test_labels)
     counts = {
         "num_train": len(folder.train_texts),
@@ -223,7 +223,7 @@ def _score_classification(
 def _score_clustering(
     encoder: "Encoder", folder: ClusteringFolder, prompt_name: str | None, seed: int, context: "Context | None"
 ) -> tuple[dict[str, float], dict[str, int]]:
-    vector_ND = unit_rows(encoder.encode(folder.texts, prompt_name, context))
+    vector_ND = unit_rows(encoder.encode(folder.texts, prompt_name, context=context))
     metrics = kmeans_v_measure(vector_ND, folder.labels, seed=seed)
     return metrics, {"num_texts": len(folder.texts), "num_labels": len(set(folder.labels))}
 

@@ -1,7 +1,7 @@
 """Floor 2: texts to vectors, and the nearest documents of a query."""
 
-from embeddings.inference.choose_context import choose_context, sample_context
 from embeddings.inference.context import Context
+from embeddings.inference.context_choice import choose_context, sample_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.precision import Precision
