@@ -64,13 +64,17 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     for parameter in command.positional:
         annotation = function.__annotations__[parameter]
         parser.add_argument(parameter, type=annotation)
-    options = parser.instantiate(parser.parse_args([underscored(word) for word in argv]))
+    options = parser.instantiate(parser.parse_args(underscored(argv)))
     function(**{key: options[key] for key in [*added, *command.positional]})
 
 
-def underscored(word: str) -> str:
-    """An option's name as the parser knows it: `--top-k` is `--top_k`, and a value after `=` stays as it is."""
-    if not word.startswith("--"):
-        return word
-    name, sign, value = word[2:].partition("=")
-    return f"--{name.replace('-', '_')}{sign}{value}"
+def underscored(argv: Sequence[str]) -> list[str]:
+    """The words with options as the parser knows them (`--top-k=3` is `--top_k=3`); what follows `--` stays."""
+    words = list(argv)
+    for position, word in enumerate(words):
+        if word == "--":
+            break
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            words[position] = f"--{name.replace('-', '_')}{equals}{value}"
+    return words

@@ -1,5 +1,7 @@
 """Floor 2: texts to vectors, and the nearest documents of a query."""
 
+from embeddings.inference.context import Context
+from embeddings.inference.context_choice import choose_context, sample_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.precision import Precision
@@ -8,6 +10,7 @@ from embeddings.inference.vector_folder import Hit, VectorFolder, encode_corpus,
 from embeddings.inference.vector_shards import VectorShards
 
 __all__ = [
+    "Context",
     "Document",
     "Encoder",
     "Hit",
@@ -15,8 +18,10 @@ __all__ = [
     "TopK",
     "VectorFolder",
     "VectorShards",
+    "choose_context",
     "encode_corpus",
     "read_corpus",
+    "sample_context",
     "search_corpus",
     "search_top_k",
     "unit_rows",

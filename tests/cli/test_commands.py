@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from embeddings.cli import commands
-from embeddings.cli.commands import COMMANDS, Command, run_command
+from embeddings.cli.commands import COMMANDS, Command, run_command, underscored
 from embeddings.cli.errors import ConfigError
 
 CALLS = []
@@ -61,3 +61,9 @@ def test_every_command_loads_and_documents_itself():
         assert function.__doc__, name
         assert set(command.positional) <= set(function.__annotations__), name
     assert commands.__doc__
+
+
+def test_an_option_may_be_written_with_dashes():
+    words = ["--context-size", "a-b", "--top-k=a-b", "-5", "--", "--as-it-is"]
+    assert underscored(words) == ["--context_size", "a-b", "--top_k=a-b", "-5", "--", "--as-it-is"]
+    assert words[0] == "--context-size"

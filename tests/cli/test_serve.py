@@ -5,6 +5,7 @@ import pytest
 from embeddings.cli.main import main
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.helpers.runs import backbone_folder, write_retrieval_folder
+from tests.models.contextual_models import tiny_contextual
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,82 @@ def test_a_corpus_file_and_its_encoded_folder_give_the_same_hits(model, tmp_path
         found.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")])
     assert len(found[0]) == 3
     assert [line.split()[1] for line in found[0]] == [line.split()[1] for line in found[1]]
+
+
+@pytest.fixture(scope="module")
+def contextual(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("contextual") / "model"
+    tiny_contextual().save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path, capsys):
+    corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), str(tmp_path / "vectors")
+    encode = ["encode", "--model", contextual, "--input", corpus, "--output", vectors, "--precision", "float32"]
+    assert main([*encode, "--context", corpus, "--context-size", "3", "--context_seed", "1"]) == 0
+    manifest = json.loads((tmp_path / "vectors" / "manifest.json").read_text())
+    assert (manifest["context"]["num_documents"], manifest["context"]["seed"]) == (3, 1)
+    assert len(manifest["context_document_ids"]) == 3
+    capsys.readouterr()
+    found = []
+    own = ["--corpus", vectors]
+    given = ["--context", vectors, "--context-size", "3", "--context-seed", "1"]
+    for place in (own, [*own, *given], ["--corpus", corpus, *given], ["--corpus", corpus]):
+        assert main(["search", "--model", contextual, *place, "--precision", "float32", "fox"]) == 0
+        found.append([line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")])
+    assert found[0] == found[1] == found[2]
+    assert found[0] != found[3]
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["search", "--model", contextual, *own, "--context", corpus, "--context-size", "3", "fox"]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "was encoded with 3 documents of seed 1" in line
+    assert "asked for is 3 documents of seed 0" in line
+    assert main([*encode, "--context", corpus, "--context-size", "2"]) == 2
+    assert "field 'context' is" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_evaluate_draws_the_context_from_each_folder(contextual, tmp_path):
+    folders = [write_retrieval_folder(tmp_path / name) for name in ("one", "two")]
+    output = tmp_path / "scores.json"
+    data = f"[{folders[0]}, {folders[1]}]"
+    assert (
+        main(["evaluate", "--model", contextual, "--data", data, "--output", str(output), "--context-size", "4"]) == 0
+    )
+    assert [score["counts"]["num_context"] for score in json.loads(output.read_text())] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["encode", "--input", "good.jsonl", "--output", "out", "--context", "empty.jsonl"], "empty.jsonl"),
+        (["encode", "--input", "good.jsonl", "--output", "out", "--context", "no.jsonl"], "no.jsonl"),
+        (["encode", "--input", "good.jsonl", "--output", "out", "--context", "folder"], "manifest.json"),
+        (
+            ["encode", "--input", "good.jsonl", "--output", "out", "--context", "good.jsonl", "--context-size", "6"],
+            "context_size must be from 1 to the model's 5 context documents, got 6",
+        ),
+        (["search", "--corpus", "good.jsonl", "--context-size", "2", "fox"], "context_size needs a corpus"),
+        (["evaluate", "--data", "folder", "--context-size", "0"], "context_size must be from 1"),
+    ],
+)
+def test_a_bad_context_is_one_line_and_exit_code_2(argv, says, contextual, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert main([argv[0], "--model", contextual, *argv[1:]]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert says in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_context_for_a_model_that_takes_none_is_one_line(model, tmp_path, capsys):
+    corpus = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl")
+    assert main(["search", "--model", model, "--corpus", corpus, "--context", corpus, "fox"]) == 2
+    assert "this model takes none" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_scores_are_printed_and_written(model, tmp_path, capsys):

@@ -7,14 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embeddings.common import InputError
+from embeddings.common import InputError, OptionError
 from embeddings.evaluation.folders import read_evaluation_folder
 from embeddings.evaluation.metrics import spearman
-from embeddings.evaluation.runner import EvaluationResult, evaluate_folder, evaluate_folders, format_results
+from embeddings.evaluation.runner import (
+    EvaluationResult,
+    corpus_texts,
+    evaluate_folder,
+    evaluate_folders,
+    format_results,
+)
 from embeddings.inference.encoder import Encoder
 from tests.evaluation.data import write_labelled, write_retrieval, write_rows, write_similarity
 from tests.evaluation.test_metrics import by_hand
 from tests.inference.models import tiny_embedder
+from tests.models.contextual_models import tiny_contextual
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +79,53 @@ def test_a_named_prompt_changes_the_scores(tmp_path):
     encoder.encode = lambda texts, name=None, **options: (seen.append(name), encode(texts, name, **options))[1]
     evaluate_folder(encoder, folder, prompt_name="long")
     assert seen == ["long"]
+
+
+@pytest.fixture(scope="module")
+def contextual():
+    return Encoder(tiny_contextual(), precision="float32")
+
+
+def test_a_context_is_drawn_from_documents_and_never_from_queries(contextual, tmp_path, monkeypatch):
+    folders = {
+        "retrieval": write_retrieval(tmp_path / "r"),
+        "sts": write_similarity(tmp_path / "s"),
+        "classification": write_labelled(tmp_path / "c", with_train=True),
+        "clustering": write_labelled(tmp_path / "k", with_train=False),
+    }
+    drawn, seen = [], []
+    encode, encode_context = contextual.encode, contextual.encode_context
+    monkeypatch.setattr(contextual, "encode_context", lambda texts: (drawn.append(texts), encode_context(texts))[1])
+
+    def spy(texts, name=None, context=None, role=None):
+        seen.append(context)
+        return encode(texts, name, context, role)
+
+    monkeypatch.setattr(contextual, "encode", spy)
+    for kind, path in folders.items():
+        folder = read_evaluation_folder(path)
+        result = evaluate_folder(contextual, path, context_size=4, context_seed=1)
+        assert result.kind == kind
+        assert result.counts["num_context"] == 4
+        assert set(drawn[-1]) <= set(corpus_texts(folder))
+        assert len(drawn[-1]) == 4
+        assert len(seen) > 0
+        assert {id(context) for context in seen} == {id(seen[0])}
+        assert seen[0] is not None
+        seen.clear()
+    retrieval = read_evaluation_folder(folders["retrieval"])
+    assert not set(drawn[0]) & set(retrieval.queries)
+    classes = read_evaluation_folder(folders["classification"])
+    assert corpus_texts(classes) == classes.train_texts
+    assert "num_context" not in evaluate_folder(contextual, folders["sts"]).counts
+
+
+def test_an_impossible_context_is_refused_before_anything_is_scored(encoder, contextual, tmp_path):
+    write_similarity(tmp_path)
+    with pytest.raises(OptionError, match="context_size must be from 1 to the model's 5"):
+        evaluate_folders(contextual, [tmp_path], context_size=6)
+    with pytest.raises(OptionError, match="this model takes none"):
+        evaluate_folders(encoder, [tmp_path], context_size=2)
 
 
 def test_every_folder_below_a_root_is_scored_under_its_path(encoder, tmp_path):

@@ -9,6 +9,7 @@ from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference import encoder as encoder_module
 from embeddings.inference.encoder import Encoder
 from tests.inference.models import some_texts, tiny_embedder
+from tests.models.contextual_models import tiny_contextual
 
 
 def one_by_one(embedder, texts, role="document", prompt=""):
@@ -145,18 +146,53 @@ def test_context_is_refused_by_a_model_that_takes_none():
         Encoder(tiny_embedder()).encode(["a"], context=["b"])
 
 
-def test_context_reaches_a_model_that_takes_it():
-    embedder = tiny_embedder()
-    seen = []
+def contextual_one_by_one(embedder, texts, documents):
+    """The reference: every text and every context document alone."""
+    tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
+    pad = embedder.pad_token_id
+    with torch.no_grad():
+        read = [tokenizer([text], "document", "").padded(None, pad) for text in documents]
+        context = torch.cat([embedder.embed_context(tokens) for tokens in read]) if documents else None
+        rows = [embedder(tokenizer([text], "document", "").padded(None, pad), context)[0] for text in texts]
+    return torch.stack(rows).numpy()
 
-    class Contextual(type(embedder)):
-        def forward(self, tokens, context=None):
-            seen.append(context)
-            return super().forward(tokens)
 
-    embedder.__class__ = Contextual
-    Encoder(embedder).encode(["a"], context="documents")
-    assert seen == ["documents"]
+@pytest.mark.parametrize("documents", [[], ["lazy dog"], ["a fox", "lazy dog", "a fox", "two numbers", "one length"]])
+@pytest.mark.parametrize("mini_batch_tokens", [1, 120, 100_000])
+def test_every_text_is_encoded_behind_the_context(documents, mini_batch_tokens):
+    embedder, texts = tiny_contextual(), some_texts(13)
+    encoder = Encoder(embedder, precision="float32", mini_batch_tokens=mini_batch_tokens)
+    vectors = encoder.encode(texts, context=documents or None)
+    np.testing.assert_allclose(vectors, contextual_one_by_one(embedder, texts, documents), rtol=0, atol=1e-5)
+
+
+def test_context_and_soft_prompt_count_in_the_token_budget():
+    embedder = tiny_contextual(num_context=20, num_soft_prompts=4)
+    shapes = []
+    embedder.backbone.encoder.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape[:2]))
+    Encoder(embedder, precision="float32", mini_batch_tokens=150).encode(some_texts(13))
+    assert max(rows * length for rows, length in shapes) <= 150
+    assert len(shapes) > 3
+
+
+@pytest.mark.parametrize("documents", [["a"] * 6, []])
+def test_a_context_of_another_size_is_refused(documents):
+    with pytest.raises(OptionError, match=f"context must hold from 1 to the model's 5 .* got '{len(documents)} doc"):
+        Encoder(tiny_contextual()).encode(["a"], context=documents)
+
+
+def test_one_text_in_place_of_context_documents_is_refused():
+    with pytest.raises(OptionError, match="context must be a list of texts"):
+        Encoder(tiny_contextual(num_context=50)).encode(["a"], context="a text")
+
+
+def test_a_saved_contextual_model_is_loaded_as_one(tmp_path):
+    tiny_contextual().save_pretrained(tmp_path / "model")
+    encoder = Encoder.from_pretrained(str(tmp_path / "model"), device="cpu", precision="float32")
+    assert encoder.num_context == 5
+    assert Encoder(tiny_embedder()).num_context == 0
+    first, second = encoder.encode(["fox"], context=["lazy dog"]), encoder.encode(["fox"])
+    assert np.abs(first - second).max() > 1e-4
 
 
 def test_one_text_in_place_of_a_list_is_refused():

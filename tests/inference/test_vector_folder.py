@@ -7,9 +7,11 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.inference import vector_folder
+from embeddings.inference.context_choice import choose_context
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import VectorFolder, embedder_sha256, encode_corpus, search_corpus
 from tests.inference.models import some_texts, tiny_embedder
+from tests.models.contextual_models import tiny_contextual
 
 
 @pytest.fixture
@@ -168,3 +170,69 @@ def test_the_models_hash_follows_weights_and_settings_and_nothing_else():
     assert embedder_sha256(Encoder(tiny_embedder(document_max_length=32))) != base
     next(again.parameters()).data[0, 0] += 1e-3
     assert embedder_sha256(Encoder(again)) != base
+
+
+@pytest.fixture(scope="module")
+def contextual():
+    return Encoder(tiny_contextual(), precision="float32")
+
+
+def test_a_folder_keeps_its_context_and_queries_take_it(contextual, corpus, tmp_path):
+    context = choose_context(contextual, corpus, 3, seed=2)
+    folder = encode_corpus(contextual, corpus, tmp_path / "out", shard_size=4, context=context)
+    expected = contextual.encode(some_texts(11), context=context)
+    np.testing.assert_allclose(np.concatenate(list(folder.vectors())), expected, rtol=0, atol=1e-6)
+    kept = folder.context()
+    assert (kept.document_ids, kept.summary()) == (context.document_ids, context.summary())
+    np.testing.assert_array_equal(kept.vector_MH, context.vector_MH)
+    (hits,) = search_corpus(contextual, tmp_path / "out", ["quick fox"], top_k=11)
+    query = contextual.encode(["quick fox"], role="query", context=context)[0]
+    np.testing.assert_allclose([hit.score for hit in hits], np.sort(expected @ query)[::-1], atol=1e-5)
+    null = contextual.encode(["quick fox"], role="query")[0]
+    assert np.abs(np.sort(expected @ null) - np.sort(expected @ query)).max() > 1e-4
+    for place in (corpus, tmp_path / "out"):
+        (again,) = search_corpus(contextual, place, ["quick fox"], top_k=11, context=context)
+        assert [hit.document_id for hit in again] == [hit.document_id for hit in hits]
+        np.testing.assert_allclose([hit.score for hit in again], [hit.score for hit in hits], atol=1e-6)
+
+
+def test_a_killed_contextual_run_ends_with_the_same_bytes(contextual, corpus, tmp_path, monkeypatch):
+    context = choose_context(contextual, corpus, 3)
+    encode_corpus(contextual, corpus, tmp_path / "whole", shard_size=4, context=context)
+    write_shard = vector_folder._write_shard
+
+    def killed(shards, shard, *rest):
+        if shard == 1:
+            raise KeyboardInterrupt
+        write_shard(shards, shard, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vector_folder, "_write_shard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            encode_corpus(contextual, corpus, tmp_path / "resumed", shard_size=4, context=context)
+    again = choose_context(contextual, corpus, 3)
+    encode_corpus(contextual, corpus, tmp_path / "resumed", shard_size=4, context=again)
+    assert content(tmp_path / "resumed") == content(tmp_path / "whole")
+
+
+def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_path):
+    context, other = (choose_context(contextual, corpus, 3, seed) for seed in (0, 1))
+    for name, own, asked in (("with", context, other), ("without", None, other)):
+        encode_corpus(contextual, corpus, tmp_path / name, context=own)
+        before = content(tmp_path / name)
+        with pytest.raises(InputError, match="asked for is 3 documents of seed 1"):
+            search_corpus(contextual, tmp_path / name, ["fox"], context=asked)
+        with pytest.raises(InputError, match="field 'context' is"):
+            encode_corpus(contextual, corpus, tmp_path / name, context=asked)
+        assert content(tmp_path / name) == before
+    with pytest.raises(InputError, match="field 'context' is"):
+        encode_corpus(contextual, corpus, tmp_path / "with")
+
+
+def test_the_hash_of_a_contextual_model_follows_both_stages(contextual):
+    base = embedder_sha256(contextual)
+    assert embedder_sha256(Encoder(tiny_contextual(), precision="float32")) == base
+    assert embedder_sha256(Encoder(tiny_contextual(num_context=4))) != base
+    changed = tiny_contextual()
+    next(changed.first_stage.parameters()).data[0, 0] += 1e-3
+    assert embedder_sha256(Encoder(changed)) != base

@@ -1,0 +1,119 @@
+"""Contexts are drawn evenly, told apart, and kept with the vectors made with them."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.inference.context import Context, check_same_context, context_of, documents_sha256, sample_rows
+from embeddings.inference.corpus import Document
+
+DOCUMENTS = [Document(f"d{row}", f"text {row}") for row in range(4)]
+VECTORS = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+@pytest.mark.parametrize(("num_documents", "size"), [(10, 1), (10, 9), (10, 10), (10, 11), (10, 25), (1, 3), (3, 512)])
+def test_every_document_is_drawn_as_often_as_any_other_or_once_more(num_documents, size):
+    rows = sample_rows(num_documents, size, seed=3)
+    assert rows.shape == (size,)
+    assert rows.dtype == np.int64
+    counts = Counter(rows.tolist())
+    assert set(counts) <= set(range(num_documents))
+    each = [counts[row] for row in range(num_documents)]
+    assert max(each) - min(each) <= 1
+    assert sum(each) == size
+
+
+def test_a_draw_follows_its_seed_and_nothing_else():
+    first = sample_rows(1000, 50, seed=1)
+    assert np.array_equal(first, sample_rows(1000, 50, seed=1))
+    assert not np.array_equal(first, sample_rows(1000, 50, seed=2))
+    assert not np.array_equal(np.sort(first), first)
+
+
+def test_draws_cover_a_corpus_evenly():
+    counts = np.zeros(20)
+    for seed in range(400):
+        counts[sample_rows(20, 5, seed)] += 1
+    assert abs(counts - 100).max() < 45
+
+
+def test_a_draw_from_a_huge_corpus_needs_little_memory():
+    import tracemalloc
+
+    tracemalloc.start()
+    rows = sample_rows(10**9, 512)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(set(rows.tolist())) == 512
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_an_impossible_size_is_refused(size):
+    with pytest.raises(OptionError, match="context_size must be >= 1"):
+        sample_rows(10, size)
+
+
+def test_a_context_is_told_by_ids_texts_and_their_order():
+    base = documents_sha256(DOCUMENTS)
+    assert base == documents_sha256(list(DOCUMENTS))
+    others = [DOCUMENTS[::-1], DOCUMENTS[:3], [*DOCUMENTS[:3], Document("d3", "text")]]
+    others += [[*DOCUMENTS[:3], Document("d3text", " 3")]]
+    assert len({base, *map(documents_sha256, others)}) == 5
+
+
+def write(folder, **changes):
+    context = context_of(DOCUMENTS, VECTORS, seed=7)
+    context.write(folder)
+    from embeddings.common.fileio import file_sha256, write_manifest
+
+    sha = file_sha256(folder / "context.npy")
+    write_manifest(folder, {**context.manifest_fields(), "context_vectors_sha256": sha, **changes})
+    return context
+
+
+def test_a_context_comes_back_from_its_folder(tmp_path):
+    context = write(tmp_path)
+    again = Context.read(tmp_path)
+    assert again.summary() == context.summary()
+    assert again.document_ids == ("d0", "d1", "d2", "d3")
+    assert len(again) == 4
+    np.testing.assert_array_equal(again.vector_MH, VECTORS)
+    fields = json.loads((tmp_path / "manifest.json").read_text())
+    assert fields["context"] == {"num_documents": 4, "seed": 7, "documents_sha256": documents_sha256(DOCUMENTS)}
+    assert fields["context_document_ids"] == ["d0", "d1", "d2", "d3"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"context": None}])
+def test_a_folder_without_a_context_has_none(fields, tmp_path):
+    (tmp_path / "manifest.json").write_text(json.dumps(fields))
+    assert Context.read(tmp_path) is None
+
+
+def test_the_vectors_of_a_killed_run_stay(tmp_path):
+    write(tmp_path)
+    later = context_of(DOCUMENTS, VECTORS + 1e-7, seed=7).write(tmp_path)
+    np.testing.assert_array_equal(later.vector_MH, VECTORS)
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_a_damaged_context_is_one_line(damage, tmp_path):
+    write(tmp_path)
+    (tmp_path / "context.npy").unlink()
+    if damage == "changed":
+        np.save(tmp_path / "context.npy", VECTORS + 1)
+    with pytest.raises(InputError, match=r"context\.npy: is not the context that these vectors were made with"):
+        Context.read(tmp_path)
+
+
+def test_another_context_is_refused_with_the_difference(tmp_path):
+    found, same = context_of(DOCUMENTS, VECTORS, 7), context_of(DOCUMENTS, VECTORS + 1, 7)
+    check_same_context(tmp_path, found, same)
+    for asked in (context_of(DOCUMENTS, VECTORS, 8), context_of(DOCUMENTS[:3], VECTORS[:3], 7)):
+        with pytest.raises(InputError, match=rf"with 4 documents of seed 7 .* asked for is {len(asked)} documents"):
+            check_same_context(tmp_path, found, asked)
+    with pytest.raises(InputError, match="was encoded without a context, asked for is 4 documents of seed 7"):
+        check_same_context(tmp_path, None, found)
