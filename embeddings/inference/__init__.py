@@ -1,5 +1,6 @@
-"""Floor 2: texts to vectors, and the nearest documents of a query."""
+"""Floor 2: texts to vectors, and the nearest documents of a query, by vector or by word."""
 
+from embeddings.inference.bm25 import BM25
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.precision import Precision
@@ -7,6 +8,7 @@ from embeddings.inference.search import TopK, search_top_k, unit_rows
 from embeddings.inference.vector_folder import Hit, VectorFolder, encode_corpus, search_corpus
 
 __all__ = [
+    "BM25",
     "Document",
     "Encoder",
     "Hit",

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.evaluation import bm25
-from embeddings.evaluation.bm25 import BM25, WordTokenizer
+from embeddings.inference import bm25
+from embeddings.inference.bm25 import BM25, WordTokenizer
 
 DATA = Path(os.environ.get("EMBED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 

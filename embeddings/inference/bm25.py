@@ -9,7 +9,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from embeddings.common.errors import OptionError
-from embeddings.evaluation.porter import porter_stem
+from embeddings.inference.porter import porter_stem
 
 Tokenize = Callable[[str], list[str]]
 
