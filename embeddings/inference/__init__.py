@@ -6,6 +6,7 @@ from embeddings.inference.encoder import Encoder
 from embeddings.inference.precision import Precision
 from embeddings.inference.search import TopK, search_top_k, unit_rows
 from embeddings.inference.vector_folder import Hit, VectorFolder, encode_corpus, search_corpus
+from embeddings.inference.vector_shards import VectorShards
 
 __all__ = [
     "BM25",
@@ -15,6 +16,7 @@ __all__ = [
     "Precision",
     "TopK",
     "VectorFolder",
+    "VectorShards",
     "encode_corpus",
     "read_corpus",
     "search_corpus",

@@ -19,6 +19,7 @@ from embeddings.common.log import logger
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import search_top_k, unit_rows
+from embeddings.inference.vector_shards import VectorShards, save_vectors
 
 SHARD_SIZE = 8192
 
@@ -67,14 +68,18 @@ class VectorFolder:
         return cls(Path(path), fields["num_documents"], fields["embedding_dim"], fields["shard_size"])
 
     @property
+    def shards(self) -> VectorShards:
+        """The vectors, any shard of them at hand."""
+        return VectorShards(self.path, self.num_documents, self.embedding_dim, self.shard_size)
+
+    @property
     def num_shards(self) -> int:
         """Number of shards."""
-        return -(-self.num_documents // self.shard_size)
+        return self.shards.num_shards
 
     def vectors(self) -> Iterator[npt.NDArray[np.float32]]:
         """The vectors of each shard, memory-mapped, (n, D) float32."""
-        for shard in range(self.num_shards):
-            yield np.load(_vectors_path(self.path, shard), mmap_mode="r")
+        return iter(self.shards)
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
         """The documents in some rows; only the shards that hold them are read."""
@@ -134,11 +139,12 @@ def encode_corpus(
         raise InputError(str(folder), "something else lies there already", "name a new folder")
     else:
         write_manifest(folder, {**fields, "complete": False})
+    shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size)
     documents = read_corpus(corpus)
     shard = 0
     while shard_documents := list(islice(documents, shard_size)):
-        if not _vectors_path(folder, shard).exists():
-            _write_shard(folder, shard, shard_documents, encoder, prompt_name)
+        if not shards.path(shard).exists():
+            _write_shard(shards, shard, shard_documents, encoder, prompt_name)
             logger.info("encoded %d of %d documents", shard * shard_size + len(shard_documents), num_documents)
         shard += 1
     write_manifest(folder, {**fields, "complete": True})
@@ -195,18 +201,14 @@ def embedder_sha256(encoder: Encoder) -> str:
 
 
 def _write_shard(
-    folder: Path, shard: int, documents: list[Document], encoder: Encoder, prompt_name: str | None
+    shards: VectorShards, shard: int, documents: list[Document], encoder: Encoder, prompt_name: str | None
 ) -> None:
     vectors = encoder.encode([document.text for document in documents], prompt_name, role="document")
     lines = (json.dumps({"_id": document.document_id, "text": document.text}) for document in documents)
-    write_text(_documents_path(folder, shard), "".join(f"{line}\n" for line in lines))
+    write_text(_documents_path(shards.folder, shard), "".join(f"{line}\n" for line in lines))
     # The vectors come last: where they lie, the shard is whole.
-    with atomic_path(_vectors_path(folder, shard)) as temporary, open(temporary, "wb") as file:
-        np.save(file, vectors)
-
-
-def _vectors_path(folder: Path, shard: int) -> Path:
-    return folder / f"vectors-{shard:05d}.npy"
+    with atomic_path(shards.path(shard)) as temporary:
+        save_vectors(temporary, vectors)
 
 
 def _documents_path(folder: Path, shard: int) -> Path:
