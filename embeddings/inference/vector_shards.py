@@ -47,7 +47,7 @@ class VectorShards:
         """
         path, expected = self.path(shard), (len(self.rows(shard)), self.embedding_dim)
         try:
-            vector_ND = np.load(path, mmap_mode="r")
+            vector_ND: npt.NDArray[np.float32] = np.load(path, mmap_mode="r")
         except (OSError, EOFError, ValueError):
             raise InputError(str(path), "is missing, empty or damaged", "delete the folder and encode again") from None
         if vector_ND.shape != expected or vector_ND.dtype != np.float32:

@@ -50,11 +50,17 @@ class PairIndex:
         self.fields = check_manifest(self.folder, {"kind": "pair_index", "source_key": source.folder.name})
         self.num_queries: int = self.fields["num_queries"]
         self.num_documents: int = self.fields["num_documents"]
-        self.positive_offsets, self.positive_rows, self.document_hashes, self._entries = (
-            np.load(self.folder / f"{name}.npy", mmap_mode="r")
-            for name in ("positive_offsets", "positive_rows", "document_hashes", "document_entries")
-        )
+        self.positive_offsets: Int64s = self._mapped("positive_offsets")
+        self.positive_rows: npt.NDArray[Any] = self._mapped("positive_rows")
+        self.document_hashes: Int64s = self._mapped("document_hashes")
+        self._entries: Int64s = self._mapped("document_entries")
         self._corpus = Table(self.folder) if self.fields["corpus_sha256"] else None
+
+    def _mapped(self, name: str) -> Any:
+        try:
+            return np.load(self.folder / f"{name}.npy", mmap_mode="r")
+        except (OSError, EOFError, ValueError):
+            raise InputError(str(self.folder), f"{name}.npy is missing or damaged", "delete the folder") from None
 
     @property
     def key(self) -> dict[str, Any]:

@@ -49,10 +49,9 @@ def reference(rows, corpus):
 
 
 @pytest.mark.parametrize("corpus", [None, CORPUS])
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (3, 4), (1 << 16, 1 << 22)])
-def test_the_index_equals_a_loop_over_the_texts(corpus, sizes, tmp_path, monkeypatch):
-    monkeypatch.setattr(pair_index, "BLOCK", sizes[0])
-    monkeypatch.setattr(pair_index, "PART", sizes[1])
+@pytest.mark.parametrize("block", [1, 2, 3, 1 << 16])
+def test_the_index_equals_a_loop_over_the_texts(corpus, block, tmp_path, monkeypatch):
+    monkeypatch.setattr(pair_index, "BLOCK", block)
     path = write_jsonl(tmp_path / "corpus.jsonl", corpus) if corpus else None
     index = index_pairs(source(tmp_path), tmp_path / "index", path)
     documents, positives = reference(ROWS, corpus or [])
