@@ -20,7 +20,7 @@ from embeddings.inference.vector_folder import embedder_sha256
 from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segment_size
 from embeddings.mining.decontaminate import EQUAL, SIMILAR, Decontaminator, find_contaminated
 from embeddings.mining.duplicates import COPY, NEAR_COPY, find_duplicates
-from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
+from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock, nothing_left_of
 from embeddings.mining.pair_vectors import encode_pairs
 from embeddings.mining.verdicts import KEPT, SHARD_ROWS, require_shard_size, save_array
 
@@ -138,26 +138,27 @@ def filter_pairs(
     target = Path(output)
     if (report := _finished(target, fields)) is not None:
         return report
-    work = ShardedJob(target.with_name(f"{target.name}.work"), fields, num_shards=0).folder
-    reason_N = find_reasons(
-        source,
-        work,
-        rules,
-        decontaminator=decontaminator,
-        encoder=encoder,
-        vectors=vectors,
-        shard_size=shard_size,
-        task=task,
-    )
-    with file_lock(work / ".lock"):
-        # Another task may have been here first.
-        if (report := _finished(target, fields)) is None:
-            counts = np.bincount(reason_N, minlength=len(RULES) + 1).tolist()
-            report = FilterReport(target, len(reason_N), {RULES[rule]: counts[rule + 1] for rule in asked})
-            _require_records(report)
-            with atomic_path(work / REASONS) as temporary:
-                save_array(temporary, reason_N)
-            _write(config, source, reason_N, graded, report, fields)
+    work = target.with_name(f"{target.name}.work")
+    folder = work / "vectors" if vectors is None else Path(vectors)
+    with nothing_left_of(work, folder):
+        ShardedJob(work, fields, num_shards=0)
+        reason_N = find_reasons(
+            source,
+            work,
+            rules,
+            decontaminator=decontaminator,
+            encoder=encoder,
+            vectors=folder,
+            shard_size=shard_size,
+            task=task,
+        )
+        counts = np.bincount(reason_N, minlength=len(RULES) + 1).tolist()
+        report = FilterReport(target, len(reason_N), {RULES[rule]: counts[rule + 1] for rule in asked})
+        _require_records(report)
+        with file_lock(work / ".lock"):
+            # Another task may have been here first.
+            if _finished(target, fields) is None:
+                _write(config, source, reason_N, graded, report, fields, work)
     return report
 
 
@@ -168,13 +169,13 @@ def find_reasons(
     *,
     decontaminator: Decontaminator | None,
     encoder: "Encoder | None",
-    vectors: str | os.PathLike[str] | None,
+    vectors: Path,
     shard_size: int,
     task: ArrayTask | None,
 ) -> npt.NDArray[np.uint8]:
     """The rule that takes each record out, by its place in `RULES` from 1, and 0 where it stays, (rows,) uint8.
 
-    Arguments as in `filter_pairs`; `work` is the folder to work in.
+    Arguments as in `filter_pairs`; `work` is the folder to work in. Vectors are made only if a record is left to judge.
     """
     reason_N = np.full(len(source.table), KEPT, dtype=np.uint8)
     if rules.remove_copies:
@@ -194,7 +195,7 @@ def find_reasons(
         _take_out(reason_N, found_N == SIMILAR, 4)
     if encoder is not None and rules.top_k is not None and (reason_N == KEPT).any():
         rank_N = rank_pairs(
-            encode_pairs(encoder, source, vectors or work / "vectors", task=task),
+            encode_pairs(encoder, source, vectors, task=task),
             work / "consistency",
             is_considered_N=reason_N == KEPT,
             segment_size=rules.segment_size,
@@ -291,8 +292,11 @@ def _write(
     graded: bool,
     report: FilterReport,
     fields: dict[str, Any],
+    work: Path,
 ) -> None:
-    """Write the records that stay, and the manifest."""
+    """Write the reasons, the manifest, and the records that stay."""
+    with atomic_path(work / REASONS) as temporary:
+        save_array(temporary, reason_N)
     with atomic_path(report.output) as temporary:
         count = write_records(temporary, _kept(config, source, reason_N), graded)
         assert count == report.num_kept

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from embeddings.cli import commands
-from embeddings.cli.commands import COMMANDS, Command, run_command
+from embeddings.cli.commands import COMMANDS, Command, run_command, underscored
 from embeddings.cli.errors import ConfigError
 
 CALLS = []
@@ -31,6 +31,20 @@ def painted(monkeypatch):
 def test_options_and_positions_reach_the_function(painted):
     run_command("paint", ["red", "--coats", "3"])
     assert painted == [("red", 3, False)]
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--top-k", "--top_k"),
+        ("--out-put=a-b--c", "--out_put=a-b--c"),
+        ("a-b", "a-b"),
+        ("-1", "-1"),
+        ("--config", "--config"),
+    ],
+)
+def test_dashes_in_the_name_of_an_option_are_underscores(word, expected):
+    assert underscored(word) == expected
 
 
 def test_a_config_file_sets_options_and_the_line_wins(painted, tmp_path):
