@@ -37,6 +37,7 @@ COMMANDS = {
     "encode": Command("embeddings.cli.serve:encode", "texts of a file to vectors in a folder"),
     "search": Command("embeddings.cli.serve:search", "the documents of a corpus nearest to a query", ("query",)),
     "evaluate": Command("embeddings.cli.serve:evaluate", "score a model on evaluation folders"),
+    "mine": Command("embeddings.cli.mine:mine", "hard negatives for training records"),
     "filter": Command("embeddings.cli.filter:filter_records", "the training records that are worth training on"),
     "export": Command("embeddings.cli.export:export", "a training checkpoint to a model directory"),
     "show": Command("embeddings.cli.show:show", "pictures of a run or a model", ("what",)),

@@ -5,17 +5,31 @@ from typing import TYPE_CHECKING
 from embeddings.common.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from embeddings.mining.ivf import IvfSearch, build_ivf
     from embeddings.mining.jobs import ArrayTask, ShardedJob
+    from embeddings.mining.knn import DocumentSearch, ExactSearch
+    from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
+    from embeddings.mining.negatives import NegativeRules, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs
     from embeddings.mining.pair_vectors import PairVectors, encode_pairs, open_pair_vectors
 
 __all__ = [
     "ArrayTask",
+    "DocumentSearch",
+    "ExactSearch",
+    "IvfSearch",
+    "MiningReport",
+    "NegativeRules",
     "PairIndex",
     "PairVectors",
+    "SearchOptions",
     "ShardedJob",
+    "Teachers",
+    "build_ivf",
+    "choose_negatives",
     "encode_pairs",
     "index_pairs",
+    "mine_negatives",
     "open_pair_vectors",
 ]
 
@@ -23,11 +37,21 @@ __getattr__ = lazy_names(
     __name__,
     {
         "ArrayTask": "jobs",
+        "DocumentSearch": "knn",
+        "ExactSearch": "knn",
+        "IvfSearch": "ivf",
+        "MiningReport": "mine",
+        "NegativeRules": "negatives",
         "PairIndex": "pair_index",
         "PairVectors": "pair_vectors",
+        "SearchOptions": "mine",
         "ShardedJob": "jobs",
+        "Teachers": "mine",
+        "build_ivf": "ivf",
+        "choose_negatives": "negatives",
         "encode_pairs": "pair_vectors",
         "index_pairs": "pair_index",
+        "mine_negatives": "mine",
         "open_pair_vectors": "pair_vectors",
     },
 )

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,20 @@ PART = 1 << 22
 Int64s = npt.NDArray[np.int64]
 
 
+class KnownPositives(NamedTuple):
+    """The documents that are known to answer some queries, gathered by query text.
+
+    Attributes:
+        group_Q: Each query's group: queries of one text share one, (Q,) int64.
+        group_P: The group of each known positive, (P,) int64, ascending.
+        row_P: Its document, (P,) int64, each once in a group.
+    """
+
+    group_Q: Int64s
+    group_P: Int64s
+    row_P: Int64s
+
+
 class PairIndex:
     """Queries and documents of a source of pairs, by row.
 
@@ -40,6 +54,7 @@ class PairIndex:
         positive_offsets: The positives of query `i` are entries `offsets[i]` to `offsets[i + 1]`, (rows + 1,) int64.
         positive_rows: Documents, (entries,) int32, or int64 where there are more than 2^31.
         document_hashes: `text_hash` of each document, (documents,) int64.
+        query_hashes: `text_hash` of each query, (rows,) int64.
 
     Raises:
         InputError: If the folder holds no index, or that of another source.
@@ -53,7 +68,10 @@ class PairIndex:
         self.positive_offsets: Int64s = self._mapped("positive_offsets")
         self.positive_rows: npt.NDArray[Any] = self._mapped("positive_rows")
         self.document_hashes: Int64s = self._mapped("document_hashes")
+        self.query_hashes: Int64s = self._mapped("query_hashes")
         self._entries: Int64s = self._mapped("document_entries")
+        self._query_order: Int64s = self._mapped("query_order")
+        self._query_slots: Int64s = self._mapped("query_slots")
         self._corpus = Table(self.folder) if self.fields["corpus_sha256"] else None
 
     def _mapped(self, name: str) -> Any:
@@ -82,7 +100,21 @@ class PairIndex:
             assert self._corpus is not None
             return self._corpus.query(entry - len(self.positive_rows))
         row = int(np.searchsorted(self.positive_offsets, entry, side="right")) - 1
-        return self.source.table.row(row).positives[entry - int(self.positive_offsets[row])]
+        return self.source.table.positives(row)[entry - int(self.positive_offsets[row])]
+
+    def known_positives(self, queries: range) -> KnownPositives:
+        """All documents that some row of the source names as a positive of the same query text.
+
+        Args:
+            queries: Rows, one after another.
+        """
+        slot_G2, group_Q = np.unique(self._query_slots[queries.start : queries.stop], axis=0, return_inverse=True)
+        row_R = self._query_order[concatenated_ranges(slot_G2[:, 0], slot_G2[:, 1])]
+        start_R, stop_R = self.positive_offsets[row_R], self.positive_offsets[row_R + 1]
+        group_P = np.repeat(np.repeat(np.arange(len(slot_G2)), slot_G2[:, 1] - slot_G2[:, 0]), stop_R - start_R)
+        row_P = self.positive_rows[concatenated_ranges(start_R, stop_R)].astype(np.int64)
+        group_P, row_P = np.divmod(np.unique(group_P * self.num_documents + row_P), self.num_documents)
+        return KnownPositives(group_Q.reshape(-1).astype(np.int64), group_P, row_P)
 
 
 def index_pairs(
@@ -113,7 +145,7 @@ def index_pairs(
     with staged_folder(target) as stage:
         hashes = stage / "hashes.bin"
         with open(hashes, "wb") as file:
-            num_positives = _write_offsets(source.table, stage, file)
+            num_positives = _write_rows(source.table, stage, file)
             if corpus is not None:
                 write_table(stage, _hashed_corpus(Path(corpus), file))
         num_documents = _write_documents(stage, hashes, num_positives)
@@ -124,20 +156,36 @@ def index_pairs(
     return PairIndex(target, source)
 
 
-def _write_offsets(table: Table, stage: Path, hashes: IO[bytes]) -> int:
-    """Write where each row's positives begin, and the hash of each positive; returns their number."""
-    offsets = open_memmap(stage / "positive_offsets.npy", mode="w+", dtype=np.int64, shape=(len(table) + 1,))
+def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
+    """Write what is known of each row, and the hash of each positive; returns the number of positives.
+
+    Rows: where their positives begin, the hash of their query, and which rows have the same query (`query_order` is the
+    rows sorted so that these are neighbours, `query_slots` where a row's neighbours begin and end there).
+    """
+    create = partial(open_memmap, mode="w+", dtype=np.int64)
+    offsets = create(stage / "positive_offsets.npy", shape=(len(table) + 1,))
+    query_hashes = create(stage / "query_hashes.npy", shape=(len(table),))
     total = 0
     for start in range(0, len(table), BLOCK):
         stop = min(start + BLOCK, len(table))
         counts, found = np.empty(stop - start, np.int64), []
         for row in range(start, stop):
-            positives = table.row(row).positives
+            positives = table.positives(row)
+            query_hashes[row] = text_hash(table.query(row))
             counts[row - start] = len(positives)
             found += [text_hash(text) for text in positives]
         offsets[start + 1 : stop + 1] = total + np.cumsum(counts)
         total += len(found)
         np.array(found, np.int64).tofile(hashes)
+    order = create(stage / "query_order.npy", shape=(len(table),))
+    slots = create(stage / "query_slots.npy", shape=(len(table), 2))
+    done = 0
+    for row_n, is_first_n in equal_hashes(query_hashes):
+        order[done : done + len(row_n)] = row_n
+        edges = np.append(np.flatnonzero(is_first_n), len(row_n)) + done
+        group_n = np.cumsum(is_first_n) - 1
+        slots[row_n] = np.stack([edges[group_n], edges[group_n + 1]], axis=1)
+        done += len(row_n)
     return total
 
 
@@ -163,7 +211,8 @@ def _write_documents(stage: Path, hashes_path: Path, num_positives: int) -> int:
     hash_E: Int64s = np.memmap(hashes_path, np.int64, "r", shape=(total,))
     scratch = {name: stage / f"{name}.bin" for name in ("first", "number")}
     first_E, number_E = (np.memmap(path, np.int64, "w+", shape=(total,)) for path in scratch.values())
-    mark_first_entries(hash_E, first_E)
+    for entry_n, is_first_n in equal_hashes(hash_E):
+        first_E[entry_n] = entry_n[is_first_n][np.cumsum(is_first_n) - 1]
     blocks = [(start, min(start + BLOCK, total)) for start in range(0, total, BLOCK)]
     num_documents = sum(int(np.count_nonzero(first_E[start:stop] == np.arange(start, stop))) for start, stop in blocks)
     width = np.int32 if num_documents <= np.iinfo(np.int32).max else np.int64
@@ -187,26 +236,35 @@ def _write_documents(stage: Path, hashes_path: Path, num_positives: int) -> int:
     return num_documents
 
 
-def mark_first_entries(hash_E: Int64s, first_E: Int64s, part: int = PART) -> None:
-    """For each entry, the first entry that has its hash.
+def equal_hashes(hash_E: Int64s, part: int = PART) -> Iterator[tuple[Int64s, npt.NDArray[np.bool_]]]:
+    """The entries sorted by hash, a part of them at a time; equal hashes lie in one part, in the order of the entries.
 
     Args:
         hash_E: Hashes, evenly spread over 64 bits, (entries,) int64.
-        first_E: Where the answer is written, (entries,) int64.
         part: Entries sorted in memory at once, about.
+
+    Returns:
+        For each part its entries, (n,) int64, and whether each is the first with its hash, (n,).
     """
     bits = max(0, (len(hash_E) - 1).bit_length() - (part.bit_length() - 1))
     for bucket in range(1 << bits):
-        found = [
-            start + np.flatnonzero(_top_bits(hash_E[start : start + BLOCK], bits) == bucket)
-            for start in range(0, len(hash_E), BLOCK)
-        ]
-        entry_n = np.concatenate(found) if found else np.empty(0, np.int64)
+        entry_n = np.concatenate(
+            [
+                start + np.flatnonzero(_top_bits(hash_E[start : start + BLOCK], bits) == bucket)
+                for start in range(0, len(hash_E), BLOCK)
+            ]
+        )
         hash_n = hash_E[entry_n]
         order_n = np.argsort(hash_n, kind="stable")
-        entry_n, hash_n = entry_n[order_n], hash_n[order_n]
-        starts_n = np.append(True, hash_n[1:] != hash_n[:-1])[: len(hash_n)]
-        first_E[entry_n] = entry_n[starts_n][np.cumsum(starts_n) - 1]
+        hash_n = hash_n[order_n]
+        yield entry_n[order_n], np.append(True, hash_n[1:] != hash_n[:-1])[: len(hash_n)]
+
+
+def concatenated_ranges(start_n: Int64s, stop_n: Int64s) -> Int64s:
+    """All numbers of start … stop - 1 of each range, range after range, (sum of lengths,) int64."""
+    length_n = stop_n - start_n
+    before_n = np.cumsum(length_n) - length_n
+    return np.repeat(start_n - before_n, length_n) + np.arange(int(length_n.sum()))
 
 
 def _top_bits(hash_n: Int64s, bits: int) -> npt.NDArray[np.uint64]:

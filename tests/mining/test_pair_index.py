@@ -10,7 +10,7 @@ from embeddings.common.fileio import text_hash
 from embeddings.data.cache import open_cached
 from embeddings.data.sources import SourceConfig
 from embeddings.mining import pair_index
-from embeddings.mining.pair_index import index_pairs, mark_first_entries
+from embeddings.mining.pair_index import concatenated_ranges, equal_hashes, index_pairs
 from tests.data.rows import labelled, write_jsonl
 
 ROWS = [
@@ -66,19 +66,39 @@ def test_the_index_equals_a_loop_over_the_texts(corpus, block, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("part", [1, 4, 32, 1000])
-def test_first_entries_equal_a_dictionarys_whatever_the_part(part):
+def test_equal_hashes_are_neighbours_in_one_part_whatever_its_size(part):
     generator = np.random.default_rng(0)
     hashes = generator.integers(-(2**63), 2**63 - 1, 40)[generator.integers(0, 40, 300)]
-    first = np.empty_like(hashes)
-    mark_first_entries(hashes, first, part)
-    seen = {}
-    assert first.tolist() == [seen.setdefault(value, row) for row, value in enumerate(hashes.tolist())]
+    groups, parts = {}, 0
+    for entries, is_first in equal_hashes(hashes, part):
+        parts += 1
+        for entry, starts in zip(entries.tolist(), is_first.tolist(), strict=True):
+            assert starts == (hashes[entry] not in groups)
+            groups.setdefault(hashes[entry], []).append(entry)
+    assert parts > 1 or part == 1000
+    assert sorted(groups.values()) == sorted(np.flatnonzero(hashes == value).tolist() for value in set(hashes))
+
+
+def test_ranges_follow_one_another():
+    found = concatenated_ranges(np.array([4, 2, 9, 0]), np.array([6, 2, 10, 3]))
+    assert found.tolist() == [4, 5, 9, 0, 1, 2]
+    assert concatenated_ranges(np.array([3]), np.array([3])).tolist() == []
+
+
+@pytest.mark.parametrize("rows", [range(4), range(1, 2), range(2, 4)])
+def test_known_positives_are_those_of_all_rows_with_the_same_query(rows, tmp_path):
+    index = index_pairs(source(tmp_path, [*ROWS, {"query": " q0 ", "positive": "z"}]), tmp_path / "index")
+    known = index.known_positives(rows)
+    found = [known.row_P[known.group_P == group].tolist() for group in known.group_Q.tolist()]
+    # Documents: a 0, b 1, c 2, q1 3, z 4.
+    assert found == [[[0, 1, 3, 4], [0, 1], [2], [0, 1, 3, 4]][row] for row in rows]
+    assert len(known.row_P) == sum(map(len, {tuple(rows) for rows in found}))
 
 
 def test_a_finished_index_is_opened_and_another_input_refused(tmp_path, monkeypatch):
     pairs = source(tmp_path)
     index_pairs(pairs, tmp_path / "index")
-    monkeypatch.setattr(pair_index, "_write_offsets", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(pair_index, "_write_rows", lambda *_: pytest.fail("made again"))
     assert index_pairs(pairs, tmp_path / "index").num_documents == 4
     with pytest.raises(InputError, match="field 'corpus_sha256'"):
         index_pairs(pairs, tmp_path / "index", write_jsonl(tmp_path / "corpus.jsonl", CORPUS))

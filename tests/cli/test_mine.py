@@ -1,0 +1,147 @@
+"""`mine` through the command line: records out, and one line and code 2 for what cannot be."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from embeddings.cli.main import main
+from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from tests.helpers.runs import backbone_folder, write_pairs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mine")
+    backbone, tokenizer = load_backbone(BackboneConfig(backbone_folder(folder / "backbone")))
+    Embedder(backbone, tokenizer, MeanPooling(32)).save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+@pytest.fixture
+def mine(model, tmp_path, monkeypatch):
+    """Run `mine` on some pairs with more options; returns the exit code."""
+    monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    write_pairs(folder / "pairs.jsonl", 12, num_negatives=0)
+
+    def run(*options, models=model):
+        return main(["mine", "--model", models, "--input", "pairs.jsonl", "--output", "mined.parquet", *options])
+
+    return run
+
+
+def test_pairs_become_records_with_negatives_and_a_report(mine, capsys):
+    options = ["--num-negatives", "3", "--margin", "null", "--shard-size=5", "--choice", "random"]
+    assert mine(*options) == 0
+    printed = capsys.readouterr().out
+    assert "12 queries, 12 documents" in printed
+    assert "own positive                              12" in printed
+    assert "wrote 36 negatives to mined.parquet" in printed
+    rows = pq.read_table("mined.parquet").to_pylist()
+    assert [len(row["negatives"]) for row in rows] == [3] * 12
+    assert json.loads(Path("mined.manifest.json").read_text())["num_negatives"] == 36
+    assert mine(*options) == 0
+    assert "wrote 36 negatives" in capsys.readouterr().out
+
+
+def test_array_tasks_share_the_work_and_the_last_one_reports(mine, capsys, monkeypatch):
+    options = ["--num-negatives", "3", "--margin", "null", "--shard-size", "5"]
+    assert mine(*options, "--task-index", "1", "--num-tasks", "2") == 0
+    assert "others are missing yet" in capsys.readouterr().out
+    for name, value in {"ID": "4", "MIN": "4", "COUNT": "2"}.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    assert mine(*options) == 0
+    assert "wrote 36 negatives" in capsys.readouterr().out
+
+
+BAD = [
+    (["--margin", "0"], "margin must lie in (0, 1]"),
+    (["--margin", "1.2"], "margin must lie in (0, 1]"),
+    (["--absolute-margin", "-1"], "absolute_margin"),
+    (["--num-negatives", "0"], "num_negatives must be >= 1"),
+    (["--num-negatives", "12"], "12 different documents, too few for 12 negatives"),
+    (["--first-rank", "5", "--last-rank", "6"], "last_rank must leave 7 ranks"),
+    (["--num-probes", "3"], "num_probes has no effect"),
+    (["--index", "ivf", "--num-lists", "99"], "num_lists must lie in 1 … 12"),
+    (["--index", "hnsw"], "index"),
+    (["--gpu", "true"], "gpu needs"),
+    (["--shard-size", "0"], "shard_size must be >= 1"),
+    (["--task-index", "2", "--num-tasks", "2"], "task_index must lie in 0 … 1"),
+    (["--corpus", "nowhere.jsonl"], "nowhere.jsonl"),
+    (["--corpus", "bad.jsonl"], "bad.jsonl:1"),
+    (["--input", "nowhere.jsonl"], "nowhere.jsonl"),
+    (["--query-prompt-name", "nope"], "prompt_name"),
+    (["--model", "nowhere"], "nowhere"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), BAD, ids=[" ".join(options) for options, _ in BAD])
+def test_bad_input_is_one_line_and_code_2_and_nothing_is_written(options, says, mine, tmp_path, capsys):
+    (tmp_path / "work" / "bad.jsonl").write_text('{"text": 3}\n')
+    before = sorted((tmp_path / "work").rglob("*"))
+    capsys.readouterr()
+    assert mine(*options) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert says in line
+    assert sorted((tmp_path / "work").rglob("*")) == before
+
+
+def test_a_missing_faiss_is_named_with_its_extra(mine, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    before = sorted((tmp_path / "work").rglob("*"))
+    assert mine() == 2
+    assert "faiss is not installed; run: pip install 'embeddings[cpu]'" in capsys.readouterr().err
+    assert sorted((tmp_path / "work").rglob("*")) == before
+
+
+@pytest.fixture(scope="module")
+def encoded(model, tmp_path_factory):
+    """A folder of pairs and their vectors, and the folder of converted sources."""
+    folder = tmp_path_factory.mktemp("encoded")
+    write_pairs(folder / "pairs.jsonl", 12, num_negatives=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EMBED_CACHE", str(folder.parent / "encoded-cache"))
+        patch.chdir(folder)
+        line = ["--input", "pairs.jsonl", "--output", "first.parquet", "--vectors", "vectors", "--shard-size", "5"]
+        assert main(["mine", "--model", model, *line, "--margin", "null"]) == 0
+    return folder
+
+
+def one(vectors, value):
+    """The vectors with the second one all of one value."""
+    return np.where(np.arange(len(vectors))[:, None] == 1, value, vectors)
+
+
+@pytest.mark.parametrize(
+    ("role", "damage", "says"),
+    [
+        ("queries", lambda vectors: one(vectors, np.nan), "vectors-00001.npy:1: the vector is not finite"),
+        ("queries", lambda vectors: vectors[:, :31], "expected float32 of shape (5, 32)"),
+        ("documents", lambda vectors: one(vectors, 0), "vectors-00001.npy:1: the vector is zero"),
+        ("documents", lambda vectors: vectors[:, :31], "expected float32 of shape (5, 32)"),
+        ("documents", lambda vectors: vectors[:0], "expected float32 of shape (5, 32)"),
+    ],
+)
+def test_damaged_vectors_are_named_and_no_file_is_written(
+    role, damage, says, mine, encoded, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("EMBED_CACHE", str(encoded.parent / "encoded-cache"))
+    folder = tmp_path / "copy"
+    shutil.copytree(encoded, folder)
+    monkeypatch.chdir(folder)
+    path = folder / "vectors" / role / "vectors-00001.npy"
+    np.save(path, damage(np.load(path)).astype(np.float32))
+    before = sorted(folder.rglob("*"))
+    assert mine("--vectors", "vectors", "--shard-size", "5", "--num-negatives", "3") == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert says in error
+    assert f"{role}/vectors-00001.npy" in error
+    assert sorted(folder.rglob("*")) == before

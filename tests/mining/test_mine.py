@@ -1,0 +1,243 @@
+"""Mining ends with the same file whoever made its shards and however often it was killed."""
+
+import json
+import os
+import signal
+from functools import partial
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.data import RowDraw, SourceConfig, open_source
+from embeddings.mining.jobs import ArrayTask
+from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
+from embeddings.mining.negatives import NegativeRules
+from tests.data.rows import write_jsonl
+from tests.mining.teachers import Teacher, in_a_child, know_teachers
+
+ROWS = [
+    {
+        "query": f"t{row % 4} question {row}",
+        "positive": f"t{row % 4} answer {row}",
+        "label": f"class {row % 4}",
+        "negatives": ["t9 mine"] if row == 3 else [],
+        **({"instruction": "find it"} if row == 5 else {}),
+    }
+    for row in range(22)
+]
+RULES = NegativeRules(num_negatives=3, margin=0.95, last_rank=12)
+
+
+@pytest.fixture(autouse=True)
+def _teachers(monkeypatch):
+    know_teachers(monkeypatch)
+
+
+def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), **options):
+    path = folder / f"{len(rows)}-pairs.jsonl"
+    if not path.exists():
+        write_jsonl(path, rows)
+    return mine_negatives(
+        SourceConfig("pairs", str(path)),
+        folder / output,
+        Teachers(models, Teacher),
+        rules,
+        **{"shard_size": 5, "cache_dir": folder / "cache", **options},
+    )
+
+
+def outputs(folder, output):
+    """The bytes of what a run is for."""
+    return [(folder / name).read_bytes() for name in (output, output.replace(".parquet", ".manifest.json"))]
+
+
+def test_the_records_are_a_source_again_with_negatives_and_scores(tmp_path):
+    report = run(tmp_path, "mined.parquet")
+    rows = pq.read_table(tmp_path / "mined.parquet").to_pylist()
+    assert [row["query"] for row in rows] == [row["query"] for row in ROWS]
+    assert [row["positive"] for row in rows] == [[row["positive"]] for row in ROWS]
+    assert [row["label"] for row in rows] == [row["label"] for row in ROWS]
+    assert [row["instruction"] for row in rows] == [row.get("instruction") for row in ROWS]
+    documents = {row["positive"] for row in ROWS}
+    for row in rows:
+        assert len(row["negatives"]) == len(set(row["negatives"])) == len(row["negative_scores"]) <= 3
+        assert set(row["negatives"]) <= documents - set(row["positive"])
+        assert row["negative_scores"] == sorted(row["negative_scores"], reverse=True)
+        (positive,) = row["positive_scores"]
+        assert all(score < positive - abs(positive) * 0.05 for score in row["negative_scores"])
+    source = open_source(SourceConfig("mined", str(tmp_path / "mined.parquet")), tmp_path / "cache")
+    assert len(source) == len(ROWS)
+    for number, row in enumerate(rows):
+        assert [negative.text for negative in source[RowDraw(number, 0)].negatives] == row["negatives"]
+    counts = [len(row["negatives"]) for row in rows]
+    assert report == MiningReport(
+        tmp_path / "mined.parquet", 22, 22, report.num_candidates, report.removed, report.num_left,
+        sum(counts), sum(count < 3 for count in counts), counts.count(0), 1,
+    )  # fmt: skip
+    assert report.num_left == report.num_candidates - sum(report.removed.values())
+    assert report.removed["own_positive"] == 22
+    assert report.removed["margin"] > 0
+
+
+def test_a_planted_false_negative_goes_at_margin_095_and_stays_without_it(tmp_path):
+    rows = [*ROWS, {"query": "t0 else", "positive": "t0 answer 0 again"}]
+    found = {}
+    for margin in (0.95, None):
+        config = SourceConfig("pairs", str(write_jsonl(tmp_path / "pairs.jsonl", rows)))
+        output = tmp_path / f"{margin}.parquet"
+        mine_negatives(config, output, Teachers(["teacher"], partial(Teacher, spread=0.01)), NegativeRules(3, margin))
+        found[margin] = pq.read_table(output).to_pylist()[0]["negatives"]
+    assert all(text.startswith("t0") for text in found[None])
+    assert not any(text.startswith("t0") for text in found[0.95])
+    assert len(found[0.95]) == 3
+
+
+def test_shard_sizes_tasks_and_kept_vectors_change_no_record(tmp_path):
+    run(tmp_path, "whole.parquet")
+    whole = outputs(tmp_path, "whole.parquet")
+    reports = [run(tmp_path, "parts.parquet", task=ArrayTask(index, 3)) for index in (2, 0, 1)]
+    assert [report is None for report in reports] == [True, True, False]
+    assert outputs(tmp_path, "parts.parquet") == whole
+    run(tmp_path, "kept.parquet", vectors=tmp_path / "vectors")
+    assert not (tmp_path / "kept.parquet.work" / "vectors").exists()
+    run(tmp_path, "again.parquet", vectors=tmp_path / "vectors", rules=NegativeRules(2))
+    assert outputs(tmp_path, "kept.parquet") == whole
+    for size in (3, 100):
+        run(tmp_path, f"{size}.parquet", shard_size=size)
+        assert pq.read_table(tmp_path / f"{size}.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
+
+
+def test_a_finished_file_is_left_and_another_input_refused_by_name(tmp_path):
+    first = run(tmp_path, "mined.parquet")
+    before = outputs(tmp_path, "mined.parquet")
+    assert run(tmp_path, "mined.parquet") == first
+    with pytest.raises(InputError, match="field 'rules'"):
+        run(tmp_path, "mined.parquet", rules=NegativeRules(3, 0.9))
+    with pytest.raises(InputError, match="field 'teachers'"):
+        run(tmp_path, "mined.parquet", models=["other"])
+    with pytest.raises(InputError, match="field 'source_key'"):
+        run(tmp_path, "mined.parquet", rows=ROWS[:9])
+    assert outputs(tmp_path, "mined.parquet") == before
+    (tmp_path / "mined.parquet").unlink()
+    assert run(tmp_path, "mined.parquet") == first
+    assert outputs(tmp_path, "mined.parquet") == before
+    (tmp_path / "mined.parquet").write_bytes(before[0][:-1])
+    with pytest.raises(InputError, match="is not the file that its manifest describes"):
+        run(tmp_path, "mined.parquet")
+
+
+def test_another_file_in_the_way_is_left_alone(tmp_path):
+    (tmp_path / "mined.parquet").write_text("mine")
+    with pytest.raises(InputError, match="something else lies there already"):
+        run(tmp_path, "mined.parquet")
+    assert (tmp_path / "mined.parquet").read_text() == "mine"
+
+
+def test_a_run_killed_at_its_renames_ends_with_the_same_bytes(tmp_path):
+    options = {"shard_size": 9}
+    run(tmp_path, "whole.parquet", **options)
+    replace, kills = os.replace, 0
+
+    def killed_at(count, after):
+        """Kill this process before or after its `count`-th rename of a file into its place."""
+        calls = []
+
+        def counted(*arguments):
+            calls.append(arguments)
+            if len(calls) == count and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace(*arguments)
+            if len(calls) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        os.replace = counted
+        run(tmp_path, "killed.parquet", **options)
+
+    # A fresh process each time: it gets a rename or two further than the one before it, until it is done.
+    for attempt in range(40):
+        status = in_a_child(partial(killed_at, 2, after=attempt % 2 == 0))
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        kills += 1
+    assert status == 0
+    assert kills >= 8
+    assert outputs(tmp_path, "killed.parquet") == outputs(tmp_path, "whole.parquet")
+    shards = sorted(path.name for path in (tmp_path / "whole.parquet.work").glob("mined-*"))
+    assert len(shards) == 3
+    for name in shards:
+        whole, killed = (tmp_path / f"{run}.parquet.work" / name for run in ("whole", "killed"))
+        assert whole.read_bytes() == killed.read_bytes()
+
+
+def test_probing_all_lists_gives_the_exact_records(tmp_path):
+    run(tmp_path, "exact.parquet")
+    run(tmp_path, "ivf.parquet", search=SearchOptions("ivf", num_lists=3, num_probes=3))
+    assert pq.read_table(tmp_path / "ivf.parquet").equals(pq.read_table(tmp_path / "exact.parquet"))
+
+
+def test_each_of_several_teachers_can_refuse(tmp_path):
+    run(tmp_path, "both.parquet", models=["one", "two"])
+    both = pq.read_table(tmp_path / "both.parquet").to_pylist()
+    teachers = [Teacher("one"), Teacher("two")]
+    for row in both:
+        for teacher in teachers:
+            query, positive, *negatives = teacher.encode([row["query"], *row["positive"], *row["negatives"]])
+            cosine = [query @ v / np.linalg.norm(query) / np.linalg.norm(v) for v in (positive, *negatives)]
+            assert all(score < cosine[0] - abs(cosine[0]) * 0.05 + 1e-6 for score in cosine[1:])
+    names = {path.name for path in (tmp_path / "both.parquet.work" / "vectors").iterdir()}
+    assert names == {"index", "teacher-0", "teacher-1"}
+
+
+def test_a_corpus_gives_more_negatives_and_never_the_querys_own_text(tmp_path):
+    texts = ["t0 question 0", "t0 stranger", "t0 answer 4", "t1 stranger"]
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in texts])
+    report = run(tmp_path, "mined.parquet", rules=NegativeRules(20, None), corpus=corpus)
+    assert report.num_documents == 25
+    first, second = pq.read_table(tmp_path / "mined.parquet").to_pylist()[:2]
+    assert {"t0 stranger", "t1 stranger", "t0 answer 4"} <= set(first["negatives"])
+    assert "t0 question 0" not in first["negatives"]
+    assert report.removed["own_text"] == 1
+    assert second["negatives"]
+
+
+def test_too_few_documents_leave_nothing_behind(tmp_path):
+    with pytest.raises(InputError, match="holds 22 different documents, too few for 22 negatives"):
+        run(tmp_path, "deep/mined.parquet", rules=NegativeRules(22, None), vectors=tmp_path / "vectors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["22-pairs.jsonl", "cache"]
+
+
+def test_labelled_texts_are_no_pairs(tmp_path):
+    path = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
+    config = SourceConfig("texts", str(path), conversion="class_by_label")
+    with pytest.raises(OptionError, match="holds no pairs to mine for"):
+        mine_negatives(config, tmp_path / "mined.parquet", Teachers(["teacher"], Teacher), RULES)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"index": "hnsw"}, "index must be exact or ivf"),
+        ({"num_probes": 3}, "num_probes has no effect on the exact search"),
+        ({"index": "ivf", "num_lists": 0}, "num_lists must be >= 1"),
+    ],
+)
+def test_impossible_search_options_are_refused(options, says):
+    with pytest.raises(OptionError, match=says):
+        SearchOptions(**options)
+
+
+@pytest.mark.parametrize("models", [[], ["a", "a"]])
+def test_teachers_are_one_or_several_different_ones(models):
+    with pytest.raises(OptionError, match="must name one model or several different ones"):
+        Teachers(models, Teacher)
+
+
+def test_the_manifest_says_what_the_file_is_made_of(tmp_path):
+    run(tmp_path, "mined.parquet", models=["one", "two"])
+    manifest = json.loads((tmp_path / "mined.manifest.json").read_text())
+    assert [teacher["model_sha256"] for teacher in manifest["teachers"]] == ["one", "two"]
+    assert manifest["rules"]["margin"] == 0.95
+    assert {"source_key", "corpus_sha256", "search", "shard_size", "faiss", "versions", "removed"} <= set(manifest)
