@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING
 from embeddings.common.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from embeddings.mining.consistency import rank_pairs
+    from embeddings.mining.decontaminate import Decontaminator, EvaluationTexts, find_contaminated
+    from embeddings.mining.duplicates import find_duplicates
+    from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs
     from embeddings.mining.ivf import IvfSearch, build_ivf
     from embeddings.mining.jobs import ArrayTask, ShardedJob
     from embeddings.mining.knn import DocumentSearch, ExactSearch
@@ -15,8 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArrayTask",
+    "Decontaminator",
     "DocumentSearch",
+    "EvaluationTexts",
     "ExactSearch",
+    "FilterReport",
+    "FilterRules",
     "IvfSearch",
     "MiningReport",
     "NegativeRules",
@@ -28,17 +36,25 @@ __all__ = [
     "build_ivf",
     "choose_negatives",
     "encode_pairs",
+    "filter_pairs",
+    "find_contaminated",
+    "find_duplicates",
     "index_pairs",
     "mine_negatives",
     "open_pair_vectors",
+    "rank_pairs",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "ArrayTask": "jobs",
+        "Decontaminator": "decontaminate",
         "DocumentSearch": "knn",
+        "EvaluationTexts": "decontaminate",
         "ExactSearch": "knn",
+        "FilterReport": "filter",
+        "FilterRules": "filter",
         "IvfSearch": "ivf",
         "MiningReport": "mine",
         "NegativeRules": "negatives",
@@ -50,8 +66,12 @@ __getattr__ = lazy_names(
         "build_ivf": "ivf",
         "choose_negatives": "negatives",
         "encode_pairs": "pair_vectors",
+        "filter_pairs": "filter",
+        "find_contaminated": "decontaminate",
+        "find_duplicates": "duplicates",
         "index_pairs": "pair_index",
         "mine_negatives": "mine",
         "open_pair_vectors": "pair_vectors",
+        "rank_pairs": "consistency",
     },
 )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.fileio import atomic_path, check_manifest_file, file_sha256, write_manifest_file
+from embeddings.common.fileio import atomic_path, file_sha256, write_manifest_file
 from embeddings.data.cache import CachedSource, open_cached, read_records
 from embeddings.data.near_duplicates import NearDuplicates, Shingle
 from embeddings.data.record_files import has_levels, write_records
@@ -20,7 +20,8 @@ from embeddings.inference.vector_folder import embedder_sha256
 from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segment_size
 from embeddings.mining.decontaminate import EQUAL, SIMILAR, Decontaminator, find_contaminated
 from embeddings.mining.duplicates import COPY, NEAR_COPY, find_duplicates
-from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock, nothing_left_of
+from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
+from embeddings.mining.outputs import finished_manifest, manifest_path, nothing_left_of
 from embeddings.mining.pair_vectors import encode_pairs
 from embeddings.mining.verdicts import KEPT, SHARD_ROWS, require_shard_size, save_array
 
@@ -254,24 +255,10 @@ def _manifest_fields(
     }
 
 
-def _manifest_path(output: Path) -> Path:
-    return output.with_suffix(".manifest.json")
-
-
 def _finished(output: Path, fields: dict[str, Any]) -> FilterReport | None:
-    """The report of a file that is there already, or None if there is none.
-
-    Raises:
-        InputError: If the file is not what these fields make.
-    """
-    if not output.exists():
-        return None
-    if not _manifest_path(output).is_file():
-        raise InputError(str(output), "something else lies there already", "name a new file")
-    found = check_manifest_file(_manifest_path(output), fields)
-    if file_sha256(output) != found["output_sha256"]:
-        raise InputError(str(output), "is not the file that its manifest describes", "delete it and run again")
-    return FilterReport(output, found["num_records"], found["removed"])
+    """The report of a file that is there already, or None if there is none."""
+    found = finished_manifest(output, fields)
+    return None if found is None else FilterReport(output, found["num_records"], found["removed"])
 
 
 def _require_records(report: FilterReport) -> None:
@@ -302,7 +289,7 @@ def _write(
         assert count == report.num_kept
         facts = {"removed": report.removed, "num_kept": count, "output_sha256": file_sha256(temporary)}
         # The file comes last: where it lies, its manifest does too.
-        write_manifest_file(_manifest_path(report.output), {**fields, **facts})
+        write_manifest_file(manifest_path(report.output), {**fields, **facts})
 
 
 def _kept(config: SourceConfig, source: CachedSource, reason_N: npt.NDArray[np.uint8]) -> Iterator[Record]:

@@ -3,16 +3,15 @@
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from tqdm import tqdm
 
-from embeddings.common.errors import InputError, OptionError, UserError
+from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, write_manifest
 
 _PROGRESS_DELAY_SECONDS = 2.0
@@ -226,22 +225,6 @@ def file_lock(path: Path, wait: bool = True) -> Iterator[bool]:
             yield False
             return
         yield True
-
-
-@contextmanager
-def nothing_left_of(*folders: Path) -> Iterator[None]:
-    """Remove the folders again, if they were not there before, where what a person gave turns out to be of no use."""
-    made = [folder for folder in folders if not folder.exists()]
-    parents = [path for folder in folders for path in folder.parents if not path.exists()]
-    try:
-        yield
-    except UserError:
-        for folder in made:
-            shutil.rmtree(folder, ignore_errors=True)
-        for parent in sorted(parents, key=lambda path: -len(path.parts)):
-            with suppress(OSError):
-                parent.rmdir()
-        raise
 
 
 def _visible(folder: Path) -> Sequence[str]:
