@@ -80,7 +80,8 @@ def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iter
 
 def score_bm25(data: "Folders") -> dict[str, Any]:
     """The scores of BM25 on both splits."""
-    from embeddings.evaluation import BM25, retrieval_metrics
+    from embeddings.evaluation import retrieval_metrics
+    from embeddings.inference import BM25
 
     scores = {}
     for split, folder in data.items():

@@ -13,11 +13,12 @@ from embeddings.common.errors import InputError
 from embeddings.common.fileio import check_manifest, write_manifest
 from embeddings.common.log import logger
 from embeddings.data.class_index import ClassIndex, write_class_index
-from embeddings.data.conversions import Facts, convert_rows, layout, min_score, required_fields
+from embeddings.data.conversions import Facts, convert_rows, layout, min_score, required_fields, usable_records
 from embeddings.data.file_hashes import FileHash, hash_file, remember_hash
 from embeddings.data.files import resolve_files
 from embeddings.data.hub import HubReader, resolve_revision
 from embeddings.data.readers import Reader, Row, open_reader
+from embeddings.data.records import Record
 from embeddings.data.sources import HUB_PREFIX, SourceConfig
 from embeddings.data.staging import staged_folder
 from embeddings.data.table import ROWS_FILE, Table, write_table
@@ -36,6 +37,7 @@ class CachedSource:
         folder: Where it lies.
         key: Hash of all that decides its content.
         table: Its rows.
+        inputs: What tells its files, or its Hub data set, from others.
         labels: The text of each class, by its code.
         lone_class: A class whose texts are all the same, with the file and row of its first, or None.
         classes: The rows of each class, or None where the layout has none.
@@ -51,6 +53,7 @@ class CachedSource:
         self.table = Table(folder)
         if len(self.table) != manifest["num_rows"] or (folder / ROWS_FILE).stat().st_size != manifest["num_bytes"]:
             raise InputError(str(folder), "the converted data is damaged", "delete the folder and run again")
+        self.inputs: list[dict[str, Any]] = manifest["inputs"]
         self.labels: list[str] = manifest["labels"]
         self.lone_class: list[str] | None = manifest["lone_class"]
         self.classes = ClassIndex(folder) if manifest["layout"] == "labelled" else None
@@ -99,16 +102,44 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
     return cached
 
 
+def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[Record]:
+    """The records of a source of pairs as their author wrote them, row by row as its converted form numbers them.
+
+    What converted rows leave out (`score`, `id`, the label's text) is read from the source itself.
+
+    Raises:
+        InputError: If the source can no longer be read, or is not what was converted.
+    """
+    assert layout(config.conversion) == "records"
+    files = (
+        []
+        if config.is_hub
+        else [hash_file(path, cached.folder.parent / _HASHES) for path in resolve_files(config.path)]
+    )
+    if not config.is_hub and [{"sha256": file.sha256} for file in files] != cached.inputs:
+        raise InputError(f"source {config.name!r}", "its files have changed since the work began", "begin again")
+    readers = _readers(config, [file.path for file in files], cached.inputs[0])
+    for _, record in usable_records(config, _with_progress(f"reading {config.name}", readers), Facts()):
+        yield record
+    _require_current(files)
+
+
+def _require_current(files: Sequence[FileHash]) -> None:
+    for file in files:
+        if not file.is_current():
+            raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")
+
+
 def _convert(config: SourceConfig, files: Sequence[FileHash], target: Path, identity: dict[str, Any]) -> None:
     facts = Facts()
-    readers = _readers(config, files, identity["inputs"][0])
+    readers = _readers(config, [file.path for file in files], identity["inputs"][0])
     with staged_folder(target) as folder:
-        num_rows = write_table(folder, convert_rows(config, _with_progress(config.name, readers), facts))
+        num_rows = write_table(
+            folder, convert_rows(config, _with_progress(f"converting {config.name}", readers), facts)
+        )
         if identity["layout"] == "labelled":
             write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
-        for file in files:
-            if not file.is_current():
-                raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")
+        _require_current(files)
         fields = {
             "num_rows": num_rows,
             "num_bytes": (folder / ROWS_FILE).stat().st_size,
@@ -128,21 +159,21 @@ def _hub_input(config: SourceConfig) -> dict[str, Any]:
     return {"hub": name, "subset": config.subset, "split": config.split or "train", "commit": commit}
 
 
-def _readers(config: SourceConfig, files: Sequence[FileHash], hub: dict[str, Any]) -> list[Reader]:
+def _readers(config: SourceConfig, files: Sequence[Path], hub: dict[str, Any]) -> list[Reader]:
     if config.is_hub:
         return [HubReader(hub["hub"], hub["subset"], hub["split"], hub["commit"])]
     columns = [config.columns.get(name, name) for name in config.fields]
     required = [config.columns.get(name, name) for name in required_fields(config)]
-    return [open_reader(file.path, columns, required) for file in files]
+    return [open_reader(path, columns, required) for path in files]
 
 
-def _with_progress(name: str, readers: Sequence[Reader]) -> Iterator[Row]:
+def _with_progress(title: str, readers: Sequence[Reader]) -> Iterator[Row]:
     """The rows of all readers, with a bar once the work takes more than a moment."""
     sizes = [reader.total_bytes for reader in readers]
     total = None if None in sizes else sum(size or 0 for size in sizes)
     with tqdm(
         total=total,
-        desc=f"converting {name}",
+        desc=title,
         delay=_PROGRESS_DELAY_SECONDS,
         unit="row" if total is None else "B",
         unit_scale=True,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from embeddings.common.errors import InputError
 from embeddings.common.fileio import text_hash
 from embeddings.data.readers import Row
-from embeddings.data.records import parse_labelled_text, parse_record, parse_scored_pair
+from embeddings.data.records import Record, parse_labelled_text, parse_record, parse_scored_pair
 from embeddings.data.sources import Conversion, SourceConfig
 from embeddings.data.table import StoredRow
 
@@ -81,7 +81,17 @@ def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Ite
     return converters[layout(config.conversion)](config, rows, facts)
 
 
-def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
+def usable_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[tuple[str, Record]]:
+    """The records of a source of pairs that are to be used, each with file and row, in the order of the source.
+
+    Args:
+        config: Decides the columns, and what becomes of suspect records.
+        rows: The source's rows.
+        facts: Counts the suspect records.
+
+    Raises:
+        InputError: At the first row that cannot be used, or if no record is left.
+    """
     found = False
     for where, fields in rows:
         record = parse_record(fields, config.columns, where)
@@ -92,12 +102,17 @@ def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) ->
             if config.suspect_rows == "leave_out":
                 continue
         found = True
+        yield where, record
+    if not found:
+        raise InputError(f"source {config.name!r}", "every row is suspect and left out", "set suspect_rows: keep")
+
+
+def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
+    for where, record in usable_records(config, rows, facts):
         texts = tuple(negative.text for negative in record.negatives)
         levels = tuple(negative.level for negative in record.negatives)
         code = facts.code(record.label, where)
         yield StoredRow(record.query, record.positives, texts, levels, code, record.instruction or "")
-    if not found:
-        raise InputError(f"source {config.name!r}", "every row is suspect and left out", "set suspect_rows: keep")
 
 
 def _convert_labelled(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:

@@ -1,7 +1,7 @@
 """Converted rows in one memory-mapped Arrow file, any of them at hand in constant time."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,6 +124,11 @@ class Table:
         return np.concatenate(
             [self._batch(number)[4].to_numpy() for number in range(len(self._columns))] or [np.empty(0, np.int32)]
         )
+
+    def negative_levels(self) -> Iterator[NDArray[np.int8]]:
+        """The levels of all negatives, batch by batch, (negatives,)."""
+        for number in range(len(self._columns)):
+            yield self._batch(number)[3].flatten().to_numpy()
 
     def _find(self, index: int) -> tuple[tuple[Any, ...], int]:
         if not 0 <= index < len(self):

@@ -1,6 +1,5 @@
 """Floor 3: how good a model's vectors are."""
 
-from embeddings.evaluation.bm25 import BM25
 from embeddings.evaluation.folders import (
     EvaluationFolder,
     RetrievalFolder,
@@ -19,7 +18,6 @@ from embeddings.evaluation.runner import (
 )
 
 __all__ = [
-    "BM25",
     "EvaluationFolder",
     "EvaluationResult",
     "Judgments",

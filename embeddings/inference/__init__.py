@@ -1,5 +1,6 @@
-"""Floor 2: texts to vectors, and the nearest documents of a query."""
+"""Floor 2: texts to vectors, and the nearest documents of a query, by vector or by word."""
 
+from embeddings.inference.bm25 import BM25
 from embeddings.inference.context import Context
 from embeddings.inference.context_choice import choose_context, sample_context
 from embeddings.inference.corpus import Document, read_corpus
@@ -10,6 +11,7 @@ from embeddings.inference.vector_folder import Hit, VectorFolder, encode_corpus,
 from embeddings.inference.vector_shards import VectorShards
 
 __all__ = [
+    "BM25",
     "Context",
     "Document",
     "Encoder",

@@ -6,7 +6,11 @@ from embeddings.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from embeddings.mining.clusters import ClusterSettings, cluster_pairs
+    from embeddings.mining.consistency import rank_pairs
+    from embeddings.mining.decontaminate import Decontaminator, EvaluationTexts, find_contaminated
+    from embeddings.mining.duplicates import find_duplicates
     from embeddings.mining.features import PairFeatures, VectorFeatures
+    from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs
     from embeddings.mining.ivf import IvfSearch, build_ivf
     from embeddings.mining.jobs import ArrayTask, ShardedJob
     from embeddings.mining.kmeans import KMeans, spherical_kmeans
@@ -21,8 +25,12 @@ __all__ = [
     "ArrayTask",
     "Bm25Features",
     "ClusterSettings",
+    "Decontaminator",
     "DocumentSearch",
+    "EvaluationTexts",
     "ExactSearch",
+    "FilterReport",
+    "FilterRules",
     "IvfSearch",
     "KMeans",
     "MiningReport",
@@ -38,9 +46,13 @@ __all__ = [
     "choose_negatives",
     "cluster_pairs",
     "encode_pairs",
+    "filter_pairs",
+    "find_contaminated",
+    "find_duplicates",
     "index_pairs",
     "mine_negatives",
     "open_pair_vectors",
+    "rank_pairs",
     "spherical_kmeans",
 ]
 
@@ -50,8 +62,12 @@ __getattr__ = lazy_names(
         "ArrayTask": "jobs",
         "Bm25Features": "sparse_features",
         "ClusterSettings": "clusters",
+        "Decontaminator": "decontaminate",
         "DocumentSearch": "knn",
+        "EvaluationTexts": "decontaminate",
         "ExactSearch": "knn",
+        "FilterReport": "filter",
+        "FilterRules": "filter",
         "IvfSearch": "ivf",
         "KMeans": "kmeans",
         "MiningReport": "mine",
@@ -67,9 +83,13 @@ __getattr__ = lazy_names(
         "choose_negatives": "negatives",
         "cluster_pairs": "clusters",
         "encode_pairs": "pair_vectors",
+        "filter_pairs": "filter",
+        "find_contaminated": "decontaminate",
+        "find_duplicates": "duplicates",
         "index_pairs": "pair_index",
         "mine_negatives": "mine",
         "open_pair_vectors": "pair_vectors",
         "spherical_kmeans": "kmeans",
+        "rank_pairs": "consistency",
     },
 )

@@ -2,10 +2,8 @@
 
 import json
 import os
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.fileio import atomic_path, check_manifest_file, file_sha256, write_manifest_file
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.fileio import atomic_path, file_sha256, write_manifest_file
 from embeddings.common.log import logger
 from embeddings.data.cache import CachedSource, open_cached
 from embeddings.data.sources import SourceConfig
@@ -26,6 +24,7 @@ from embeddings.mining.ivf import build_ivf
 from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
 from embeddings.mining.knn import DocumentSearch, ExactSearch
 from embeddings.mining.negatives import NegativeRules
+from embeddings.mining.outputs import finished_manifest, manifest_path, nothing_left_of
 from embeddings.mining.pair_index import PairIndex, index_pairs
 from embeddings.mining.pair_vectors import PairVectors, encode_pairs
 from embeddings.mining.shard_negatives import MinedShard, ShardMiner
@@ -190,7 +189,7 @@ def mine_negatives(
         return report
     work = target.with_name(f"{target.name}.work")
     folder = Path(vectors) if vectors is not None else work / "vectors"
-    with _nothing_left_of(work, folder):
+    with nothing_left_of(work, folder):
         job = ShardedJob(work, fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
         index = index_pairs(source, folder / "index", corpus)
         _require_documents(index, rules)
@@ -349,7 +348,7 @@ def _merge(job: ShardedJob, output: Path, index: PairIndex, fields: dict[str, An
             },
         }
         # The file comes last: where it lies, its manifest does too.
-        write_manifest_file(_manifest_path(output), {**fields, **facts, "output_sha256": file_sha256(temporary)})
+        write_manifest_file(manifest_path(output), {**fields, **facts, "output_sha256": file_sha256(temporary)})
     report = MiningReport(output, **facts)
     for count, what in (
         (report.num_replaced, "had negatives of their own, which the mined ones replace"),
@@ -368,37 +367,9 @@ def _read_shard(path: Path) -> pa.Table:
         raise InputError(str(path), "the shard is missing or damaged", "delete its folder and run again") from None
 
 
-def _manifest_path(output: Path) -> Path:
-    return output.with_suffix(".manifest.json")
-
-
 def _finished(output: Path, fields: dict[str, Any]) -> MiningReport | None:
-    """The report of a file that is there already, or None if there is none.
-
-    Raises:
-        InputError: If the file is not what these fields make.
-    """
-    if not output.exists():
+    """The report of a file that is there already, or None if there is none."""
+    found = finished_manifest(output, fields)
+    if found is None:
         return None
-    if not _manifest_path(output).is_file():
-        raise InputError(str(output), "something else lies there already", "name a new file")
-    found = check_manifest_file(_manifest_path(output), fields)
-    if file_sha256(output) != found["output_sha256"]:
-        raise InputError(str(output), "is not the file that its manifest describes", "delete it and run again")
     return MiningReport(output, **{name: found[name] for name in MiningReport._fields[1:]})
-
-
-@contextmanager
-def _nothing_left_of(*folders: Path) -> Iterator[None]:
-    """Remove the folders again, if they were not there before, where what a person gave turns out to be of no use."""
-    made = [folder for folder in folders if not folder.exists()]
-    parents = [path for folder in folders for path in folder.parents if not path.exists()]
-    try:
-        yield
-    except UserError:
-        for folder in made:
-            shutil.rmtree(folder, ignore_errors=True)
-        for parent in sorted(parents, key=lambda path: -len(path.parts)):
-            with suppress(OSError):
-                parent.rmdir()
-        raise

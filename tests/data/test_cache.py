@@ -8,7 +8,7 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.data import SourceConfig, cache, conversions
-from embeddings.data.cache import cache_folder, open_cached
+from embeddings.data.cache import cache_folder, open_cached, read_records
 from embeddings.data.table import ROWS_FILE
 from tests.data.rows import labelled, pairs, write_jsonl
 
@@ -187,3 +187,28 @@ def test_a_long_conversion_shows_how_far_it_is(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert "converting mine" in shown
     assert "100%" in shown
+
+
+@pytest.mark.parametrize("policy", ["leave_out", "keep"])
+def test_records_are_read_with_all_fields_and_in_the_rows_of_the_table(policy, tmp_path):
+    rows = [{**row, "score": number, "id": number, "label": "a"} for number, row in enumerate(pairs(5))]
+    rows.insert(2, {"query": "q", "positive": "q"})
+    files = [str(write_jsonl(tmp_path / f"{name}.jsonl", part)) for name, part in (("b", rows[:4]), ("a", rows[4:]))]
+    config = SourceConfig("a", files, suspect_rows=policy)
+    cached = open_cached(config, tmp_path / "cache")
+    records = list(read_records(config, cached))
+    assert [record.query for record in records] == [cached.table.query(row) for row in range(len(cached.table))]
+    assert [record.score for record in records if record.query != "q"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert len(records) == 5 + (policy == "keep")
+
+
+def test_records_of_a_file_that_is_no_longer_the_converted_one_are_refused(tmp_path):
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))))
+    cached = open_cached(config, tmp_path / "cache")
+    reading = read_records(config, cached)
+    assert next(reading).query == "query 0"
+    write_jsonl(tmp_path / "a.jsonl", pairs(6))
+    with pytest.raises(InputError, match=r"a\.jsonl: the file changed while it was read"):
+        list(reading)
+    with pytest.raises(InputError, match="source 'a': its files have changed since the work began; begin again"):
+        next(read_records(config, cached))

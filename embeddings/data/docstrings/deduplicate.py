@@ -4,23 +4,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from embeddings.common.randomness import numpy_generator
 from embeddings.data.docstrings.extract import DocumentedFunction
+from embeddings.data.near_duplicates import NearDuplicates, mark_copies
 
-SHINGLE_WORDS = 3
 NEAR_DUPLICATE_JACCARD = 0.7
 BOILERPLATE_FUNCTIONS = 3
 
-# 20 bands of 3 find a pair of Jaccard similarity 0.7 with probability 0.9998, and one of 0.2 with 0.15.
-_BANDS, _ROWS = 20, 3
-_WORD = re.compile(r"\w+")
 _UNSAID = frozenset({"a", "an", "the", "this", "that", "of", "given", "specified"})
-
-_Uint64s = npt.NDArray[np.uint64]
-_Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +20,7 @@ class Removed:
     Attributes:
         same_name: Another definition of the same qualified name (setters, branches of an `if`).
         same_code: Code equal to an earlier function's.
-        near_duplicate: Code whose word 3-grams overlap an earlier function's to `NEAR_DUPLICATE_JACCARD` or more.
+        near_duplicate: Code whose runs of 3 words overlap an earlier function's to `NEAR_DUPLICATE_JACCARD` or more.
         boilerplate_query: First sentence shared by more than `BOILERPLATE_FUNCTIONS` functions: all of them.
         same_query: First sentence shared with an earlier function.
     """
@@ -82,78 +72,15 @@ def normalised_query(query: str) -> str:
 
 
 def near_duplicates(texts: Sequence[str]) -> list[bool]:
-    """For each text, whether an earlier one that is not itself a near-duplicate has nearly the same shingles.
-
-    Candidates come from MinHash signatures in bands; each is then checked by the exact Jaccard similarity of the two
-    sets of `SHINGLE_WORDS`-grams, so nothing is removed that should stay.
-
-    Source: Broder 1997, "On the resemblance and containment of documents". Differs: none.
-    """
-    if not texts:
-        return []
-    values, starts, stops = _shingles(texts)
-    kept_in: list[dict[bytes, list[int]]] = [{} for _ in range(_BANDS)]
-    is_copy = []
-    for index, signature in enumerate(_signatures(values, starts, stops)):
-        keys = [band.tobytes() for band in signature.reshape(_BANDS, _ROWS)]
-        candidates = sorted({other for kept, key in zip(kept_in, keys, strict=True) for other in kept.get(key, ())})
-        own = set(values[starts[index] : stops[index]].tolist()) if candidates else set()
-        is_copy.append(
-            any(
-                _jaccard(own, set(values[starts[other] : stops[other]].tolist())) >= NEAR_DUPLICATE_JACCARD
-                for other in candidates
-            )
-        )
-        if not is_copy[-1]:
-            for kept, key in zip(kept_in, keys, strict=True):
-                kept.setdefault(key, []).append(index)
+    """For each text, whether an earlier one that is not itself a near-duplicate has nearly the same shingles."""
+    rule = NearDuplicates(NEAR_DUPLICATE_JACCARD)
+    items = [(text,) for text in texts]
+    is_copy: list[bool] = mark_copies(
+        rule.keys(items).T, len(items), lambda earlier, later: rule.alike(items[earlier], items[later])
+    ).tolist()
     return is_copy
 
 
 def _code(function: DocumentedFunction) -> str:
     """Signature and body: the qualified name on the first line would tell copies apart."""
     return function.document.partition("\n")[2]
-
-
-def _shingles(texts: Sequence[str]) -> tuple[_Uint64s, _Int64s, _Int64s]:
-    """Hashes of all texts' word n-grams in one row, and where each text's begin and end.
-
-    A text of fewer words than one n-gram is filled up, so that each text has a shingle.
-    """
-    vocabulary: dict[str, int] = {}
-    words: list[int] = []
-    starts, stops = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
-    for index, text in enumerate(texts):
-        starts[index] = len(words)
-        words += [vocabulary.setdefault(word, len(vocabulary) + 1) for word in _WORD.findall(text)]
-        words += [0] * (SHINGLE_WORDS - (len(words) - int(starts[index])))
-        stops[index] = len(words) - SHINGLE_WORDS + 1
-    row = np.array(words, dtype=np.uint64)
-    hashes = np.zeros(len(row) - SHINGLE_WORDS + 1, dtype=np.uint64)
-    for offset in range(SHINGLE_WORDS):
-        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + row[offset : offset + len(hashes)]
-    return _mixed(hashes), starts, stops
-
-
-def _mixed(values: _Uint64s) -> _Uint64s:
-    """A bijection of 64-bit integers whose output bits each depend on all input bits (murmur3's finaliser)."""
-    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return values ^ (values >> np.uint64(33))
-
-
-def _signatures(values: _Uint64s, starts: _Int64s, stops: _Int64s) -> _Uint64s:
-    """Each text's smallest shingle under `_BANDS * _ROWS` orders: products with odd numbers of hashes already mixed."""
-    salts = numpy_generator(0, "minhash").integers(0, 2**63, size=_BANDS * _ROWS, dtype=np.uint64) * 2 + 1
-    # Segments [start, stop) and the gaps between them alternate; the last stop may be the end of the row, which
-    # `reduceat` takes only when one value lies beyond it.
-    borders = np.stack([starts, stops], axis=1).ravel()
-    signatures = np.empty((len(starts), len(salts)), dtype=np.uint64)
-    for column, salt in enumerate(salts):
-        signatures[:, column] = np.minimum.reduceat(np.append(values * salt, salt), borders)[::2]
-    return signatures
-
-
-def _jaccard(first: set[int], second: set[int]) -> float:
-    shared = len(first & second)
-    return shared / (len(first) + len(second) - shared)

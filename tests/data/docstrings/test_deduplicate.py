@@ -7,7 +7,6 @@ import pytest
 from embeddings.data.docstrings.deduplicate import (
     BOILERPLATE_FUNCTIONS,
     NEAR_DUPLICATE_JACCARD,
-    SHINGLE_WORDS,
     Removed,
     deduplicate,
     near_duplicates,
@@ -27,7 +26,7 @@ def words(seed: int, count: int = 60) -> str:
 
 def jaccard(first: str, second: str) -> float:
     grams = [
-        {tuple(text[i : i + SHINGLE_WORDS]) for i in range(len(text) - SHINGLE_WORDS + 1)}
+        {tuple(text[i : i + 3]) for i in range(len(text) - 3 + 1)}
         for text in (re.findall(r"\w+", first), re.findall(r"\w+", second))
     ]
     return len(grams[0] & grams[1]) / len(grams[0] | grams[1])

@@ -1,6 +1,6 @@
 import pytest
 
-from embeddings.evaluation.porter import porter_stem
+from embeddings.inference.porter import porter_stem
 
 # Porter 1980, the examples beside each rule, carried through all later steps.
 PAPER = """

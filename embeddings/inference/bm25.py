@@ -3,13 +3,14 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
 from embeddings.common.errors import OptionError
-from embeddings.evaluation.porter import porter_stem
+from embeddings.inference.porter import porter_stem
 
 Tokenize = Callable[[str], list[str]]
 
@@ -121,6 +122,36 @@ class BM25:
                 index_Qk[row] = _best(score_N, k)
                 score_Qk[row] = score_N[index_Qk[row]]
         return index_Qk, score_Qk
+
+    def coverage(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """How far each text covers the text of the corpus that it covers best.
+
+        That is the BM25 score of a text of the corpus over the score that this text has with itself, the largest over
+        the corpus, each token counted once however often the searching text repeats it: 0 for no shared token, 1 for
+        a text that holds all tokens of another. Rare tokens weigh more than common ones, as in every BM25 score.
+
+        Args:
+            texts: Texts to look for, Q of them.
+
+        Returns:
+            (Q,) float32, from 0 to 1.
+        """
+        present_QV = self._counts(texts, learn=False).astype(np.float32)
+        present_QV.data[:] = 1
+        best_Q = np.zeros(len(texts), dtype=np.float32)
+        step = max(1, _MOST_SCORES // self._num_texts)
+        for start in range(0, len(texts), step):
+            best_Q[start : start + step] = (
+                (present_QV[start : start + step] @ self._share_VN).max(axis=1).toarray().ravel()
+            )
+        return np.minimum(best_Q, 1)
+
+    @cached_property
+    def _share_VN(self) -> sparse.csr_array:
+        """The weight of each token in each text of the corpus, over the sum of the text's weights."""
+        own_N = np.asarray(self._weight_VN.sum(axis=0), dtype=np.float32).ravel()
+        scale_N = np.divide(1, own_N, out=np.zeros_like(own_N), where=own_N > 0)
+        return sparse.csr_array(self._weight_VN @ sparse.diags_array(scale_N))
 
     def _counts(self, texts: Sequence[str], learn: bool) -> sparse.csr_array:
         """Token counts of texts, (n, V), int64; tokens that the corpus does not have are left out unless learnt."""

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.evaluation import bm25
-from embeddings.evaluation.bm25 import BM25, WordTokenizer
+from embeddings.inference import bm25
+from embeddings.inference.bm25 import BM25, WordTokenizer
 
 DATA = Path(os.environ.get("EMBED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -67,6 +67,36 @@ def test_a_small_corpus_no_query_and_texts_without_words_are_no_special_case() -
     assert index.search(["one"], top_k=10)[0].tolist() == [[0]]
     assert index.search([], top_k=10)[0].shape == (0, 1)
     assert BM25(["", "..."]).search(["x", ""], top_k=2)[1].tolist() == [[0, 0], [0, 0]]
+
+
+def loop_coverage(corpus: list[str], text: str, k1: float, b: float) -> float:
+    """Scores of queries without repetitions, each over the score of the document with itself."""
+    found = [0.0]
+    for row, document in enumerate(corpus):
+        shared = " ".join(dict.fromkeys(text.split()))
+        own = loop_scores(corpus, " ".join(dict.fromkeys(document.split())), k1, b)[row]
+        if own > 0:
+            found.append(loop_scores(corpus, shared, k1, b)[row] / own)
+    return max(found)
+
+
+@pytest.mark.parametrize("most_scores", [1, 50, 1 << 24])
+def test_coverage_equals_a_loop_and_is_one_for_a_text_within_another(
+    most_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bm25, "_MOST_SCORES", most_scores)
+    generator = random.Random(2)
+    corpus = [" ".join(generator.choices("abcdefghijklmnop", k=generator.randrange(0, 9))) for _ in range(15)]
+    texts = [" ".join(generator.choices("abcdefghijklmnopz", k=generator.randrange(0, 7))) for _ in range(20)]
+    texts += ["", "z", corpus[3], corpus[4] + " z z z " + corpus[4]]
+    index = BM25(corpus, str.split)
+    expected = [loop_coverage(corpus, text, 1.5, 0.75) for text in texts]
+    np.testing.assert_allclose(index.coverage(texts), expected, rtol=1e-5, atol=1e-6)
+    assert corpus[3]
+    assert corpus[4]
+    assert index.coverage(texts)[-4:].tolist() == pytest.approx([0, 0, 1, 1], abs=1e-6)
+    assert index.coverage([]).shape == (0,)
+    assert BM25(["", "..."]).coverage(["x", ""]).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""`filter`: the records of a training set that are worth training on."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from embeddings.mining.decontaminate import EvaluationTexts
+    from embeddings.mining.filter import FilterReport
+
+
+def filter_records(
+    input: str | list[str],
+    output: Path,
+    model: str | None = None,
+    top_k: int | None = None,
+    segment_size: int = 1_000_000,
+    remove_copies: bool = True,
+    near_duplicates: float | None = None,
+    shingle: Literal["word", "character"] = "word",
+    decontaminate: Path | list[Path] | None = None,
+    decontaminate_documents: bool = True,
+    bm25_threshold: float | None = None,
+    columns: dict[str, str] | None = None,
+    suspect_rows: Literal["refuse", "leave_out", "keep"] = "refuse",
+    vectors: Path | None = None,
+    precision: Literal["auto", "float32", "bfloat16"] = "auto",
+    seed: int = 0,
+    shard_size: int = 65_536,
+    task_index: int | None = None,
+    num_tasks: int | None = None,
+) -> None:
+    """Keep the training records that are worth training on; the same line resumes after a kill.
+
+    The rules, in this order: copies, near-copies, records equal or similar to evaluation texts, and records whose query
+    has other documents nearer to it than its own. Input is one source, such as one language.
+
+    Args:
+        input: A file, a glob, a list of these, or `hub:organisation/name`, of records with `query` and `positive`.
+        output: The Parquet file to write; `NAME.manifest.json` and the folder of work lie beside it.
+        model: A model directory or Hub id that judges consistency; no model, no such rule.
+        top_k: Keep a pair whose document is among this many nearest to its query; 2 where a model is given.
+        segment_size: Records that are compared with each other for consistency.
+        remove_copies: Whether a record with an earlier one's query and positives goes.
+        near_duplicates: Similarity from which query and positives are those of an earlier record, 0.5 to 1.
+        shingle: Compare near-copies by runs of 3 words, or of 5 characters (languages without spaces).
+        decontaminate: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`.
+        decontaminate_documents: Whether a document of a retrieval folder takes records out; false where training and
+            evaluation share one corpus by design.
+        bm25_threshold: Share of an evaluation text's BM25 weight from which a text is similar to it, up to 1.
+        columns: Column of a field, for fields whose column has another name.
+        suspect_rows: What becomes of records that contradict themselves.
+        vectors: Folder of the input's vectors by the same model, written where they are not there yet.
+        precision: Format of matrix products.
+        seed: Seed of which records are compared with each other.
+        shard_size: Records of a shard.
+        task_index: Which of several processes this is, from 0; a SLURM array's task by itself.
+        num_tasks: How many processes share the work.
+    """
+    from embeddings.common import OptionError
+    from embeddings.data import SourceConfig
+    from embeddings.inference import Encoder
+    from embeddings.mining.decontaminate import Decontaminator
+    from embeddings.mining.filter import FilterRules, filter_pairs
+    from embeddings.mining.jobs import ArrayTask
+
+    task = ArrayTask.resolve(task_index, num_tasks)
+    top_k = 2 if model is not None and top_k is None else top_k
+    rules = FilterRules(remove_copies, near_duplicates, shingle, top_k, segment_size, seed)
+    if model is None and (top_k is not None or vectors is not None):
+        raise OptionError("model", None, "must be given for top_k and vectors to take effect", "name a model directory")
+    if decontaminate is None and bm25_threshold is not None:
+        rule = "needs evaluation texts to compare with"
+        raise OptionError("bm25_threshold", bm25_threshold, rule, "give --decontaminate FOLDER")
+    decontaminator = None
+    if decontaminate is not None:
+        folders = decontaminate if isinstance(decontaminate, list) else [decontaminate]
+        decontaminator = Decontaminator(evaluation_texts(folders, decontaminate_documents), bm25_threshold)
+    report = filter_pairs(
+        SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows),
+        output,
+        rules,
+        decontaminator=decontaminator,
+        encoder=None if model is None else Encoder.from_pretrained(model, precision=precision, show_progress=True),
+        vectors=vectors,
+        shard_size=shard_size,
+        task=task,
+    )
+    print(table(report))
+
+
+def evaluation_texts(roots: list[Path], documents: bool = True) -> "EvaluationTexts":
+    """The texts of the evaluation folders at or below some folders.
+
+    Queries and documents of retrieval folders; of the other kinds all texts that are tested on, in both roles.
+
+    Args:
+        roots: Where to look.
+        documents: Whether the documents of retrieval folders count.
+    """
+    from embeddings.evaluation import find_evaluation_folders, read_evaluation_folder
+    from embeddings.evaluation.folders import ClassificationFolder, ClusteringFolder, RetrievalFolder
+    from embeddings.mining.decontaminate import EvaluationTexts
+
+    queries: list[str] = []
+    found: list[str] = []
+    for path in (path for root in roots for path in find_evaluation_folders(root)):
+        folder = read_evaluation_folder(path)
+        if isinstance(folder, RetrievalFolder):
+            queries += folder.queries
+            found += folder.documents if documents else []
+            continue
+        if isinstance(folder, ClassificationFolder):
+            texts = folder.test_texts
+        elif isinstance(folder, ClusteringFolder):
+            texts = folder.texts
+        else:
+            texts = [*folder.first, *folder.second]
+        queries += texts
+        found += texts
+    return EvaluationTexts(queries, found)
+
+
+def table(report: "FilterReport") -> str:
+    """What each rule took out, and what was left, as text."""
+    left, lines = (
+        report.num_records,
+        [f"{'':<30}{'removed':>12}{'left':>12}", f"{'records':<42}{report.num_records:>12}"],
+    )
+    for rule, count in report.removed.items():
+        left -= count
+        lines.append(f"{rule:<30}{count:>12}{left:>12}")
+    return "\n".join([*lines, f"wrote {left} records to {report.output}"])

@@ -1,0 +1,183 @@
+"""Copies and near-copies among many texts: keys that near-copies share, and the check of those that share one."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from embeddings.common.errors import OptionError
+from embeddings.common.fileio import text_hash
+from embeddings.common.randomness import numpy_generator
+from embeddings.data.samplers.permutation import mix_bits
+
+Shingle = Literal["word", "character"]
+SHINGLE_SIZES: dict[Shingle, int] = {"word": 3, "character": 5}
+LEAST_THRESHOLD = 0.5
+# Chance that a pair whose parts all lie exactly at the threshold shares no key; pairs above it are missed less often.
+MISS_FRACTION = 2.5e-4
+
+_WORD = re.compile(r"\w+")
+_PROGRESS_DELAY_SECONDS = 2.0
+_Uint64s = npt.NDArray[np.uint64]
+_Int64s = npt.NDArray[np.int64]
+
+
+class NearDuplicates:
+    """Tells near-copies among items that consist of one or several texts (parts).
+
+    Two items are near-copies if in every part the sets of their shingles (runs of 3 words, or of 5 characters) have a
+    Jaccard similarity of `threshold` or more. `keys` gives each item some keys of which near-copies share one at least,
+    but for `MISS_FRACTION` of those that lie at the threshold itself; `alike` is the exact check.
+
+    A key is a hash of several of an item's MinHash values, some of each part, so that items share it only if all their
+    parts are alike: many questions about one document do not meet.
+
+    Args:
+        threshold: Least Jaccard similarity of near-copies, from 0.5 (below it the keys grow too many) to 1.
+        num_parts: Texts of an item.
+        shingle: Runs of words, or of characters for languages that put no space between words. Case counts,
+            punctuation between words does not.
+
+    Determinism: keys are the same on every machine and in every process.
+
+    Raises:
+        OptionError: If the threshold is out of its range.
+
+    Source: Broder 1997, "On the resemblance and containment of documents"; bands of MinHash values as in Leskovec,
+        Rajaraman and Ullman, "Mining of Massive Datasets", section 3.4. Differs: a band spans all parts.
+    """
+
+    def __init__(self, threshold: float, num_parts: int = 1, shingle: Shingle = "word") -> None:
+        if not LEAST_THRESHOLD <= threshold <= 1:
+            rule = f"must lie between {LEAST_THRESHOLD} and 1"
+            raise OptionError("near_duplicates", threshold, rule, "0.8 is usual; leave it out for no such rule")
+        self.threshold, self.num_parts, self.shingle = threshold, num_parts, shingle
+        self._size = SHINGLE_SIZES[shingle]
+        # Values of one part in a key: more of them part strangers better, and take more keys to find the alike.
+        self._depth = 3 if num_parts == 1 else 2
+        shares_key = threshold ** (self._depth * num_parts)
+        self.num_keys = 1 if shares_key == 1 else math.ceil(math.log(MISS_FRACTION) / math.log1p(-shares_key))
+        draws = numpy_generator(0, "minhash").integers(0, 2**63, size=(self.num_keys, self._depth), dtype=np.uint64)
+        self._salts = draws * np.uint64(2) + np.uint64(1)
+
+    def keys(self, items: Sequence[Sequence[str]]) -> npt.NDArray[np.uint32]:
+        """The keys of some items, (n, num_keys) uint32; those of different columns are not to be compared.
+
+        Memory: some 40 bytes for each word (or character) of all items given, so give some thousands at a time.
+        """
+        key_NK = np.zeros((len(items), self.num_keys), dtype=np.uint64)
+        if not items:
+            return key_NK.astype(np.uint32)
+        for part in range(self.num_parts):
+            values, borders = self._shingles([item[part] for item in items])
+            for band, salts in enumerate(self._salts):
+                for salt in salts:
+                    # Segments and the gaps between them alternate in `borders`. The last segment may end where the row
+                    # does, which `reduceat` takes only when one value lies beyond it.
+                    least_N = np.minimum.reduceat(np.append(values * salt, salt), borders)[::2]
+                    key_NK[:, band] = mix_bits(key_NK[:, band] + least_N)
+        return (key_NK >> np.uint64(32)).astype(np.uint32)
+
+    def alike(self, first: Sequence[str], second: Sequence[str]) -> bool:
+        """Whether two items are near-copies, decided on their whole sets of shingles."""
+        return all(self.jaccard(one, other) >= self.threshold for one, other in zip(first, second, strict=True))
+
+    def jaccard(self, first: str, second: str) -> float:
+        """Shingles that both texts have, over shingles that either has."""
+        one, other = (np.unique(self._shingles([text])[0]) for text in (first, second))
+        shared = len(np.intersect1d(one, other, assume_unique=True))
+        return shared / (len(one) + len(other) - shared)
+
+    def _shingles(self, texts: Sequence[str]) -> tuple[_Uint64s, _Int64s]:
+        """Hashes of all texts' shingles in one row, and where each text's begin and end, (2n,).
+
+        Between two texts lie hashes that belong to neither.
+        """
+        units = [self._units(text) for text in texts]
+        stops = np.cumsum([len(unit) for unit in units], dtype=np.int64)
+        starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])
+        row = np.concatenate(units)
+        hashes = np.zeros(len(row) - self._size + 1, dtype=np.uint64)
+        for offset in range(self._size):
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + row[offset : offset + len(hashes)]
+        return mix_bits(hashes), np.stack([starts, stops - self._size + 1], axis=1).ravel()
+
+    def _units(self, text: str) -> _Uint64s:
+        """What shingles are made of, filled up to one shingle; of a text without words, the text as it is."""
+        if self.shingle == "character":
+            unit = np.frombuffer(" ".join(text.split()).encode("utf-32-le"), dtype="<u4").astype(np.uint64)
+        else:
+            unit = np.array([_unit_hash(word) for word in _WORD.findall(text)], dtype=np.uint64)
+        if not len(unit):
+            unit = np.array([_unit_hash(text)], dtype=np.uint64)
+        return np.pad(unit, (0, max(0, self._size - len(unit))))
+
+
+def mark_copies(
+    key_columns: Iterable[npt.NDArray[Any]], num_rows: int, are_alike: Callable[[int, int], bool]
+) -> npt.NDArray[np.bool_]:
+    """For each row, whether it is a copy of an earlier row that is itself none.
+
+    Rows that share a key in some column are compared, each with those before it that were kept; no others are.
+
+    Args:
+        key_columns: The rows' keys, (num_rows,) uint32 each, one column at a time.
+        num_rows: Number of rows, below 2^32.
+        are_alike: Whether two rows (the earlier first) are copies of each other.
+
+    Returns:
+        (num_rows,) bool.
+
+    Memory: 20 bytes a row while a column is sorted, and 36 bytes for each key that a row shares with another.
+    """
+    assert num_rows < 2**32
+    row_E, group_E = _shared_keys(key_columns, num_rows)
+    is_copy = np.zeros(num_rows, dtype=np.bool_)
+    # The kept rows of each group so far, in the group's own stretch: entries come group by group.
+    kept_E = np.empty_like(row_E)
+    end_G = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(group_E))])[:-1]
+    start_G = end_G.copy()
+    order_E = np.argsort(row_E, kind="stable")
+    borders = np.flatnonzero(np.diff(row_E[order_E], prepend=np.int64(-1), append=np.int64(-1)))
+    for number in tqdm(range(len(borders) - 1), desc="comparing texts", delay=_PROGRESS_DELAY_SECONDS):
+        entries = order_E[borders[number] : borders[number + 1]]
+        row, groups = int(row_E[entries[0]]), group_E[entries]
+        kept = [kept_E[start:end] for start, end in zip(start_G[groups], end_G[groups], strict=True)]
+        if any(are_alike(int(other), row) for other in np.unique(np.concatenate(kept))):
+            is_copy[row] = True
+        else:
+            kept_E[end_G[groups]] = row
+            end_G[groups] += 1
+    return is_copy
+
+
+def _shared_keys(
+    key_columns: Iterable[npt.NDArray[Any]], num_rows: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """An entry for each key that a row shares with another: the row, and the group of rows with that key.
+
+    Entries come group by group, rows in order within each.
+    """
+    rows, groups, num_groups = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
+    numbers = np.arange(num_rows, dtype=np.uint64)
+    for column in key_columns:
+        packed = column.astype(np.uint64) << np.uint64(32)
+        packed |= numbers
+        packed.sort()
+        as_before = np.zeros(num_rows + 1, dtype=np.bool_)
+        as_before[1:-1] = packed[1:] ^ packed[:-1] < np.uint64(2**32)
+        is_shared = as_before[:-1] | as_before[1:]
+        rows.append((packed[is_shared] & np.uint64(2**32 - 1)).astype(np.int64))
+        groups.append(num_groups + np.cumsum(~as_before[:-1][is_shared]) - 1)
+        num_groups += int((~as_before[:-1] & is_shared).sum())
+    return np.concatenate(rows), np.concatenate(groups)
+
+
+@lru_cache(maxsize=1 << 17)
+def _unit_hash(text: str) -> int:
+    return text_hash(text) % 2**64

@@ -1,0 +1,212 @@
+"""Consistency filtering: how many documents of its segment a query finds nearer than its own."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from embeddings.common.errors import OptionError
+from embeddings.common.fileio import atomic_path, check_manifest
+from embeddings.common.randomness import derive_seed
+from embeddings.data.samplers.permutation import KeyedPermutation
+from embeddings.inference.vector_shards import VectorShards
+from embeddings.mining.jobs import ArrayTask, ShardedJob
+from embeddings.mining.pair_vectors import PairVectors
+from embeddings.mining.verdicts import save_array
+
+SEGMENT_SIZE = 1_000_000
+RANKS = "ranks.npy"
+# Scores nearer than this are equal: float32 sums of one product in two orders differ by less.
+TIE = 1e-6
+NOT_RANKED = -1
+
+_QUERY_TILE, _DOCUMENT_TILE = 2048, 16384
+_Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The records to be compared with each other, in segments of nearly one size.
+
+    A segment holds what a keyed permutation of the records puts side by side, so that neighbours in the file, which are
+    often of one page or one user, hardly ever share one: rivals are random, and as hard as the segment is large.
+
+    Determinism: (row_N, segment_size, seed) → the members of each segment, found without those of the others.
+
+    Args:
+        row_N: Rows of the source to compare, in order, (n,).
+        segment_size: Most records of a segment. The segments are as equal as can be, so no small one is left over.
+        seed: Key of the permutation.
+    """
+
+    row_N: npt.NDArray[np.uint32]
+    segment_size: int
+    seed: int
+
+    def __len__(self) -> int:
+        """Number of segments."""
+        return -(-len(self.row_N) // self.segment_size)
+
+    def members(self, segment: int) -> _Int64s:
+        """The rows of a segment, in order."""
+        total = len(self.row_N)
+        start, stop = segment * total // len(self), (segment + 1) * total // len(self)
+        order = KeyedPermutation(total, derive_seed(self.seed, "segments"))
+        positions: _Int64s = np.sort(order(np.arange(start, stop, dtype=np.int64)))
+        return self.row_N[positions].astype(np.int64)
+
+
+def rank_pairs(
+    vectors: PairVectors,
+    folder: str | os.PathLike[str],
+    *,
+    is_considered_N: npt.NDArray[np.bool_] | None = None,
+    segment_size: int = SEGMENT_SIZE,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    task: ArrayTask | None = None,
+) -> npt.NDArray[np.int32]:
+    """For each pair, how many documents of its segment lie nearer to its query than its own document does.
+
+    A pair is consistent at `top_k` where this number is below `top_k`: ties count in its favour. The documents of a
+    segment are the different positives of its records, so that the same text under another query is no rival; of a
+    record with several positives the nearest counts, and the others are no rivals. All documents are compared, none is
+    approximated. The segments are the job's shards.
+
+    Args:
+        vectors: Unit vectors of the source's queries and documents.
+        folder: The folder to work in.
+        is_considered_N: Which records take part, (rows,); None for all. The others are nobody's rivals.
+        segment_size: Most records of a segment.
+        seed: Seed of what records share a segment (`Segments`).
+        device: Where vectors are multiplied.
+        task: Which segments are this process's; None for all.
+
+    Returns:
+        (rows,) int32, memory-mapped; `NOT_RANKED` where a record takes no part.
+
+    Precision: products in float32; scores within `TIE` are equal.
+    Memory: 8 bytes a record of the source, and 4 * D bytes a record of one segment: 1.5 GB for 1M records of D = 384.
+
+    Raises:
+        OptionError: If `segment_size` is below 2.
+        InputError: If the folder holds something else, or was made with other options.
+
+    Source: Nussbaum et al. 2024 (Nomic Embed), arXiv:2402.01613, and Nussbaum and Duderstadt 2025 (Nomic Embed v2),
+        arXiv:2502.07972, section 4.2: segments of 1M pairs, kept if the document is among the 2 nearest.
+        Differs: random segments of one source, ties, several positives.
+    """
+    require_segment_size(segment_size)
+    num_rows = vectors.num_queries
+    is_considered_N = np.ones(num_rows, dtype=np.bool_) if is_considered_N is None else is_considered_N
+    segments = Segments(np.flatnonzero(is_considered_N).astype(np.uint32), segment_size, seed)
+    made = check_manifest(vectors.document_shards.folder, {})
+    fields = {
+        "kind": "consistency",
+        **vectors.index.key,
+        "model_sha256": made["model_sha256"],
+        "precision": made["precision"],
+        "prompt_names": [
+            check_manifest(shards.folder, {})["prompt_name"]
+            for shards in (vectors.query_shards, vectors.document_shards)
+        ],
+        "num_rows": num_rows,
+        "rows_sha256": hashlib.sha256(segments.row_N.tobytes()).hexdigest(),
+        "segment_size": segment_size,
+        "seed": seed,
+    }
+    job = ShardedJob(folder, fields, len(segments), stem="segment")
+    job.run(partial(_write_ranks, vectors, segments, torch.device(device)), task, take_over=True)
+    job.finish(lambda: _join(job, segments, num_rows))
+    ranks: npt.NDArray[np.int32] = np.load(Path(folder) / RANKS, mmap_mode="r")
+    return ranks
+
+
+def require_segment_size(segment_size: int) -> None:
+    """Check the number of records of a segment.
+
+    Raises:
+        OptionError: If it is below 2, so that no record has a rival.
+    """
+    if segment_size < 2:
+        raise OptionError("segment_size", segment_size, "must be >= 2", "the paper uses 1000000")
+
+
+def segment_ranks(vectors: PairVectors, row_N: _Int64s, device: torch.device) -> npt.NDArray[np.int32]:
+    """The ranks of a segment's pairs (see `rank_pairs`).
+
+    Args:
+        vectors: Unit vectors of the source.
+        row_N: The segment's rows, in order, (n,).
+        device: Where vectors are multiplied.
+
+    Returns:
+        (n,) int32.
+    """
+    start_N, stop_N = vectors.positive_offsets[row_N], vectors.positive_offsets[row_N + 1]
+    entry_E = np.concatenate([np.arange(start, stop) for start, stop in zip(start_N, stop_N, strict=True)])
+    document_M, column_E = np.unique(vectors.positive_rows[entry_E], return_inverse=True)
+    owner_E = np.repeat(np.arange(len(row_N)), stop_N - start_N)
+    query_ND = torch.from_numpy(_gather(vectors.query_shards, row_N))
+    own_N = torch.full((len(row_N),), -torch.inf)
+    # By document, so that each tile of documents finds its own entries side by side.
+    order_E = np.argsort(column_E, kind="stable")
+    owner_E, column_E = owner_E[order_E], column_E[order_E]
+    for start, tile_TD in _tiles(vectors.document_shards, document_M):
+        first, last = np.searchsorted(column_E, [start, start + len(tile_TD)])
+        for part in range(first, last, _QUERY_TILE):
+            owner_e = torch.from_numpy(owner_E[part : min(part + _QUERY_TILE, last)])
+            column_e = torch.from_numpy(column_E[part : min(part + _QUERY_TILE, last)] - start)
+            score_e = (query_ND[owner_e] * tile_TD[column_e]).sum(dim=1)
+            own_N.scatter_reduce_(0, owner_e, score_e, "amax")
+    count_N = torch.zeros(len(row_N), dtype=torch.int32)
+    for _, tile_TD in _tiles(vectors.document_shards, document_M):
+        tile_DT = tile_TD.to(device).T
+        for start in range(0, len(row_N), _QUERY_TILE):
+            part_N = slice(start, start + _QUERY_TILE)
+            count_N[part_N] += _num_nearer(query_ND[part_N].to(device), tile_DT, own_N[part_N].to(device)).cpu()
+    ranks: npt.NDArray[np.int32] = count_N.numpy()
+    return ranks
+
+
+def _num_nearer(query_ND: Tensor, tile_DT: Tensor, own_N: Tensor) -> Tensor:
+    """How many documents of a tile score above each query's own, (n,) int32."""
+    return (query_ND @ tile_DT > own_N[:, None] + TIE).sum(dim=1, dtype=torch.int32)
+
+
+def _tiles(shards: VectorShards, row_M: _Int64s) -> Iterator[tuple[int, Tensor]]:
+    """The vectors of some rows, a tile at a time, each with the place of its first row."""
+    for start in range(0, len(row_M), _DOCUMENT_TILE):
+        yield start, torch.from_numpy(_gather(shards, row_M[start : start + _DOCUMENT_TILE]))
+
+
+def _gather(shards: VectorShards, row_N: _Int64s) -> npt.NDArray[np.float32]:
+    """The vectors of some rows, which are in order, (n, D) float32."""
+    vector_ND = np.empty((len(row_N), shards.embedding_dim), dtype=np.float32)
+    shard_N = row_N // shards.shard_size
+    borders = np.flatnonzero(np.diff(shard_N, prepend=-1, append=-1))
+    for start, stop in pairwise(borders):
+        vector_ND[start:stop] = shards.load(int(shard_N[start]))[row_N[start:stop] % shards.shard_size]
+    return vector_ND
+
+
+def _write_ranks(vectors: PairVectors, segments: Segments, device: torch.device, segment: int, path: Path) -> None:
+    save_array(path, segment_ranks(vectors, segments.members(segment), device))
+
+
+def _join(job: ShardedJob, segments: Segments, num_rows: int) -> dict[str, int]:
+    """Write the ranks of all segments as one array; returns how many records were ranked."""
+    rank_N = np.full(num_rows, NOT_RANKED, dtype=np.int32)
+    for segment in range(job.num_shards):
+        rank_N[segments.members(segment)] = np.load(job.path(segment))
+    with atomic_path(job.folder / RANKS) as temporary:
+        save_array(temporary, rank_N)
+    return {"num_ranked": len(segments.row_N)}

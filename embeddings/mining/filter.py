@@ -1,0 +1,298 @@
+"""Filtering: which records of a source stay, by rules in a stated order, and the file of those that do."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.fileio import atomic_path, file_sha256, write_manifest_file
+from embeddings.data.cache import CachedSource, open_cached, read_records
+from embeddings.data.near_duplicates import NearDuplicates, Shingle
+from embeddings.data.record_files import has_levels, write_records
+from embeddings.data.records import Record
+from embeddings.data.sources import SourceConfig
+from embeddings.inference.vector_folder import embedder_sha256
+from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segment_size
+from embeddings.mining.decontaminate import EQUAL, SIMILAR, Decontaminator, find_contaminated
+from embeddings.mining.duplicates import COPY, NEAR_COPY, find_duplicates
+from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
+from embeddings.mining.outputs import finished_manifest, manifest_path, nothing_left_of
+from embeddings.mining.pair_vectors import encode_pairs
+from embeddings.mining.verdicts import KEPT, SHARD_ROWS, require_shard_size, save_array
+
+if TYPE_CHECKING:
+    from embeddings.inference.encoder import Encoder
+
+# In the order in which they are applied: what one rule takes out, the rules after it do not see.
+RULES = ("copies", "near-copies", "equal to an evaluation text", "similar to an evaluation text", "inconsistent")
+REASONS = "reasons.npy"
+
+
+@dataclass(frozen=True)
+class FilterRules:
+    """Which records are to go. The rules are applied in the order of `RULES`.
+
+    Copies go first, so that what resembles an evaluation text takes its near-copies along; consistency comes last, so
+    that nobody's rival is a record that goes anyway.
+
+    Args:
+        remove_copies: Whether a record with the query and positives of an earlier one goes. Not what you want where
+            the negatives of one pair are spread over several records.
+        near_duplicates: Least Jaccard similarity of query and of positives of a near-copy, 0.5 to 1; None for no rule.
+        shingle: What near-copies are compared by: runs of words, or of characters.
+        top_k: Largest number of the segment's documents, its own among them, that a query may have nearest to it for
+            its pair to be consistent; Nomic uses 2. None for no rule.
+        segment_size: Most records that are compared with each other for consistency; Nomic uses 1,000,000.
+        seed: Seed of which records share a segment.
+
+    Raises:
+        OptionError: If a value is impossible or cannot take effect.
+    """
+
+    remove_copies: bool = True
+    near_duplicates: float | None = None
+    shingle: Shingle = "word"
+    top_k: int | None = None
+    segment_size: int = SEGMENT_SIZE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.near_duplicates is not None:
+            NearDuplicates(self.near_duplicates)
+            if not self.remove_copies:
+                raise OptionError("remove_copies", False, "excludes near_duplicates", "a copy is a near-copy too")
+        if self.top_k is not None and self.top_k < 1:
+            raise OptionError("top_k", self.top_k, "must be >= 1", "the paper uses 2")
+        require_segment_size(self.segment_size)
+
+
+class FilterReport(NamedTuple):
+    """What filtering did.
+
+    Attributes:
+        output: The file of the records that stayed.
+        num_records: Records before.
+        removed: Records that each rule took out, by its name in `RULES`, for the rules that were asked for.
+    """
+
+    output: Path
+    num_records: int
+    removed: dict[str, int]
+
+    @property
+    def num_kept(self) -> int:
+        """Records that stayed."""
+        return self.num_records - sum(self.removed.values())
+
+
+def filter_pairs(
+    config: SourceConfig,
+    output: str | os.PathLike[str],
+    rules: FilterRules,
+    *,
+    decontaminator: Decontaminator | None = None,
+    encoder: "Encoder | None" = None,
+    vectors: str | os.PathLike[str] | None = None,
+    shard_size: int = SHARD_ROWS,
+    task: ArrayTask | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> FilterReport:
+    """Write the records of a source that stay, with all their fields and in their order, to a Parquet file.
+
+    The file is a source again (`query`, `positive`, `negatives` with levels where they have some, `instruction`,
+    `label`, `score`, `id`; other columns are left behind). Beside `NAME.parquet` lies `NAME.manifest.json`, and the
+    folder `NAME.parquet.work`, which may be deleted once the file is there: keys and vectors in shards, and
+    `reasons.npy`, which holds for each record the number of the rule that took it out, from 1, and 0 for none.
+
+    A killed run goes on at the first shard that is not whole; the last step, one pass over the source, begins anew. The
+    tasks of an array share the shards, and one of them writes the file: all ways lead to the same bytes. A finished
+    file made from the same inputs is left as it is.
+
+    Args:
+        config: A source of pairs.
+        output: The file to write.
+        rules: Which records go.
+        decontaminator: What the model is to be evaluated on, or None for no such rule.
+        encoder: The model that judges consistency, where `rules.top_k` is given.
+        vectors: Folder of the source's vectors, to share them with other jobs of the same source and model; None for
+            one in the folder of work.
+        shard_size: Records of a shard of the rules that need no vectors.
+        task: Which shards are this process's; None for all.
+        cache_dir: Folder of converted sources.
+
+    Memory: 2 bytes a record, and what the rules need, one after the other (`find_duplicates`, `rank_pairs`).
+
+    Raises:
+        OptionError: If an option is impossible or cannot take effect, or no rule is asked for.
+        InputError: If the source cannot be used, something else lies at `output`, or no record stays.
+    """
+    require_shard_size(shard_size)
+    asked = _asked(config, rules, decontaminator, encoder)
+    source = open_cached(config, cache_dir)
+    graded = has_levels(source.table, f"source {config.name!r}")
+    fields = _manifest_fields(source, rules, decontaminator, encoder)
+    target = Path(output)
+    if (report := _finished(target, fields)) is not None:
+        return report
+    work = target.with_name(f"{target.name}.work")
+    folder = work / "vectors" if vectors is None else Path(vectors)
+    with nothing_left_of(work, folder):
+        ShardedJob(work, fields, num_shards=0)
+        reason_N = find_reasons(
+            source,
+            work,
+            rules,
+            decontaminator=decontaminator,
+            encoder=encoder,
+            vectors=folder,
+            shard_size=shard_size,
+            task=task,
+        )
+        counts = np.bincount(reason_N, minlength=len(RULES) + 1).tolist()
+        report = FilterReport(target, len(reason_N), {RULES[rule]: counts[rule + 1] for rule in asked})
+        _require_records(report)
+        with file_lock(work / ".lock"):
+            # Another task may have been here first.
+            if _finished(target, fields) is None:
+                _write(config, source, reason_N, graded, report, fields, work)
+    return report
+
+
+def find_reasons(
+    source: CachedSource,
+    work: Path,
+    rules: FilterRules,
+    *,
+    decontaminator: Decontaminator | None,
+    encoder: "Encoder | None",
+    vectors: Path,
+    shard_size: int,
+    task: ArrayTask | None,
+) -> npt.NDArray[np.uint8]:
+    """The rule that takes each record out, by its place in `RULES` from 1, and 0 where it stays, (rows,) uint8.
+
+    Arguments as in `filter_pairs`; `work` is the folder to work in. Vectors are made only if a record is left to judge.
+    """
+    reason_N = np.full(len(source.table), KEPT, dtype=np.uint8)
+    if rules.remove_copies:
+        found_N = find_duplicates(
+            source,
+            work / "duplicates",
+            near_duplicates=rules.near_duplicates,
+            shingle=rules.shingle,
+            shard_size=shard_size,
+            task=task,
+        )
+        _take_out(reason_N, found_N == COPY, 1)
+        _take_out(reason_N, found_N == NEAR_COPY, 2)
+    if decontaminator is not None:
+        found_N = find_contaminated(source, work / "decontamination", decontaminator, shard_size=shard_size, task=task)
+        _take_out(reason_N, found_N == EQUAL, 3)
+        _take_out(reason_N, found_N == SIMILAR, 4)
+    if encoder is not None and rules.top_k is not None and (reason_N == KEPT).any():
+        rank_N = rank_pairs(
+            encode_pairs(encoder, source, vectors, task=task),
+            work / "consistency",
+            is_considered_N=reason_N == KEPT,
+            segment_size=rules.segment_size,
+            seed=rules.seed,
+            device=encoder.device,
+            task=task,
+        )
+        _take_out(reason_N, rank_N >= rules.top_k, 5)
+    return reason_N
+
+
+def _take_out(reason_N: npt.NDArray[np.uint8], is_found_N: npt.NDArray[np.bool_], reason: int) -> None:
+    """Note the reason of the records found, but for those that an earlier rule took out."""
+    reason_N[is_found_N & (reason_N == KEPT)] = reason
+
+
+def _asked(
+    config: SourceConfig, rules: FilterRules, decontaminator: Decontaminator | None, encoder: "Encoder | None"
+) -> list[int]:
+    """The rules that are asked for, by their place in `RULES`.
+
+    Raises:
+        OptionError: If there are none, or what one needs is missing or of no use.
+    """
+    if config.conversion != "pairs":
+        raise config.fault("conversion", config.conversion, "holds no records to keep", "filter the pairs it is for")
+    if rules.top_k is not None and encoder is None:
+        raise OptionError("top_k", rules.top_k, "needs a model to judge by", "give --model, or leave top_k out")
+    if encoder is not None and rules.top_k is None:
+        raise OptionError("model", "given", "has no effect without top_k", "give --top-k 2, or leave the model out")
+    chosen = (
+        rules.remove_copies,
+        rules.near_duplicates is not None,
+        decontaminator is not None,
+        decontaminator is not None and decontaminator.bm25_threshold is not None,
+        rules.top_k is not None,
+    )
+    if not any(chosen):
+        raise OptionError("remove_copies", False, "leaves no rule to filter by", "ask for one, such as near_duplicates")
+    return [rule for rule, is_chosen in enumerate(chosen) if is_chosen]
+
+
+def _manifest_fields(
+    source: CachedSource, rules: FilterRules, decontaminator: Decontaminator | None, encoder: "Encoder | None"
+) -> dict[str, Any]:
+    """What decides the file's bytes."""
+    return {
+        "kind": "filtered pairs",
+        "source_key": source.folder.name,
+        "inputs": source.inputs,
+        "num_records": len(source.table),
+        "rules": asdict(rules),
+        "evaluation": None if decontaminator is None else decontaminator.fields,
+        "model_sha256": None if encoder is None else embedder_sha256(encoder),
+        "precision": None if encoder is None else str(encoder.dtype).removeprefix("torch."),
+    }
+
+
+def _finished(output: Path, fields: dict[str, Any]) -> FilterReport | None:
+    """The report of a file that is there already, or None if there is none."""
+    found = finished_manifest(output, fields)
+    return None if found is None else FilterReport(output, found["num_records"], found["removed"])
+
+
+def _require_records(report: FilterReport) -> None:
+    """Check that a record stays.
+
+    Raises:
+        InputError: If all are taken out.
+    """
+    if report.num_kept == 0:
+        counts = ", ".join(f"{count} {rule}" for rule, count in report.removed.items() if count)
+        raise InputError(str(report.output), f"no record would stay ({counts})", "loosen a rule, and name a new file")
+
+
+def _write(
+    config: SourceConfig,
+    source: CachedSource,
+    reason_N: npt.NDArray[np.uint8],
+    graded: bool,
+    report: FilterReport,
+    fields: dict[str, Any],
+    work: Path,
+) -> None:
+    """Write the reasons, the manifest, and the records that stay."""
+    with atomic_path(work / REASONS) as temporary:
+        save_array(temporary, reason_N)
+    with atomic_path(report.output) as temporary:
+        count = write_records(temporary, _kept(config, source, reason_N), graded)
+        assert count == report.num_kept
+        facts = {"removed": report.removed, "num_kept": count, "output_sha256": file_sha256(temporary)}
+        # The file comes last: where it lies, its manifest does too.
+        write_manifest_file(manifest_path(report.output), {**fields, **facts})
+
+
+def _kept(config: SourceConfig, source: CachedSource, reason_N: npt.NDArray[np.uint8]) -> Iterator[Record]:
+    for row, record in enumerate(read_records(config, source)):
+        if reason_N[row] == KEPT:
+            yield record

@@ -1,0 +1,116 @@
+"""`filter` on the command line."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from embeddings.cli.filter import evaluation_texts
+from embeddings.cli.main import main
+from embeddings.inference import Encoder
+from tests.data.rows import pairs, write_jsonl
+from tests.helpers.runs import write_retrieval_folder
+from tests.inference.models import tiny_embedder
+from tests.mining.filter_world import topic_vectors
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("filter") / "model"
+    tiny_embedder().save_pretrained(folder)
+    return str(folder)
+
+
+def folder_of(path: Path, name: str, rows: list) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    write_jsonl(path / f"{name}.jsonl", rows)
+    return path
+
+
+def test_the_texts_of_every_kind_of_evaluation_folder_are_read(tmp_path):
+    retrieval = write_retrieval_folder(tmp_path / "all" / "retrieval")
+    sts = [{"sentence1": f"one {row}", "sentence2": f"two {row}", "score": row} for row in range(2)]
+    folder_of(tmp_path / "all" / "sts", "test", sts)
+    labelled = [{"text": f"tested {row}", "label": row % 2} for row in range(4)]
+    folder_of(tmp_path / "all" / "classes", "test", labelled)
+    folder_of(tmp_path / "all" / "classes", "train", [{**row, "text": "trained"} for row in labelled])
+    folder_of(
+        tmp_path / "groups", "test", [{**row, "text": row["text"].replace("tested", "grouped")} for row in labelled]
+    )
+    texts = evaluation_texts([tmp_path / "all", tmp_path / "groups"])
+    both = {"one 0", "two 1", "tested 3", "grouped 0"}
+    assert both <= set(texts.queries) & set(texts.documents)
+    assert "trained" not in {*texts.queries, *texts.documents}
+    corpus = [json.loads(line)["text"] for line in (retrieval / "corpus.jsonl").read_text().splitlines()]
+    assert any(corpus[0] in text for text in texts.documents)
+    without = evaluation_texts([tmp_path / "all", tmp_path / "groups"], documents=False)
+    assert without.queries == texts.queries
+    assert not any(corpus[0] in text for text in without.documents)
+    assert both <= set(without.documents)
+
+
+def test_a_source_is_filtered_and_the_counts_are_printed(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Encoder, "encode", topic_vectors)
+    rows = [{"question": f"topic {row} q", "positive": f"topic {row} d {row * 71}"} for row in range(8)]
+    rows += [rows[0], {"question": "tested 1", "positive": "x"}, {"question": "topic 3 again", "positive": "topic 6 y"}]
+    write_jsonl(tmp_path / "pairs.jsonl", rows)
+    folder_of(tmp_path / "eval", "test", [{"text": f"tested {row}", "label": row % 2} for row in range(4)])
+    command = ["filter", "--model", model, "--input", "pairs.jsonl", "--output", "kept.parquet", "--top-k", "2"]
+    command += ["--near-duplicates", "0.8", "--decontaminate", "eval", "--bm25-threshold=0.7"]
+    command += ["--columns", "{query: question}"]
+    for _ in range(2):
+        assert main(command) == 0
+        lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        assert lines[1:] == [
+            "records 11",
+            "copies 1 10",
+            "near-copies 0 10",
+            "equal to an evaluation text 1 9",
+            "similar to an evaluation text 0 9",
+            "inconsistent 1 8",
+            "wrote 8 records to kept.parquet",
+        ]
+    kept = pq.read_table("kept.parquet").to_pylist()
+    assert [row["query"] for row in kept] == [f"topic {row} q" for row in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--input", "no.jsonl"], "no.jsonl: no such file"),
+        (["--input", "bad.jsonl"], "bad.jsonl:4: field 'query'"),
+        (["--input", "good.jsonl", "--near-duplicates", "2"], "near_duplicates must lie between 0.5 and 1"),
+        (["--input", "good.jsonl", "--top-k", "2"], "model must be given"),
+        (["--input", "good.jsonl", "--vectors", "v"], "model must be given"),
+        (["--input", "good.jsonl", "--bm25-threshold", "0.5"], "bm25_threshold needs evaluation texts"),
+        (["--input", "good.jsonl", "--decontaminate", "nowhere"], "nowhere"),
+        (["--input", "good.jsonl", "--decontaminate", "[eval]", "--bm25-threshold", "7"], "bm25_threshold must lie"),
+        (["--input", "good.jsonl", "--model", "no_model_here"], "no_model_here"),
+        (["--input", "good.jsonl", "--model", "MODEL", "--top-k", "0"], "top_k must be >= 1"),
+        (["--input", "good.jsonl", "--model", "MODEL", "--segment-size", "1"], "segment_size must be >= 2"),
+        (["--input", "good.jsonl", "--shard-size", "0"], "shard_size must be >= 1"),
+        (["--input", "good.jsonl", "--remove-copies", "false"], "leaves no rule"),
+        (["--input", "good.jsonl", "--task-index", "1"], "task_index needs num_tasks"),
+        (["--input", "same.jsonl", "--decontaminate", "eval"], "no record would stay"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_written(
+    options, says, model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EMBED_CACHE", str(tmp_path.with_name(f"{tmp_path.name} cache")))
+    write_jsonl(tmp_path / "good.jsonl", pairs(3))
+    write_jsonl(tmp_path / "bad.jsonl", [*pairs(3), {"positive": "p"}])
+    write_jsonl(tmp_path / "same.jsonl", [{"query": "tested 1", "positive": "p"}])
+    folder_of(tmp_path / "eval", "test", [{"text": f"tested {row}", "label": row % 2} for row in range(4)])
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert (
+        main(["filter", "--output", "out/kept.parquet", *(model if word == "MODEL" else word for word in options)]) == 2
+    )
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert says in line
+    assert sorted(tmp_path.rglob("*")) == before

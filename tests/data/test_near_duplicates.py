@@ -1,0 +1,163 @@
+"""Near-copies equal those of a loop over all pairs, and no stranger goes with them."""
+
+import random
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from embeddings.common import OptionError
+from embeddings.data.near_duplicates import LEAST_THRESHOLD, NearDuplicates, mark_copies
+
+
+def shingles(text, unit):
+    if unit == "character":
+        units, size = " ".join(text.split()), 5
+    else:
+        units, size = re.findall(r"\w+", text), 3
+    return {tuple(units[start : start + size]) for start in range(max(1, len(units) - size + 1))}
+
+
+def jaccard(first, second, unit="word"):
+    one, other = shingles(first, unit), shingles(second, unit)
+    return len(one & other) / len(one | other)
+
+
+def varied(count, num_words, seed=0):
+    """Texts in families: each a text and the same text with some words changed."""
+    generator = random.Random(seed)
+    texts = []
+    for _ in range(count):
+        base = [f"w{generator.randrange(9999)}" for _ in range(num_words)]
+        for changes in (0, 1, 2, 4):
+            changed = list(base)
+            for place in generator.sample(range(num_words), changes):
+                changed[place] = f"new{generator.randrange(9999)}"
+            texts.append(" ".join(changed))
+    return texts
+
+
+def loop_copies(items, are_alike):
+    copies = []
+    for row, item in enumerate(items):
+        kept = [other for other in range(row) if not copies[other]]
+        copies.append(any(are_alike(items[other], item) for other in kept))
+    return copies
+
+
+@pytest.mark.parametrize("unit", ["word", "character"])
+@pytest.mark.parametrize("threshold", [0.5, 0.8, 1.0])
+def test_items_of_two_parts_are_copies_where_a_loop_over_all_pairs_says_so(unit, threshold):
+    queries, documents = varied(12, 12), varied(12, 40, seed=1)
+    items = [(query, document) for query, document in zip(queries, documents, strict=True)]
+    # One document under many questions, one question over many documents, and whole copies.
+    items += [(query, documents[0]) for query in queries[8:20]] + [(queries[0], text) for text in documents[8:20]]
+    items += items[::5]
+    rule = NearDuplicates(threshold, num_parts=2, shingle=unit)
+
+    def are_alike(first, second):
+        return all(jaccard(*pair, unit) >= threshold for pair in zip(first, second, strict=True))
+
+    keys = rule.keys(items)
+    found = mark_copies(keys.T, len(items), lambda one, other: rule.alike(items[one], items[other]))
+    assert found.tolist() == loop_copies(items, are_alike)
+    assert len(items) // 6 <= found.sum() < len(items) - 24
+
+
+@pytest.mark.parametrize("unit", ["word", "character"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("a b c d", "a b c e"),
+        ("one", "one two"),
+        ("x y", "y x"),
+        ("", "..."),
+        ("!?", "??"),
+        ("a-b c", "a b, c"),
+        ("naïve café 東京 – x", "naïve café 東京 - x"),
+        ("same same same same", "same same same"),
+    ],
+)
+def test_the_similarity_is_that_of_the_sets_of_shingles(unit, first, second):
+    rule = NearDuplicates(0.7, shingle=unit)
+    if re.search(r"\w", first) or unit == "character":
+        assert rule.jaccard(first, second) == pytest.approx(jaccard(first, second, unit))
+    else:
+        assert rule.jaccard(first, second) == 0
+    assert rule.jaccard(first, first) == 1
+
+
+def test_copies_are_found_by_the_keys_as_often_as_is_promised():
+    generator = random.Random(3)
+    rule, missed, tried = NearDuplicates(0.8), 0, 0
+    for _ in range(400):
+        base = [f"w{generator.randrange(9999)}" for _ in range(60)]
+        changed = list(base)
+        for place in generator.sample(range(60), 2):
+            changed[place] = "new"
+        items = [(" ".join(base),), (" ".join(changed),)]
+        if rule.alike(*items):
+            keys = rule.keys(items)
+            tried, missed = tried + 1, missed + int(not (keys[0] == keys[1]).any())
+    assert tried > 300
+    assert missed <= 1
+
+
+def test_keys_do_not_depend_on_the_process_or_on_the_other_texts():
+    rule = NearDuplicates(0.8, num_parts=2)
+    items = [("a question of words", "a document of some more words"), ("other", "text"), ("", "")]
+    keys = rule.keys(items)
+    assert keys.shape == (3, rule.num_keys)
+    assert keys.dtype == np.uint32
+    assert all((rule.keys([item])[0] == key).all() for item, key in zip(items, keys, strict=True))
+    assert rule.keys([]).shape == (0, rule.num_keys)
+    code = f"from embeddings.data.near_duplicates import NearDuplicates as N; print(N(0.8, 2).keys({items!r}).tolist())"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == str(keys.tolist())
+
+
+def test_lower_thresholds_take_more_keys():
+    counts = [NearDuplicates(threshold, num_parts=2).num_keys for threshold in (0.5, 0.7, 0.8, 0.9, 1.0)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[2] == 16
+    assert counts[-1] == 1
+    assert NearDuplicates(0.7).num_keys == 20
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.49, 1.01, float("nan"), -1.0])
+def test_a_threshold_out_of_its_range_is_refused(threshold):
+    with pytest.raises(OptionError, match=f"must lie between {LEAST_THRESHOLD} and 1"):
+        NearDuplicates(threshold)
+
+
+@pytest.mark.parametrize("num_columns", [1, 3])
+def test_rows_are_compared_where_they_share_a_key_and_with_kept_rows_alone(num_columns):
+    generator = np.random.default_rng(num_columns)
+    columns = [generator.integers(0, 12, size=60, dtype=np.uint32) for _ in range(num_columns)]
+    values = generator.integers(0, 20, size=60)
+    asked = []
+
+    def are_alike(one, other):
+        asked.append((one, other))
+        return abs(int(values[one]) - int(values[other])) <= 1
+
+    found = mark_copies(iter(columns), 60, are_alike).tolist()
+    expected = []
+    for row in range(60):
+        earlier = [
+            one for one in range(row) if not expected[one] and any(column[one] == column[row] for column in columns)
+        ]
+        expected.append(any(abs(int(values[one]) - int(values[row])) <= 1 for one in earlier))
+    assert found == expected
+    assert 0 < sum(found) < 60
+    assert len(asked) == len(set(asked))
+    assert all(one < other and not found[one] for one, other in asked)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2])
+def test_few_rows_and_rows_that_share_nothing_are_no_copies(num_rows):
+    column = np.arange(num_rows, dtype=np.uint32)
+    assert mark_copies([column], num_rows, lambda *_: True).tolist() == [False] * num_rows
+    assert mark_copies([column * 0], num_rows, lambda *_: True).tolist() == [row > 0 for row in range(num_rows)]

@@ -1,0 +1,134 @@
+"""A source with planted copies, contaminated records and inconsistent pairs, and a model that knows the topics."""
+
+import random
+import re
+import sys
+from functools import cache
+
+import numpy as np
+
+from embeddings.common.fileio import text_hash
+from embeddings.data import SourceConfig
+from embeddings.inference import Encoder
+from embeddings.mining import consistency, decontaminate, duplicates, filter
+from embeddings.mining.decontaminate import Decontaminator, EvaluationTexts
+from embeddings.mining.filter import FilterRules, filter_pairs
+from tests.data.rows import write_jsonl
+from tests.inference.models import tiny_embedder
+
+NUM_CLEAN = 40
+# Where a run may be ended: the function, and which of its calls.
+PLACES = {
+    "keys": (duplicates, "_write_keys", 3),
+    "comparison": (duplicates, "_compare", 1),
+    "verdicts": (decontaminate, "_write_verdicts", 2),
+    "segment": (consistency, "_write_ranks", 2),
+    "writing": (filter, "write_records", 1),
+    "manifest": (filter, "write_manifest_file", 1),
+}
+EVALUATION = EvaluationTexts(
+    ["What is the *evaluated* question, please?", "how long does the longest river of africa flow"],
+    ["An evaluated document about mountains and the glaciers on them."],
+)
+RULES = FilterRules(near_duplicates=0.8, top_k=2, segment_size=16, seed=3)
+
+
+def words(seed, count=30):
+    generator = random.Random(seed)
+    return " ".join(f"w{generator.randrange(10_000)}" for _ in range(count))
+
+
+def clean_record(row):
+    """Query and document of one topic, with every field that a record may have."""
+    return {
+        "query": f"topic {row} question {words(row, 12)}",
+        "positive": [f"topic {row} answer {words(1000 + row)}", f"topic {row} second {words(2000 + row)}"][
+            : 1 + row % 2
+        ],
+        "negatives": [{"text": f"negative {words(3000 + row, 5)}", "level": 1 + row % 4}] * (row % 3),
+        "label": row % 5 if row % 2 else None,
+        "score": row / 7,
+        "id": f"record {row}",
+        "instruction": "find it" if row % 4 == 0 else None,
+        "other": "a column that nobody asks for",
+    }
+
+
+def planted_records():
+    """Records, and for each the place in `filter.RULES` (from 1) of the rule that takes it out; 0 where it stays."""
+    records = [(clean_record(row), 0) for row in range(NUM_CLEAN)]
+    copy = {**clean_record(3), "query": f"  {clean_record(3)['query']}\n", "negatives": None, "id": "copy"}
+    near = {**clean_record(4), "positive": clean_record(4)["positive"][0].replace("answer", "ANSWER") + " more"}
+    other_question = {**clean_record(6), "query": f"topic 6 asks {words(77, 12)}", "id": "other question"}
+    equal = {"query": "what is the evaluated QUESTION please", "positive": f"topic 1 x {words(5000)}"}
+    equal_document = {"query": f"topic 2 {words(5001)}", "positive": [words(5002), EVALUATION.documents[0].upper()]}
+    similar = {"query": "Longest river of Africa: how long", "positive": f"topic 8 {words(5003)}"}
+    inconsistent = {"query": f"topic 9 {words(5004)}", "positive": f"topic 39 {words(5005)}"}
+    planted = [
+        (copy, 1),
+        (near, 2),
+        (other_question, 0),
+        (equal, 3),
+        (equal_document, 3),
+        (similar, 4),
+        (inconsistent, 5),
+    ]
+    generator = random.Random(0)
+    for record, reason in planted:
+        # Behind what it is a copy of.
+        records.insert(generator.randrange(12, len(records) + 1), (record, reason))
+    return records
+
+
+def topic_vectors(self, texts, prompt_name=None, context=None, role=None):
+    """A vector for each text, near those of the texts of the same topic; without a topic, near nothing."""
+    vectors = np.empty((len(texts), 32), np.float32)
+    for row, text in enumerate(texts):
+        topic = re.search(r"topic \d+", text)
+        base = np.random.default_rng(text_hash(topic[0]) % 2**63 if topic else text_hash(text) % 2**63)
+        vectors[row] = base.normal(size=32) + 0.2 * np.random.default_rng(text_hash(text) % 2**63).normal(size=32)
+    return vectors
+
+
+@cache
+def topic_encoder():
+    return Encoder(tiny_embedder(), precision="float32")
+
+
+def write_source(folder):
+    return SourceConfig("input", str(write_jsonl(folder / "pairs.jsonl", [record for record, _ in planted_records()])))
+
+
+def run_filter(config, output, task=None, rules=RULES):
+    """Filter by all rules, in shards of a few records."""
+    return filter_pairs(
+        config,
+        output,
+        rules,
+        decontaminator=Decontaminator(EVALUATION, 0.7),
+        encoder=topic_encoder(),
+        shard_size=8,
+        task=task,
+        cache_dir=output.parent / "cache",
+    )
+
+
+def stop_at(place, stop):
+    """Call `stop` at a place of the work; gives the module and name that now stop, and what was there before."""
+    module, name, call = PLACES[place]
+    real, calls = getattr(module, name), []
+
+    def stopping(*args):
+        calls.append(1)
+        if len(calls) == call:
+            stop()
+        return real(*args)
+
+    setattr(module, name, stopping)
+    return module, name, real
+
+
+def say_amid():
+    """Tell the parent process that the place is reached, and wait for ever."""
+    print("amid", flush=True)
+    sys.stdin.readline()

@@ -1,0 +1,184 @@
+"""A pair's rank is the number of other documents of its segment that lie nearer to its query than its own."""
+
+import numpy as np
+import pytest
+import torch
+
+from embeddings.common import InputError, OptionError
+from embeddings.common.fileio import write_manifest
+from embeddings.data import SourceConfig
+from embeddings.data.cache import open_cached
+from embeddings.inference.search import unit_rows
+from embeddings.inference.vector_shards import VectorShards, save_vectors
+from embeddings.mining import consistency
+from embeddings.mining.consistency import NOT_RANKED, Segments, rank_pairs, require_segment_size
+from embeddings.mining.jobs import ArrayTask
+from embeddings.mining.pair_index import index_pairs
+from embeddings.mining.pair_vectors import PairVectors
+from tests.data.rows import write_jsonl
+
+NUM_ROWS, WIDTH = 50, 4
+
+
+def some_rows():
+    """Records of one, two or three positives, some of which several records share."""
+    return [
+        {"query": f"q {row}", "positive": [f"d {(row * step) % 37}" for step in range(1, 2 + row % 3)]}
+        for row in range(NUM_ROWS)
+    ]
+
+
+def pair_vectors(folder, rows, query_ND, vector_of, shard_size=7):
+    """Vectors of a source, those of documents by their text."""
+    source = open_cached(SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows))), folder / "cache")
+    index = index_pairs(source, folder / "index")
+    document_MD = np.stack([vector_of(index.document_text(row)) for row in range(index.num_documents)])
+    made = []
+    for name, vector_ND in (("queries", query_ND), ("documents", document_MD)):
+        shards = VectorShards(folder / name, len(vector_ND), vector_ND.shape[1], shard_size)
+        (folder / name).mkdir(exist_ok=True)
+        write_manifest(folder / name, {"model_sha256": "m", "precision": "float32", "prompt_name": None})
+        for shard in range(shards.num_shards):
+            rows_n = shards.rows(shard)
+            save_vectors(shards.path(shard), unit_rows(vector_ND[rows_n.start : rows_n.stop].astype(np.float32)))
+        made.append(shards)
+    return PairVectors(index, *made)
+
+
+def rounded_vectors(folder, shard_size=7):
+    """Vectors of few different values, negative ones among them, so that ties abound."""
+    generator = np.random.default_rng(0)
+    choices = np.array([[1, 1, 1, 1], [1, -1, 1, 1], [-1, -1, 1, 1], [1, -1, -1, -1], [2, 0, 0, 0], [0, -2, 0, 0]])
+    query_ND = choices[generator.integers(0, 6, NUM_ROWS)]
+    vector_of = dict(zip(map("d {}".format, range(37)), choices[generator.integers(0, 6, 37)], strict=True))
+    return pair_vectors(folder, some_rows(), query_ND, vector_of.__getitem__, shard_size), query_ND, vector_of
+
+
+def loop_ranks(members, query_ND, vector_of):
+    """Ranks of the records `members`; vectors all have the length 2."""
+    rows = some_rows()
+    documents = {text for row in members for text in rows[row]["positive"]}
+    ranks = {}
+    for row in members:
+        own = max(int(query_ND[row] @ vector_of[text]) for text in rows[row]["positive"])
+        ranks[row] = sum(int(query_ND[row] @ vector_of[text]) > own for text in documents)
+    return ranks
+
+
+@pytest.mark.parametrize("tile", [1, 3, 1000])
+@pytest.mark.parametrize("segment_size", [2, 13, 25, NUM_ROWS, 1000])
+def test_ranks_equal_a_loop_with_ties_in_the_pairs_favour(segment_size, tile, tmp_path, monkeypatch):
+    monkeypatch.setattr(consistency, "_QUERY_TILE", tile)
+    monkeypatch.setattr(consistency, "_DOCUMENT_TILE", tile + 1)
+    vectors, query_ND, vector_of = rounded_vectors(tmp_path)
+    found = rank_pairs(vectors, tmp_path / "work", segment_size=segment_size, seed=1)
+    segments = Segments(np.arange(NUM_ROWS, dtype=np.uint32), segment_size, 1)
+    expected = {}
+    for segment in range(len(segments)):
+        expected |= loop_ranks(segments.members(segment).tolist(), query_ND, vector_of)
+    assert found.tolist() == [expected[row] for row in range(NUM_ROWS)]
+    assert (found == 0).any()
+    assert (found > 0).any()
+
+
+def test_records_that_take_no_part_are_nobodys_rivals(tmp_path):
+    vectors, query_ND, vector_of = rounded_vectors(tmp_path)
+    part_N = np.arange(NUM_ROWS) % 3 != 0
+    found = rank_pairs(vectors, tmp_path / "work", is_considered_N=part_N)
+    assert (found[~part_N] == NOT_RANKED).all()
+    expected = loop_ranks(np.flatnonzero(part_N).tolist(), query_ND, vector_of)
+    assert {row: int(found[row]) for row in expected} == expected
+
+
+def test_a_text_that_is_its_own_document_elsewhere_is_no_rival(tmp_path):
+    rows = [{"query": f"q {row}", "positive": "one text"} for row in range(4)]
+    rows.append({"query": "q 4", "positive": "  one text\n"})
+    vectors = pair_vectors(tmp_path, rows, np.eye(5, WIDTH) + 0.1, lambda _: np.ones(WIDTH))
+    assert rank_pairs(vectors, tmp_path / "work").tolist() == [0] * 5
+
+
+def test_an_equal_vector_in_another_tile_is_a_tie(tmp_path, monkeypatch):
+    monkeypatch.setattr(consistency, "_DOCUMENT_TILE", 5)
+    generator = np.random.default_rng(0)
+    rows = [{"query": f"q {row}", "positive": f"d {row}"} for row in range(33)]
+    query_ND = generator.normal(size=(33, 257))
+    vectors = pair_vectors(tmp_path, rows, query_ND, lambda _: query_ND[0], shard_size=4)
+    assert rank_pairs(vectors, tmp_path / "work").tolist() == [0] * 33
+
+
+def test_planted_inconsistent_pairs_are_found_and_no_others(tmp_path):
+    generator = np.random.default_rng(1)
+    topic_ND = generator.normal(size=(60, 16))
+    rows = [{"query": f"q {row}", "positive": f"d {row}"} for row in range(60)]
+    wrong = {7: 30, 31: 2, 59: 12}
+    document_of = {f"d {row}": wrong.get(row, row) for row in range(60)}
+
+    def vector_of(text):
+        return topic_ND[document_of[text]] + 0.05 * np.random.default_rng(len(text)).normal(size=16)
+
+    vectors = pair_vectors(tmp_path, rows, topic_ND, vector_of)
+    found = rank_pairs(vectors, tmp_path / "work", segment_size=30, seed=4)
+    assert np.flatnonzero(found >= 2).tolist() == sorted(wrong)
+
+
+def test_tasks_and_shards_of_vectors_change_no_byte(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    vectors, *_ = rounded_vectors(folders[0])
+    whole = rank_pairs(vectors, folders[0] / "work", segment_size=9, seed=2)
+    vectors, *_ = rounded_vectors(folders[1], shard_size=1000)
+    for index in (2, 0, 1):
+        parts = rank_pairs(vectors, folders[1] / "work", segment_size=9, seed=2, task=ArrayTask(index, 3))
+    assert parts.tolist() == whole.tolist()
+    for path in (folders[0] / "work").glob("*.npy"):
+        assert path.read_bytes() == (folders[1] / "work" / path.name).read_bytes()
+
+
+def test_another_seed_model_or_choice_of_rows_is_refused_by_name(tmp_path):
+    vectors, *_ = rounded_vectors(tmp_path)
+    rank_pairs(vectors, tmp_path / "work", segment_size=9)
+    with pytest.raises(InputError, match="field 'seed' is 0, expected 1"):
+        rank_pairs(vectors, tmp_path / "work", segment_size=9, seed=1)
+    with pytest.raises(InputError, match="field 'rows_sha256'"):
+        rank_pairs(vectors, tmp_path / "work", segment_size=9, is_considered_N=np.arange(NUM_ROWS) > 1)
+    fields = {"model_sha256": "other", "precision": "float32", "prompt_name": None}
+    write_manifest(vectors.document_shards.folder, fields)
+    with pytest.raises(InputError, match="field 'model_sha256' is 'm', expected 'other'"):
+        rank_pairs(vectors, tmp_path / "work", segment_size=9)
+
+
+@pytest.mark.parametrize(
+    ("count", "segment_size", "sizes"), [(1, 2, [1]), (10, 10, [10]), (11, 10, [5, 6]), (7, 3, [2, 2, 3])]
+)
+def test_segments_are_equal_disjoint_and_hold_every_row(count, segment_size, sizes):
+    row_N = np.arange(100, 100 + count, dtype=np.uint32)
+    segments = Segments(row_N, segment_size, seed=0)
+    members = [segments.members(segment) for segment in range(len(segments))]
+    assert sorted(map(len, members)) == sizes
+    assert sorted(np.concatenate(members).tolist()) == row_N.tolist()
+    assert all((np.diff(rows) > 0).all() for rows in members)
+
+
+def test_neighbours_share_a_segment_as_seldom_as_strangers_and_another_seed_parts_others():
+    row_N = np.arange(20_000, dtype=np.uint32)
+    of_row = []
+    for seed in (0, 1):
+        segment_N = np.empty(len(row_N), dtype=np.int64)
+        segments = Segments(row_N, 2000, seed)
+        for segment in range(len(segments)):
+            segment_N[segments.members(segment)] = segment
+        of_row.append(segment_N)
+        assert abs((segment_N[1:] == segment_N[:-1]).mean() - 0.1) < 0.01
+    assert abs((of_row[0] == of_row[1]).mean() - 0.1) < 0.01
+
+
+def test_a_segment_of_one_is_refused():
+    with pytest.raises(OptionError, match="segment_size must be >= 2, got 1"):
+        require_segment_size(1)
+
+
+def test_the_device_is_where_products_are_made(tmp_path):
+    vectors, *_ = rounded_vectors(tmp_path)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        rank_pairs(vectors, tmp_path / "work", device=torch.device("meta"))

@@ -1,0 +1,215 @@
+"""Planted copies, contaminated records and inconsistent pairs go, nothing else does, and a kill changes no byte."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.data import SourceConfig, open_source
+from embeddings.data.records import parse_record
+from embeddings.inference import Encoder
+from embeddings.mining.decontaminate import Decontaminator, EvaluationTexts
+from embeddings.mining.filter import RULES, FilterRules, filter_pairs
+from embeddings.mining.jobs import ArrayTask
+from tests.data.rows import pairs, write_jsonl
+from tests.inference.models import tiny_embedder
+from tests.mining.filter_world import PLACES, planted_records, run_filter, stop_at, topic_vectors, write_source
+
+CHILD = """
+import sys
+from pathlib import Path
+from embeddings.data import SourceConfig
+from embeddings.inference import Encoder
+from tests.mining.filter_world import run_filter, say_amid, stop_at, topic_vectors
+Encoder.encode = topic_vectors
+stop_at("segment", say_amid)
+run_filter(SourceConfig("input", sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _topics(monkeypatch):
+    monkeypatch.setattr(Encoder, "encode", topic_vectors)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The source, and the file that one undisturbed process makes of it."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_source(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Encoder, "encode", topic_vectors)
+        run_filter(config, folder / "whole.parquet")
+    return config, (folder / "whole.parquet").read_bytes()
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_was_planted_goes_by_its_rule_and_nothing_else(tmp_path):
+    output = tmp_path / "out" / "kept.parquet"
+    report = run_filter(write_source(tmp_path), output)
+    planted = planted_records()
+    reasons = np.load(output.parent / "kept.parquet.work" / "reasons.npy")
+    assert reasons.tolist() == [reason for _, reason in planted]
+    assert report.removed == dict(zip(RULES, (1, 1, 2, 1, 1), strict=True))
+    kept = [parse_record(record, {}, "") for record, reason in planted if reason == 0]
+    assert report.num_kept == len(kept) == 41
+    found = [parse_record(row, {}, "") for row in pq.read_table(output).to_pylist()]
+    assert found == kept
+    assert {record.score for record in found} >= {1 / 7, 2 / 7}
+    manifest = json.loads((output.parent / "kept.manifest.json").read_text())
+    assert (manifest["num_records"], manifest["num_kept"]) == (len(planted), 41)
+    assert manifest["removed"] == report.removed
+    assert manifest["rules"]["top_k"] == 2
+    assert manifest["versions"]["numpy"]
+    source = open_source(SourceConfig("kept", str(output)), tmp_path / "again")
+    assert len(source) == 41
+
+
+def test_a_killed_process_is_resumed_with_the_same_bytes(whole, tmp_path):
+    config, expected = whole
+    output = tmp_path / "killed" / "whole.parquet"
+    arguments = [sys.executable, "-c", CHILD, config.path, str(output)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        assert process.stdout.readline() == "amid\n"
+        process.kill()
+    work = output.parent / "whole.parquet.work"
+    made = {path: (path.stat().st_mtime_ns, content) for path, content in files(work).items() if path.suffix == ".npy"}
+    assert {"keys-00005.npy", "segment-00000.npy"} <= {path.name for path in made}
+    assert not (work / "consistency" / "segment-00001.npy").exists()
+    assert not output.exists()
+    run_filter(config, output)
+    assert output.read_bytes() == expected
+    assert made == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in made}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_ends_anywhere_is_resumed_with_the_same_bytes(place, whole, tmp_path, monkeypatch):
+    config, expected = whole
+    output = tmp_path / "ended" / "whole.parquet"
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    module, name, real = stop_at(place, interrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, getattr(module, name))
+        with pytest.raises(KeyboardInterrupt):
+            run_filter(config, output)
+    setattr(module, name, real)
+    assert not output.exists()
+    run_filter(config, output)
+    assert output.read_bytes() == expected
+
+
+def test_the_tasks_of_an_array_give_the_bytes_of_one_process(whole, tmp_path):
+    config, expected = whole
+    output = tmp_path / "array" / "whole.parquet"
+    reports = [run_filter(config, output, ArrayTask(index, 3)) for index in (2, 0, 1)]
+    assert output.read_bytes() == expected
+    assert reports[0] == reports[1] == reports[2]
+
+
+def test_a_finished_file_is_left_as_it_is_and_other_rules_are_refused(tmp_path):
+    config, output = write_source(tmp_path), tmp_path / "whole.parquet"
+    run_filter(config, output)
+    before = files(tmp_path)
+    run_filter(config, output)
+    assert files(tmp_path) == before
+    with pytest.raises(InputError, match="field 'rules'"):
+        run_filter(config, output, rules=FilterRules(near_duplicates=0.9, top_k=2))
+    output.write_bytes(output.read_bytes() + b"x")
+    with pytest.raises(InputError, match="is not the file that its manifest describes"):
+        run_filter(config, output)
+
+
+def test_something_else_at_the_output_is_left_alone(tmp_path):
+    (tmp_path / "kept.parquet").write_text("mine")
+    before = files(tmp_path)
+    with pytest.raises(InputError, match="something else lies there already; name a new file"):
+        filter_pairs(write_source(tmp_path), tmp_path / "kept.parquet", FilterRules())
+    assert {path: content for path, content in files(tmp_path).items() if path in before} == before
+    assert not (tmp_path / "kept.parquet.work").exists()
+
+
+def test_copies_alone_need_no_model(tmp_path):
+    rows = [*pairs(3), *pairs(2)]
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows)))
+    report = filter_pairs(config, tmp_path / "kept.parquet", FilterRules())
+    assert report.removed == {"copies": 2}
+    assert [row["query"] for row in pq.read_table(report.output).to_pylist()] == ["query 0", "query 1", "query 2"]
+
+
+def test_records_left_out_as_suspect_shift_no_row(tmp_path):
+    rows = [*pairs(2), {"query": "q", "positive": "q"}, *pairs(3, "x"), pairs(1)[0]]
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows)), suspect_rows="leave_out")
+    report = filter_pairs(config, tmp_path / "kept.parquet", FilterRules())
+    assert report.removed == {"copies": 1}
+    kept = [row["query"] for row in pq.read_table(report.output).to_pylist()]
+    assert kept == ["query 0", "query 1", "xquery 0", "xquery 1", "xquery 2"]
+
+
+def test_when_no_record_would_stay_one_line_says_so(tmp_path):
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", [*pairs(1), *pairs(1)])))
+    rule = Decontaminator(EvaluationTexts(["query 0"], []))
+    with pytest.raises(InputError, match=r"no record would stay \(1 copies, 1 equal to an evaluation text\); loosen"):
+        filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), decontaminator=rule)
+    assert not (tmp_path / "kept.parquet").exists()
+    assert not (tmp_path / "kept.manifest.json").exists()
+
+
+def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch):
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
+    from embeddings.mining import filter
+
+    real = filter.find_reasons
+    monkeypatch.setattr(
+        filter,
+        "find_reasons",
+        lambda *args, **options: (write_jsonl(tmp_path / "a.jsonl", pairs(4)), real(*args, **options))[1],
+    )
+    with pytest.raises(InputError, match="its files have changed since the work began"):
+        filter_pairs(config, tmp_path / "kept.parquet", FilterRules())
+    assert not (tmp_path / "kept.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"near_duplicates": 0.2}, "near_duplicates must lie between 0.5 and 1, got 0.2"),
+        ({"near_duplicates": 0.8, "remove_copies": False}, "remove_copies excludes near_duplicates"),
+        ({"top_k": 0}, "top_k must be >= 1, got 0"),
+        ({"segment_size": 1}, "segment_size must be >= 2, got 1"),
+        ({"top_k": 2}, "top_k needs a model to judge by"),
+        ({"remove_copies": False}, "leaves no rule to filter by"),
+    ],
+)
+def test_impossible_rules_are_refused_before_anything_is_written(options, says, tmp_path):
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
+    with pytest.raises(OptionError, match=says):
+        filter_pairs(config, tmp_path / "kept.parquet", FilterRules(**options))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_sources_and_options_that_do_not_fit_are_refused(tmp_path):
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
+    with pytest.raises(OptionError, match="model has no effect without top_k"):
+        filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), encoder=Encoder(tiny_embedder()))
+    with pytest.raises(OptionError, match="shard_size must be >= 1, got 0"):
+        filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), shard_size=0)
+    labelled = SourceConfig("a", config.path, conversion="class_by_label")
+    with pytest.raises(OptionError, match="holds no records to keep"):
+        filter_pairs(labelled, tmp_path / "kept.parquet", FilterRules())
+    mixed = [*pairs(2), {**pairs(1)[0], "negatives": ["n"]}, {**pairs(1)[0], "negatives": [{"text": "n", "level": 1}]}]
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", mixed)))
+    with pytest.raises(InputError, match="some negatives have a level and others have none"):
+        filter_pairs(config, tmp_path / "kept.parquet", FilterRules())
+    assert not (tmp_path / "kept.parquet.work").exists()
