@@ -32,7 +32,7 @@ class NearDuplicates:
 
     Two items are near-copies if in every part the sets of their shingles (runs of 3 words, or of 5 characters) have a
     Jaccard similarity of `threshold` or more. `keys` gives each item some keys of which near-copies share one at least,
-    but for `MISS_FRACTION` of those that lie at the threshold itself; `alike` is the exact check.
+    but for `MISS_FRACTION` of those that lie at the threshold itself; `alike` is the exact check of their `sets`.
 
     A key is a hash of several of an item's MinHash values, some of each part, so that items share it only if all their
     parts are alike: many questions about one document do not meet.
@@ -83,15 +83,18 @@ class NearDuplicates:
                     key_NK[:, band] = mix_bits(key_NK[:, band] + least_N)
         return (key_NK >> np.uint64(32)).astype(np.uint32)
 
-    def alike(self, first: Sequence[str], second: Sequence[str]) -> bool:
-        """Whether two items are near-copies, decided on their whole sets of shingles."""
-        return all(self.jaccard(one, other) >= self.threshold for one, other in zip(first, second, strict=True))
+    def sets(self, item: Sequence[str]) -> tuple[_Uint64s, ...]:
+        """The set of shingles of each part of an item, as sorted hashes."""
+        return tuple(np.unique(self._shingles([part])[0]) for part in item)
 
-    def jaccard(self, first: str, second: str) -> float:
-        """Shingles that both texts have, over shingles that either has."""
-        one, other = (np.unique(self._shingles([text])[0]) for text in (first, second))
-        shared = len(np.intersect1d(one, other, assume_unique=True))
-        return shared / (len(one) + len(other) - shared)
+    def alike(self, first: Sequence[_Uint64s], second: Sequence[_Uint64s]) -> bool:
+        """Whether two items are near-copies, decided on their whole `sets` of shingles."""
+        return all(
+            # What two sets of these sizes could reach at most comes first: it costs nothing.
+            min(len(one), len(other)) / max(len(one), len(other)) >= self.threshold
+            and jaccard(one, other) >= self.threshold
+            for one, other in zip(first, second, strict=True)
+        )
 
     def _shingles(self, texts: Sequence[str]) -> tuple[_Uint64s, _Int64s]:
         """Hashes of all texts' shingles in one row, and where each text's begin and end, (2n,).
@@ -116,6 +119,14 @@ class NearDuplicates:
         if not len(unit):
             unit = np.array([_unit_hash(text)], dtype=np.uint64)
         return np.pad(unit, (0, max(0, self._size - len(unit))))
+
+
+def jaccard(first: _Uint64s, second: _Uint64s) -> float:
+    """Members that two sets share, over members that either has; the sets are sorted and not both empty."""
+    small, large = (first, second) if len(first) <= len(second) else (second, first)
+    places = np.minimum(np.searchsorted(large, small), len(large) - 1)
+    shared = int(np.count_nonzero(large[places] == small))
+    return shared / (len(first) + len(second) - shared)
 
 
 def mark_copies(

@@ -1,8 +1,8 @@
 """Copies and near-copies of training records, over a whole source."""
 
 import os
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ COPY, NEAR_COPY = 1, 2
 VERDICTS = "verdicts.npy"
 # Records whose keys are made at once: some megabytes.
 _BLOCK = 512
+# Records whose shingles are kept while pairs are compared: 8 bytes a word of each.
+_REMEMBERED = 4096
 
 
 def find_duplicates(
@@ -99,9 +101,14 @@ def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapp
     if rule is not None:
         row_n = np.flatnonzero(verdict_N == KEPT).astype(np.uint32)
 
+        @lru_cache(maxsize=_REMEMBERED)
+        def sets(row: int) -> Sequence[npt.NDArray[np.uint64]]:
+            assert rule is not None
+            return rule.sets(_parts(table.row(row)))
+
         def near_pair(earlier: int, later: int) -> bool:
             assert rule is not None
-            return rule.alike(_parts(table.row(int(row_n[earlier]))), _parts(table.row(int(row_n[later]))))
+            return rule.alike(sets(int(row_n[earlier])), sets(int(row_n[later])))
 
         columns = (_column(job, 1 + key)[row_n] for key in range(rule.num_keys))
         verdict_N[row_n[mark_copies(columns, len(row_n), near_pair)]] = NEAR_COPY

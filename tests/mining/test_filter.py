@@ -140,6 +140,26 @@ def test_something_else_at_the_output_is_left_alone(tmp_path):
     assert not (tmp_path / "kept.parquet.work").exists()
 
 
+def test_what_goes_by_an_earlier_rule_is_nobodys_rival(tmp_path, monkeypatch):
+    def directions(self, texts, *args, **options):
+        """Each text lies at the angle that its last word names."""
+        angle_N = np.radians([float(text.split()[-1]) if text else 0.0 for text in texts])
+        vector_ND = np.zeros((len(texts), 32), np.float32)
+        vector_ND[:, 0], vector_ND[:, 1] = np.cos(angle_N), np.sin(angle_N)
+        return vector_ND
+
+    monkeypatch.setattr(Encoder, "encode", directions)
+    rows = [{"query": "q 0", "positive": "d 20"}, {"query": "q 90", "positive": "d 91"}]
+    rivals = [{"query": "test 50", "positive": "d 5"}, {"query": "test 60", "positive": "d 6"}]
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", [*rows, *rivals])))
+    options = {"encoder": Encoder(tiny_embedder(), precision="float32")}
+    report = filter_pairs(config, tmp_path / "with.parquet", FilterRules(top_k=2), **options)
+    assert report.removed["inconsistent"] == 3
+    options["decontaminator"] = Decontaminator(EvaluationTexts(["Test 50", "Test 60"], []))
+    report = filter_pairs(config, tmp_path / "without.parquet", FilterRules(top_k=2), **options)
+    assert report.removed == {"copies": 0, "equal to an evaluation text": 2, "inconsistent": 0}
+
+
 def test_copies_alone_need_no_model(tmp_path):
     rows = [*pairs(3), *pairs(2)]
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows)))

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -118,6 +119,7 @@ def test_what_others_left_is_taken_over_and_what_they_are_at_is_waited_for(tmp_p
     def slow(shard, path):
         started.set()
         assert released.wait(20)
+        time.sleep(0.2)
         write_letter(shard, path)
 
     def own(shard, path):
@@ -130,9 +132,9 @@ def test_what_others_left_is_taken_over_and_what_they_are_at_is_waited_for(tmp_p
     other.start()
     assert started.wait(20)
     job.run(own, ArrayTask(0, 4), take_over=True)
-    other.join()
-    assert made == [0, 2, 3]
     assert job.missing() == []
+    assert made == [0, 2, 3]
+    other.join()
 
 
 def test_another_input_is_refused_by_its_fields_name(tmp_path):

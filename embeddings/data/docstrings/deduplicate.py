@@ -3,6 +3,10 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from embeddings.data.docstrings.extract import DocumentedFunction
 from embeddings.data.near_duplicates import NearDuplicates, mark_copies
@@ -75,8 +79,13 @@ def near_duplicates(texts: Sequence[str]) -> list[bool]:
     """For each text, whether an earlier one that is not itself a near-duplicate has nearly the same shingles."""
     rule = NearDuplicates(NEAR_DUPLICATE_JACCARD)
     items = [(text,) for text in texts]
+
+    @lru_cache(maxsize=4096)
+    def sets(index: int) -> Sequence[npt.NDArray[np.uint64]]:
+        return rule.sets(items[index])
+
     is_copy: list[bool] = mark_copies(
-        rule.keys(items).T, len(items), lambda earlier, later: rule.alike(items[earlier], items[later])
+        rule.keys(items).T, len(items), lambda earlier, later: rule.alike(sets(earlier), sets(later))
     ).tolist()
     return is_copy
 
