@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from embeddings.inference import Encoder
+    from embeddings.inference import Context, Encoder
 
 PrecisionName = Literal["auto", "float32", "bfloat16"]
 
@@ -16,6 +16,9 @@ def encode(
     prompt_name: str | None = None,
     precision: PrecisionName = "auto",
     shard_size: int = 8192,
+    context: Path | None = None,
+    context_size: int | None = None,
+    context_seed: int = 0,
 ) -> None:
     """Encode the texts of a file into a folder of vectors, shard by shard; the same line resumes after a kill.
 
@@ -26,14 +29,30 @@ def encode(
         prompt_name: Which of the model's prompts goes before each text.
         precision: Format of matrix products; `auto` is bfloat16 where the hardware has it.
         shard_size: Texts of a shard.
+        context: The corpus that a contextual model reads each text in, a file or an encoded folder; the output keeps
+            what was drawn from it, so that a search takes the same. Without it the model reads texts alone.
+        context_size: How many documents are drawn; as many as the model takes if left out. A corpus with fewer gives
+            some of them more than once.
+        context_seed: Seed of the draw.
     """
     from embeddings.inference import encode_corpus
 
-    folder = encode_corpus(_encoder(model, precision), input, output, prompt_name=prompt_name, shard_size=shard_size)
+    encoder = _encoder(model, precision)
+    drawn = _context(encoder, context, context_size, context_seed)
+    folder = encode_corpus(encoder, input, output, prompt_name=prompt_name, shard_size=shard_size, context=drawn)
     print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}")
 
 
-def search(query: str, model: str, corpus: Path, top_k: int = 5, precision: PrecisionName = "auto") -> None:
+def search(
+    query: str,
+    model: str,
+    corpus: Path,
+    top_k: int = 5,
+    precision: PrecisionName = "auto",
+    context: Path | None = None,
+    context_size: int | None = None,
+    context_seed: int = 0,
+) -> None:
     """Print the documents nearest to a query.
 
     Args:
@@ -42,10 +61,16 @@ def search(query: str, model: str, corpus: Path, top_k: int = 5, precision: Prec
         corpus: A corpus file, or a folder that `encode` wrote with the same model.
         top_k: How many documents.
         precision: Format of matrix products.
+        context: The corpus that a contextual model reads query and documents in, a file or an encoded folder. An
+            encoded folder knows its own and refuses another.
+        context_size: How many documents are drawn; as many as the model takes if left out.
+        context_seed: Seed of the draw.
     """
     from embeddings.inference import search_corpus
 
-    (hits,) = search_corpus(_encoder(model, precision), corpus, [query], top_k)
+    encoder = _encoder(model, precision)
+    drawn = _context(encoder, context, context_size, context_seed)
+    (hits,) = search_corpus(encoder, corpus, [query], top_k, context=drawn)
     for hit in hits:
         print(f"{hit.score:.3f}  {hit.document_id}\n       {' '.join(hit.text.split())[:160]}")
 
@@ -56,6 +81,8 @@ def evaluate(
     prompt_name: str | None = None,
     output: Path | None = None,
     precision: PrecisionName = "auto",
+    context_size: int | None = None,
+    context_seed: int = 0,
 ) -> None:
     """Score a model on evaluation folders: retrieval, sentence similarity, classification and clustering.
 
@@ -65,6 +92,9 @@ def evaluate(
         prompt_name: Which of the model's prompts goes before queries (retrieval) or every text (the other kinds).
         output: A JSON file for the scores.
         precision: Format of matrix products.
+        context_size: How many documents of each folder's own corpus a contextual model reads its texts in; without it
+            the model reads texts alone.
+        context_seed: Seed of the draw.
     """
     from dataclasses import asdict
 
@@ -72,7 +102,11 @@ def evaluate(
     from embeddings.evaluation import evaluate_folders, format_results
 
     results = evaluate_folders(
-        _encoder(model, precision), data if isinstance(data, list) else [data], prompt_name=prompt_name
+        _encoder(model, precision),
+        data if isinstance(data, list) else [data],
+        prompt_name=prompt_name,
+        context_size=context_size,
+        context_seed=context_seed,
     )
     print(format_results(results))
     if output is not None:
@@ -84,3 +118,17 @@ def _encoder(model: str, precision: PrecisionName) -> "Encoder":
     from embeddings.inference import Encoder
 
     return Encoder.from_pretrained(model, precision=precision, show_progress=True)
+
+
+def _context(encoder: "Encoder", source: Path | None, size: int | None, seed: int) -> "Context | None":
+    """The context drawn from a corpus, or None where none is named."""
+    from embeddings.common import OptionError
+    from embeddings.inference import choose_context
+
+    if source is None:
+        if size is not None:
+            raise OptionError(
+                "context_size", size, "needs a corpus to draw from", "name one with --context, or drop it"
+            )
+        return None
+    return choose_context(encoder, source, size, seed)

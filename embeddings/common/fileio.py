@@ -76,8 +76,8 @@ def write_manifest(folder: str | os.PathLike[str], fields: Mapping[str, Any]) ->
     write_json(Path(folder) / "manifest.json", {**fields, "versions": installed_versions()})
 
 
-def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) -> None:
-    """Check that every expected field of `folder/manifest.json` has the expected value.
+def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Check that every expected field of `folder/manifest.json` has the expected value; returns all its fields.
 
     Raises:
         InputError: If the manifest is missing, or a field differs; the message names the field and both values.
@@ -85,12 +85,13 @@ def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) 
     path = Path(folder) / "manifest.json"
     if not path.is_file():
         raise InputError(str(path), "no manifest lies beside this output", "make the output again")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for field, value in expected.items():
         if found.get(field) != value:
             raise InputError(
                 str(path), f"field {field!r} is {found.get(field)!r}, expected {value!r}", "make the output again"
             )
+    return found
 
 
 def fsync_path(path: Path) -> None:

@@ -113,6 +113,12 @@ class Table:
         text: str = columns[0][offset].as_py()
         return text
 
+    def positives(self, index: int) -> list[str]:
+        """The positives at `index` alone."""
+        columns, offset = self._find(index)
+        texts: list[str] = columns[1][offset].as_py()
+        return texts
+
     def labels(self) -> NDArray[np.int32]:
         """The label of every row, (rows,)."""
         return np.concatenate(

@@ -1,9 +1,9 @@
 """Texts to vectors, in the order given, with next to no padding."""
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -15,8 +15,9 @@ from tqdm import tqdm
 from embeddings.common.errors import NumericError, OptionError
 from embeddings.common.mini_batches import plan_mini_batches
 from embeddings.common.text import TextRole
-from embeddings.common.types import TokenBatch
+from embeddings.common.types import PaddedTokens, TokenBatch
 from embeddings.data.tokenize import TextTokenizer
+from embeddings.inference.context import Context
 from embeddings.inference.precision import Precision, resolve_precision
 
 if TYPE_CHECKING:
@@ -95,12 +96,12 @@ class Encoder:
             InputError: If the model cannot be had or is damaged.
             OptionError: If an option is impossible.
         """
-        from embeddings.models.embedder import Embedder
+        from embeddings.models.contextual import load_embedder
 
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         place = torch.device(device)
-        embedder = Embedder.from_pretrained(model, device=place)
+        embedder = load_embedder(model, device=place)
         weights = {weight.dtype for weight in embedder.parameters()}
         if resolve_precision(precision, place) == torch.float32 or (place.type == "cpu" and torch.float16 in weights):
             # A checkpoint in half precision that would have to be emulated here.
@@ -112,11 +113,16 @@ class Encoder:
         """Width of the vectors, D."""
         return int(self.embedder.embedding_dim)
 
+    @property
+    def num_context(self) -> int:
+        """Most context documents that the model takes; 0 for a model without a context."""
+        return int(getattr(self.embedder, "num_context", 0))
+
     def encode(
         self,
         texts: Sequence[str],
         prompt_name: str | None = None,
-        context: Any = None,
+        context: Context | Sequence[str] | None = None,
         role: TextRole | None = None,
     ) -> npt.NDArray[np.float32]:
         """The vectors of `texts`, in their order.
@@ -125,35 +131,57 @@ class Encoder:
             texts: Any number of texts, empty ones too.
             prompt_name: Which of the model's prompts goes before each text; None for the one named like the role, or
                 none where the model has no such prompt.
-            context: What a contextual model takes beside the texts; others refuse it.
+            context: What a contextual model takes beside the texts, and others refuse: a context that was chosen
+                (see `choose_context`), or its documents, which are encoded anew in each call; None for no context.
             role: Whose length limit holds; None for `query` under the prompt of that name, else `document`.
 
         Returns:
             (N, D) float32; (0, D) for no texts.
 
         Raises:
-            OptionError: If the model has no such prompt, or takes no context.
+            OptionError: If the model has no such prompt, or takes no context or none as large.
             NumericError: If a vector is not finite.
         """
-        if isinstance(texts, str):
-            raise OptionError("texts", texts[:40], "must be a list of texts", "put the text in a list")
+        _check_list("texts", texts)
         role = role or ("query" if prompt_name == "query" else "document")
         prompt = self._prompt(prompt_name, role)
-        extra = self._context_arguments(context)
-        row_of_text = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-        unique = list(row_of_text)
+        context_MH = self._context_vectors(context)
+        unique, row_N = _unique(texts)
+        tokens = self._tokenised_blocks(unique, role, prompt, f"encode {role}")
+        arguments = {} if context_MH is None else {"context": context_MH}
+        extra = int(getattr(self.embedder, "num_extra_tokens", 0))
         vector_ND = np.empty((len(unique), self.embedding_dim), np.float32)
-        bar = tqdm(desc=f"encode {role}", unit="token", unit_scale=True, disable=not self.show_progress)
-        with self._inference(), bar:
-            for start, tokens in self._tokenised_blocks(unique, role, prompt):
-                # The tokens still to come are estimated from those seen.
-                seen = start + len(tokens)
-                bar.total = round((bar.n + tokens.num_tokens) * len(unique) / seen)
-                vector_ND[start:seen] = self._encode_block(tokens, extra, bar)
+        with self._inference():
+            for rows, block, bar in tokens:
+                vector_ND[rows] = self._encode_block(block, partial(self.embedder, **arguments), bar, extra)
         _check_finite(vector_ND, unique)
-        if len(unique) == len(texts):
-            return vector_ND
-        return vector_ND[np.array([row_of_text[text] for text in texts], dtype=np.int64)]
+        return vector_ND if row_N is None else vector_ND[row_N]
+
+    def encode_context(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """The first-stage vectors of context documents, in their order.
+
+        Args:
+            texts: Documents, which the model's `document` prompt goes before.
+
+        Returns:
+            (M, H) float32.
+
+        Raises:
+            OptionError: If the model takes no context.
+            NumericError: If a vector is not finite.
+        """
+        _check_list("context", texts)
+        if self.num_context == 0:
+            raise OptionError("context", "a context", "must be left out: this model takes none", "drop it")
+        unique, row_N = _unique(texts)
+        tokens = self._tokenised_blocks(unique, "document", self._prompt(None, "document"), "encode context")
+        model: Any = self.embedder
+        vector_MH = np.empty((len(unique), model.context_size), np.float32)
+        with self._inference():
+            for rows, block, bar in tokens:
+                vector_MH[rows] = self._encode_block(block, model.embed_context, bar)
+        _check_finite(vector_MH, unique)
+        return vector_MH if row_N is None else vector_MH[row_N]
 
     def _prompt(self, prompt_name: str | None, role: TextRole) -> str:
         prompts = self.embedder.text.prompts
@@ -164,36 +192,48 @@ class Encoder:
             raise OptionError("prompt_name", prompt_name, f"must name a prompt of the model ({known})", "leave it out")
         return prompts[prompt_name]
 
-    def _context_arguments(self, context: Any) -> dict[str, Any]:
+    def _context_vectors(self, context: Context | Sequence[str] | None) -> Tensor | None:
         if context is None:
-            return {}
-        if "context" not in inspect.signature(self.embedder.forward).parameters:
+            return None
+        if self.num_context == 0:
             raise OptionError("context", type(context).__name__, "must be left out: this model takes none", "drop it")
-        return {"context": context}
+        if not 0 < len(context) <= self.num_context:
+            rule = f"must hold from 1 to the model's {self.num_context} documents"
+            raise OptionError("context", f"{len(context)} documents", rule, "leave it out for no context")
+        vectors = context.vector_MH if isinstance(context, Context) else self.encode_context(context)
+        # A copy: an array that is mapped from a file is read-only, which torch does not know.
+        return torch.from_numpy(np.array(vectors, dtype=np.float32)).to(self.device)
 
-    def _tokenised_blocks(self, texts: list[str], role: TextRole, prompt: str) -> Iterator[tuple[int, TokenBatch]]:
-        """The first row and the tokens of each block; the next block is made while one is used."""
+    def _tokenised_blocks(
+        self, texts: list[str], role: TextRole, prompt: str, description: str
+    ) -> Iterator[tuple[slice, TokenBatch, "tqdm[Any]"]]:
+        """The rows and the tokens of each block, and the bar to count them on; the next is made while one is used."""
         starts = range(0, len(texts), TEXTS_PER_BLOCK)
 
         def tokenise(start: int) -> TokenBatch:
             return self._tokenizer(texts[start : start + TEXTS_PER_BLOCK], role, prompt)
 
-        with ThreadPoolExecutor(max_workers=1) as pool:
+        bar = tqdm(desc=description, unit="token", unit_scale=True, disable=not self.show_progress)
+        with ThreadPoolExecutor(max_workers=1) as pool, bar:
             pending = pool.submit(tokenise, 0) if starts else None
             for start in starts:
                 assert pending is not None
                 tokens = pending.result()
                 if start + TEXTS_PER_BLOCK < len(texts):
                     pending = pool.submit(tokenise, start + TEXTS_PER_BLOCK)
-                yield start, tokens
+                # The tokens still to come are estimated from those seen.
+                bar.total = round((bar.n + tokens.num_tokens) * len(texts) / (start + len(tokens)))
+                yield slice(start, start + len(tokens)), tokens, bar
 
-    def _encode_block(self, tokens: TokenBatch, extra: dict[str, Any], bar: "tqdm[Any]") -> npt.NDArray[np.float32]:
-        plan = plan_mini_batches(tokens.lengths_N, self.mini_batch_tokens)
+    def _encode_block(
+        self, tokens: TokenBatch, compute: Callable[[PaddedTokens], Tensor], bar: "tqdm[Any]", extra_tokens: int = 0
+    ) -> npt.NDArray[np.float32]:
+        plan = plan_mini_batches(tokens.lengths_N + extra_tokens, self.mini_batch_tokens)
         on_device = tokens.to(self.device, non_blocking=True)
         vectors: list[Tensor] = []
         for rows_n in plan:
             padded = on_device.padded(rows_n, self.embedder.pad_token_id)
-            vectors.append(self.embedder(padded, **extra).float())
+            vectors.append(compute(padded).float())
             bar.update(int(tokens.lengths_N[rows_n].sum()))
         # One copy a block: a copy a mini-batch would make the GPU wait each time.
         sorted_ND = torch.cat(vectors).cpu()
@@ -217,6 +257,19 @@ class Encoder:
 def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
     for module, training in modes:
         module.training = training
+
+
+def _unique(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64] | None]:
+    """Each text once, and for each given one its row among them; None where none occurs twice."""
+    row_of_text = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+    if len(row_of_text) == len(texts):
+        return list(row_of_text), None
+    return list(row_of_text), np.array([row_of_text[text] for text in texts], dtype=np.int64)
+
+
+def _check_list(name: str, texts: Sequence[str]) -> None:
+    if isinstance(texts, str):
+        raise OptionError(name, texts[:40], "must be a list of texts", "put the text in a list")
 
 
 def _check_finite(vector_ND: npt.NDArray[np.float32], texts: list[str]) -> None:

@@ -16,9 +16,11 @@ import torch
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
 from embeddings.common.log import logger
+from embeddings.inference.context import CONTEXT_FILE, Context, check_same_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import search_top_k, unit_rows
+from embeddings.inference.vector_shards import VectorShards, save_vectors
 
 SHARD_SIZE = 8192
 
@@ -67,14 +69,26 @@ class VectorFolder:
         return cls(Path(path), fields["num_documents"], fields["embedding_dim"], fields["shard_size"])
 
     @property
+    def shards(self) -> VectorShards:
+        """The vectors, any shard of them at hand."""
+        return VectorShards(self.path, self.num_documents, self.embedding_dim, self.shard_size)
+
+    @property
     def num_shards(self) -> int:
         """Number of shards."""
-        return -(-self.num_documents // self.shard_size)
+        return self.shards.num_shards
 
     def vectors(self) -> Iterator[npt.NDArray[np.float32]]:
         """The vectors of each shard, memory-mapped, (n, D) float32."""
-        for shard in range(self.num_shards):
-            yield np.load(_vectors_path(self.path, shard), mmap_mode="r")
+        return iter(self.shards)
+
+    def context(self) -> Context | None:
+        """The context that the vectors were made with, which queries must be encoded with too.
+
+        Raises:
+            InputError: If its vectors are missing or damaged.
+        """
+        return Context.read(self.path)
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
         """The documents in some rows; only the shards that hold them are read."""
@@ -94,6 +108,7 @@ def encode_corpus(
     *,
     prompt_name: str | None = None,
     shard_size: int = SHARD_SIZE,
+    context: Context | None = None,
 ) -> VectorFolder:
     """Encode a corpus file into a folder, shard by shard.
 
@@ -106,17 +121,19 @@ def encode_corpus(
         output: The folder to write.
         prompt_name: Prompt put before each document, None for the model's `document` prompt if it has one.
         shard_size: Documents of a shard: what a kill costs at most.
+        context: What a contextual model reads each document behind (see `choose_context`), None for no context. The
+            folder keeps it, `context.npy` and its documents' ids in the manifest, and a search takes it from there.
 
     Raises:
         InputError: If the corpus cannot be used, or the folder holds something else, or was made with other options.
-        OptionError: If `shard_size` is not positive.
+        OptionError: If `shard_size` is not positive, or the model takes no such context.
     """
     if shard_size < 1:
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
     folder = Path(output)
     # Whatever is wrong with the corpus or the prompt is found before anything is written.
     num_documents = sum(1 for _ in read_corpus(corpus))
-    encoder.encode([""], prompt_name, role="document")
+    encoder.encode([""], prompt_name, context, role="document")
     fields = {
         "kind": "vectors",
         "corpus_sha256": file_sha256(corpus),
@@ -127,6 +144,7 @@ def encode_corpus(
         "shard_size": shard_size,
         "num_documents": num_documents,
         "embedding_dim": encoder.embedding_dim,
+        **({"context": None} if context is None else context.manifest_fields()),
     }
     if (folder / "manifest.json").exists():
         check_manifest(folder, fields)
@@ -134,19 +152,30 @@ def encode_corpus(
         raise InputError(str(folder), "something else lies there already", "name a new folder")
     else:
         write_manifest(folder, {**fields, "complete": False})
+    if context is not None:
+        context = context.write(folder)
+    shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size)
     documents = read_corpus(corpus)
     shard = 0
     while shard_documents := list(islice(documents, shard_size)):
-        if not _vectors_path(folder, shard).exists():
-            _write_shard(folder, shard, shard_documents, encoder, prompt_name)
+        if not shards.path(shard).exists():
+            vectors = encoder.encode([d.text for d in shard_documents], prompt_name, context, role="document")
+            _write_shard(shards, shard, shard_documents, vectors)
             logger.info("encoded %d of %d documents", shard * shard_size + len(shard_documents), num_documents)
         shard += 1
+    if context is not None:
+        fields["context_vectors_sha256"] = file_sha256(folder / CONTEXT_FILE)
     write_manifest(folder, {**fields, "complete": True})
     return VectorFolder.open(folder)
 
 
 def search_corpus(
-    encoder: Encoder, corpus: str | PathLike[str], queries: Sequence[str], top_k: int = 10
+    encoder: Encoder,
+    corpus: str | PathLike[str],
+    queries: Sequence[str],
+    top_k: int = 10,
+    *,
+    context: Context | None = None,
 ) -> list[list[Hit]]:
     """The documents with the largest cosines of each query, best first.
 
@@ -155,20 +184,26 @@ def search_corpus(
         corpus: A folder that `encode_corpus` wrote with the same model, or a corpus file, which is encoded now.
         queries: Texts to search for.
         top_k: Most documents of a query.
+        context: What a contextual model reads queries and documents behind, None for a folder's own, and for no context
+            where the corpus is a file.
 
     Raises:
-        InputError: If the corpus cannot be used, or another model encoded it.
-        OptionError: If `top_k` is not positive.
+        InputError: If the corpus cannot be used, or another model encoded it, or it was encoded with another context.
+        OptionError: If `top_k` is not positive, or the model takes no such context.
     """
-    query_QD = unit_rows(encoder.encode(queries, role="query"))
     if Path(corpus).is_dir():
         check_manifest(corpus, {"kind": "vectors", "complete": True, "model_sha256": embedder_sha256(encoder)})
         folder = VectorFolder.open(corpus)
+        own = folder.context()
+        if context is not None:
+            check_same_context(folder.path, own, context)
+        query_QD = unit_rows(encoder.encode(queries, None, own, role="query"))
         found = search_top_k(query_QD, map(unit_rows, folder.vectors()), top_k, encoder.device)
         documents = [folder.documents(rows) for rows in found.index_QK.tolist()]
     else:
         all_documents = list(read_corpus(corpus))
-        vectors = encoder.encode([document.text for document in all_documents], role="document")
+        query_QD = unit_rows(encoder.encode(queries, None, context, role="query"))
+        vectors = encoder.encode([document.text for document in all_documents], None, context, role="document")
         found = search_top_k(query_QD, unit_rows(vectors), top_k, encoder.device)
         documents = [[all_documents[row] for row in rows] for rows in found.index_QK.tolist()]
     return [
@@ -194,19 +229,12 @@ def embedder_sha256(encoder: Encoder) -> str:
     return digest.hexdigest()
 
 
-def _write_shard(
-    folder: Path, shard: int, documents: list[Document], encoder: Encoder, prompt_name: str | None
-) -> None:
-    vectors = encoder.encode([document.text for document in documents], prompt_name, role="document")
+def _write_shard(shards: VectorShards, shard: int, documents: list[Document], vectors: npt.NDArray[np.float32]) -> None:
     lines = (json.dumps({"_id": document.document_id, "text": document.text}) for document in documents)
-    write_text(_documents_path(folder, shard), "".join(f"{line}\n" for line in lines))
+    write_text(_documents_path(shards.folder, shard), "".join(f"{line}\n" for line in lines))
     # The vectors come last: where they lie, the shard is whole.
-    with atomic_path(_vectors_path(folder, shard)) as temporary, open(temporary, "wb") as file:
-        np.save(file, vectors)
-
-
-def _vectors_path(folder: Path, shard: int) -> Path:
-    return folder / f"vectors-{shard:05d}.npy"
+    with atomic_path(shards.path(shard)) as temporary:
+        save_vectors(temporary, vectors)
 
 
 def _documents_path(folder: Path, shard: int) -> Path:

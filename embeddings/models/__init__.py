@@ -2,6 +2,7 @@
 
 from embeddings.models.backbone import BackboneConfig, load_backbone
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional
+from embeddings.models.contextual import ContextualEmbedder, load_embedder
 from embeddings.models.embedder import Embedder
 from embeddings.models.latent_attention import LatentAttentionPooling
 from embeddings.models.lora import LoraSettings, add_lora, merge_lora
@@ -11,6 +12,7 @@ from embeddings.models.self_attention import SelfAttentionPooling
 __all__ = [
     "BackboneConfig",
     "ClsPooling",
+    "ContextualEmbedder",
     "Embedder",
     "LastTokenPooling",
     "LatentAttentionPooling",
@@ -22,6 +24,7 @@ __all__ = [
     "add_lora",
     "check_bidirectional",
     "load_backbone",
+    "load_embedder",
     "make_bidirectional",
     "merge_lora",
 ]

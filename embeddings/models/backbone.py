@@ -67,10 +67,15 @@ def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTo
     if config.bidirectional:
         check_bidirectional(model)
     if config.gradient_checkpointing:
-        # transformers 5.23 renamed the method; the older name is the only one before.
-        enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable_checkpointing(model)
     return model, load_tokenizer(folder, model)
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Have each layer recomputed in the backward pass."""
+    # transformers 5.23 renamed the method; the older name is the only one before.
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def load_model(

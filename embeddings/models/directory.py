@@ -1,6 +1,5 @@
 """A model on disk: a sentence-transformers directory, written whole or not at all."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -13,14 +12,14 @@ from typing import Any
 import tokenizers.normalizers
 import torch
 import transformers
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.models.backbone import quiet_transformers
+from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextParts, write_context
 from embeddings.models.lora import merged_state_dict, plain_backbone
+from embeddings.models.model_files import load_weights, read_json, save_weights, write_json
 from embeddings.models.pooling import Pooling
 from embeddings.models.portable import POOLINGS, TEXT_FILE, save_pooling
 
@@ -38,12 +37,13 @@ _MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "token*", "vocab
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a model directory holds beside the backbone and its tokenizer."""
+    """What a model directory holds beside the backbone and its tokenizer; `context` in a contextual model's alone."""
 
     pooling: Pooling
     head: nn.Linear | None
     normalize: bool
     text: TextSettings
+    context: ContextParts | None = None
 
 
 def write_model_directory(
@@ -59,7 +59,7 @@ def write_model_directory(
         OptionError: If the pooling is none that a directory can carry.
     """
     name = pooling_name(parts.pooling)
-    portable = _needs_portable(name, parts.text)
+    portable = parts.context is not None or _needs_portable(name, parts.text)
     with _replaced_folder(Path(folder)) as new, quiet_transformers():
         plain_backbone(backbone).save_pretrained(new, state_dict=merged_state_dict(backbone))
         tokenizer.save_pretrained(new)
@@ -67,37 +67,47 @@ def write_model_directory(
         if portable:
             modules = [("portable.TextTransformer", ""), ("portable.MaskedPooling", "1_Pooling")]
             save_pooling(new / "1_Pooling", name, parts.pooling)
-            _write_json(new / TEXT_FILE, _without(parts.text.to_dict(), "prompts"))
-            for file in PORTABLE_FILES:
+            write_json(new / TEXT_FILE, _without(parts.text.to_dict(), "prompts"))
+            for file in PORTABLE_FILES if parts.context is None else (*PORTABLE_FILES, *CONTEXTUAL_FILES):
                 shutil.copyfile(Path(__file__).with_name(file), new / file)
         else:
             modules = [(f"{_LIBRARY}Transformer", ""), (f"{_LIBRARY}Pooling", "1_Pooling")]
-            _write_json(new / "1_Pooling" / "config.json", _standard_pooling_config(name, parts))
-            _write_json(new / "sentence_bert_config.json", _standard_lengths(parts.text))
+            write_json(new / "1_Pooling" / "config.json", _standard_pooling_config(name, parts))
+            write_json(new / "sentence_bert_config.json", _standard_lengths(parts.text))
+        if parts.context is not None:
+            modules = write_context(new, modules, parts.context)
         if parts.head is not None:
             modules.append((f"{_LIBRARY}Dense", f"{len(modules)}_Dense"))
             _write_head(new / modules[-1][1], parts.head)
         if parts.normalize:
             modules.append((f"{_LIBRARY}Normalize", f"{len(modules)}_Normalize"))
             (new / modules[-1][1]).mkdir()
-        _write_json(
+        write_json(
             new / "modules.json",
             [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(modules)],
         )
         versions = {"transformers": transformers.__version__, "pytorch": torch.__version__}
         common = {"default_prompt_name": None, "similarity_fn_name": "cosine", "__version__": versions}
-        _write_json(new / "config_sentence_transformers.json", {"prompts": parts.text.prompts, **common})
+        write_json(new / "config_sentence_transformers.json", {"prompts": parts.text.prompts, **common})
 
 
-def read_model_directory(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ModelParts:
+def read_model_directory(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, contextual: bool = False
+) -> ModelParts:
     """What a sentence-transformers directory holds beside its backbone; no code of the directory runs.
+
+    Args:
+        folder: The directory.
+        model: Its backbone, of the second stage in a contextual model.
+        tokenizer: Its tokenizer.
+        contextual: Whether the caller reads a contextual model's own parts (see `context_directory`).
 
     Raises:
         InputError: If it is no such directory, a file of it is damaged, or it has a module that an `Embedder` has not.
     """
     if not (folder / "modules.json").is_file():
         raise InputError(str(folder), "has no modules.json, so it is no embedding model", "export one, or train it")
-    entries = _read_json(folder / "modules.json", list)
+    entries = read_json(folder / "modules.json", list)
     pooling: Pooling | None = None
     head, normalize, include_prompt = None, False, True
     for entry in entries:
@@ -110,6 +120,10 @@ def read_model_directory(folder: Path, model: PreTrainedModel, tokenizer: PreTra
             head = _read_head(path)
         elif kind == "Normalize":
             normalize = True
+        elif kind in ("ContextualTransformer", "ResidualHead") and not contextual:
+            raise InputError(str(folder), "is a contextual model", "load it with embeddings.models.load_embedder")
+        elif contextual and kind in ("ContextualTransformer", "ResidualHead"):
+            continue
         elif kind not in ("Transformer", "TextTransformer"):
             raise InputError(str(folder / "modules.json"), f"{kind} is no module of ours", "use another model")
     if pooling is None:
@@ -154,12 +168,12 @@ def _read_text(
 ) -> TextSettings:
     """The text settings of a directory; a tokenizer that must lower-case first is made to."""
     general = folder / "config_sentence_transformers.json"
-    saved = _read_json(general).get("prompts", {}) if general.is_file() else {}
+    saved = read_json(general).get("prompts", {}) if general.is_file() else {}
     prompts = {name: prompt for name, prompt in saved.items() if prompt}
     if (folder / TEXT_FILE).is_file():
-        return _text_settings(folder / TEXT_FILE, {**_read_json(folder / TEXT_FILE), "prompts": prompts})
+        return _text_settings(folder / TEXT_FILE, {**read_json(folder / TEXT_FILE), "prompts": prompts})
     path = folder / "sentence_bert_config.json"
-    settings = _read_json(path) if path.is_file() else {}
+    settings = read_json(path) if path.is_file() else {}
     if settings.get("do_lower_case"):
         backend = tokenizer.backend_tokenizer
         steps = [tokenizers.normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
@@ -188,7 +202,7 @@ def _module_entry(folder: Path, entry: Any) -> tuple[str, Path]:
 
 
 def _read_standard_pooling(path: Path) -> tuple[Pooling, bool]:
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     width = config.get("word_embedding_dimension") or config.get("embedding_dimension")
     modes = [
         flag.removeprefix("pooling_mode_") for flag, on in config.items() if flag.startswith("pooling_mode_") and on
@@ -204,13 +218,13 @@ def _read_standard_pooling(path: Path) -> tuple[Pooling, bool]:
 
 
 def _read_portable_pooling(path: Path) -> Pooling:
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     try:
         pooling = POOLINGS[config["name"]](config["hidden_size"], **config["arguments"])
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(str(path / "config.json"), f"names no pooling ({error})", "export the model again") from error
     if pooling.state_dict():
-        _load_weights(pooling, path / "model.safetensors")
+        load_weights(pooling, path / "model.safetensors")
     return pooling
 
 
@@ -218,45 +232,20 @@ def _write_head(folder: Path, head: nn.Linear) -> None:
     folder.mkdir()
     identity = "torch.nn.modules.linear.Identity"
     shape = {"in_features": head.in_features, "out_features": head.out_features, "bias": head.bias is not None}
-    _write_json(folder / "config.json", {**shape, "activation_function": identity})
-    state = {f"linear.{name}": tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", {**shape, "activation_function": identity})
+    save_weights(head, folder / "model.safetensors", prefix="linear.")
 
 
 def _read_head(path: Path) -> nn.Linear:
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     if not str(config.get("activation_function", "")).endswith("Identity") or config.get("use_residual"):
         raise InputError(str(path / "config.json"), "is more than a linear head", "use a model with a linear head")
     try:
         head = nn.Linear(config["in_features"], config["out_features"], bias=config.get("bias", True))
     except (KeyError, TypeError) as error:
         raise InputError(str(path / "config.json"), f"describes no head ({error})", "export the model again") from error
-    _load_weights(head, path / "model.safetensors", prefix="linear.")
+    load_weights(head, path / "model.safetensors", prefix="linear.")
     return head
-
-
-def _load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
-    try:
-        state = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
-        # In the dtype of the file, not of the freshly built module.
-        module.load_state_dict(state, assign=True)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:100]
-        raise InputError(str(file), f"cannot be loaded: {reason}", "take a whole copy of the model") from error
-
-
-def _read_json(path: Path, kind: type = dict) -> Any:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(str(path), f"is no readable JSON ({error})", "take a whole copy of the model") from error
-    if not isinstance(value, kind):
-        raise InputError(str(path), f"holds no {kind.__name__}", "take a whole copy of the model")
-    return value
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
@@ -303,7 +292,7 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
 def _is_model_file(entry: Path) -> bool:
     if entry.is_dir():
         return entry.name[:1].isdigit() and "_" in entry.name
-    known = (*_MODEL_FILES, *PORTABLE_FILES, TEXT_FILE)
+    known = (*_MODEL_FILES, *PORTABLE_FILES, *CONTEXTUAL_FILES, TEXT_FILE)
     return entry.name in known or any(entry.match(pattern) for pattern in _MODEL_PATTERNS)
 
 

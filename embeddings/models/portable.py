@@ -150,8 +150,8 @@ class TextTransformer(nn.Module):
         **loading: Any,
     ) -> Self:
         """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
-        where = {"subfolder": subfolder, **_hub_arguments(loading)}
-        settings = json.loads(_read(model_name_or_path, TEXT_FILE, where))
+        where = {"subfolder": subfolder, **hub_arguments(loading)}
+        settings = json.loads(read_text(model_name_or_path, TEXT_FILE, where))
         model = AutoModel.from_pretrained(model_name_or_path, **where, **(config_kwargs or {}), **(model_kwargs or {}))
         tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **where, **(processor_kwargs or {}))
         return cls(model, tokenizer, **settings)
@@ -186,8 +186,8 @@ class MaskedPooling(nn.Module):
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **loading: Any) -> Self:
         """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
-        where = {"subfolder": subfolder, **_hub_arguments(loading)}
-        module = cls(**json.loads(_read(model_name_or_path, "config.json", where)))
+        where = {"subfolder": subfolder, **hub_arguments(loading)}
+        module = cls(**json.loads(read_text(model_name_or_path, "config.json", where)))
         if module.pooling.state_dict():
             weights = cached_file(model_name_or_path, "model.safetensors", **where)
             assert weights is not None
@@ -204,7 +204,7 @@ def save_pooling(folder: str | os.PathLike[str], name: str, pooling: Pooling) ->
         save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
 
 
-def _hub_arguments(loading: dict[str, Any]) -> dict[str, Any]:
+def hub_arguments(loading: dict[str, Any]) -> dict[str, Any]:
     """What transformers calls the arguments that say where on the Hub a file lies."""
     return {
         "token": loading.get("token"),
@@ -214,7 +214,8 @@ def _hub_arguments(loading: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read(model_name_or_path: str, filename: str, where: dict[str, Any]) -> str:
+def read_text(model_name_or_path: str, filename: str, where: dict[str, Any]) -> str:
+    """The content of a file of a directory or Hub id."""
     path = cached_file(model_name_or_path, filename, **where)
     assert path is not None
     return Path(path).read_text(encoding="utf-8")

@@ -1,0 +1,38 @@
+"""faiss, loaded on use, with the device it was asked for or not at all."""
+
+from types import ModuleType
+
+from embeddings.common.errors import OptionError
+from embeddings.common.optional import require
+
+
+def load_faiss(gpu: bool = False) -> ModuleType:
+    """The module faiss.
+
+    The processor's build of faiss takes `gpu=True` without a word and runs on the processor, so the device is checked
+    here, once, before any work.
+
+    Args:
+        gpu: Whether the search is to run on a GPU.
+
+    Raises:
+        MissingExtraError: If faiss is not installed; the message names the extra `cpu` or `gpu`.
+        OptionError: If a GPU is asked for and this build or this machine has none.
+    """
+    faiss = require("faiss", "gpu" if gpu else "cpu")
+    if gpu and not hasattr(faiss, "StandardGpuResources"):
+        raise OptionError(
+            "gpu", True, "needs a build of faiss for GPUs", "install 'embeddings[gpu]' in place of faiss-cpu"
+        )
+    if gpu and faiss.get_num_gpus() == 0:
+        raise OptionError("gpu", True, "needs a CUDA device, and faiss sees none", "leave it out, or check the driver")
+    return faiss
+
+
+def faiss_version() -> str:
+    """The installed faiss's version, for manifests: another version may order equal scores or train otherwise.
+
+    Raises:
+        MissingExtraError: If faiss is not installed.
+    """
+    return str(require("faiss", "cpu").__version__)

@@ -1,0 +1,232 @@
+"""Work cut into shards: which of them a process does, and a folder that knows which are done."""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.fileio import atomic_path, check_manifest, write_manifest
+
+_PROGRESS_DELAY_SECONDS = 2.0
+
+MakeShard = Callable[[int, Path], None]
+
+
+@dataclass(frozen=True)
+class ArrayTask:
+    """One of the processes that share a job: shard `s` is the task's where `s % count == index`.
+
+    Args:
+        index: Which of them, from 0.
+        count: How many there are.
+
+    Raises:
+        OptionError: If the index does not lie in 0 … count - 1.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise OptionError("num_tasks", self.count, "must be >= 1", "leave it out for one process")
+        if not 0 <= self.index < self.count:
+            raise OptionError("task_index", self.index, f"must lie in 0 … {self.count - 1}", "count tasks from 0")
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The task that a SLURM array started, whatever number the array counts from; outside of one, the only task.
+
+        Raises:
+            OptionError: If the array's numbers have gaps, so that they do not tell how many came before this one.
+        """
+        if "SLURM_ARRAY_TASK_ID" not in os.environ:
+            return cls()
+        number, least, count, step = (
+            int(os.environ.get(f"SLURM_ARRAY_TASK_{name}", default))
+            for name, default in (("ID", "0"), ("MIN", "0"), ("COUNT", "1"), ("STEP", "1"))
+        )
+        index, rest = divmod(number - least, step)
+        if rest or not 0 <= index < count:
+            raise OptionError(
+                "SLURM_ARRAY_TASK_ID", number, f"is not one of {count} even steps", "give --task_index and --num_tasks"
+            )
+        return cls(index, count)
+
+    @classmethod
+    def resolve(cls, index: int | None, count: int | None) -> Self:
+        """The task of the command line's two options, which come together; without them, the environment's.
+
+        Raises:
+            OptionError: If one of them is given without the other, or they are impossible.
+        """
+        if index is None and count is None:
+            return cls.from_environment()
+        if index is None or count is None:
+            given, absent = ("num_tasks", "task_index") if index is None else ("task_index", "num_tasks")
+            raise OptionError(given, count if index is None else index, f"needs {absent}", "give both or neither")
+        return cls(index, count)
+
+    def shards(self, num_shards: int) -> range:
+        """The numbers of the task's shards."""
+        return range(self.index, num_shards, self.count)
+
+
+class ShardedJob:
+    """A folder of shards, each a file that appears whole or not at all, made by any number of processes.
+
+    `manifest.json` says what the shards are made of. A process killed at any moment costs at most the shard that it
+    was making; the same call goes on at the next one. A shard is made under a lock that dies with its process, so two
+    processes do not make the same one; where a file system has no such locks they do, and write the same bytes.
+
+    Args:
+        folder: The folder; it is made if there is none.
+        fields: What decides the shards' bytes: kind, hashes of the inputs, arguments, seed. JSON types.
+        num_shards: Number of shards.
+        stem: Name of a shard's file before its number.
+        suffix: Name of a shard's file after its number.
+
+    Raises:
+        InputError: If the folder holds something else, or a job with other fields; the message names the field.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        fields: Mapping[str, Any],
+        num_shards: int,
+        *,
+        stem: str = "shard",
+        suffix: str = ".npy",
+    ) -> None:
+        self.folder, self.num_shards, self.stem, self.suffix = Path(folder), num_shards, stem, suffix
+        self.fields: dict[str, Any] = json.loads(json.dumps({**fields, "num_shards": num_shards}))
+        self._open()
+
+    def path(self, shard: int) -> Path:
+        """The file of a shard."""
+        return self.folder / f"{self.stem}-{shard:05d}{self.suffix}"
+
+    @property
+    def complete(self) -> bool:
+        """Whether the job has been finished."""
+        return bool(self._manifest().get("complete"))
+
+    def missing(self) -> list[int]:
+        """The shards that are not there yet; none once the job is finished."""
+        if self.complete:
+            return []
+        return [shard for shard in range(self.num_shards) if not self.path(shard).exists()]
+
+    def run(self, make: MakeShard, task: ArrayTask | None = None, take_over: bool = False) -> None:
+        """Make the task's shards that are not there yet, with progress and the time left on standard error.
+
+        Args:
+            make: Writes shard `s` to a temporary path: `make(s, path)`. Its bytes follow from `s` and the job's fields.
+            task: Which shards are this process's; None for all.
+            take_over: Whether to go on with what other tasks have left undone, and to wait for what they are at, so
+                that on return no shard is missing: for work that the next step needs as a whole.
+        """
+        if self.complete:
+            return
+        own = (task or ArrayTask()).shards(self.num_shards)
+        others = [shard for shard in range(self.num_shards) if shard not in own] if take_over else []
+        shards = [*own, *others]
+        left = [shard for shard in shards if not self.path(shard).exists()]
+        with tqdm(
+            total=len(shards),
+            initial=len(shards) - len(left),
+            desc=str(self.fields.get("kind", self.stem)),
+            unit="shard",
+            delay=_PROGRESS_DELAY_SECONDS,
+        ) as bar:
+            for wait in (False, True):
+                left = [shard for shard in left if not self._make(shard, make, wait, bar)]
+
+    def finish(self, merge: Callable[[], Mapping[str, Any]] = dict) -> bool:
+        """Finish the job if no shard is missing: run `merge` once, and note in the manifest that the job is complete.
+
+        Of several processes that come here at once, one merges and the others wait for it. A kill in `merge` lets the
+        next process merge again, so `merge` must write its files whole or not at all, and the same ones each time.
+
+        Args:
+            merge: Makes what the job is for; the fields that it returns are added to the manifest.
+
+        Returns:
+            Whether the job is complete; False means that other tasks have shards to make yet.
+        """
+        if self.complete:
+            return True
+        if self.missing():
+            return False
+        with file_lock(self.folder / ".lock"):
+            if not self.complete:
+                facts = merge()
+                # What processes that were killed had begun.
+                for pattern in (".*.tmp", ".*.lock", ".lock"):
+                    for path in self.folder.glob(pattern):
+                        path.unlink(missing_ok=True)
+                write_manifest(self.folder, {**self.fields, **facts, "complete": True})
+        return True
+
+    def _open(self) -> None:
+        manifest = self.folder / "manifest.json"
+        if manifest.exists():
+            check_manifest(self.folder, self.fields)
+            return
+        if self.folder.exists() and (not self.folder.is_dir() or _visible(self.folder)):
+            raise InputError(str(self.folder), "something else lies there already", "name a new folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with file_lock(self.folder / ".lock"):
+            if not manifest.exists():
+                write_manifest(self.folder, {**self.fields, "complete": False})
+        # Another process may have come first, with other fields.
+        check_manifest(self.folder, self.fields)
+
+    def _make(self, shard: int, make: MakeShard, wait: bool, bar: "tqdm[Any]") -> bool:
+        """Make one shard unless it is there; False if another process is at it and `wait` is not set."""
+        path = self.path(shard)
+        lock = self.folder / f".{path.name}.lock"
+        with file_lock(lock, wait) as held:
+            if not held:
+                return False
+            if not path.exists():
+                with atomic_path(path) as temporary:
+                    make(shard, temporary)
+            # Whoever waits for this lock looks for the shard again before making it.
+            lock.unlink(missing_ok=True)
+        bar.update()
+        return True
+
+    def _manifest(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+        return found
+
+
+@contextmanager
+def file_lock(path: Path, wait: bool = True) -> Iterator[bool]:
+    """An exclusive lock on a file, which ends with the process; gives whether it is held.
+
+    Args:
+        path: The lock's file; it is made if there is none.
+        wait: Whether to wait for another holder.
+    """
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _visible(folder: Path) -> Sequence[str]:
+    """The names in a folder, without the hidden ones that processes at work leave there."""
+    return [name for name in os.listdir(folder) if not name.startswith(".")]

@@ -1,0 +1,263 @@
+"""Which documents a source of pairs has: each text once, numbered by first appearance, with its pairs' positives."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.format import open_memmap
+
+from embeddings.common.errors import InputError
+from embeddings.common.fileio import check_manifest, file_sha256, text_hash, write_manifest
+from embeddings.common.log import logger
+from embeddings.data.cache import CachedSource
+from embeddings.data.readers import open_reader
+from embeddings.data.staging import staged_folder
+from embeddings.data.table import StoredRow, Table, write_table
+from embeddings.inference.corpus import text_field
+
+BLOCK = 1 << 16
+# Texts whose hashes are sorted in memory at once: about 100 bytes each.
+PART = 1 << 22
+
+Int64s = npt.NDArray[np.int64]
+
+
+class PairIndex:
+    """Queries and documents of a source of pairs, by row.
+
+    A query is a row of the source. A document is a text that is the positive of some row, or a text of the extra
+    corpus; texts that are equal but for outer white space are one document. Everything stays on disk.
+
+    Attributes:
+        folder: Where the index lies.
+        source: The source.
+        num_queries: Rows of the source.
+        num_documents: Different texts.
+        positive_offsets: The positives of query `i` are entries `offsets[i]` to `offsets[i + 1]`, (rows + 1,) int64.
+        positive_rows: Documents, (entries,) int32, or int64 where there are more than 2^31.
+        document_hashes: `text_hash` of each document, (documents,) int64.
+        query_hashes: `text_hash` of each query, (rows,) int64.
+
+    Raises:
+        InputError: If the folder holds no index, or that of another source.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], source: CachedSource) -> None:
+        self.folder, self.source = Path(folder), source
+        self.fields = check_manifest(self.folder, {"kind": "pair_index", "source_key": source.folder.name})
+        self.num_queries: int = self.fields["num_queries"]
+        self.num_documents: int = self.fields["num_documents"]
+        self.positive_offsets: Int64s = self._mapped("positive_offsets")
+        self.positive_rows: npt.NDArray[Any] = self._mapped("positive_rows")
+        self.document_hashes: Int64s = self._mapped("document_hashes")
+        self.query_hashes: Int64s = self._mapped("query_hashes")
+        self._entries: Int64s = self._mapped("document_entries")
+        self._query_order: Int64s = self._mapped("query_order")
+        self._query_slots: Int64s = self._mapped("query_slots")
+        self._corpus = Table(self.folder) if self.fields["corpus_sha256"] else None
+
+    def _mapped(self, name: str) -> Any:
+        try:
+            return np.load(self.folder / f"{name}.npy", mmap_mode="r")
+        except (OSError, EOFError, ValueError):
+            raise InputError(str(self.folder), f"{name}.npy is missing or damaged", "delete the folder") from None
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What tells this index from others, for manifests: the source's content key and the corpus's hash."""
+        return {name: self.fields[name] for name in ("source_key", "corpus_sha256")}
+
+    def positives(self, query: int) -> npt.NDArray[Any]:
+        """The documents that are a query's positives, in the row's order."""
+        return self.positive_rows[self.positive_offsets[query] : self.positive_offsets[query + 1]]
+
+    def query_text(self, query: int) -> str:
+        """The text of a query."""
+        return self.source.table.query(query)
+
+    def document_text(self, document: int) -> str:
+        """The text of a document, as it first appeared."""
+        entry = int(self._entries[document])
+        if entry >= len(self.positive_rows):
+            assert self._corpus is not None
+            return self._corpus.query(entry - len(self.positive_rows))
+        row = int(np.searchsorted(self.positive_offsets, entry, side="right")) - 1
+        return self.source.table.positives(row)[entry - int(self.positive_offsets[row])]
+
+    def known_positives(self, queries: range) -> tuple[Int64s, Int64s]:
+        """All documents that some row names as a positive of the same query text.
+
+        Args:
+            queries: Rows, one after another.
+
+        Returns:
+            Offsets (queries + 1,) and documents, as `positive_offsets` and `positive_rows` hold them for single rows; a
+            document that several rows name comes several times.
+        """
+        slot_Q2 = self._query_slots[queries.start : queries.stop]
+        row_R = self._query_order[concatenated_ranges(slot_Q2[:, 0], slot_Q2[:, 1])]
+        start_R, stop_R = self.positive_offsets[row_R], self.positive_offsets[row_R + 1]
+        ends_R = np.append(0, np.cumsum(stop_R - start_R))
+        offsets = ends_R[np.append(0, np.cumsum(slot_Q2[:, 1] - slot_Q2[:, 0]))]
+        return offsets, self.positive_rows[concatenated_ranges(start_R, stop_R)].astype(np.int64)
+
+
+def index_pairs(
+    source: CachedSource, folder: str | os.PathLike[str], corpus: str | os.PathLike[str] | None = None
+) -> PairIndex:
+    """Number the documents of a source of pairs; an index that is there already is opened.
+
+    Memory does not grow with the number of texts: their 64-bit hashes are sorted a part at a time. Two different texts
+    are taken for one with a probability below n^2 / 2^65, 3 in 10,000 for 100 million texts.
+
+    Args:
+        source: A converted source whose rows hold positives.
+        folder: The folder to make, whole or not at all.
+        corpus: A file of more documents (`text`, and `title` where there is one), or None. Its empty texts are left
+            out.
+
+    Raises:
+        InputError: If the source's rows are no pairs, the corpus cannot be used, or the folder holds another index.
+    """
+    target = Path(folder)
+    if source.classes is not None:
+        raise InputError(str(source.folder), "the source holds labelled texts, no pairs", "use conversion: pairs")
+    corpus_sha256 = file_sha256(corpus) if corpus is not None else None
+    key = {"kind": "pair_index", "source_key": source.folder.name, "corpus_sha256": corpus_sha256}
+    if target.exists():
+        check_manifest(target, key)
+        return PairIndex(target, source)
+    with staged_folder(target) as stage:
+        hashes = stage / "hashes.bin"
+        with open(hashes, "wb") as file:
+            num_positives = _write_rows(source.table, stage, file)
+            if corpus is not None:
+                write_table(stage, _hashed_corpus(Path(corpus), file))
+        num_documents = _write_documents(stage, hashes, num_positives)
+        write_manifest(
+            stage,
+            {**key, "num_queries": len(source.table), "num_documents": num_documents},
+        )
+    return PairIndex(target, source)
+
+
+def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
+    """Write what is known of each row, and the hash of each positive; returns the number of positives.
+
+    Rows: where their positives begin, the hash of their query, and which rows have the same query (`query_order` is the
+    rows sorted so that these are neighbours, `query_slots` where a row's neighbours begin and end there).
+    """
+    create = partial(open_memmap, mode="w+", dtype=np.int64)
+    offsets = create(stage / "positive_offsets.npy", shape=(len(table) + 1,))
+    query_hashes = create(stage / "query_hashes.npy", shape=(len(table),))
+    total = 0
+    for start in range(0, len(table), BLOCK):
+        stop = min(start + BLOCK, len(table))
+        counts, found = np.empty(stop - start, np.int64), []
+        for row in range(start, stop):
+            positives = table.positives(row)
+            query_hashes[row] = text_hash(table.query(row))
+            counts[row - start] = len(positives)
+            found += [text_hash(text) for text in positives]
+        offsets[start + 1 : stop + 1] = total + np.cumsum(counts)
+        total += len(found)
+        np.array(found, np.int64).tofile(hashes)
+    order = create(stage / "query_order.npy", shape=(len(table),))
+    slots = create(stage / "query_slots.npy", shape=(len(table), 2))
+    done = 0
+    for row_n, is_first_n in equal_hashes(query_hashes):
+        order[done : done + len(row_n)] = row_n
+        edges = np.append(np.flatnonzero(is_first_n), len(row_n)) + done
+        group_n = np.cumsum(is_first_n) - 1
+        slots[row_n] = np.stack([edges[group_n], edges[group_n + 1]], axis=1)
+        done += len(row_n)
+    return total
+
+
+def _hashed_corpus(path: Path, hashes: IO[bytes]) -> Iterator[StoredRow]:
+    """The documents of a corpus file as rows to store; their hashes are written on the way."""
+    left_out = 0
+    for where, fields in open_reader(path, ("title", "text"), ("text",)):
+        title, body = text_field(where, {"title": "", **fields}, "title"), text_field(where, fields, "text")
+        text = " ".join(part for part in (title, body) if part)
+        # What the reader of training records would refuse in a negative.
+        if not text.strip() or "\x00" in text:
+            left_out += 1
+            continue
+        np.array([text_hash(text)], np.int64).tofile(hashes)
+        yield StoredRow(text)
+    if left_out:
+        logger.warning("%s: %d documents without text are left out", path, left_out)
+
+
+def _write_documents(stage: Path, hashes_path: Path, num_positives: int) -> int:
+    """Write the document of each positive, and the hash and entry of each document; returns their number."""
+    total = hashes_path.stat().st_size // 8
+    hash_E: Int64s = np.memmap(hashes_path, np.int64, "r", shape=(total,))
+    scratch = {name: stage / f"{name}.bin" for name in ("first", "number")}
+    first_E, number_E = (np.memmap(path, np.int64, "w+", shape=(total,)) for path in scratch.values())
+    for entry_n, is_first_n in equal_hashes(hash_E):
+        first_E[entry_n] = entry_n[is_first_n][np.cumsum(is_first_n) - 1]
+    blocks = [(start, min(start + BLOCK, total)) for start in range(0, total, BLOCK)]
+    num_documents = sum(int(np.count_nonzero(first_E[start:stop] == np.arange(start, stop))) for start, stop in blocks)
+    width = np.int32 if num_documents <= np.iinfo(np.int32).max else np.int64
+    create = partial(open_memmap, mode="w+")
+    rows_P = create(stage / "positive_rows.npy", dtype=width, shape=(num_positives,))
+    hash_D = create(stage / "document_hashes.npy", dtype=np.int64, shape=(num_documents,))
+    entry_D = create(stage / "document_entries.npy", dtype=np.int64, shape=(num_documents,))
+    done = 0
+    for start, stop in blocks:
+        first_B = np.asarray(first_E[start:stop])
+        new_B = first_B == np.arange(start, stop)
+        number_E[start:stop] = done + np.cumsum(new_B) - 1
+        end = done + int(np.count_nonzero(new_B))
+        entry_D[done:end] = start + np.flatnonzero(new_B)
+        hash_D[done:end] = hash_E[start:stop][new_B]
+        # A text's first entry never lies behind it, so its number is known by now.
+        rows_P[start:stop] = number_E[first_B][: max(0, num_positives - start)]
+        done = end
+    for path in (hashes_path, *scratch.values()):
+        path.unlink()
+    return num_documents
+
+
+def equal_hashes(hash_E: Int64s, part: int = PART) -> Iterator[tuple[Int64s, npt.NDArray[np.bool_]]]:
+    """The entries sorted by hash, a part of them at a time; equal hashes lie in one part, in the order of the entries.
+
+    Args:
+        hash_E: Hashes, evenly spread over 64 bits, (entries,) int64.
+        part: Entries sorted in memory at once, about.
+
+    Returns:
+        For each part its entries, (n,) int64, and whether each is the first with its hash, (n,).
+    """
+    bits = max(0, (len(hash_E) - 1).bit_length() - (part.bit_length() - 1))
+    for bucket in range(1 << bits):
+        entry_n = np.concatenate(
+            [
+                start + np.flatnonzero(_top_bits(hash_E[start : start + BLOCK], bits) == bucket)
+                for start in range(0, len(hash_E), BLOCK)
+            ]
+        )
+        hash_n = hash_E[entry_n]
+        order_n = np.argsort(hash_n, kind="stable")
+        hash_n = hash_n[order_n]
+        yield entry_n[order_n], np.append(True, hash_n[1:] != hash_n[:-1])[: len(hash_n)]
+
+
+def concatenated_ranges(start_n: Int64s, stop_n: Int64s) -> Int64s:
+    """All numbers of start … stop - 1 of each range, range after range, (sum of lengths,) int64."""
+    length_n = stop_n - start_n
+    before_n = np.cumsum(length_n) - length_n
+    return np.repeat(start_n - before_n, length_n) + np.arange(int(length_n.sum()))
+
+
+def _top_bits(hash_n: Int64s, bits: int) -> npt.NDArray[np.uint64]:
+    """The uppermost bits of each hash as a number."""
+    if bits == 0:
+        return np.zeros(len(hash_n), np.uint64)
+    return np.asarray(hash_n).view(np.uint64) >> np.uint64(64 - bits)

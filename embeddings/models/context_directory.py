@@ -1,0 +1,96 @@
+"""The files that a contextual model's directory has beside a plain one's: first stage, context layers, residual."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from embeddings.common import InputError
+from embeddings.models.first_stage import FirstStage
+from embeddings.models.lora import merged_state_dict, plain_backbone
+from embeddings.models.model_files import load_weights, read_json, save_weights, write_json
+from embeddings.models.portable_contextual import (
+    CONTEXT_FOLDER,
+    CONTEXT_SETTINGS,
+    CONTEXT_WEIGHTS,
+    RESIDUAL_FOLDER,
+    context_layers,
+    context_settings,
+)
+from embeddings.models.second_stage import ContextSlots, ResidualProjection, SoftPrompt
+
+# What travels beside `directory.PORTABLE_FILES`.
+CONTEXTUAL_FILES = ("portable_contextual.py", "first_stage.py", "position_free.py", "second_stage.py")
+_OPTIONS = ("num_context", "num_soft_prompts", "context_dropout")
+
+
+@dataclass(frozen=True)
+class ContextParts:
+    """What a contextual model has beside a plain one."""
+
+    first_stage: FirstStage
+    slots: ContextSlots
+    soft_prompt: SoftPrompt
+    residual: ResidualProjection | None
+
+
+def is_contextual(folder: Path) -> bool:
+    """Whether a model directory is a contextual model's."""
+    return (folder / CONTEXT_FOLDER / CONTEXT_SETTINGS).is_file()
+
+
+def write_context(folder: Path, modules: list[tuple[str, str]], parts: ContextParts) -> list[tuple[str, str]]:
+    """Write the files of a contextual model into a directory that is being made.
+
+    Args:
+        folder: The directory.
+        modules: Class and folder of each module so far: token states, then pooling.
+        parts: What to write; adapters are merged into the written weights.
+
+    Returns:
+        The modules with a contextual one for the first, and the residual projection after the pooling.
+    """
+    target = folder / CONTEXT_FOLDER
+    backbone = parts.first_stage.backbone
+    plain_backbone(backbone).save_pretrained(target, state_dict=merged_state_dict(backbone))
+    layers = context_layers(parts.first_stage, parts.slots, parts.soft_prompt)
+    write_json(target / CONTEXT_SETTINGS, context_settings(parts.first_stage, parts.slots, parts.soft_prompt))
+    save_weights(layers, target / CONTEXT_WEIGHTS)
+    written = [("portable_contextual.ContextualTransformer", ""), *modules[1:]]
+    if parts.residual is not None:
+        (folder / RESIDUAL_FOLDER).mkdir()
+        write_json(folder / RESIDUAL_FOLDER / "config.json", {"hidden_size": parts.residual.hidden_size})
+        save_weights(parts.residual, folder / RESIDUAL_FOLDER / "model.safetensors")
+        written.append(("portable_contextual.ResidualHead", RESIDUAL_FOLDER))
+    return written
+
+
+def read_context_options(folder: Path) -> dict[str, Any]:
+    """The arguments of `ContextualEmbedder` that a directory keeps.
+
+    Raises:
+        InputError: If the directory is no contextual model's, or its settings are damaged.
+    """
+    if not is_contextual(folder):
+        raise InputError(str(folder), "is no contextual model", "load it with embeddings.models.load_embedder")
+    path = folder / CONTEXT_FOLDER / CONTEXT_SETTINGS
+    settings = read_json(path)
+    missing = [name for name in _OPTIONS if not isinstance(settings.get(name), int | float)]
+    if missing:
+        raise InputError(str(path), f"does not say {missing[0]}", "export the model again")
+    modules = read_json(folder / "modules.json", list)
+    has_residual = any("ResidualHead" in str(entry) for entry in modules)
+    return {**{name: settings[name] for name in _OPTIONS}, "residual_projection": has_residual}
+
+
+def load_context_weights(folder: Path, parts: ContextParts) -> None:
+    """Load the weights of the context layers and the residual projection; the first stage's backbone has its own.
+
+    Raises:
+        InputError: If a file is missing or damaged, or does not fit the settings.
+    """
+    layers: nn.Module = context_layers(parts.first_stage, parts.slots, parts.soft_prompt)
+    load_weights(layers, folder / CONTEXT_FOLDER / CONTEXT_WEIGHTS)
+    if parts.residual is not None:
+        load_weights(parts.residual, folder / RESIDUAL_FOLDER / "model.safetensors")

@@ -1,0 +1,235 @@
+"""A contextual embedding model: a text's vector depends on documents of the corpus it belongs to."""
+
+import os
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
+from embeddings.models.backbone import BackboneConfig, enable_checkpointing, load_model
+from embeddings.models.context_directory import (
+    ContextParts,
+    is_contextual,
+    load_context_weights,
+    read_context_options,
+)
+from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
+from embeddings.models.embedder import Embedder
+from embeddings.models.first_stage import FirstStage
+from embeddings.models.hub import resolve_model
+from embeddings.models.lora import plain_backbone
+from embeddings.models.pooling import MeanPooling
+from embeddings.models.portable_contextual import CONTEXT_FOLDER
+from embeddings.models.position_free import check_position_free, longest_text, states_behind_context
+from embeddings.models.second_stage import ContextSlots, ResidualProjection, SoftPrompt
+
+
+class ContextualEmbedder(Embedder):
+    """Tokens and a context to vectors: CDE's two stages.
+
+    The first stage makes one vector of each context document. The second stage reads [J context vectors | S soft-prompt
+    vectors | word embeddings] with attention over all, pools the states of the text's tokens alone, and adds a residual
+    projection. Context vectors have no position, so their order changes nothing. Queries and documents share the
+    weights, the two stages do not.
+
+    What keeps a pretrained encoder as it is at the start: the residual projection, exactly (its last layer is zero).
+    Context and soft prompt are new inputs that every token attends to, so vectors differ from the pretrained encoder's
+    from the first step on.
+
+    Args:
+        first_stage_backbone: The encoder of context documents; it reads the tokens of the same tokenizer.
+        backbone: The encoder of texts behind their context; a decoder must have no causal mask.
+        tokenizer: The tokenizer of both, padding on the right.
+        num_context: Context vectors in front of each text, J. The paper uses 512, and 64 in its small setting.
+        num_soft_prompts: Soft-prompt vectors, S; 0 for the paper's model, 8 as released.
+        residual_projection: Whether pooled + Linear-ReLU-Linear(pooled) follows the pooling, as released; the paper
+            has none.
+        context_dropout: Probability of replacing a context vector of a text by the null vector in training.
+        normalize: Whether vectors have unit length.
+        text: Lengths, prompts and special tokens of the texts this model reads. Lengths are the text's own: context
+            and soft prompt do not shorten it.
+
+    Raises:
+        OptionError: If a number is impossible, the tokenizer has ids that the first stage has no embedding for, or the
+            backbone cannot read a context as a set.
+
+    Source: Morris and Rush 2024, arXiv:2410.02525, §3.2 and §10.4, and the released code. Differs: the residual branch
+        starts at zero; the paper's zero-and-residual handling of rotary positions is not offered.
+    """
+
+    def __init__(
+        self,
+        first_stage_backbone: nn.Module,
+        backbone: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        num_context: int = 512,
+        num_soft_prompts: int = 8,
+        residual_projection: bool = True,
+        context_dropout: float = 0.005,
+        normalize: bool = True,
+        text: TextSettings | None = None,
+    ) -> None:
+        _check_options(num_context, num_soft_prompts, context_dropout)
+        plain = plain_backbone(backbone)
+        hidden_size = int(plain.config.hidden_size)
+        super().__init__(backbone, tokenizer, MeanPooling(hidden_size), normalize=normalize, text=text)
+        words: Any = plain.get_input_embeddings()
+        self.context_size = int(words.weight.shape[1])
+        first = plain_backbone(first_stage_backbone)
+        _check_vocabulary(first.get_input_embeddings(), tokenizer)
+        try:
+            check_position_free(backbone)
+        except ValueError as error:
+            fix = "take an encoder, or a decoder with `bidirectional: true`"
+            raise OptionError("backbone", type(plain).__name__, str(error), fix) from error
+        self.first_stage = FirstStage(first_stage_backbone, int(first.config.hidden_size), self.context_size)
+        self.slots = ContextSlots(num_context, self.context_size, context_dropout)
+        self.soft_prompt = SoftPrompt(num_soft_prompts, self.context_size)
+        self.residual = ResidualProjection(hidden_size) if residual_projection else None
+        self.train()
+
+    @property
+    def num_context(self) -> int:
+        """Context vectors in front of each text, J."""
+        return self.slots.num_context
+
+    @property
+    def num_extra_tokens(self) -> int:
+        """What each text costs beside its tokens: J context vectors and S soft-prompt vectors."""
+        return self.slots.num_context + self.soft_prompt.num_soft_prompts
+
+    def embed_context(self, tokens: PaddedTokens) -> Tensor:
+        """The vectors of context documents: the first stage.
+
+        Args:
+            tokens: M documents padded on the right.
+
+        Returns:
+            Vectors, (M, H) float32, not normalised; H is the width of the second stage's word embeddings.
+        """
+        vector_MH: Tensor = self.first_stage(tokens.input_ids_NL, tokens.attention_mask_NL, tokens.pooling_mask_NL)
+        return vector_MH
+
+    def forward(self, tokens: PaddedTokens, context: Tensor | None = None) -> Tensor:
+        """One vector a text.
+
+        Args:
+            tokens: N texts padded on the right.
+            context: Vectors of `embed_context`, (M, H) with M <= J, shared by all texts; missing ones are null
+                vectors, and None is a context of null vectors alone.
+
+        Returns:
+            Vectors, (N, D) float32, of unit length if `normalize`.
+
+        Precision: pooling sums and the norm are in float32, under autocast and for bfloat16 weights too.
+
+        Raises:
+            OptionError: If there are more context vectors than J, or a text is longer than the backbone has positions.
+        """
+        ids_NL = tokens.input_ids_NL
+        limit = longest_text(self.backbone, self.num_extra_tokens)
+        if limit is not None and ids_NL.shape[1] > limit:
+            rule = f"must leave texts of at most {limit} tokens beside {self.num_extra_tokens} of context and prompt"
+            raise OptionError("data.text.document_max_length", ids_NL.shape[1], rule, "lower it or num_context")
+        try:
+            context_NJH = self.slots(context, len(ids_NL))
+        except ValueError as error:
+            given = () if context is None else tuple(context.shape)
+            raise OptionError("context", given, f"does not fit the model: {error}", "give fewer documents") from error
+        state_NLH = states_behind_context(
+            self.backbone, context_NJH, self.soft_prompt(), ids_NL, tokens.attention_mask_NL
+        )
+        vector_ND: Tensor = self.pooling(state_NLH, tokens.pooling_mask_NL)
+        if self.residual is not None:
+            vector_ND = self.residual(vector_ND)
+        vector_ND = vector_ND.to(torch.promote_types(vector_ND.dtype, torch.float32))
+        return F.normalize(vector_ND, dim=-1) if self.normalize else vector_ND
+
+    @classmethod
+    def from_config(cls, config: BackboneConfig) -> Self:
+        """The contextual model of a directory to train on: both backbones are loaded as the config says.
+
+        Args:
+            config: The directory as `name`, and dtype, attention and checkpointing of the backbones.
+
+        Returns:
+            The embedder in training mode.
+
+        Raises:
+            InputError: If the model cannot be had, a file of it is damaged, or it is no contextual model.
+        """
+        embedder = super().from_config(config)
+        if config.gradient_checkpointing:
+            enable_checkpointing(plain_backbone(embedder.first_stage.backbone))
+        return embedder
+
+    @classmethod
+    def _of_directory(cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Self:
+        options = read_context_options(folder)
+        parts = read_model_directory(folder, backbone, tokenizer, contextual=True)
+        if type(parts.pooling) is not MeanPooling or parts.head is not None:
+            raise InputError(str(folder), "has another pooling than the mean, or a head", "export the model again")
+        first = load_model(folder / CONTEXT_FOLDER, backbone.dtype, backbone.config._attn_implementation)
+        try:
+            embedder = cls(first, backbone, tokenizer, normalize=parts.normalize, text=parts.text, **options)
+        except OptionError as error:
+            raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
+        load_context_weights(folder, embedder._context_parts())
+        return embedder
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write a sentence-transformers directory with both stages, whole or not at all; adapters are merged.
+
+        The directory carries its own code, which sentence-transformers runs under `trust_remote_code=True` and our
+        loaders never do.
+        """
+        parts = ModelParts(self.pooling, None, self.normalize, self.text, self._context_parts())
+        write_model_directory(folder, self.backbone, self.tokenizer, parts)
+
+    def _context_parts(self) -> ContextParts:
+        return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.residual)
+
+
+def load_embedder(
+    name: str | os.PathLike[str],
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Embedder:
+    """The model of a directory or Hub id, contextual or not, in evaluation mode; no code of the directory runs.
+
+    Args:
+        name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra brings.
+        revision: Commit, tag or branch of a Hub id.
+        device: Where to put it, the processor if None.
+        dtype: Dtype of the backbones' weights, the checkpoint's own if None.
+
+    Returns:
+        A `ContextualEmbedder` where the directory is a contextual model's, else an `Embedder`.
+
+    Raises:
+        InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
+    """
+    kind = ContextualEmbedder if is_contextual(resolve_model(os.fspath(name), revision)) else Embedder
+    return kind.from_pretrained(name, revision, device, dtype)
+
+
+def _check_options(num_context: int, num_soft_prompts: int, context_dropout: float) -> None:
+    if num_context < 1:
+        raise OptionError("num_context", num_context, "must be >= 1", "the paper uses 512, and 64 in its small setting")
+    if num_soft_prompts < 0:
+        raise OptionError("num_soft_prompts", num_soft_prompts, "must be >= 0", "the released models use 8")
+    if not 0.0 <= context_dropout <= 1.0:
+        raise OptionError("context_dropout", context_dropout, "must be in [0, 1]", "the released training uses 0.005")
+
+
+def _check_vocabulary(words: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    highest, rows = max(tokenizer.get_vocab().values(), default=0), words.weight.shape[0]
+    if highest >= rows:
+        rule = f"must read the tokens of the second stage's tokenizer, whose highest id is {highest}"
+        raise OptionError("first_stage_backbone", f"{rows} embeddings", rule, "take two backbones of one tokenizer")

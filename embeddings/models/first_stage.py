@@ -1,0 +1,51 @@
+"""The first stage of a contextual model: one vector for each document of the context.
+
+This file travels inside model directories: it imports nothing but torch and its siblings.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .pooling import MeanPooling
+
+
+class FirstStage(nn.Module):
+    """Context documents to the vectors that stand in front of a text: encoder, mean pooling, Linear-GELU-Linear.
+
+    The vectors are not normalised: they are inputs of the second stage, beside its word embeddings. Queries and
+    documents share one first stage, whose weights are not the second stage's.
+
+    Args:
+        backbone: A Hugging Face encoder or decoder, adapted by peft or not.
+        backbone_size: Width of the backbone's states.
+        context_size: Width of the second stage's word embeddings, H.
+
+    Source: Morris and Rush 2024, arXiv:2410.02525, §3.2; the projection is the released code's, not the paper's.
+    """
+
+    def __init__(self, backbone: nn.Module, backbone_size: int, context_size: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.pooling = MeanPooling(backbone_size)
+        self.projection = nn.Sequential(
+            nn.Linear(backbone_size, backbone_size), nn.GELU(), nn.Linear(backbone_size, context_size)
+        )
+
+    def forward(self, input_ids_ML: Tensor, attention_mask_ML: Tensor, pooling_mask_ML: Tensor) -> Tensor:
+        """One vector a context document.
+
+        Args:
+            input_ids_ML: Token ids, (M, L) int64, padded on the right.
+            attention_mask_ML: True where there is a token, (M, L) bool.
+            pooling_mask_ML: True where a token enters the pooling, (M, L) bool.
+
+        Returns:
+            Vectors, (M, H) float32 (float64 where the weights are).
+
+        Precision: pooling sums in float32; the result is float32 under autocast and for bfloat16 weights too.
+        """
+        output = self.backbone(input_ids=input_ids_ML, attention_mask=attention_mask_ML.long())
+        pooled_MH = self.pooling(output.last_hidden_state, pooling_mask_ML)
+        first: nn.Module = self.projection[0]
+        vector_MH: Tensor = self.projection(pooled_MH.to(next(first.parameters()).dtype))
+        return vector_MH.to(torch.promote_types(vector_MH.dtype, torch.float32))

@@ -1,0 +1,51 @@
+"""The small files of a model directory: JSON, and weights as safetensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from embeddings.common import InputError
+
+
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        InputError: If it cannot be read, or holds another kind of value.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(str(path), f"is no readable JSON ({error})", "take a whole copy of the model") from error
+    if not isinstance(value, kind):
+        raise InputError(str(path), f"holds no {kind.__name__}", "take a whole copy of the model")
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON into a folder that is not yet in its place."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
+    """Write a module's weights as safetensors, `prefix` before their names."""
+    state = {f"{prefix}{name}": tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
+    """Load a safetensors file into a module, its tensors' names less `prefix`, in the dtype of the file.
+
+    Raises:
+        InputError: If the file is missing or damaged, or does not fit the module.
+    """
+    try:
+        state = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
+        module.load_state_dict(state, assign=True)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:100]
+        raise InputError(str(file), f"cannot be loaded: {reason}", "take a whole copy of the model") from error

@@ -1,0 +1,196 @@
+"""The modules that a contextual model's directory brings along, for sentence-transformers to load.
+
+A context is set on the first module and holds until another is set:
+
+    model = SentenceTransformer(DIR, trust_remote_code=True)
+    model[0].set_context(texts_of_the_corpus)
+    vectors = model.encode_document(texts)
+
+This file travels inside model directories: it imports nothing but torch, transformers (with its safetensors) and the
+siblings that travel with it.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from .first_stage import FirstStage
+from .portable import TEXT_FILE, TextTransformer, hub_arguments, read_text
+from .position_free import plain_model, states_behind_context
+from .second_stage import ContextSlots, ResidualProjection, SoftPrompt
+
+CONTEXT_FOLDER = "0_Context"
+CONTEXT_SETTINGS = "context.json"
+CONTEXT_WEIGHTS = "context.safetensors"
+# The name that sentence-transformers itself gives the folder of the third module.
+RESIDUAL_FOLDER = "2_ResidualHead"
+_TEXTS_AT_ONCE = 32
+
+
+class ContextualTransformer(TextTransformer):
+    """Texts behind a context to token states, with the mask of the tokens that enter the pooling.
+
+    The first module of a sentence-transformers pipeline. Without a context every slot holds the null vector.
+
+    Args:
+        model: The second stage's backbone.
+        tokenizer: The tokenizer of both stages, padding on the right.
+        first_stage: Makes one vector of each context document.
+        slots: Shares the context among the texts.
+        soft_prompt: The vectors between context and text.
+        text: The arguments of `TextTransformer` past the tokenizer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        first_stage: FirstStage,
+        slots: ContextSlots,
+        soft_prompt: SoftPrompt,
+        **text: Any,
+    ) -> None:
+        super().__init__(model, tokenizer, **text)
+        self.first_stage = first_stage
+        self.slots = slots
+        self.soft_prompt = soft_prompt
+        self.context_MH: Tensor | None = None
+
+    @torch.no_grad()
+    def set_context(self, texts: Sequence[str] | None, prompt: str = "") -> None:
+        """Choose the documents that every text is read behind from now on, None for none.
+
+        Args:
+            texts: Documents of the corpus, never queries; at most as many as the model has slots.
+            prompt: Put before each, as before any document.
+
+        Raises:
+            ValueError: If there are more documents than slots.
+        """
+        if texts is None:
+            self.context_MH = None
+            return
+        if len(texts) > self.slots.num_context:
+            raise ValueError(f"this model takes at most {self.slots.num_context} context documents, got {len(texts)}")
+        vectors = []
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            features = self.preprocess(texts[start : start + _TEXTS_AT_ONCE], prompt=prompt)
+            inputs = [features[name] for name in ("input_ids", "attention_mask", "pooling_mask")]
+            vectors.append(self.first_stage(*(tensor.to(self.slots.null_H.device) for tensor in inputs)))
+        self.context_MH = torch.cat(vectors) if vectors else None
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """The features with the states of the text's tokens added."""
+        ids_NL, attention_NL = features["input_ids"], features["attention_mask"].bool()
+        context_MH = None if self.context_MH is None else self.context_MH.to(ids_NL.device)
+        context_NJH = self.slots(context_MH, len(ids_NL))
+        state_NLH = states_behind_context(self.model, context_NJH, self.soft_prompt(), ids_NL, attention_NL)
+        return {**features, "token_embeddings": state_NLH}
+
+    def save(self, output_path: str, *_: Any, **__: Any) -> None:
+        """Write both stages, the tokenizer and the settings; a context that was set is not kept."""
+        super().save(output_path)
+        folder = Path(output_path, CONTEXT_FOLDER)
+        plain_model(self.first_stage.backbone).save_pretrained(folder)
+        settings = context_settings(self.first_stage, self.slots, self.soft_prompt)
+        Path(folder, CONTEXT_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        _save(context_layers(self.first_stage, self.slots, self.soft_prompt), folder / CONTEXT_WEIGHTS)
+
+    @classmethod
+    def load(
+        cls,
+        model_name_or_path: str,
+        subfolder: str = "",
+        model_kwargs: dict[str, Any] | None = None,
+        processor_kwargs: dict[str, Any] | None = None,
+        config_kwargs: dict[str, Any] | None = None,
+        **loading: Any,
+    ) -> Self:
+        """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
+        where = {"subfolder": subfolder, **hub_arguments(loading)}
+        first_where = {**where, "subfolder": f"{subfolder}/{CONTEXT_FOLDER}".strip("/")}
+        options = {**(config_kwargs or {}), **(model_kwargs or {})}
+        model = AutoModel.from_pretrained(model_name_or_path, **where, **options)
+        backbone = AutoModel.from_pretrained(model_name_or_path, **first_where, **options)
+        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **where, **(processor_kwargs or {}))
+        settings = json.loads(read_text(model_name_or_path, CONTEXT_SETTINGS, first_where))
+        parts = _context_parts(backbone, settings)
+        _load(context_layers(*parts), model_name_or_path, CONTEXT_WEIGHTS, first_where)
+        return cls(model, tokenizer, *parts, **json.loads(read_text(model_name_or_path, TEXT_FILE, where)))
+
+
+class ResidualHead(nn.Module):
+    """The residual projection after the pooling.
+
+    Args:
+        hidden_size: Width of the vectors.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.residual = ResidualProjection(hidden_size)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """The features with the projected vectors, (N, H)."""
+        return {**features, "sentence_embedding": self.residual(features["sentence_embedding"])}
+
+    def get_embedding_dimension(self) -> int:
+        """Width of the vectors."""
+        return self.residual.hidden_size
+
+    def save(self, output_path: str, *_: Any, **__: Any) -> None:
+        """Write the width and the weights."""
+        config = json.dumps({"hidden_size": self.residual.hidden_size}, indent=2)
+        Path(output_path, "config.json").write_text(config + "\n", encoding="utf-8")
+        _save(self.residual, Path(output_path, "model.safetensors"))
+
+    @classmethod
+    def load(cls, model_name_or_path: str, subfolder: str = "", **loading: Any) -> Self:
+        """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
+        where = {"subfolder": subfolder, **hub_arguments(loading)}
+        module = cls(**json.loads(read_text(model_name_or_path, "config.json", where)))
+        _load(module.residual, model_name_or_path, "model.safetensors", where)
+        return module
+
+
+def context_layers(first_stage: FirstStage, slots: ContextSlots, soft_prompt: SoftPrompt) -> nn.ModuleDict:
+    """The layers of one weights file: all that the context needs beside the two backbones."""
+    return nn.ModuleDict({"projection": first_stage.projection, "slots": slots, "soft_prompt": soft_prompt})
+
+
+def context_settings(first_stage: FirstStage, slots: ContextSlots, soft_prompt: SoftPrompt) -> dict[str, Any]:
+    """What those layers are built from, as plain types."""
+    return {
+        "num_context": slots.num_context,
+        "context_dropout": slots.dropout_fraction,
+        "num_soft_prompts": soft_prompt.num_soft_prompts,
+        "backbone_size": first_stage.pooling.hidden_size,
+        "context_size": soft_prompt.context_size,
+    }
+
+
+def _context_parts(backbone: nn.Module, settings: dict[str, Any]) -> tuple[FirstStage, ContextSlots, SoftPrompt]:
+    size = settings["context_size"]
+    return (
+        FirstStage(backbone, settings["backbone_size"], size),
+        ContextSlots(settings["num_context"], size, settings["context_dropout"]),
+        SoftPrompt(settings["num_soft_prompts"], size),
+    )
+
+
+def _save(module: nn.Module, file: Path) -> None:
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def _load(module: nn.Module, model_name_or_path: str, filename: str, where: dict[str, Any]) -> None:
+    file = cached_file(model_name_or_path, filename, **where)
+    assert file is not None
+    module.load_state_dict(load_file(file))

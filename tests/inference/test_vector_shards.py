@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+
+from embeddings.common import InputError
+from embeddings.inference.vector_shards import VectorShards, require_directions, save_vectors
+
+
+def written(folder, num_rows=5, shard_size=2, width=3):
+    shards = VectorShards(folder, num_rows, width, shard_size)
+    values = np.arange(1, num_rows * width + 1, dtype=np.float32).reshape(num_rows, width)
+    for shard in range(shards.num_shards):
+        save_vectors(shards.path(shard), values[shard * shard_size : (shard + 1) * shard_size])
+    return shards, values
+
+
+@pytest.mark.parametrize(("num_rows", "shard_size", "sizes"), [(5, 2, [2, 2, 1]), (4, 2, [2, 2]), (1, 9, [1])])
+def test_shards_follow_one_another_and_are_mapped(num_rows, shard_size, sizes, tmp_path):
+    shards, values = written(tmp_path, num_rows, shard_size)
+    assert [len(vectors) for vectors in shards] == sizes
+    assert [row for shard in range(shards.num_shards) for row in shards.rows(shard)] == list(range(num_rows))
+    np.testing.assert_array_equal(np.concatenate(list(shards)), values)
+    assert isinstance(shards.load(0), np.memmap)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty file", "no rows", "wider", "float64", "text", "short"])
+def test_a_shard_that_is_not_what_it_should_be_is_named(damage, tmp_path):
+    shards, _ = written(tmp_path)
+    path = shards.path(1)
+    if damage == "missing":
+        path.unlink()
+    elif damage in ("empty file", "text"):
+        path.write_bytes(b"" if damage == "empty file" else b"vectors")
+    elif damage == "short":
+        path.write_bytes(path.read_bytes()[:-4])
+    else:
+        shape = {"no rows": (0, 3), "wider": (2, 4), "float64": (2, 3)}[damage]
+        np.save(path, np.ones(shape, np.float64 if damage == "float64" else np.float32))
+    with pytest.raises(InputError, match=r"vectors-00001\.npy"):
+        list(shards)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
+def test_a_vector_without_direction_is_named_by_its_row(value, kind):
+    vectors = np.ones((4, 3), np.float32)
+    require_directions(vectors, "documents")
+    vectors[2] = value
+    with pytest.raises(InputError, match=rf"documents:12: the vector is {kind}"):
+        require_directions(vectors, "documents", first_row=10)

@@ -1,0 +1,195 @@
+"""Shards appear whole, are shared out, taken over, and finished once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
+
+FIELDS = {"kind": "letters", "seed": 3}
+
+
+def write_letter(shard, path):
+    path.write_text(chr(97 + shard))
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("count", "num_shards"), [(1, 5), (3, 7), (4, 2)])
+def test_the_tasks_of_an_array_share_all_shards_out(count, num_shards):
+    shares = [list(ArrayTask(index, count).shards(num_shards)) for index in range(count)]
+    assert sorted(shard for share in shares for shard in share) == list(range(num_shards))
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"ID": "2", "MIN": "0", "COUNT": "4"}, (2, 4)),
+        ({"ID": "7", "MIN": "5", "COUNT": "3"}, (2, 3)),
+        ({"ID": "9", "MIN": "1", "COUNT": "3", "STEP": "4"}, (2, 3)),
+    ],
+)
+def test_the_task_comes_from_the_slurm_array(variables, expected, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    task = ArrayTask.resolve(None, None)
+    assert (task.index, task.count) == expected
+    assert ArrayTask.resolve(1, 2) == ArrayTask(1, 2)
+
+
+def test_an_array_with_gaps_is_refused(monkeypatch):
+    for name, value in {"ID": "9", "MIN": "1", "COUNT": "3"}.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    with pytest.raises(OptionError, match="SLURM_ARRAY_TASK_ID is not one of 3 even steps, got 9"):
+        ArrayTask.from_environment()
+
+
+@pytest.mark.parametrize(("index", "count", "says"), [(2, 2, "task_index"), (-1, 2, "task_index"), (0, 0, "num_tasks")])
+def test_an_impossible_task_is_refused(index, count, says):
+    with pytest.raises(OptionError, match=says):
+        ArrayTask(index, count)
+
+
+@pytest.mark.parametrize("given", [(1, None), (None, 2)])
+def test_index_and_count_come_together(given):
+    with pytest.raises(OptionError, match="needs"):
+        ArrayTask.resolve(*given)
+
+
+def test_a_job_is_made_finished_and_then_left_as_it_is(tmp_path):
+    merged = []
+    job = ShardedJob(tmp_path / "job", FIELDS, 3, suffix=".txt")
+    assert job.missing() == [0, 1, 2]
+    assert not job.finish()
+    job.run(write_letter)
+    assert job.missing() == []
+    assert not job.complete
+    assert job.finish(lambda: merged.append(1) or {"total": 3})
+    assert [job.path(shard).read_text() for shard in range(3)] == ["a", "b", "c"]
+    before = content(tmp_path / "job")
+    assert set(before) == {"manifest.json", *(f"shard-0000{shard}.txt" for shard in range(3))}
+    assert json.loads(before["manifest.json"])["total"] == 3
+    again = ShardedJob(tmp_path / "job", FIELDS, 3, suffix=".txt")
+    again.run(lambda *_: pytest.fail("made again"))
+    assert again.finish(lambda: merged.append(2) or {})
+    assert merged == [1]
+    assert content(tmp_path / "job") == before
+
+
+def test_tasks_in_any_order_give_the_bytes_of_one_process(tmp_path):
+    whole = ShardedJob(tmp_path / "whole", FIELDS, 5)
+    whole.run(write_letter)
+    whole.finish()
+    for index in (2, 0, 1):
+        job = ShardedJob(tmp_path / "parts", FIELDS, 5)
+        job.run(write_letter, ArrayTask(index, 3))
+        assert job.finish() == (index == 1)
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+
+
+def test_a_failed_shard_is_not_there_and_is_made_next_time(tmp_path):
+    def fail_at_one(shard, path):
+        path.write_text("half")
+        if shard == 1:
+            raise KeyboardInterrupt
+        write_letter(shard, path)
+
+    job = ShardedJob(tmp_path, FIELDS, 3)
+    with pytest.raises(KeyboardInterrupt):
+        job.run(fail_at_one)
+    assert job.missing() == [1, 2]
+    job.run(write_letter)
+    assert job.path(1).read_text() == "b"
+
+
+def test_what_others_left_is_taken_over_and_what_they_are_at_is_waited_for(tmp_path):
+    job = ShardedJob(tmp_path, FIELDS, 4)
+    started, released, made = threading.Event(), threading.Event(), []
+
+    def slow(shard, path):
+        started.set()
+        assert released.wait(20)
+        write_letter(shard, path)
+
+    def own(shard, path):
+        made.append(shard)
+        if shard == 3:
+            released.set()
+        write_letter(shard, path)
+
+    other = threading.Thread(target=ShardedJob(tmp_path, FIELDS, 4).run, args=(slow, ArrayTask(1, 4)))
+    other.start()
+    assert started.wait(20)
+    job.run(own, ArrayTask(0, 4), take_over=True)
+    other.join()
+    assert made == [0, 2, 3]
+    assert job.missing() == []
+
+
+def test_another_input_is_refused_by_its_fields_name(tmp_path):
+    ShardedJob(tmp_path / "job", FIELDS, 3)
+    before = content(tmp_path / "job")
+    with pytest.raises(InputError, match="field 'seed' is 3, expected 4"):
+        ShardedJob(tmp_path / "job", {**FIELDS, "seed": 4}, 3)
+    with pytest.raises(InputError, match="field 'num_shards' is 3, expected 2"):
+        ShardedJob(tmp_path / "job", FIELDS, 2)
+    assert content(tmp_path / "job") == before
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_something_else_is_left_alone(as_file, tmp_path):
+    place = tmp_path / "place"
+    if as_file:
+        place.write_text("mine")
+    else:
+        place.mkdir()
+        (place / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="something else lies there already"):
+        ShardedJob(place, FIELDS, 3)
+
+
+def test_a_tuple_among_the_fields_is_found_equal_again(tmp_path):
+    ShardedJob(tmp_path, {"margins": (1, 2)}, 1)
+    assert ShardedJob(tmp_path, {"margins": (1, 2)}, 1).fields["margins"] == [1, 2]
+
+
+KILLED = """
+import os, signal, sys
+from embeddings.mining.jobs import ShardedJob
+def make(shard, path):
+    path.write_text(chr(97 + shard)[: len(sys.argv[2])])
+    if shard == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+ShardedJob(sys.argv[1], {"kind": "letters", "seed": 3}, 4).run(make)
+"""
+
+
+def test_a_killed_process_leaves_whole_shards_and_its_locks_die_with_it(tmp_path):
+    whole = ShardedJob(tmp_path / "whole", FIELDS, 4)
+    whole.run(write_letter)
+    whole.finish()
+    for shard in (0, 2, 2):
+        ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(shard)], check=False)
+        assert ended.returncode == -signal.SIGKILL
+    job = ShardedJob(tmp_path / "killed", FIELDS, 4)
+    assert job.missing() == [2, 3]
+    assert any(name.endswith(".tmp") for name in os.listdir(tmp_path / "killed"))
+    job.run(write_letter)
+    assert job.finish()
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+
+
+def test_a_lock_is_held_by_one_at_a_time(tmp_path):
+    with file_lock(tmp_path / "lock") as first, file_lock(tmp_path / "lock", wait=False) as second:
+        assert (first, second) == (True, False)
+    with file_lock(tmp_path / "lock", wait=False) as third:
+        assert third

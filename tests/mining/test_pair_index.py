@@ -1,0 +1,127 @@
+"""Documents are numbered by first appearance, each text once, and every positive finds its document."""
+
+import json
+
+import numpy as np
+import pytest
+
+from embeddings.common import InputError
+from embeddings.common.fileio import text_hash
+from embeddings.data.cache import open_cached
+from embeddings.data.sources import SourceConfig
+from embeddings.mining import pair_index
+from embeddings.mining.pair_index import concatenated_ranges, equal_hashes, index_pairs
+from tests.data.rows import labelled, write_jsonl
+
+ROWS = [
+    {"query": "q0", "positive": "a"},
+    {"query": "q1", "positive": ["b", " a ", "b"]},
+    {"query": "q2", "positive": "c"},
+    {"query": "q0", "positive": ["b", "q1"]},
+]
+CORPUS = [
+    {"text": "c"},
+    {"title": "the", "text": "d"},
+    {"text": " "},
+    {"text": "a\u0000"},
+    {"text": "d"},
+    {"text": "b "},
+]
+
+
+def source(folder, rows=ROWS, **options):
+    return open_cached(
+        SourceConfig("pairs", str(write_jsonl(folder / "pairs.jsonl", rows)), **options), folder / "cache"
+    )
+
+
+def reference(rows, corpus):
+    """The documents in order of first appearance, and each row's positives, in plain Python."""
+    documents, positives = {}, []
+    for row in rows:
+        texts = row["positive"] if isinstance(row["positive"], list) else [row["positive"]]
+        positives.append([documents.setdefault(text.strip(), len(documents)) for text in texts])
+    for document in corpus:
+        text = " ".join(part for part in (document.get("title", ""), document["text"]) if part).strip()
+        if text and "\x00" not in text:
+            documents.setdefault(text, len(documents))
+    return list(documents), positives
+
+
+@pytest.mark.parametrize("corpus", [None, CORPUS])
+@pytest.mark.parametrize("block", [1, 2, 3, 1 << 16])
+def test_the_index_equals_a_loop_over_the_texts(corpus, block, tmp_path, monkeypatch):
+    monkeypatch.setattr(pair_index, "BLOCK", block)
+    path = write_jsonl(tmp_path / "corpus.jsonl", corpus) if corpus else None
+    index = index_pairs(source(tmp_path), tmp_path / "index", path)
+    documents, positives = reference(ROWS, corpus or [])
+    assert (index.num_queries, index.num_documents) == (4, len(documents))
+    assert [index.positives(row).tolist() for row in range(4)] == positives
+    assert [index.document_text(number).strip() for number in range(len(documents))] == documents
+    assert [index.query_text(row) for row in range(4)] == [row["query"] for row in ROWS]
+    assert index.document_hashes.tolist() == [text_hash(text) for text in documents]
+    assert index.positive_rows.dtype == np.int32
+    names = {path.name for path in (tmp_path / "index").iterdir()}
+    assert not any(name.endswith(".bin") for name in names)
+
+
+@pytest.mark.parametrize("part", [1, 4, 32, 1000])
+def test_equal_hashes_are_neighbours_in_one_part_whatever_its_size(part):
+    generator = np.random.default_rng(0)
+    hashes = generator.integers(-(2**63), 2**63 - 1, 40)[generator.integers(0, 40, 300)]
+    groups, parts = {}, 0
+    for entries, is_first in equal_hashes(hashes, part):
+        parts += 1
+        for entry, starts in zip(entries.tolist(), is_first.tolist(), strict=True):
+            assert starts == (hashes[entry] not in groups)
+            groups.setdefault(hashes[entry], []).append(entry)
+    assert parts > 1 or part == 1000
+    assert sorted(groups.values()) == sorted(np.flatnonzero(hashes == value).tolist() for value in set(hashes))
+
+
+def test_ranges_follow_one_another():
+    found = concatenated_ranges(np.array([4, 2, 9, 0]), np.array([6, 2, 10, 3]))
+    assert found.tolist() == [4, 5, 9, 0, 1, 2]
+    assert concatenated_ranges(np.array([3]), np.array([3])).tolist() == []
+
+
+@pytest.mark.parametrize("rows", [range(4), range(1, 2), range(2, 4)])
+def test_known_positives_are_those_of_all_rows_with_the_same_query(rows, tmp_path):
+    index = index_pairs(source(tmp_path, [*ROWS, {"query": " q0 ", "positive": "z"}]), tmp_path / "index")
+    offsets, documents = index.known_positives(rows)
+    found = [set(documents[offsets[i] : offsets[i + 1]].tolist()) for i in range(len(rows))]
+    # Documents: a 0, b 1, c 2, q1 3, z 4.
+    assert found == [[{0, 1, 3, 4}, {0, 1}, {2}, {0, 1, 3, 4}][row] for row in rows]
+
+
+def test_a_finished_index_is_opened_and_another_input_refused(tmp_path, monkeypatch):
+    pairs = source(tmp_path)
+    index_pairs(pairs, tmp_path / "index")
+    monkeypatch.setattr(pair_index, "_write_rows", lambda *_: pytest.fail("made again"))
+    assert index_pairs(pairs, tmp_path / "index").num_documents == 4
+    with pytest.raises(InputError, match="field 'corpus_sha256'"):
+        index_pairs(pairs, tmp_path / "index", write_jsonl(tmp_path / "corpus.jsonl", CORPUS))
+    (tmp_path / "other").mkdir()
+    with pytest.raises(InputError, match="field 'source_key'"):
+        index_pairs(source(tmp_path / "other", ROWS[:2]), tmp_path / "index")
+
+
+@pytest.mark.parametrize("content", ['{"text": 3}\n', '{"txt": "a"}\n', '{"text": "a"'])
+def test_a_corpus_that_cannot_be_used_leaves_nothing(content, tmp_path):
+    (tmp_path / "corpus.jsonl").write_text(content)
+    with pytest.raises(InputError, match=r"corpus\.jsonl:1"):
+        index_pairs(source(tmp_path), tmp_path / "index", tmp_path / "corpus.jsonl")
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_source_without_pairs_is_refused(tmp_path):
+    texts = source(tmp_path, labelled(2, 2), conversion="class_by_example")
+    with pytest.raises(InputError, match="no pairs"):
+        index_pairs(texts, tmp_path / "index")
+
+
+def test_scored_pairs_have_an_index_too(tmp_path):
+    rows = [{"sentence1": "a", "sentence2": "b", "score": 5.0}]
+    index = index_pairs(source(tmp_path, rows, conversion="sts"), tmp_path / "index")
+    assert [index.document_text(row) for row in range(2)] == ["b", "a"]
+    assert json.loads((tmp_path / "index" / "manifest.json").read_text())["num_queries"] == 2

@@ -1,0 +1,92 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from embeddings.common import InputError
+from embeddings.models import ContextualEmbedder, Embedder, MeanPooling, load_embedder
+from embeddings.models.context_directory import is_contextual, read_context_options
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.models.contextual_models import tiny_contextual
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("contextual") / "model"
+    tiny_contextual().save_pretrained(folder)
+    return folder
+
+
+def test_both_stages_lie_in_the_directory_with_their_code(written: Path) -> None:
+    assert is_contextual(written)
+    assert sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()) == [
+        "0_Context/config.json",
+        "0_Context/context.json",
+        "0_Context/context.safetensors",
+        "0_Context/model.safetensors",
+        "1_Pooling/config.json",
+        "2_ResidualHead/config.json",
+        "2_ResidualHead/model.safetensors",
+        "config.json",
+        "config_sentence_transformers.json",
+        "first_stage.py",
+        "latent_attention.py",
+        "model.safetensors",
+        "modules.json",
+        "pooling.py",
+        "portable.py",
+        "portable_contextual.py",
+        "position_free.py",
+        "second_stage.py",
+        "self_attention.py",
+        "text_settings.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert read_context_options(written) == {
+        "num_context": 5,
+        "num_soft_prompts": 3,
+        "context_dropout": 0.005,
+        "residual_projection": True,
+    }
+
+
+def test_a_plain_model_takes_a_contextual_ones_place_whole(tmp_path: Path) -> None:
+    tiny_contextual(num_soft_prompts=0).save_pretrained(tmp_path / "model")
+    Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path / "model")
+    assert not is_contextual(tmp_path / "model")
+    assert not list((tmp_path / "model").glob("*.py"))
+    assert type(load_embedder(tmp_path / "model")) is Embedder
+
+
+DAMAGE = {
+    "first stage gone": lambda d: (d / "0_Context/model.safetensors").unlink(),
+    "first stage without a config": lambda d: (d / "0_Context/config.json").unlink(),
+    "layers cut": lambda d: (d / "0_Context/context.safetensors").write_bytes(b"\x08"),
+    "layers of another size": lambda d: edit(d / "0_Context/context.json", num_soft_prompts=4),
+    "no size": lambda d: edit(d / "0_Context/context.json", num_context=None),
+    "impossible size": lambda d: edit(d / "0_Context/context.json", num_context=0),
+    "settings no JSON": lambda d: (d / "0_Context/context.json").write_text("{"),
+    "residual gone": lambda d: shutil.rmtree(d / "2_ResidualHead"),
+    "residual without weights": lambda d: (d / "2_ResidualHead/model.safetensors").unlink(),
+    "another pooling": lambda d: edit(d / "1_Pooling/config.json", name="cls"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_directory_is_one_line(tmp_path: Path, written: Path, damage: str) -> None:
+    for path in written.rglob("*"):
+        if path.is_file():
+            target = tmp_path / "model" / path.relative_to(written)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    DAMAGE[damage](tmp_path / "model")
+    with pytest.raises(InputError) as caught:
+        ContextualEmbedder.from_pretrained(tmp_path / "model")
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)

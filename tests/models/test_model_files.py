@@ -1,0 +1,36 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from embeddings.common import InputError
+from embeddings.models.model_files import load_weights, read_json, save_weights, write_json
+
+
+def test_json_comes_back(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"prompt": "naïve: "})
+    assert read_json(tmp_path / "a.json") == {"prompt": "naïve: "}
+
+
+@pytest.mark.parametrize("content", ["{", "[]", None])
+def test_json_that_cannot_be_used_is_one_line(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "a.json").write_text(content)
+    with pytest.raises(InputError, match=r"a\.json: .*; take a whole copy of the model"):
+        read_json(tmp_path / "a.json")
+
+
+def test_weights_come_back_in_the_dtype_of_the_file(tmp_path: Path) -> None:
+    saved, loaded = nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2)
+    save_weights(saved, tmp_path / "w.safetensors", prefix="linear.")
+    load_weights(loaded, tmp_path / "w.safetensors", prefix="linear.")
+    assert torch.equal(loaded.weight, saved.weight)
+    assert loaded.weight.requires_grad
+
+
+def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+    save_weights(nn.Linear(3, 2), tmp_path / "w.safetensors")
+    for file, layer in ((tmp_path / "w.safetensors", nn.Linear(3, 4)), (tmp_path / "no.safetensors", nn.Linear(3, 2))):
+        with pytest.raises(InputError, match=r"safetensors: cannot be loaded: .*; take a whole copy of the model"):
+            load_weights(layer, file)

@@ -1,0 +1,81 @@
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers.dynamic_module_utils
+from sentence_transformers import SentenceTransformer
+
+from embeddings.common import TextSettings
+from embeddings.models import ContextualEmbedder
+from embeddings.models.context_directory import CONTEXTUAL_FILES
+from embeddings.models.directory import PORTABLE_FILES
+from tests.models.contextual_models import tiny_contextual
+from tests.models.reading import read
+
+QUERY, DOCUMENT = "search_query: ", "search_document: "
+TEXTS = ["how do I pad sequences", "the quick brown fox " * 14, "7 jumps", "", " two numbers", "z"]
+CORPUS = ["the lazy dog", "return the sum of two numbers", "a b c d", "one length"]
+
+
+@pytest.fixture(autouse=True)
+def _travelling_code_stays_in_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+@torch.no_grad()
+def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tmp_path: Path, kind: str) -> None:
+    settings = TextSettings(query_max_length=64, document_max_length=32, prompts={"query": QUERY, "document": DOCUMENT})
+    ours = tiny_contextual(kind, text=settings)
+    ours.save_pretrained(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    queries, documents = (
+        read(ours.tokenizer, TEXTS, prompt, length) for prompt, length in ((QUERY, 64), (DOCUMENT, 32))
+    )
+    context = ours.embed_context(read(ours.tokenizer, CORPUS, DOCUMENT, 32))
+    seen = []
+    for texts, vectors in ((None, None), (CORPUS, context), (None, None)):
+        theirs[0].set_context(texts, prompt=DOCUMENT)
+        for encode, tokens in ((theirs.encode_query, queries), (theirs.encode_document, documents)):
+            expected = ours(tokens, vectors)
+            assert (torch.from_numpy(encode(TEXTS)) - expected).abs().max() <= 1e-5
+            seen.append(expected)
+    assert (seen[0] - seen[2]).abs().max() > 1e-4
+    assert torch.equal(seen[0], seen[4])
+
+
+@torch.no_grad()
+def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_path: Path) -> None:
+    ours = tiny_contextual()
+    ours.save_pretrained(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    assert theirs.get_embedding_dimension() == 32
+    with pytest.raises(ValueError, match="at most 5 context documents, got 6"):
+        theirs[0].set_context(["a"] * 6)
+    theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+    again = ContextualEmbedder.from_pretrained(tmp_path / "again")
+    tokens, documents = read(ours.tokenizer, TEXTS), read(ours.tokenizer, CORPUS)
+    assert (again.embed_context(documents) - ours.embed_context(documents)).abs().max() <= 1e-5
+    assert (again(tokens) - ours(tokens)).abs().max() <= 1e-5
+    third = SentenceTransformer(str(tmp_path / "again"), device="cpu", trust_remote_code=True)
+    texts = [text for text in TEXTS if text]
+    assert abs(third.encode(texts) - theirs.encode(texts)).max() <= 1e-5
+
+
+def test_travelling_files_import_nothing_but_torch_transformers_and_each_other() -> None:
+    source = Path("embeddings/models")
+    siblings = {Path(name).stem for name in (*PORTABLE_FILES, *CONTEXTUAL_FILES)}
+    allowed = {"torch", "transformers", "safetensors", "json", "pathlib", "collections", "typing"}
+    assert len(CONTEXTUAL_FILES) == 4
+    for name in CONTEXTUAL_FILES:
+        for node in ast.walk(ast.parse((source / name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= allowed
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module is not None
+                assert node.module.split(".")[0] in (siblings if node.level else allowed)

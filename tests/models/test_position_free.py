@@ -1,0 +1,154 @@
+import pytest
+import torch
+from transformers import MPNetConfig, MPNetModel, PreTrainedModel
+
+from embeddings.models import LoraSettings, add_lora
+from embeddings.models.position_free import (
+    check_position_free,
+    first_position,
+    learned_positions,
+    longest_text,
+    plain_model,
+    states_behind_context,
+)
+from tests.helpers.tiny import tiny_bert, tiny_mistral
+from tests.models.contextual_models import BACKBONES, SMALL, tiny_modernbert, tiny_nomic, tiny_xlm_roberta
+from tests.models.reading import random_tokens
+
+TOKENS = random_tokens(384, [7, 3, 30, 1])
+IDS, SEEN = TOKENS.input_ids_NL, TOKENS.attention_mask_NL
+
+
+def prefix(num_context: int = 6, num_soft_prompts: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(5)
+    return torch.randn(4, num_context, 32), torch.randn(num_soft_prompts, 32)
+
+
+def spread(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first - second)[SEEN].abs().max())
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+@torch.no_grad()
+def test_the_order_of_the_context_changes_nothing_and_its_content_does(kind: str) -> None:
+    backbone, (context, soft) = BACKBONES[kind](), prefix()
+    given = states_behind_context(backbone, context, soft, IDS, SEEN)
+    turned = states_behind_context(backbone, context[:, [3, 5, 0, 1, 4, 2]], soft, IDS, SEEN)
+    assert spread(given, turned) <= 1e-5
+    assert spread(given, states_behind_context(backbone, context.roll(1, 2), soft, IDS, SEEN)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+@torch.no_grad()
+def test_an_empty_prefix_leaves_the_states_of_the_backbone_itself(kind: str) -> None:
+    backbone, (context, soft) = BACKBONES[kind](), prefix(0, 0)
+    states = states_behind_context(backbone, context, soft, IDS, SEEN)
+    usual = backbone(input_ids=IDS, attention_mask=SEEN.long()).last_hidden_state
+    assert spread(states, usual) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+@torch.no_grad()
+def test_padding_changes_no_state(kind: str) -> None:
+    backbone, (context, soft) = BACKBONES[kind](), prefix()
+    together = states_behind_context(backbone, context, soft, IDS, SEEN)
+    for row, length in enumerate([7, 3, 30, 1]):
+        alone = states_behind_context(
+            backbone, context[row : row + 1], soft, IDS[row : row + 1, :length], SEEN[row : row + 1, :length]
+        )
+        assert (alone[0] - together[row, :length]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("make", [tiny_bert, tiny_xlm_roberta])
+@torch.no_grad()
+def test_learned_positions_are_added_to_the_text_alone(make: object) -> None:
+    backbone: PreTrainedModel = make()  # type: ignore[operator]
+    context, soft = prefix()
+    table = learned_positions(backbone)
+    assert table is not None
+    first = 0 if make is tiny_bert else 2
+    assert first_position(table) == first
+    seen = []
+    handle = backbone.embeddings.LayerNorm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    states_behind_context(backbone, context, soft, IDS, SEEN)
+    handle.remove()
+    words, kind = backbone.get_input_embeddings()(IDS), backbone.embeddings.token_type_embeddings.weight[0]
+    for row in range(4):
+        rows = [vector + kind for vector in (*context[row], *soft)]
+        rows += [words[row, i] + kind + table.weight[first + i] for i in range(IDS.shape[1])]
+        torch.testing.assert_close(seen[0][row], torch.stack(rows), rtol=0, atol=1e-6)
+
+
+def test_a_context_leaves_no_gradient_on_a_position_vector() -> None:
+    backbone, (context, soft) = tiny_bert(), prefix()
+    table = learned_positions(backbone)
+    assert table is not None
+    states_behind_context(backbone, context, soft, IDS[:, :1], SEEN[:, :1]).square().sum().backward()
+    assert table.weight.grad is not None
+    alone = table.weight.grad.clone()
+    assert alone[0].abs().max() > 0
+    assert alone[1:].abs().max() == 0
+
+
+@torch.no_grad()
+def test_a_rotary_context_has_index_0_and_the_text_begins_behind_the_soft_prompt() -> None:
+    backbone, (context, soft) = tiny_nomic(), prefix()
+    seen = []
+    backbone.rotary_emb.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    states_behind_context(backbone, context, soft, IDS, SEEN)
+    assert seen[0].tolist() == [[0] * 6 + list(range(6, 6 + 3 + 30))]
+
+
+@torch.no_grad()
+def test_a_window_holds_among_the_texts_tokens_and_for_no_other() -> None:
+    backbone, (context, soft) = tiny_modernbert(), prefix()
+    seen: list[torch.Tensor] = []
+    layer = next(layer for layer in backbone.layers if layer.attention_type == "sliding_attention")
+    layer.register_forward_pre_hook(lambda _, inputs, options: seen.append(options["attention_mask"]), with_kwargs=True)
+    states_behind_context(backbone, context, soft, IDS, SEEN)
+    total = 6 + 3 + IDS.shape[1]
+    assert seen[0].shape == (4, 1, total, total)
+    for row in range(4):
+        for i in range(total):
+            for j in range(total):
+                near = i < 9 or j < 9 or abs(i - j) <= 3
+                is_token = j < 9 or bool(SEEN[row, j - 9])
+                assert bool(seen[0][row, 0, i, j]) == (near and is_token)
+
+
+@torch.no_grad()
+def test_adapters_are_read_through() -> None:
+    context, soft = prefix()
+    expected = states_behind_context(tiny_bert(), context, soft, IDS, SEEN)
+    adapted = add_lora(tiny_bert(), LoraSettings(rank=2, dropout=0.0)).eval()
+    assert isinstance(plain_model(adapted), PreTrainedModel)
+    assert spread(states_behind_context(adapted, context, soft, IDS, SEEN), expected) <= 1e-6
+    check_position_free(adapted)
+
+
+def test_a_backbone_that_sees_the_order_is_refused() -> None:
+    with pytest.raises(ValueError, match="read its context as a set, and sees its order"):
+        check_position_free(tiny_mistral())
+    config = MPNetConfig(**SMALL, max_position_embeddings=130)
+    with pytest.raises(ValueError, match="not weigh tokens by their distance"):
+        check_position_free(MPNetModel(config, add_pooling_layer=False))
+
+
+def test_attention_by_packed_indices_is_refused() -> None:
+    backbone = tiny_bert()
+    backbone.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="must be loaded with eager or sdpa attention, not flash_attention_2"):
+        check_position_free(backbone)
+
+
+def test_the_check_leaves_the_mode_and_keeps_no_gradient() -> None:
+    backbone = tiny_bert(dropout=0.5).train()
+    check_position_free(backbone)
+    assert backbone.training
+    assert all(weight.grad is None for weight in backbone.parameters())
+
+
+def test_learned_positions_are_the_texts_and_indices_count_the_prefix() -> None:
+    assert longest_text(tiny_bert(), 9) == 128
+    assert longest_text(tiny_xlm_roberta(), 9) == 128
+    assert longest_text(tiny_nomic(), 9) == 119
