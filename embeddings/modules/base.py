@@ -23,6 +23,7 @@ from embeddings.losses import InfoNCE
 from embeddings.models import Embedder
 from embeddings.training.gradcache import GradCache
 from embeddings.training.optim import parameter_groups
+from embeddings.training.plain_step import plain_step
 from embeddings.training.schedule import Schedule
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
@@ -98,7 +99,7 @@ class ContrastiveModule(L.LightningModule):
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
         """The loss of one batch; under GradCache all backward passes but the last mini-batch's have then run."""
         if self.grad_cache is None:
-            output = self.loss_from_representations(self.embed(batch.query), self.embed(batch.candidate), batch)
+            output = plain_step(self, batch)
         else:
             if batch_idx % self.trainer.accumulate_grad_batches == 0:
                 for optimizer in self.trainer.optimizers:
