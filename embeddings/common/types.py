@@ -6,7 +6,7 @@ K experts a token · R ranks · M context documents.
 Tensor names carry them: `query_BD`, `score_BC`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -151,8 +151,9 @@ class ContrastiveBatch:
         return self._each(lambda value: value.pin_memory())
 
     def _each(self, change: Callable[[Any], Any]) -> "ContrastiveBatch":
-        values = (getattr(self, name) for name in self.__dataclass_fields__)
-        return ContrastiveBatch(*(None if value is None else change(value) for value in values))
+        values: Iterator[Any] = (getattr(self, name) for name in self.__dataclass_fields__)
+        changed: list[Any] = [None if value is None else change(value) for value in values]
+        return ContrastiveBatch(*changed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
