@@ -37,6 +37,8 @@ COMMANDS = {
     "encode": Command("embeddings.cli.serve:encode", "texts of a file to vectors in a folder"),
     "search": Command("embeddings.cli.serve:search", "the documents of a corpus nearest to a query", ("query",)),
     "evaluate": Command("embeddings.cli.serve:evaluate", "score a model on evaluation folders"),
+    "cluster": Command("embeddings.cli.cluster:cluster", "rows that lie near each other, for batches that are hard"),
+    "mine": Command("embeddings.cli.mine:mine", "hard negatives for training records"),
     "export": Command("embeddings.cli.export:export", "a training checkpoint to a model directory"),
     "show": Command("embeddings.cli.show:show", "pictures of a run or a model", ("what",)),
 }
@@ -62,5 +64,13 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     for parameter in command.positional:
         annotation = function.__annotations__[parameter]
         parser.add_argument(parameter, type=annotation)
-    options = parser.instantiate(parser.parse_args(list(argv)))
+    options = parser.instantiate(parser.parse_args([underscored(word) for word in argv]))
     function(**{key: options[key] for key in [*added, *command.positional]})
+
+
+def underscored(word: str) -> str:
+    """An option's name as the parser knows it: `--top-k` is `--top_k`, and a value after `=` stays as it is."""
+    if not word.startswith("--"):
+        return word
+    name, sign, value = word[2:].partition("=")
+    return f"--{name.replace('-', '_')}{sign}{value}"

@@ -73,7 +73,12 @@ def installed_versions() -> dict[str, str]:
 
 def write_manifest(folder: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
     """Write `folder/manifest.json`: the given fields and the versions of what made the output."""
-    write_json(Path(folder) / "manifest.json", {**fields, "versions": installed_versions()})
+    write_manifest_file(Path(folder) / "manifest.json", fields)
+
+
+def write_manifest_file(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
+    """Write a manifest under a name of its own, for an output that is one file."""
+    write_json(path, {**fields, "versions": installed_versions()})
 
 
 def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +87,12 @@ def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) 
     Raises:
         InputError: If the manifest is missing, or a field differs; the message names the field and both values.
     """
-    path = Path(folder) / "manifest.json"
+    return check_manifest_file(Path(folder) / "manifest.json", expected)
+
+
+def check_manifest_file(path: str | os.PathLike[str], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a manifest with a name of its own."""
+    path = Path(path)
     if not path.is_file():
         raise InputError(str(path), "no manifest lies beside this output", "make the output again")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

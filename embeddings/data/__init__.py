@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from embeddings.data.records import Record, parse_record
     from embeddings.data.samplers.base import BatchSampler
     from embeddings.data.samplers.blended import BlendedBatchSampler
+    from embeddings.data.samplers.clustered import ClusteredBatchSampler
     from embeddings.data.sources import SourceConfig
     from embeddings.data.tokenize import TextTokenizer
 
 __all__ = [
     "BatchSampler",
     "BlendedBatchSampler",
+    "ClusteredBatchSampler",
     "ContrastiveCollator",
     "EmbeddingDataModule",
     "Example",
@@ -40,6 +42,7 @@ __getattr__ = lazy_names(
     {
         "BatchSampler": "samplers.base",
         "BlendedBatchSampler": "samplers.blended",
+        "ClusteredBatchSampler": "samplers.clustered",
         "ContrastiveCollator": "collate",
         "EmbeddingDataModule": "datamodule",
         "Example": "examples",

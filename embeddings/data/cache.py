@@ -34,6 +34,7 @@ class CachedSource:
 
     Attributes:
         folder: Where it lies.
+        key: Hash of all that decides its content.
         table: Its rows.
         labels: The text of each class, by its code.
         lone_class: A class whose texts are all the same, with the file and row of its first, or None.
@@ -46,7 +47,7 @@ class CachedSource:
     def __init__(self, folder: Path, key: str) -> None:
         check_manifest(folder, {"schema_version": SCHEMA_VERSION, "key": key})
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        self.folder = folder
+        self.folder, self.key = folder, key
         self.table = Table(folder)
         if len(self.table) != manifest["num_rows"] or (folder / ROWS_FILE).stat().st_size != manifest["num_bytes"]:
             raise InputError(str(folder), "the converted data is damaged", "delete the folder and run again")

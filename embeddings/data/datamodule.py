@@ -150,7 +150,9 @@ class EmbeddingDataModule(LightningDataModule):
             self._loader = None
 
     def _plan(self) -> BatchSampler:
-        return self.sampler(self.mixture.sizes, self.batch_size, self.seed, self.mixture.weights)
+        plan = self.sampler(self.mixture.sizes, self.batch_size, self.seed, self.mixture.weights)
+        plan.identify(self.mixture.identities)
+        return plan
 
     def _base_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is not None:

@@ -30,8 +30,21 @@ def resolve_files(path: str | Sequence[str]) -> list[Path]:
     return found
 
 
+def fill_path(path: str) -> Path:
+    """A path with its environment variables (`$DATA`, `${DATA}`) and `~` filled in.
+
+    Raises:
+        InputError: If a variable is not set.
+    """
+    return Path(_fill(path))
+
+
+def _fill(part: str) -> str:
+    return os.path.expanduser(_VARIABLE.sub(lambda match: _variable(part, match), part))
+
+
 def _expand(part: str) -> list[Path]:
-    filled = os.path.expanduser(_VARIABLE.sub(lambda match: _variable(part, match), part))
+    filled = _fill(part)
     if os.path.isdir(filled):
         raise InputError(filled, "is a folder, expected a file", "name its files, such as FOLDER/*.jsonl")
     if os.path.exists(filled) or not glob.has_magic(filled):

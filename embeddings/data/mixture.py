@@ -8,6 +8,7 @@ from itertools import accumulate
 from embeddings.common.errors import OptionError
 from embeddings.data.dataset import SourceDataset
 from embeddings.data.examples import Example, RowDraw
+from embeddings.data.samplers.base import SourceIdentity
 
 
 class Mixture:
@@ -58,6 +59,11 @@ class Mixture:
     def weights(self) -> tuple[float, ...]:
         """The given weight of each source."""
         return tuple(source.config.weight for source in self.sources)
+
+    @property
+    def identities(self) -> tuple[SourceIdentity, ...]:
+        """Name and content key of each source."""
+        return tuple(SourceIdentity(source.config.name, source.cached.key) for source in self.sources)
 
     def source_of(self, row: int) -> int:
         """The index of the source that a row belongs to."""

@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 from embeddings.common.errors import InputError
 
+# Of the squared length, after rounding to float32.
+UNIT_TOLERANCE = 1e-3
+
 
 @dataclass(frozen=True)
 class VectorShards:
@@ -69,18 +72,21 @@ def save_vectors(path: Path, vector_ND: npt.NDArray[np.float32]) -> None:
         np.save(file, vector_ND)
 
 
-def require_directions(vector_ND: npt.NDArray[np.float32], where: str, first_row: int = 0) -> None:
-    """Check that every vector has a direction: its length is finite and not zero.
+def require_directions(vector_ND: npt.NDArray[np.float32], where: str, first_row: int = 0, unit: bool = False) -> None:
+    """Check that every vector has a direction: its length is finite and not zero, or 1 where `unit` is set.
 
     Raises:
-        InputError: At the first vector that is zero, NaN or infinite; the message names `where` and the row.
+        InputError: At the first vector that is zero, NaN, infinite or of another length; the message names `where` and
+            the row.
     """
     square_N = np.einsum("nd,nd->n", vector_ND, vector_ND)
-    bad_n = np.flatnonzero(~(np.isfinite(square_N) & (square_N > 0)))
+    usable_N = np.isfinite(square_N) & (square_N > 0)
+    if unit:
+        usable_N &= np.abs(square_N - 1) < UNIT_TOLERANCE
+    bad_n = np.flatnonzero(~usable_N)
     if bad_n.size:
-        kind = "zero" if square_N[bad_n[0]] == 0 else "not finite"
+        square = float(square_N[bad_n[0]])
+        kind = "zero" if square == 0 else f"of length {square**0.5:.4g}" if np.isfinite(square) else "not finite"
         raise InputError(
-            f"{where}:{first_row + int(bad_n[0])}",
-            f"the vector is {kind}",
-            "check its text and the model",
+            f"{where}:{first_row + int(bad_n[0])}", f"the vector is {kind}", "check its text and the model"
         )

@@ -5,29 +5,71 @@ from typing import TYPE_CHECKING
 from embeddings.common.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from embeddings.mining.clusters import ClusterSettings, cluster_pairs
+    from embeddings.mining.features import PairFeatures, VectorFeatures
+    from embeddings.mining.ivf import IvfSearch, build_ivf
     from embeddings.mining.jobs import ArrayTask, ShardedJob
+    from embeddings.mining.kmeans import KMeans, spherical_kmeans
+    from embeddings.mining.knn import DocumentSearch, ExactSearch
+    from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
+    from embeddings.mining.negatives import NegativeRules, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs
     from embeddings.mining.pair_vectors import PairVectors, encode_pairs, open_pair_vectors
+    from embeddings.mining.sparse_features import Bm25Features
 
 __all__ = [
     "ArrayTask",
+    "Bm25Features",
+    "ClusterSettings",
+    "DocumentSearch",
+    "ExactSearch",
+    "IvfSearch",
+    "KMeans",
+    "MiningReport",
+    "NegativeRules",
+    "PairFeatures",
     "PairIndex",
     "PairVectors",
+    "SearchOptions",
     "ShardedJob",
+    "Teachers",
+    "VectorFeatures",
+    "build_ivf",
+    "choose_negatives",
+    "cluster_pairs",
     "encode_pairs",
     "index_pairs",
+    "mine_negatives",
     "open_pair_vectors",
+    "spherical_kmeans",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "ArrayTask": "jobs",
+        "Bm25Features": "sparse_features",
+        "ClusterSettings": "clusters",
+        "DocumentSearch": "knn",
+        "ExactSearch": "knn",
+        "IvfSearch": "ivf",
+        "KMeans": "kmeans",
+        "MiningReport": "mine",
+        "NegativeRules": "negatives",
+        "PairFeatures": "features",
         "PairIndex": "pair_index",
         "PairVectors": "pair_vectors",
+        "SearchOptions": "mine",
         "ShardedJob": "jobs",
+        "Teachers": "mine",
+        "VectorFeatures": "features",
+        "build_ivf": "ivf",
+        "choose_negatives": "negatives",
+        "cluster_pairs": "clusters",
         "encode_pairs": "pair_vectors",
         "index_pairs": "pair_index",
+        "mine_negatives": "mine",
         "open_pair_vectors": "pair_vectors",
+        "spherical_kmeans": "kmeans",
     },
 )

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,20 @@ BLOCK = 1 << 16
 PART = 1 << 22
 
 Int64s = npt.NDArray[np.int64]
+
+
+class KnownPositives(NamedTuple):
+    """The documents that are known to answer some queries, gathered by query text.
+
+    Attributes:
+        group_Q: Each query's group: queries of one text share one, (Q,) int64.
+        group_P: The group of each known positive, (P,) int64, ascending.
+        row_P: Its document, (P,) int64, each once in a group.
+    """
+
+    group_Q: Int64s
+    group_P: Int64s
+    row_P: Int64s
 
 
 class PairIndex:
@@ -88,22 +102,19 @@ class PairIndex:
         row = int(np.searchsorted(self.positive_offsets, entry, side="right")) - 1
         return self.source.table.positives(row)[entry - int(self.positive_offsets[row])]
 
-    def known_positives(self, queries: range) -> tuple[Int64s, Int64s]:
-        """All documents that some row names as a positive of the same query text.
+    def known_positives(self, queries: range) -> KnownPositives:
+        """All documents that some row of the source names as a positive of the same query text.
 
         Args:
             queries: Rows, one after another.
-
-        Returns:
-            Offsets (queries + 1,) and documents, as `positive_offsets` and `positive_rows` hold them for single rows; a
-            document that several rows name comes several times.
         """
-        slot_Q2 = self._query_slots[queries.start : queries.stop]
-        row_R = self._query_order[concatenated_ranges(slot_Q2[:, 0], slot_Q2[:, 1])]
+        slot_G2, group_Q = np.unique(self._query_slots[queries.start : queries.stop], axis=0, return_inverse=True)
+        row_R = self._query_order[concatenated_ranges(slot_G2[:, 0], slot_G2[:, 1])]
         start_R, stop_R = self.positive_offsets[row_R], self.positive_offsets[row_R + 1]
-        ends_R = np.append(0, np.cumsum(stop_R - start_R))
-        offsets = ends_R[np.append(0, np.cumsum(slot_Q2[:, 1] - slot_Q2[:, 0]))]
-        return offsets, self.positive_rows[concatenated_ranges(start_R, stop_R)].astype(np.int64)
+        group_P = np.repeat(np.repeat(np.arange(len(slot_G2)), slot_G2[:, 1] - slot_G2[:, 0]), stop_R - start_R)
+        row_P = self.positive_rows[concatenated_ranges(start_R, stop_R)].astype(np.int64)
+        group_P, row_P = np.divmod(np.unique(group_P * self.num_documents + row_P), self.num_documents)
+        return KnownPositives(group_Q.reshape(-1).astype(np.int64), group_P, row_P)
 
 
 def index_pairs(

@@ -46,3 +46,12 @@ def test_a_vector_without_direction_is_named_by_its_row(value, kind):
     vectors[2] = value
     with pytest.raises(InputError, match=rf"documents:12: the vector is {kind}"):
         require_directions(vectors, "documents", first_row=10)
+
+
+def test_a_vector_of_another_length_is_refused_only_where_unit_vectors_are_asked_for():
+    vectors = np.eye(3, dtype=np.float32)
+    require_directions(vectors, "documents", unit=True)
+    vectors[1] *= 2
+    require_directions(vectors, "documents")
+    with pytest.raises(InputError, match="documents:1: the vector is of length 2"):
+        require_directions(vectors, "documents", unit=True)

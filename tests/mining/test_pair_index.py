@@ -88,10 +88,11 @@ def test_ranges_follow_one_another():
 @pytest.mark.parametrize("rows", [range(4), range(1, 2), range(2, 4)])
 def test_known_positives_are_those_of_all_rows_with_the_same_query(rows, tmp_path):
     index = index_pairs(source(tmp_path, [*ROWS, {"query": " q0 ", "positive": "z"}]), tmp_path / "index")
-    offsets, documents = index.known_positives(rows)
-    found = [set(documents[offsets[i] : offsets[i + 1]].tolist()) for i in range(len(rows))]
+    known = index.known_positives(rows)
+    found = [known.row_P[known.group_P == group].tolist() for group in known.group_Q.tolist()]
     # Documents: a 0, b 1, c 2, q1 3, z 4.
-    assert found == [[{0, 1, 3, 4}, {0, 1}, {2}, {0, 1, 3, 4}][row] for row in rows]
+    assert found == [[[0, 1, 3, 4], [0, 1], [2], [0, 1, 3, 4]][row] for row in rows]
+    assert len(known.row_P) == sum(map(len, {tuple(rows) for rows in found}))
 
 
 def test_a_finished_index_is_opened_and_another_input_refused(tmp_path, monkeypatch):

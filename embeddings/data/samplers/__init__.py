@@ -1,7 +1,8 @@
 """Which rows make up each batch: pure functions of (seed, epoch, step)."""
 
-from embeddings.data.samplers.base import BatchSampler
+from embeddings.data.samplers.base import BatchSampler, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
+from embeddings.data.samplers.clustered import ClusteredBatchSampler
 from embeddings.data.samplers.permutation import KeyedPermutation
 
-__all__ = ["BatchSampler", "BlendedBatchSampler", "KeyedPermutation"]
+__all__ = ["BatchSampler", "BlendedBatchSampler", "ClusteredBatchSampler", "KeyedPermutation", "SourceIdentity"]

@@ -1,8 +1,8 @@
 """What every batch sampler is: a pure function from (seed, epoch, step) to one global batch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Self
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch.distributed as dist
@@ -15,6 +15,18 @@ from embeddings.data.examples import RowDraw
 from embeddings.data.samplers.permutation import mix_bits
 
 Rows = NDArray[np.int64]
+
+
+class SourceIdentity(NamedTuple):
+    """Which source it is, for a sampler that keeps files beside the sources.
+
+    Attributes:
+        name: Its name in the mixture.
+        key: Content key of its converted form (`CachedSource.key`).
+    """
+
+    name: str
+    key: str
 
 
 class BatchSampler(Sampler[list[RowDraw]], ABC):
@@ -55,6 +67,9 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
         self.epoch = 0
         self.start = 0
         self._resumed = False
+
+    def identify(self, sources: Sequence[SourceIdentity]) -> None:
+        """Learn which sources the rows are of; the data module says so once, before anything is drawn."""
 
     @property
     @abstractmethod

@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from embeddings.data.samplers.permutation import KeyedPermutation, mix_bits
+from embeddings.common.randomness import derive_seed
+from embeddings.data.samplers.permutation import KeyedPermutation, mix_bits, sorted_permutation
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100, 1000, 1023, 1024, 1025, 4095, 4097, 2**17 - 1, 2**17 + 1]
 
@@ -80,3 +81,19 @@ def test_a_huge_range_is_entered_anywhere_at_once() -> None:
 def test_mixing_bits_loses_no_value() -> None:
     values = np.arange(100_000, dtype=np.uint64)
     assert len(np.unique(mix_bits(values))) == len(values)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 1000])
+def test_a_sorted_permutation_is_a_random_order_of_its_key(n: int) -> None:
+    orders = [sorted_permutation(n, key) for key in (0, 1, 2**63 - 1, 2**63 - 1)]
+    assert all(order.dtype == np.int64 and np.array_equal(np.sort(order), np.arange(n)) for order in orders)
+    assert np.array_equal(orders[2], orders[3])
+    if n == 1000:
+        assert (orders[0] == orders[2]).sum() < 12
+    assert sorted_permutation(5, 42).tolist() == [3, 1, 2, 0, 4]
+
+
+def test_all_sorted_orders_of_four_values_are_equally_likely() -> None:
+    seen = Counter(tuple(sorted_permutation(4, derive_seed(0, key)).tolist()) for key in range(15 * 24))
+    assert len(seen) == 24
+    assert sum((count - 15) ** 2 / 15 for count in seen.values()) < 24 + 5 * math.sqrt(2 * 24)

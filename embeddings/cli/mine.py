@@ -1,0 +1,104 @@
+"""`mine`: hard negatives for the records of a training set."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from embeddings.mining.mine import MiningReport
+
+
+def mine(
+    model: str | list[str],
+    input: str | list[str],
+    output: Path,
+    corpus: Path | None = None,
+    margin: float | None = 0.95,
+    absolute_margin: float | None = None,
+    num_negatives: int = 7,
+    first_rank: int = 1,
+    last_rank: int = 100,
+    choice: Literal["top", "random"] = "top",
+    index: Literal["exact", "ivf"] = "exact",
+    num_probes: int | None = None,
+    num_lists: int | None = None,
+    gpu: bool = False,
+    query_prompt_name: str | None = None,
+    document_prompt_name: str | None = None,
+    columns: dict[str, str] | None = None,
+    suspect_rows: Literal["refuse", "leave_out", "keep"] = "refuse",
+    vectors: Path | None = None,
+    precision: Literal["auto", "float32", "bfloat16"] = "auto",
+    seed: int = 0,
+    shard_size: int = 8192,
+    task_index: int | None = None,
+    num_tasks: int | None = None,
+) -> None:
+    """Mine hard negatives that are no hidden positives; the same line resumes after a kill.
+
+    Candidates are the documents nearest to each query. Its own positives and its own text go, and what a teacher scores
+    too near to the positive.
+
+    Args:
+        model: A model directory or Hub id, the teacher; several as `[MODEL, MODEL]`, each of which can refuse.
+        input: A file, a glob, a list of these, or `hub:organisation/name`, of records with `query` and `positive`.
+        output: The Parquet file to write; `NAME.manifest.json` and the folder of work lie beside it.
+        corpus: A file of more documents, with `text` and maybe `title`, beside the records' positives.
+        margin: Share of the positive's score that a negative stays below; `null` for none.
+        absolute_margin: Distance by which a negative's score stays below the positive's.
+        num_negatives: Negatives of a query.
+        first_rank: Rank of the first document considered, from 1; the query's own texts have none.
+        last_rank: Rank of the last one.
+        choice: Take the hardest of what is left, or draw from it.
+        index: Compare with every document, or only with those of the nearest lists.
+        num_probes: Lists that `ivf` searches for a query.
+        num_lists: Lists of `ivf`.
+        gpu: Whether faiss searches on the first GPU.
+        query_prompt_name: Which of the model's prompts goes before each query.
+        document_prompt_name: Which goes before each document.
+        columns: Column of a field, for fields whose column has another name.
+        suspect_rows: What becomes of records that contradict themselves.
+        vectors: Folder of the vectors, written where they are not there yet; the folder of work where none is given.
+        precision: Format of matrix products.
+        seed: Seed of the draw and of the lists.
+        shard_size: Records of a shard.
+        task_index: Which of several processes this is, from 0; a SLURM array's task by itself.
+        num_tasks: How many processes share the work.
+    """
+    from embeddings.data import SourceConfig
+    from embeddings.inference import Encoder
+    from embeddings.mining.faiss_library import load_faiss
+    from embeddings.mining.jobs import ArrayTask
+    from embeddings.mining.mine import SearchOptions, Teachers, mine_negatives
+    from embeddings.mining.negatives import NegativeRules
+
+    def load(name: str) -> Encoder:
+        return Encoder.from_pretrained(name, precision=precision, show_progress=True)
+
+    load_faiss(gpu)
+    report = mine_negatives(
+        SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows),
+        output,
+        Teachers([model] if isinstance(model, str) else model, load, query_prompt_name, document_prompt_name),
+        NegativeRules(num_negatives, margin, absolute_margin, first_rank, last_rank, choice, seed),
+        search=SearchOptions(index, num_probes, num_lists, gpu, seed),
+        corpus=corpus,
+        vectors=vectors,
+        shard_size=shard_size,
+        task=ArrayTask.resolve(task_index, num_tasks),
+    )
+    print("this task's shards are there, others are missing yet" if report is None else table(report))
+
+
+def table(report: "MiningReport") -> str:
+    """What each rule removed, and what was left, as text."""
+    lines = [
+        f"{report.num_queries} queries, {report.num_documents} documents",
+        f"{'':<30}{'removed':>14}{'left':>14}",
+        f"{'candidates':<44}{report.num_candidates:>14}",
+    ]
+    left = report.num_candidates
+    for reason, count in report.removed.items():
+        left -= count
+        lines.append(f"{reason.replace('_', ' '):<30}{count:>14}{left:>14}")
+    lines.append(f"{report.num_short} records have fewer negatives than asked for, {report.num_empty} of them none")
+    return "\n".join([*lines, f"wrote {report.num_negatives} negatives to {report.output}"])

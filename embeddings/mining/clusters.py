@@ -1,0 +1,262 @@
+"""The clusters of a source of pairs, from its features to a folder that the clustered sampler reads."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.log import logger
+from embeddings.common.randomness import derive_seed
+from embeddings.data.cache import CachedSource
+from embeddings.data.samplers.cluster_folder import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
+from embeddings.mining.centroids import nearest_centroids, neighbour_lists
+from embeddings.mining.faiss_library import faiss_version, load_faiss
+from embeddings.mining.features import PairFeatures, Vectors, sample_rows
+from embeddings.mining.jobs import ArrayTask, ShardedJob
+from embeddings.mining.kmeans import NUM_ITERATIONS, NUM_RUNS, check_num_clusters, kmeans_run, num_duplicates
+
+CLUSTER_SIZE = 512
+_BLOCK = 8192
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How a source is clustered.
+
+    Args:
+        cluster_size: Mean rows of a cluster: k is the rows over this, rounded up. The paper tries 64 to 4.2 million.
+        num_clusters: k itself, in place of cluster_size.
+        num_iterations: Lloyd iterations of a run.
+        num_runs: Runs of k-means, of which the best is kept.
+        max_training_rows: Most rows that k-means is trained on, twice each (both orders), all in memory at once; None
+            for all. Every row is assigned whatever this is.
+        num_neighbours: Nearest clusters listed for each, for the sampler's tour.
+        shard_size: Rows that are assigned at once: what a kill costs at most.
+        seed: Decides every random choice.
+        gpu: Whether faiss runs on the GPUs.
+
+    Raises:
+        OptionError: If a number is not positive.
+    """
+
+    cluster_size: int = CLUSTER_SIZE
+    num_clusters: int | None = None
+    num_iterations: int = NUM_ITERATIONS
+    num_runs: int = NUM_RUNS
+    max_training_rows: int | None = None
+    num_neighbours: int = 32
+    shard_size: int = 65_536
+    seed: int = 0
+    gpu: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("cluster_size", "num_iterations", "num_runs", "max_training_rows", "num_neighbours", "shard_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(name, value, "must be >= 1", "leave it out for the default")
+
+    def resolve_num_clusters(self, num_rows: int) -> int:
+        """Number of clusters for that many rows.
+
+        Raises:
+            OptionError: If there are more clusters than rows (to train on), or too many rows for the format.
+        """
+        if num_rows > MAX_ROWS:
+            raise OptionError("input", num_rows, f"must have at most {MAX_ROWS} rows", "cluster it in parts")
+        num_clusters = -(-num_rows // self.cluster_size) if self.num_clusters is None else self.num_clusters
+        check_num_clusters(num_clusters, num_rows)
+        if self.max_training_rows is not None and num_clusters > 2 * self.max_training_rows:
+            rule = f"must be at least half of the {num_clusters} clusters"
+            raise OptionError("max_training_rows", self.max_training_rows, rule, "raise it")
+        return num_clusters
+
+
+def cluster_pairs(
+    features: PairFeatures,
+    source: CachedSource,
+    output: str | os.PathLike[str],
+    settings: ClusterSettings | None = None,
+    task: ArrayTask | None = None,
+) -> ClusterFolder | None:
+    """Cluster the rows of a source into a folder that `ClusteredBatchSampler` reads.
+
+    k-means is trained on each row's [q; d] and [d; q]; a row belongs to the centroid nearest to its [q; d]. Where
+    queries and documents lie apart, up to half of the centroids are of [d; q] alone and get no row, so that the others
+    get more than cluster_size: the manifest and a warning say how many.
+
+    A kill costs at most one run of k-means or one shard of assignments; the same call goes on there and ends with the
+    same bytes. Tasks of an array share the runs and the shards out; each comes back when all runs are done and its own
+    shards are, and the last one finishes the folder.
+
+    Args:
+        features: What the rows are clustered by.
+        source: The source they were computed of.
+        output: The folder to make.
+        settings: How; None for the paper's.
+        task: Which part of the work is this process's; None for all.
+
+    Returns:
+        The clusters, or None where other tasks have shards to assign yet.
+
+    Distributed: tasks share the folder alone.
+    Raises:
+        InputError: If the folder holds something else, or was made with other options; or a row has no direction.
+        OptionError: If there are more clusters than rows, or no GPU where one is asked for.
+
+    Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix.
+    """
+    settings = settings or ClusterSettings()
+    assert features.num_rows == len(source.table)
+    num_rows = features.num_rows
+    num_clusters = settings.resolve_num_clusters(num_rows)
+    load_faiss(settings.gpu)
+    # What comes of the settings for this source, however it was said.
+    chosen = {name: value for name, value in asdict(settings).items() if name != "cluster_size"}
+    fields = {
+        "kind": KIND,
+        "source_key": source.key,
+        "num_rows": num_rows,
+        "faiss": faiss_version(),
+        **features.fields,
+        **chosen,
+        "num_clusters": num_clusters,
+        "num_neighbours": min(settings.num_neighbours, num_clusters - 1),
+    }
+    num_shards = -(-num_rows // settings.shard_size)
+    job, work = ShardedJob(output, fields, num_shards, stem="assignment"), Path(output) / "work"
+    if not job.complete:
+        _learn(features, fields, work / "features", task)
+        runs = _train(features, fields, settings, work / "runs", task)
+        centroids = _best_centroids(runs)
+        job.run(partial(_assign, features, centroids, settings), task)
+        if not job.finish(partial(_merge, job, runs, settings)):
+            return None
+    # What the finished files hold; a kill in between leaves it to the next call.
+    shutil.rmtree(work, ignore_errors=True)
+    for shard in range(num_shards):
+        job.path(shard).unlink(missing_ok=True)
+    return ClusterFolder(output)
+
+
+def require_free(output: str | os.PathLike[str]) -> None:
+    """Refuse a folder that holds something else, before hours go into what is to lie there.
+
+    Raises:
+        InputError: If it is a file, or a folder with files and no manifest.
+    """
+    folder = Path(output)
+    if folder.exists() and not (folder / "manifest.json").exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(str(folder), "something else lies there already", "name a new folder")
+
+
+def _learn(features: PairFeatures, fields: Mapping[str, Any], folder: Path, task: ArrayTask | None) -> None:
+    """Have one process learn what the features need, and take it from its file."""
+
+    def fit(_: int, path: Path) -> None:
+        _save(path, features.fit())
+
+    job = ShardedJob(folder, {**fields, "kind": "features"}, 1, suffix=".npz")
+    job.run(fit, task, take_over=True)
+    with np.load(job.path(0)) as learned:
+        features.use(dict(learned))
+
+
+def _train(
+    features: PairFeatures,
+    fields: Mapping[str, Any],
+    settings: ClusterSettings,
+    folder: Path,
+    task: ArrayTask | None,
+) -> ShardedJob:
+    """The runs of k-means, a shard each."""
+    vectors = cache(lambda: _training_vectors(features, settings))
+
+    def make(run: int, path: Path) -> None:
+        found = kmeans_run(
+            vectors(), fields["num_clusters"], run, settings.num_iterations, settings.seed, settings.gpu, "training row"
+        )
+        _save(path, {"centroids": found.centroids, "objective": np.array(found.objective)})
+
+    job = ShardedJob(folder, {**fields, "kind": "k-means"}, settings.num_runs, stem="run", suffix=".npz")
+    job.run(make, task, take_over=True)
+    return job
+
+
+def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vectors:
+    """Both orders of the rows to train on, one order after the other, (2n, d) float32."""
+    most = settings.max_training_rows or features.num_rows
+    rows = sample_rows(features.num_rows, most, derive_seed(settings.seed, "training rows"))
+    vectors = np.empty((2 * len(rows), features.embedding_dim), dtype=np.float32)
+    for swapped in (False, True):
+        half = vectors[len(rows) :] if swapped else vectors[: len(rows)]
+        for start in range(0, len(rows), _BLOCK):
+            half[start : start + _BLOCK] = features.rows(rows[start : start + _BLOCK], swapped)
+    return vectors
+
+
+def _best_run(runs: ShardedJob) -> tuple[int, float]:
+    """The run with the largest objective, the first of equal ones, and that objective."""
+    objectives = []
+    for run in range(runs.num_shards):
+        with np.load(runs.path(run)) as found:
+            objectives.append(float(found["objective"]))
+    best = int(np.argmax(objectives))
+    return best, objectives[best]
+
+
+def _best_centroids(runs: ShardedJob) -> Vectors:
+    with np.load(runs.path(_best_run(runs)[0])) as found:
+        return np.asarray(found["centroids"])
+
+
+def _assign(features: PairFeatures, centroids: Vectors, settings: ClusterSettings, shard: int, path: Path) -> None:
+    """Write the nearest centroid of each row of a shard, (n,) int32."""
+    first = shard * settings.shard_size
+    last = min(first + settings.shard_size, features.num_rows)
+    found = [
+        nearest_centroids(features.rows(np.arange(start, min(start + _BLOCK, last))), centroids, settings.gpu)
+        for start in range(first, last, _BLOCK)
+    ]
+    with open(path, "wb") as file:
+        np.save(file, np.concatenate(found))
+
+
+def _merge(job: ShardedJob, runs: ShardedJob, settings: ClusterSettings) -> dict[str, Any]:
+    """Write the finished files; returns what they are like, for the manifest."""
+    centroids = _best_centroids(runs)
+    assignments = [np.load(job.path(shard), mmap_mode="r") for shard in range(job.num_shards)]
+    lists = neighbour_lists(centroids, settings.num_neighbours, settings.gpu)
+    facts = write_cluster_files(job.folder, assignments, centroids, lists)
+    sizes = np.zeros(len(centroids), dtype=np.int64)
+    for assignment in assignments:
+        sizes += np.bincount(assignment, minlength=len(centroids))
+    found = {
+        "objective": _best_run(runs)[1],
+        "num_empty": int((sizes == 0).sum()),
+        "num_duplicates": num_duplicates(centroids),
+        "largest_cluster": int(sizes.max()),
+    }
+    if found["num_empty"] or found["num_duplicates"]:
+        logger.warning(
+            "%s: of %d clusters %d hold no row (their centroids are of documents before queries, or of rows too alike "
+            "for so many clusters) and %d centroids are copies; the others hold %.0f rows on average",
+            job.folder,
+            len(centroids),
+            found["num_empty"],
+            found["num_duplicates"],
+            sizes.sum() / (sizes > 0).sum(),
+        )
+    return {**facts, **found}
+
+
+def _save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    """Write arrays to exactly this path."""
+    with open(path, "wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)

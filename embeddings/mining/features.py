@@ -1,0 +1,183 @@
+"""What pairs are clustered by: query and document side by side, in both orders, at unit length."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.fileio import check_manifest
+from embeddings.common.randomness import derive_seed
+from embeddings.data.samplers.permutation import KeyedPermutation
+from embeddings.inference.vector_shards import VectorShards
+from embeddings.mining.pair_vectors import PairVectors
+
+Int64s = NDArray[np.int64]
+Vectors = NDArray[np.float32]
+
+# More rows than this move the axes of a few hundred dimensions by nothing that matters.
+MAX_FITTED_ROWS = 1 << 17
+_BLOCK = 8192
+
+
+class PairFeatures(ABC):
+    """A unit vector of each row of a source of pairs, computed when it is asked for.
+
+    What has to be learned of the rows first (axes, term weights) is computed by one process and handed to the others
+    as arrays: two machines would not come to the same bits.
+
+    Attributes:
+        num_rows: Rows of the source.
+        fields: What decides the features, for manifests.
+    """
+
+    num_rows: int
+    fields: dict[str, Any]
+
+    @abstractmethod
+    def fit(self) -> dict[str, NDArray[Any]]:
+        """What has to be learned of the rows, by name."""
+
+    @abstractmethod
+    def use(self, learned: dict[str, NDArray[Any]]) -> None:
+        """Take what `fit` learned; before that no row can be asked for."""
+
+    @property
+    @abstractmethod
+    def embedding_dim(self) -> int:
+        """Width of a feature."""
+
+    @abstractmethod
+    def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
+        """The features of some rows, (n, embedding_dim) float32, unit rows.
+
+        Args:
+            rows: Rows in ascending order, (n,) int64.
+            swapped: Whether the document comes first.
+
+        Raises:
+            InputError: If a row has no direction; the message names it.
+        """
+
+
+class VectorFeatures(PairFeatures):
+    """A surrogate's vectors [q; d] or [d; q], reduced to their principal axes where that is wanted.
+
+    A row with several positives goes by its first. The axes are those of the second moments of both orders, without
+    centring, so that a query and a document in each other's place come to the same axes.
+
+    Args:
+        vectors: The surrogate's unit vectors.
+        svd_dim: Width to reduce to, or None.
+        seed: Decides which rows the axes are computed of, where there are more than 131,072.
+
+    Precision: second moments in float64; products with the axes in float32.
+    Raises:
+        OptionError: If svd_dim does not lie in 1 … twice the vectors' width.
+
+    Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix; reduction as in the released code.
+    """
+
+    def __init__(self, vectors: PairVectors, svd_dim: int | None = None, seed: int = 0) -> None:
+        check_svd_dim(svd_dim, vectors.embedding_dim)
+        self._vectors, self._svd_dim, self._seed = vectors, svd_dim, seed
+        self._axes: Vectors | None = None
+        self.num_rows = vectors.num_queries
+        self.fields = {"features": "vectors", "svd_dim": svd_dim, **_vector_fields(vectors)}
+
+    @property
+    def embedding_dim(self) -> int:
+        """Width of a feature."""
+        return self._svd_dim or 2 * self._vectors.embedding_dim
+
+    def fit(self) -> dict[str, NDArray[Any]]:
+        """The principal axes, (2D, svd_dim), where the features are reduced."""
+        if self._svd_dim is None:
+            return {}
+        width = 2 * self._vectors.embedding_dim
+        moments = np.zeros((width, width))
+        rows = sample_rows(self.num_rows, MAX_FITTED_ROWS, derive_seed(self._seed, "axes"))
+        for start in range(0, len(rows), _BLOCK):
+            for swapped in (False, True):
+                block = self._concatenated(rows[start : start + _BLOCK], swapped).astype(np.float64)
+                moments += block.T @ block
+        _, axes = np.linalg.eigh(moments)
+        return {"axes": np.ascontiguousarray(axes[:, ::-1][:, : self._svd_dim], dtype=np.float32)}
+
+    def use(self, learned: dict[str, NDArray[Any]]) -> None:
+        """Take the axes."""
+        self._axes = learned.get("axes")
+
+    def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
+        """The features of some rows (see `PairFeatures.rows`)."""
+        vectors = self._concatenated(rows, swapped)
+        if self._svd_dim is None:
+            return vectors
+        assert self._axes is not None, "use(fit()) comes first"
+        return unit_features(vectors @ self._axes, rows)
+
+    def _concatenated(self, rows: Int64s, swapped: bool) -> Vectors:
+        vectors = self._vectors
+        documents = np.asarray(vectors.positive_rows[vectors.positive_offsets[rows]], dtype=np.int64)
+        sides = [take_vectors(vectors.query_shards, rows), take_vectors(vectors.document_shards, documents)]
+        return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows)
+
+
+def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
+    """Refuse a width that [q; d] cannot be reduced to.
+
+    Raises:
+        OptionError: If it does not lie in 1 … twice the vectors' width.
+    """
+    if svd_dim is not None and not 1 <= svd_dim <= 2 * embedding_dim:
+        rule = f"must lie in 1 … {2 * embedding_dim}, twice the vectors' width"
+        raise OptionError("svd_dim", svd_dim, rule, "128 is usual")
+
+
+def take_vectors(shards: VectorShards, rows: Int64s) -> Vectors:
+    """Some rows of vectors in shards, in the order given, (n, D) float32.
+
+    Raises:
+        InputError: If a shard is missing or damaged.
+    """
+    taken = np.empty((len(rows), shards.embedding_dim), dtype=np.float32)
+    shard_of = rows // shards.shard_size
+    for shard in np.unique(shard_of).tolist():
+        mine = shard_of == shard
+        taken[mine] = shards.load(shard)[rows[mine] - shard * shards.shard_size]
+    return taken
+
+
+def unit_features(vectors: Vectors, rows: Int64s) -> Vectors:
+    """The vectors at unit length.
+
+    Args:
+        vectors: (n, d) float32.
+        rows: The source's row of each, for the message.
+
+    Raises:
+        InputError: If a vector is zero, NaN or infinite; the message names its row.
+    """
+    length_N1 = np.linalg.norm(vectors, axis=1, keepdims=True)
+    bad = np.flatnonzero(~(np.isfinite(length_N1[:, 0]) & (length_N1[:, 0] > 0)))
+    if len(bad):
+        kind = "zero" if length_N1[bad[0], 0] == 0 else "not finite"
+        raise InputError(f"row {rows[bad[0]]}", f"what it is clustered by is {kind}", "check its texts and the model")
+    return np.asarray(vectors / length_N1, dtype=np.float32)
+
+
+def sample_rows(num_rows: int, most: int, seed: int) -> Int64s:
+    """All rows where there are no more than `most`, else as many random ones, ascending, int64."""
+    if num_rows <= most:
+        return np.arange(num_rows)
+    return np.sort(KeyedPermutation(num_rows, seed)(np.arange(most)))
+
+
+def _vector_fields(vectors: PairVectors) -> dict[str, Any]:
+    """Which model made the vectors, and how: what its own manifests say."""
+    found: dict[str, Any] = {}
+    for role, shards in (("query", vectors.query_shards), ("document", vectors.document_shards)):
+        fields = check_manifest(shards.folder, {})
+        found |= {f"{role}_{name}": fields[name] for name in ("model_sha256", "precision", "prompt_name")}
+    return found

@@ -1,0 +1,404 @@
+"""Mining: hard negatives for the records of a source, by one or several teachers, into a file of training records."""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embeddings.common.errors import InputError, OptionError, UserError
+from embeddings.common.fileio import atomic_path, check_manifest_file, file_sha256, write_manifest_file
+from embeddings.common.log import logger
+from embeddings.data.cache import CachedSource, open_cached
+from embeddings.data.sources import SourceConfig
+from embeddings.inference.vector_folder import SHARD_SIZE, embedder_sha256
+from embeddings.mining.faiss_library import faiss_version, load_faiss
+from embeddings.mining.ivf import build_ivf
+from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
+from embeddings.mining.knn import DocumentSearch, ExactSearch
+from embeddings.mining.negatives import NegativeRules
+from embeddings.mining.pair_index import PairIndex, index_pairs
+from embeddings.mining.pair_vectors import PairVectors, encode_pairs
+from embeddings.mining.shard_negatives import MinedShard, ShardMiner
+
+if TYPE_CHECKING:
+    from embeddings.inference.encoder import Encoder
+
+IndexKind = Literal["exact", "ivf"]
+
+SCHEMA = pa.schema(
+    [
+        ("query", pa.string()),
+        ("positive", pa.list_(pa.string())),
+        ("negatives", pa.list_(pa.string())),
+        ("negative_scores", pa.list_(pa.float32())),
+        ("positive_scores", pa.list_(pa.float32())),
+        ("label", pa.string()),
+        ("instruction", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """The models whose scores decide, and the prompts of their texts.
+
+    Args:
+        models: Their names, as `load` takes them.
+        load: Gives the encoder of a name. One of them is kept at a time.
+        query_prompt_name: Prompt put before each query, None for a model's `query` prompt if it has one.
+        document_prompt_name: The same for documents.
+
+    Raises:
+        OptionError: If there is none, or one comes twice.
+    """
+
+    models: Sequence[str]
+    load: "Callable[[str], Encoder]"
+    query_prompt_name: str | None = None
+    document_prompt_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.models or len(set(self.models)) < len(self.models):
+            raise OptionError("model", list(self.models), "must name one model or several different ones", "correct it")
+        object.__setattr__(self, "load", lru_cache(maxsize=1)(self.load))
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How the nearest documents are found.
+
+    Args:
+        index: `exact` compares every query with every document; `ivf` only with the documents of the nearest lists.
+        num_probes: Lists that `ivf` searches for a query.
+        num_lists: Lists of `ivf`, or None for a number that suits the documents (see `build_ivf`).
+        gpu: Whether faiss runs on the first GPU.
+        seed: Seed of the lists.
+
+    Raises:
+        OptionError: If a value is impossible or cannot take effect.
+    """
+
+    index: IndexKind = "exact"
+    num_probes: int | None = None
+    num_lists: int | None = None
+    gpu: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.index not in ("exact", "ivf"):
+            raise OptionError("index", self.index, "must be exact or ivf", "exact finds all")
+        for name in ("num_probes", "num_lists"):
+            value = getattr(self, name)
+            if value is not None and self.index != "ivf":
+                raise OptionError(name, value, "has no effect on the exact search", "leave it out, or use --index ivf")
+            if value is not None and value < 1:
+                raise OptionError(name, value, "must be >= 1", "leave it out for the default")
+
+
+class MiningReport(NamedTuple):
+    """What mining did.
+
+    Attributes:
+        output: The file of mined records.
+        num_queries: Records.
+        num_documents: Different documents.
+        num_candidates: Candidates that the search brought.
+        removed: Candidates that each rule removed, by its name in `negatives.REASONS`.
+        num_left: Candidates that no rule removed, chosen or not.
+        num_negatives: Negatives chosen.
+        num_short: Records with fewer negatives than asked for, those with none among them.
+        num_empty: Records without a negative.
+        num_replaced: Records that had negatives of their own, which the mined ones replace.
+    """
+
+    output: Path
+    num_queries: int
+    num_documents: int
+    num_candidates: int
+    removed: dict[str, int]
+    num_left: int
+    num_negatives: int
+    num_short: int
+    num_empty: int
+    num_replaced: int
+
+
+def mine_negatives(
+    config: SourceConfig,
+    output: str | os.PathLike[str],
+    teachers: Teachers,
+    rules: NegativeRules,
+    *,
+    search: SearchOptions | None = None,
+    corpus: str | os.PathLike[str] | None = None,
+    vectors: str | os.PathLike[str] | None = None,
+    shard_size: int = SHARD_SIZE,
+    task: ArrayTask | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> MiningReport | None:
+    """Write the records of a source with mined negatives, in their order, to a Parquet file.
+
+    The file is a source again: `query`, `positive`, `negatives` (hardest first), `negative_scores`, `positive_scores`
+    (means over the teachers), `label`, `instruction`. Beside `NAME.parquet` lie `NAME.manifest.json` with the report,
+    and the folder `NAME.parquet.work` with vectors and shards, which may be deleted once the file is there.
+
+    A killed run goes on at the first shard that is not whole. The tasks of an array share the shards, and the last of
+    them writes the file: all ways lead to the same bytes. A finished file made from the same inputs is left as it is.
+
+    Args:
+        config: A source of pairs.
+        output: The file to write.
+        teachers: The models whose scores decide.
+        rules: What makes a candidate a negative.
+        search: How candidates are found; None for the exact search on the processor.
+        corpus: A file of more documents (see `index_pairs`), or None for the source's positives alone.
+        vectors: Folder of the vectors, to share them with other jobs of the same source and models; None for one in
+            the folder of work.
+        shard_size: Records and vectors of a shard: what a kill costs at most.
+        task: Which shards are this process's; None for all.
+        cache_dir: Folder of converted sources.
+
+    Returns:
+        The report, or None where other tasks have shards to make yet.
+
+    Raises:
+        InputError: If the source, the corpus or a vector cannot be used, there are too few documents, or something
+            else lies at `output`.
+        MissingExtraError: If faiss is not installed.
+        OptionError: If an option is impossible or cannot take effect.
+    """
+    search = search or SearchOptions()
+    load_faiss(search.gpu)
+    if shard_size < 1:
+        raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
+    source = open_cached(config, cache_dir)
+    if source.classes is not None:
+        raise config.fault("conversion", config.conversion, "holds no pairs to mine for", "mine for pairs")
+    fields = _manifest_fields(source, teachers, rules, search, corpus, shard_size)
+    target = Path(output)
+    if (report := _finished(target, fields)) is not None:
+        return report
+    work = target.with_name(f"{target.name}.work")
+    folder = Path(vectors) if vectors is not None else work / "vectors"
+    with _nothing_left_of(work, folder):
+        job = ShardedJob(work, fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
+        index = index_pairs(source, folder / "index", corpus)
+        _require_documents(index, rules)
+        encoded = _encode(teachers, source, index, folder, shard_size, task)
+        searches = [_searcher(made, work / f"ivf-{place}", search, task) for place, made in enumerate(encoded)]
+        miner = ShardMiner(index, encoded, searches, rules)
+        job.run(lambda shard, path: _write_shard(miner.mine(shard), index, rules, path), task)
+        if job.missing():
+            return None
+        with file_lock(work / ".merge.lock"):
+            # Another task may have been here first.
+            report = _finished(target, fields) or _merge(job, target, index, fields)
+        job.finish()
+    return report
+
+
+def _manifest_fields(
+    source: CachedSource,
+    teachers: Teachers,
+    rules: NegativeRules,
+    search: SearchOptions,
+    corpus: str | os.PathLike[str] | None,
+    shard_size: int,
+) -> dict[str, Any]:
+    """What decides the file's bytes, as JSON types."""
+    encoders = map(teachers.load, teachers.models)
+    fields = {
+        "kind": "mined negatives",
+        "source_key": source.folder.name,
+        "corpus_sha256": None if corpus is None else _corpus_sha256(Path(corpus)),
+        "teachers": [
+            {
+                "model_sha256": embedder_sha256(encoder),
+                "precision": str(encoder.dtype).removeprefix("torch."),
+                "mini_batch_tokens": encoder.mini_batch_tokens,
+            }
+            for encoder in encoders
+        ],
+        "query_prompt_name": teachers.query_prompt_name,
+        "document_prompt_name": teachers.document_prompt_name,
+        "rules": asdict(rules),
+        "search": asdict(search),
+        "shard_size": shard_size,
+        "faiss": faiss_version(),
+    }
+    return dict(json.loads(json.dumps(fields)))
+
+
+def _corpus_sha256(corpus: Path) -> str:
+    if not corpus.is_file():
+        raise InputError(str(corpus), "no such file", "check the path")
+    return file_sha256(corpus)
+
+
+def _require_documents(index: PairIndex, rules: NegativeRules) -> None:
+    """Check that there are documents enough.
+
+    Raises:
+        InputError: If a query's positive and the negatives asked for are more than there are.
+    """
+    if index.num_documents <= rules.num_negatives:
+        raise InputError(
+            str(index.source.folder),
+            f"holds {index.num_documents} different documents, too few for {rules.num_negatives} negatives",
+            "give more with --corpus, or ask for fewer",
+        )
+
+
+def _encode(
+    teachers: Teachers,
+    source: CachedSource,
+    index: PairIndex,
+    folder: Path,
+    shard_size: int,
+    task: ArrayTask | None,
+) -> list[PairVectors]:
+    """The vectors by each teacher: in `folder` itself by a single one, else each in a folder of its own."""
+    return [
+        encode_pairs(
+            teachers.load(model),
+            source,
+            folder if len(teachers.models) == 1 else folder / f"teacher-{place}",
+            index=index,
+            query_prompt_name=teachers.query_prompt_name,
+            document_prompt_name=teachers.document_prompt_name,
+            shard_size=shard_size,
+            task=task,
+        )
+        for place, model in enumerate(teachers.models)
+    ]
+
+
+def _searcher(vectors: PairVectors, folder: Path, search: SearchOptions, task: ArrayTask | None) -> DocumentSearch:
+    if search.index == "exact":
+        return ExactSearch(vectors.document_shards, search.gpu)
+    return build_ivf(
+        vectors.document_shards,
+        folder,
+        num_probes=search.num_probes,
+        num_lists=search.num_lists,
+        seed=search.seed,
+        gpu=search.gpu,
+        task=task,
+    )
+
+
+def _write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path: Path) -> None:
+    """Write the records of a shard as Parquet, with its share of the report in the file's metadata."""
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    source, num_replaced = index.source, 0
+    row_QN, score_QN = mined.negatives.row_QN, mined.negatives.score_QN
+    offsets = (
+        index.positive_offsets[mined.queries.start : mined.queries.stop + 1]
+        - index.positive_offsets[mined.queries.start]
+    )
+    for place, row in enumerate(mined.queries):
+        stored = source.table.row(row)
+        found = row_QN[place] >= 0
+        columns["query"].append(stored.query)
+        columns["positive"].append(stored.positives)
+        columns["negatives"].append([index.document_text(document) for document in row_QN[place][found].tolist()])
+        columns["negative_scores"].append(score_QN[place][found])
+        columns["positive_scores"].append(mined.positive_score_P[offsets[place] : offsets[place + 1]])
+        columns["label"].append(source.labels[stored.label] if stored.label >= 0 else None)
+        columns["instruction"].append(stored.instruction or None)
+        num_replaced += bool(stored.negatives)
+    count_Q = np.count_nonzero(row_QN >= 0, axis=1)
+    counts = {
+        "num_candidates": mined.num_candidates,
+        **{f"removed {reason}": count for reason, count in mined.negatives.removed.items()},
+        "num_left": mined.negatives.num_left,
+        "num_negatives": int(count_Q.sum()),
+        "num_short": int(np.count_nonzero(count_Q < rules.num_negatives)),
+        "num_empty": int(np.count_nonzero(count_Q == 0)),
+        "num_replaced": num_replaced,
+    }
+    table = pa.table(columns, schema=SCHEMA).replace_schema_metadata({"counts": json.dumps(counts)})
+    pq.write_table(table, path)
+
+
+def _merge(job: ShardedJob, output: Path, index: PairIndex, fields: dict[str, Any]) -> MiningReport:
+    """Write the file and its manifest from the shards."""
+    counts: Counter[str] = Counter()
+    with atomic_path(output) as temporary:
+        with pq.ParquetWriter(temporary, SCHEMA) as writer:
+            for shard in range(job.num_shards):
+                table = _read_shard(job.path(shard))
+                counts.update(json.loads(table.schema.metadata[b"counts"]))
+                writer.write_table(table)
+        facts: dict[str, Any] = {
+            "num_queries": index.num_queries,
+            "num_documents": index.num_documents,
+            **{name: count for name, count in counts.items() if not name.startswith("removed ")},
+            "removed": {
+                name.removeprefix("removed "): count for name, count in counts.items() if name.startswith("removed ")
+            },
+        }
+        # The file comes last: where it lies, its manifest does too.
+        write_manifest_file(_manifest_path(output), {**fields, **facts, "output_sha256": file_sha256(temporary)})
+    report = MiningReport(output, **facts)
+    for count, what in (
+        (report.num_replaced, "had negatives of their own, which the mined ones replace"),
+        (report.num_short, "have fewer negatives than asked for"),
+    ):
+        if count:
+            logger.warning("%d of %d records %s", count, index.num_queries, what)
+    return report
+
+
+def _read_shard(path: Path) -> pa.Table:
+    try:
+        with pq.ParquetFile(path) as file:
+            return file.read()
+    except (pa.ArrowException, OSError):
+        raise InputError(str(path), "the shard is missing or damaged", "delete its folder and run again") from None
+
+
+def _manifest_path(output: Path) -> Path:
+    return output.with_suffix(".manifest.json")
+
+
+def _finished(output: Path, fields: dict[str, Any]) -> MiningReport | None:
+    """The report of a file that is there already, or None if there is none.
+
+    Raises:
+        InputError: If the file is not what these fields make.
+    """
+    if not output.exists():
+        return None
+    if not _manifest_path(output).is_file():
+        raise InputError(str(output), "something else lies there already", "name a new file")
+    found = check_manifest_file(_manifest_path(output), fields)
+    if file_sha256(output) != found["output_sha256"]:
+        raise InputError(str(output), "is not the file that its manifest describes", "delete it and run again")
+    return MiningReport(output, **{name: found[name] for name in MiningReport._fields[1:]})
+
+
+@contextmanager
+def _nothing_left_of(*folders: Path) -> Iterator[None]:
+    """Remove the folders again, if they were not there before, where what a person gave turns out to be of no use."""
+    made = [folder for folder in folders if not folder.exists()]
+    parents = [path for folder in folders for path in folder.parents if not path.exists()]
+    try:
+        yield
+    except UserError:
+        for folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
+        for parent in sorted(parents, key=lambda path: -len(path.parts)):
+            with suppress(OSError):
+                parent.rmdir()
+        raise

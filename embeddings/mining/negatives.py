@@ -1,0 +1,240 @@
+"""Which candidates of a query become its negatives: pure rules on rows, scores and hashes."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from embeddings.common.errors import OptionError
+from embeddings.common.randomness import derive_seed
+from embeddings.data.samplers.permutation import mix_bits
+
+Choice = Literal["top", "random"]
+
+REASONS = ("own_positive", "own_text", "duplicate_text", "outside_ranks", "margin", "absolute_margin")
+
+Floats = npt.NDArray[np.float32]
+Int64s = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class NegativeRules:
+    """What makes a candidate a negative.
+
+    Args:
+        num_negatives: Negatives of a query, at most; NV-Retriever trains with 4, NV-Embed with 7.
+        margin: Share of the positive's score that a negative stays below, or None: `s < p - |p| (1 - margin)`.
+            NV-Retriever's TopK-PercPos uses 0.95.
+        absolute_margin: Distance by which a negative stays below the positive, or None: `s < p - absolute_margin`.
+        first_rank: Rank of the first candidate considered, from 1, the query's own texts not counted.
+        last_rank: Rank of the last one.
+        choice: `top` takes the hardest of those left, `random` draws from them.
+        seed: Seed of the draw.
+
+    Raises:
+        OptionError: If a value is impossible or cannot take effect.
+    """
+
+    num_negatives: int = 7
+    margin: float | None = 0.95
+    absolute_margin: float | None = None
+    first_rank: int = 1
+    last_rank: int = 100
+    choice: Choice = "top"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_negatives < 1:
+            raise OptionError("num_negatives", self.num_negatives, "must be >= 1", "NV-Embed uses 7")
+        if self.margin is not None and not 0 < self.margin <= 1:
+            raise OptionError("margin", self.margin, "must lie in (0, 1]", "NV-Retriever uses 0.95; null for none")
+        if self.absolute_margin is not None and not (math.isfinite(self.absolute_margin) and self.absolute_margin >= 0):
+            raise OptionError(
+                "absolute_margin", self.absolute_margin, "must be finite and >= 0", "leave it out for none"
+            )
+        if self.first_rank < 1:
+            raise OptionError("first_rank", self.first_rank, "must be >= 1", "1 is the hardest candidate")
+        if self.last_rank - self.first_rank + 1 < self.num_negatives:
+            raise OptionError(
+                "last_rank",
+                self.last_rank,
+                f"must leave {self.num_negatives} ranks from first_rank {self.first_rank}",
+                "raise it, or ask for fewer negatives",
+            )
+        if self.choice not in ("top", "random"):
+            raise OptionError("choice", self.choice, "must be top or random", "top takes the hardest")
+
+
+class Candidates(NamedTuple):
+    """The documents that a search brought for each query, in any order.
+
+    Attributes:
+        row_QC: Documents, (Q, C) int64; -1 where there is none.
+        hash_QC: Their texts' hashes, (Q, C) int64.
+        score_TQC: Their scores by each of T teachers, (T, Q, C) float32.
+    """
+
+    row_QC: Int64s
+    hash_QC: Int64s
+    score_TQC: Floats
+
+
+class QueryFacts(NamedTuple):
+    """What is known of the queries.
+
+    Attributes:
+        number_Q: Their rows in the source, (Q,) int64.
+        hash_Q: Their texts' hashes, (Q,) int64.
+        group_Q: Which known positives are each query's: those of its group, (Q,) int64.
+        known_group_P: The group of each known positive, (P,) int64.
+        known_row_P: Its document, (P,) int64.
+        known_hash_P: Its text's hash, (P,) int64.
+        positive_score_TQ: The lowest score of the record's own positives by each teacher, (T, Q) float32.
+    """
+
+    number_Q: Int64s
+    hash_Q: Int64s
+    group_Q: Int64s
+    known_group_P: Int64s
+    known_row_P: Int64s
+    known_hash_P: Int64s
+    positive_score_TQ: Floats
+
+
+class Negatives(NamedTuple):
+    """The negatives of each query, hardest first.
+
+    Attributes:
+        row_QN: Documents, (Q, N) int64; -1 where fewer are left.
+        score_QN: Mean of the teachers' scores, (Q, N) float32; -inf where the row is -1.
+        removed: Number of candidates that each rule removed, by `REASONS`; a candidate counts for the first of them.
+        num_left: Number of candidates that no rule removed, chosen or not.
+    """
+
+    row_QN: Int64s
+    score_QN: Floats
+    removed: dict[str, int]
+    num_left: int
+
+
+def choose_negatives(candidates: Candidates, queries: QueryFacts, rules: NegativeRules) -> Negatives:
+    """The negatives of each query: what remains of its candidates, the hardest or a random choice of them.
+
+    1. A candidate that is known to answer the query (by row or by text) goes, and one that is the query's own text, and
+       all but the first of equal texts.
+    2. The others are ranked by the mean of the teachers' scores, of equal ones the lower row first. Ranks outside of
+       `first_rank` … `last_rank` go. Scores are averaged as they are: of two teachers the one whose scores lie further
+       apart decides more of the order.
+    3. A candidate that any teacher scores too near to the positive goes: each teacher's score is held against its own
+       score of the positive, so teachers of different scales do not mix. Of several positives the lowest counts.
+
+    Ranks are those of the search, not of what the margins leave: `first_rank` 30 means the same with and without a
+    margin.
+
+    Args:
+        candidates: Documents with their scores.
+        queries: Queries, their known positives and the scores of these.
+        rules: The rules.
+
+    Returns:
+        Up to N = `rules.num_negatives` negatives a query.
+
+    Precision: means and thresholds in float64 from float32 scores.
+    Determinism: a random choice is a function of (seed, query, document): neither the order of the candidates nor the
+        other queries matter.
+    Source: Moreira et al. 2024 (NV-Retriever), arXiv:2407.15831, section 4.1. Differs: `p - |p| (1 - margin)` in place
+        of `p margin`, which for a negative p would allow negatives above the positive.
+    """
+    order_QC, mean_QC = _by_mean(candidates)
+    row_QC: Int64s = np.take_along_axis(candidates.row_QC, order_QC, axis=1)
+    hash_QC: Int64s = np.take_along_axis(candidates.hash_QC, order_QC, axis=1)
+    mean_QC = np.take_along_axis(mean_QC, order_QC, axis=1)
+    left_QC = row_QC >= 0
+    removed: dict[str, int] = {}
+
+    def remove(reason: str, gone_QC: Mask) -> None:
+        removed[reason] = int(np.count_nonzero(left_QC & gone_QC))
+        np.logical_and(left_QC, ~gone_QC, out=left_QC)
+
+    own_QC = _is_known(row_QC, queries.known_row_P, queries)
+    remove("own_positive", own_QC | _is_known(hash_QC, queries.known_hash_P, queries))
+    remove("own_text", hash_QC == queries.hash_Q[:, None])
+    remove("duplicate_text", _repeats(hash_QC, left_QC))
+    rank_QC = np.cumsum(left_QC, axis=1)
+    remove("outside_ranks", (rank_QC < rules.first_rank) | (rank_QC > rules.last_rank))
+    for reason, margins_TQ in (
+        ("margin", _relative(queries.positive_score_TQ, rules.margin)),
+        ("absolute_margin", _absolute(queries.positive_score_TQ, rules.absolute_margin)),
+    ):
+        too_near_QC = (candidates.score_TQC >= margins_TQ[:, :, None]).any(axis=0)
+        remove(reason, np.take_along_axis(too_near_QC, order_QC, axis=1))
+    place_QN = _chosen(left_QC, row_QC, queries.number_Q, rules)
+    # Fewer candidates than negatives: the last place stands in for those that are not there.
+    found_QN = np.take_along_axis(left_QC, place_QN, axis=1) & (np.arange(rules.num_negatives) < left_QC.shape[1])
+    return Negatives(
+        np.where(found_QN, np.take_along_axis(row_QC, place_QN, axis=1), -1),
+        np.where(found_QN, np.take_along_axis(mean_QC, place_QN, axis=1), np.float32(-np.inf)),
+        removed,
+        int(np.count_nonzero(left_QC)),
+    )
+
+
+def _by_mean(candidates: Candidates) -> tuple[Int64s, Floats]:
+    """The order of the candidates by mean score and row, missing ones last, and the means in the given order."""
+    mean_QC = candidates.score_TQC.mean(axis=0, dtype=np.float64).astype(np.float32)
+    mean_QC[candidates.row_QC < 0] = -np.inf
+    return np.lexsort((candidates.row_QC, -mean_QC), axis=1), mean_QC
+
+
+def _is_known(value_QC: Int64s, known_P: Int64s, queries: QueryFacts) -> Mask:
+    """Which values are among those known of their own query."""
+    if not len(known_P):
+        return np.zeros(value_QC.shape, np.bool_)
+    # One number for each different value, so that (group, value) is one number too.
+    values, number_P = np.unique(known_P, return_inverse=True)
+    number_QC = np.minimum(np.searchsorted(values, value_QC), len(values) - 1)
+    key_QC = queries.group_Q[:, None] * len(values) + number_QC
+    key_P = queries.known_group_P * len(values) + number_P.reshape(-1)
+    known_QC: Mask = np.isin(key_QC, key_P)
+    known_QC &= values[number_QC] == value_QC
+    return known_QC
+
+
+def _repeats(hash_QC: Int64s, counted_QC: Mask) -> Mask:
+    """Which of the counted texts have come before in their row."""
+    # Sorted by (not counted, hash, place): equal texts are neighbours, the first of them first.
+    order_QC = np.lexsort((hash_QC, ~counted_QC), axis=1)
+    sorted_QC = np.take_along_axis(hash_QC, order_QC, axis=1)
+    again_QC = np.zeros(hash_QC.shape, np.bool_)
+    again_QC[:, 1:] = sorted_QC[:, 1:] == sorted_QC[:, :-1]
+    repeats_QC = np.empty_like(again_QC)
+    np.put_along_axis(repeats_QC, order_QC, again_QC, axis=1)
+    return repeats_QC & counted_QC
+
+
+def _relative(positive_TQ: Floats, margin: float | None) -> npt.NDArray[np.float64]:
+    positive = positive_TQ.astype(np.float64)
+    return np.full_like(positive, np.inf) if margin is None else positive - np.abs(positive) * (1 - margin)
+
+
+def _absolute(positive_TQ: Floats, margin: float | None) -> npt.NDArray[np.float64]:
+    positive = positive_TQ.astype(np.float64)
+    return np.full_like(positive, np.inf) if margin is None else positive - margin
+
+
+def _chosen(left_QC: Mask, row_QC: Int64s, number_Q: Int64s, rules: NegativeRules) -> Int64s:
+    """Places of the chosen candidates in their rows, hardest first; places that are not left fill up, (Q, N)."""
+    num_places = left_QC.shape[1]
+    count = min(rules.num_negatives, num_places)
+    key_QC = np.zeros(left_QC.shape, np.uint64)
+    if rules.choice == "random":
+        key = np.uint64(derive_seed(rules.seed, "negatives"))
+        key_QC = mix_bits(mix_bits(number_Q.astype(np.uint64) ^ key)[:, None] ^ row_QC.astype(np.uint64))
+    # By whether it is left, then by the draw; the sort is stable, so that without a draw the hardest come first.
+    order_QC = np.lexsort((key_QC, ~left_QC), axis=1)[:, :count]
+    place_QN = np.sort(order_QC + num_places * ~np.take_along_axis(left_QC, order_QC, axis=1), axis=1) % num_places
+    fill = np.repeat(place_QN[:, -1:], rules.num_negatives - count, axis=1)
+    return np.concatenate([place_QN, fill], axis=1)

@@ -1,0 +1,118 @@
+"""From vectors to negatives: candidates of a shard of queries, scored by every teacher, and what the rules leave."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from embeddings.inference.vector_shards import require_directions
+from embeddings.mining.knn import DocumentSearch, Floats, Rows, pair_scores
+from embeddings.mining.negatives import Candidates, NegativeRules, Negatives, QueryFacts, choose_negatives
+from embeddings.mining.pair_index import PairIndex
+from embeddings.mining.pair_vectors import PairVectors
+
+# Candidates beyond the last rank that make up for the query's own texts. A query with more known positives than this,
+# all of them among its nearest documents, is left with fewer ranks.
+MOST_OWN_TEXTS = 256
+
+
+class MinedShard(NamedTuple):
+    """What was found for a shard of queries.
+
+    Attributes:
+        queries: Their rows.
+        negatives: Their negatives, and what was removed.
+        positive_score_P: Mean of the teachers' scores of each positive, query after query, (P,) float32.
+        num_candidates: Candidates that the search brought.
+    """
+
+    queries: range
+    negatives: Negatives
+    positive_score_P: Floats
+    num_candidates: int
+
+
+@dataclass(frozen=True)
+class ShardMiner:
+    """Finds the negatives of a shard of queries.
+
+    Memory: vectors of one shard of queries and one tile of documents, and the candidates of the shard; it does not grow
+    with the source.
+
+    Attributes:
+        index: The source's queries and documents.
+        vectors: The vectors by each teacher, all in shards of one size.
+        searches: The search over each teacher's documents.
+        rules: What makes a candidate a negative.
+    """
+
+    index: PairIndex
+    vectors: Sequence[PairVectors]
+    searches: Sequence[DocumentSearch]
+    rules: NegativeRules
+
+    def mine(self, shard: int) -> MinedShard:
+        """The negatives of the queries in a shard of the query vectors.
+
+        Raises:
+            InputError: If a vector is zero, not finite or not of unit length, or a shard is damaged.
+        """
+        queries = self.vectors[0].query_shards.rows(shard)
+        query_TQD = [np.array(vectors.query_shards.load(shard)) for vectors in self.vectors]
+        for vectors, query_QD in zip(self.vectors, query_TQD, strict=True):
+            require_directions(query_QD, str(vectors.query_shards.path(shard)), unit=True)
+        known = self.index.known_positives(queries)
+        most_known = int(np.bincount(known.group_P).max())
+        top_k = min(self.rules.last_rank + 1 + min(most_known, MOST_OWN_TEXTS), self.index.num_documents)
+        found = [search.search(query_QD, top_k) for search, query_QD in zip(self.searches, query_TQD, strict=True)]
+        if len(found) == 1:
+            row_QC, score_TQC = found[0].index_QK, found[0].score_QK[None]
+        else:
+            row_QC = _union([top.index_QK for top in found])
+            score_TQC = self._scores(query_TQD, row_QC)
+        offsets = self.index.positive_offsets[queries.start : queries.stop + 1]
+        positive_TP = self._positive_scores(query_TQD, offsets)
+        facts = QueryFacts(
+            number_Q=np.arange(queries.start, queries.stop),
+            hash_Q=np.asarray(self.index.query_hashes[queries.start : queries.stop]),
+            group_Q=known.group_Q,
+            known_group_P=known.group_P,
+            known_row_P=known.row_P,
+            known_hash_P=self.index.document_hashes[known.row_P],
+            positive_score_TQ=np.minimum.reduceat(positive_TP, offsets[:-1] - offsets[0], axis=1),
+        )
+        candidates = Candidates(row_QC, self.index.document_hashes[row_QC], score_TQC)
+        return MinedShard(
+            queries,
+            choose_negatives(candidates, facts, self.rules),
+            positive_TP.mean(axis=0, dtype=np.float64).astype(np.float32),
+            int(np.count_nonzero(row_QC >= 0)),
+        )
+
+    def _positive_scores(self, query_TQD: Sequence[Floats], offsets: Rows) -> Floats:
+        """Each teacher's scores of the records' own positives, (T, P)."""
+        row_P = self.index.positive_rows[offsets[0] : offsets[-1]].astype(np.int64)
+        query_P = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        return np.stack(
+            [
+                pair_scores(query_QD, query_P, row_P, vectors.document_shards)
+                for vectors, query_QD in zip(self.vectors, query_TQD, strict=True)
+            ]
+        )
+
+    def _scores(self, query_TQD: Sequence[Floats], row_QC: Rows) -> Floats:
+        """Each teacher's scores of all candidates, whichever teacher found them, (T, Q, C)."""
+        score_TQC = np.full((len(query_TQD), *row_QC.shape), -np.inf, np.float32)
+        query_P, place_P = np.nonzero(row_QC >= 0)
+        for teacher, (vectors, query_QD) in enumerate(zip(self.vectors, query_TQD, strict=True)):
+            scores = pair_scores(query_QD, query_P, row_QC[query_P, place_P], vectors.document_shards)
+            score_TQC[teacher, query_P, place_P] = scores
+        return score_TQC
+
+
+def _union(rows: Sequence[Rows]) -> Rows:
+    """The documents that any teacher found for each query, each once, (Q, C); -1 in place of repeats."""
+    row_QC = np.sort(np.concatenate(rows, axis=1), axis=1)
+    row_QC[:, 1:][row_QC[:, 1:] == row_QC[:, :-1]] = -1
+    return row_QC

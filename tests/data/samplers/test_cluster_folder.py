@@ -1,0 +1,103 @@
+"""Clusters on disk: sorted by counting, refused when they are not what was written."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embeddings.common import InputError
+from embeddings.data.samplers import cluster_folder
+from embeddings.data.samplers.cluster_folder import ClusterFolder, write_cluster_files
+from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [7], [3, 4, 11], [0, 12]])
+def test_the_files_hold_the_rows_of_each_cluster_in_their_order_however_they_are_sharded(
+    cuts: list[int], tmp_path: Path
+) -> None:
+    ids = np.array([2, 0, 2, 4, 0, 2, 1, 1, 4, 2, 0, 4], dtype=np.int32)
+    centroids = unit_vectors(5)
+    fields = write_cluster_files(tmp_path, np.split(ids, cuts), centroids, nearest_lists(centroids, 3))
+    loaded = {name: np.load(tmp_path / name) for name in fields["num_bytes"]}
+    assert loaded["cluster_ids.npy"].tolist() == ids.tolist()
+    assert loaded["offsets.npy"].tolist() == [0, 3, 5, 9, 9, 12]
+    rows = loaded["rows_by_cluster.npy"]
+    assert rows.dtype == np.uint32
+    assert rows.tolist() == [row for cluster in range(5) for row in range(12) if ids[row] == cluster]
+    whole = write_cluster_files(tmp_path, [ids], centroids, nearest_lists(centroids, 3))
+    assert whole == fields
+
+
+def test_a_folder_is_read_back_memory_mapped(tmp_path: Path) -> None:
+    folder = write_clusters(tmp_path / "clusters", [1, 0, 1, 1], 3)
+    assert (folder.num_rows, folder.num_clusters, folder.source_key) == (4, 3, "key")
+    assert folder.rows_by_cluster.tolist() == [1, 0, 2, 3]
+    assert folder.offsets.tolist() == [0, 1, 4, 4]
+    assert isinstance(folder.rows_by_cluster, np.memmap)
+    assert folder.centroids.shape == (3, 8)
+    assert folder.neighbours.shape == (3, 2)
+
+
+def test_one_cluster_has_no_neighbours(tmp_path: Path) -> None:
+    assert write_clusters(tmp_path / "clusters", [0, 0], 1).neighbours.shape == (1, 0)
+
+
+def test_the_key_is_that_of_the_content(tmp_path: Path) -> None:
+    first, same, other = (
+        write_clusters(tmp_path / name, ids, 3) for name, ids in (("a", [0, 1, 2]), ("b", [0, 1, 2]), ("c", [0, 2, 1]))
+    )
+    assert first.key == same.key != other.key
+
+
+@pytest.mark.parametrize("name", ["rows_by_cluster.npy", "offsets.npy", "centroids.npy", "neighbours.npy"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "shape", "dtype", "garbage"])
+def test_a_damaged_file_is_named_in_one_line(name: str, damage: str, tmp_path: Path) -> None:
+    write_clusters(tmp_path / "clusters", [1, 0, 1, 1, 2, 2, 0], 3)
+    path = tmp_path / "clusters" / name
+    content, array = path.read_bytes(), np.load(path)
+    if damage == "cut":
+        path.write_bytes(content[:-3])
+    elif damage == "gone":
+        path.unlink()
+    elif damage == "garbage":
+        path.write_bytes(b"x" * len(content))
+    else:
+        np.save(path, array[..., None] if damage == "shape" else array.view(np.uint8))
+        manifest = json.loads((path.parent / "manifest.json").read_text())
+        manifest["num_bytes"][name] = path.stat().st_size
+        (path.parent / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=f"{name}: is missing or not what was written; make") as raised:
+        ClusterFolder(path.parent)
+    assert "\n" not in str(raised.value)
+
+
+def test_offsets_that_do_not_cover_the_rows_are_refused(tmp_path: Path) -> None:
+    folder = write_clusters(tmp_path / "clusters", [1, 0, 1, 1], 2).path
+    for wrong in ([1, 1, 4], [0, 1, 3], [0, 5, 4]):
+        np.save(folder / "offsets.npy", np.array(wrong, dtype=np.int64))
+        with pytest.raises(InputError, match=r"offsets\.npy"):
+            ClusterFolder(folder)
+
+
+@pytest.mark.parametrize(("field", "value"), [("kind", "vectors"), ("complete", False)])
+def test_a_folder_of_another_kind_or_unfinished_is_refused(field: str, value: object, tmp_path: Path) -> None:
+    path = write_clusters(tmp_path / "clusters", [0, 1], 2).path / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(InputError, match=f"field '{field}'"):
+        ClusterFolder(path.parent)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no manifest"):
+        ClusterFolder(tmp_path / "clusters")
+
+
+def test_a_kill_while_writing_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster_folder, "_sort_by_cluster", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_clusters(tmp_path / "clusters", [0, 1], 2)
+    assert list((tmp_path / "clusters").iterdir()) == []

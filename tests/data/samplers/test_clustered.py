@@ -1,0 +1,300 @@
+"""The laws of a batch sampler, and what only clustered batches promise."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jsonargparse import ArgumentParser
+from lightning import LightningDataModule
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from torch.utils.data import DataLoader
+
+from embeddings.common import InputError, OptionError
+from embeddings.data.datamodule import EmbeddingDataModule
+from embeddings.data.examples import RowDraw
+from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity
+from embeddings.data.sources import SourceConfig
+from tests.data.cluster_folders import write_clusters
+from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
+from tests.data.rows import dataset, pairs
+from tests.helpers.tiny import wordpiece_tokenizer
+
+SIZES = {"first": 90, "second": 31, "third": 12}
+NUM_CLUSTERS = {"first": 12, "second": 5, "third": 1}
+NAMES = list(SIZES)
+Maker = Callable[..., ClusteredBatchSampler]
+
+
+def cluster_of(name: str) -> np.ndarray:
+    """The cluster of each row of a source; cluster 3 of the first is empty."""
+    ids = np.random.default_rng(len(name)).integers(0, NUM_CLUSTERS[name], SIZES[name])
+    return np.where(ids == 3, 0, ids) if name == "first" else ids
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clusters")
+    for name in NAMES:
+        write_clusters(folder / name, cluster_of(name).tolist(), NUM_CLUSTERS[name], f"key of {name}")
+    return folder
+
+
+@pytest.fixture
+def make(root: Path) -> Maker:
+    def maker(batch_size: int = 4, **options: Any) -> ClusteredBatchSampler:
+        names = options.pop("names", NAMES)
+        sizes = options.pop("sizes", [SIZES[name] for name in names])
+        sampler = ClusteredBatchSampler(sizes, batch_size, **{"clusters": str(root), **options})
+        sampler.identify([SourceIdentity(name, f"key of {name}") for name in names])
+        return sampler
+
+    return maker
+
+
+def rows_of(sampler: ClusteredBatchSampler, epoch: int = 0) -> list[list[int]]:
+    sampler.set_epoch(epoch)
+    return [[entry.row for entry in batch] for batch in sampler]
+
+
+def source_of(row: int) -> str:
+    return NAMES[int(np.searchsorted(np.cumsum(list(SIZES.values())), row, side="right"))]
+
+
+@pytest.mark.parametrize("order", ["nearest", "random"])
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_ranks_are_disjoint_and_together_the_plan_of_one_process(make: Maker, order: str, epoch: int) -> None:
+    whole = rows_of(make(6, order=order), epoch)
+    ranks = [rows_of(make(2, order=order, num_replicas=3, rank=rank), epoch) for rank in range(3)]
+    assert len(whole) == 90 // 6 + 31 // 6 + 12 // 6
+    for step, batch in enumerate(whole):
+        assert batch == list(chain(*(rank[step] for rank in ranks)))
+    seen = [set(chain(*rank)) for rank in ranks]
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 90 + 30 + 12
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 12])
+def test_the_length_is_exact_and_every_batch_is_full(make: Maker, batch_size: int) -> None:
+    sampler = make(batch_size)
+    batches = rows_of(sampler)
+    assert len(sampler) == len(batches) == sum(size // batch_size for size in SIZES.values())
+    assert all(len(batch) == batch_size for batch in batches)
+
+
+@pytest.mark.parametrize("order", ["nearest", "random"])
+def test_an_epoch_holds_no_row_twice_and_leaves_out_less_than_a_batch_of_each_source(make: Maker, order: str) -> None:
+    left_out = set()
+    for epoch in range(8):
+        rows = list(chain(*rows_of(make(8, order=order), epoch)))
+        assert len(rows) == len(set(rows))
+        missing = frozenset(range(133)) - set(rows)
+        assert [sum(source_of(row) == name for row in missing) for name in NAMES] == [90 % 8, 31 % 8, 12 % 8]
+        left_out.add(missing)
+    assert len(left_out) == 8
+
+
+@pytest.mark.parametrize("order", ["nearest", "random"])
+def test_seed_and_epoch_decide_the_batches(make: Maker, order: str) -> None:
+    assert list(make(seed=3, order=order)) == list(make(seed=3, order=order))
+    assert rows_of(make(seed=3, order=order)) != rows_of(make(seed=4, order=order))
+    assert rows_of(make(seed=3, order=order), 0) != rows_of(make(seed=3, order=order), 1)
+
+
+def test_any_batch_is_found_without_the_ones_before_it(make: Maker) -> None:
+    whole = rows_of(make(), 2)
+    for step in (len(whole) - 1, 0, 7):
+        sampler = make()
+        sampler.set_epoch(2)
+        sampler.start = step
+        assert [entry.row for entry in next(iter(sampler))] == whole[step]
+
+
+def test_epochs_may_be_asked_for_in_any_order(make: Maker) -> None:
+    sampler = make()
+    mixed = [sampler.global_batch(epoch, 3)[0].tolist() for epoch in (1, 0, 1, 2, 0)]
+    assert mixed[0] == mixed[2] != mixed[1] == mixed[4] != mixed[3]
+
+
+def test_the_next_epoch_differs_through_the_call_that_lightning_makes(make: Maker) -> None:
+    loader = DataLoader(RowEcho(), batch_sampler=make(), collate_fn=list)
+    first = list(loader)
+    _set_sampler_epoch(loader, 1)
+    assert first != list(loader)
+    _set_sampler_epoch(loader, 0)
+    assert list(loader) == first
+
+
+def test_the_number_of_workers_changes_nothing(make: Maker) -> None:
+    plain, forked = (
+        list(DataLoader(RowEcho(), batch_sampler=make(9), collate_fn=list, num_workers=workers)) for workers in (0, 2)
+    )
+    assert len(plain) == 14
+    assert plain == forked
+
+
+def test_sources_never_share_a_batch_and_their_batches_are_mixed(make: Maker) -> None:
+    batches = [{source_of(row) for row in batch} for batch in rows_of(make(3))]
+    assert all(len(sources) == 1 for sources in batches)
+    names = [next(iter(sources)) for sources in batches]
+    assert sorted(set(names)) == sorted(NAMES)
+    assert names != sorted(names)
+    assert names[:10] != ["first"] * 10
+
+
+@pytest.mark.parametrize("order", ["nearest", "random"])
+def test_a_clusters_rows_share_batches(make: Maker, order: str) -> None:
+    for epoch in range(5):
+        batches_of_cluster = defaultdict(set)
+        for step, batch in enumerate(rows_of(make(15, order=order, names=["first"]), epoch)):
+            for row in batch:
+                batches_of_cluster[cluster_of("first")[row]].add(step)
+        sizes = np.bincount(cluster_of("first"))
+        # The skipped stretch can cut a cluster once more.
+        assert all(len(steps) <= -(-sizes[cluster] // 15) + 1 for cluster, steps in batches_of_cluster.items())
+
+
+def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 200, 2000)
+    folder = write_clusters(tmp_path / "only", ids.tolist(), 200, num_neighbours=16)
+    spread = {}
+    for order in ("nearest", "random"):
+        sampler = ClusteredBatchSampler([2000], 50, clusters={"only": str(tmp_path / "only")}, order=order)
+        sampler.identify([SourceIdentity("only", "key")])
+        means = [
+            np.linalg.norm(np.mean([folder.centroids[ids[row]] for row in batch], axis=0)) for batch in rows_of(sampler)
+        ]
+        spread[order] = np.mean(means)
+    assert spread["nearest"] > 1.2 * spread["random"]
+
+
+def test_what_the_plan_depends_on_is_plain_names_the_clusters_and_not_the_rank(make: Maker, tmp_path: Path) -> None:
+    first, second = (make(2, num_replicas=2, rank=rank).plan_fields() for rank in (0, 1))
+    assert first == second == make(4).plan_fields()
+    assert all(isinstance(value, int | str) for value in first.values())
+    write_clusters(tmp_path / "first", cluster_of("first")[::-1].tolist(), 12, "key of first")
+    others = [
+        make(4, names=["first"], clusters=root).plan_fields()["clusters"] for root in (str(tmp_path), make(4).clusters)
+    ]
+    assert others[0] != others[1]
+    assert make(4, order="random").plan_fields() != make(4).plan_fields()
+
+
+def test_folders_are_found_by_name_and_variables_are_filled_in(
+    make: Maker, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLUSTER_ROOT", str(root))
+    named = {name: f"${{CLUSTER_ROOT}}/{name}" for name in reversed(NAMES)}
+    assert list(make(clusters=named)) == list(make(clusters="$CLUSTER_ROOT")) == list(make())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 13}, r"data\.batch_size must not exceed the 12 rows of source 'third' .* got 13; lower it"),
+        ({"batch_size": 7, "num_replicas": 2, "rank": 0}, r"source 'third' \(batch_size x 2 ranks\), got 7"),
+        ({"batch_size": 0}, r"data\.batch_size must be >= 1"),
+        ({"sizes": []}, r"data\.sources must each have rows"),
+        ({"sizes": [3, 0, 1]}, r"data\.sources must each have rows"),
+        ({"weights": [1, 2, 1]}, "cannot take effect where every row comes once"),
+        ({"clusters": {"first": "a", "second": "b"}}, "must name the clusters of source 'third'"),
+        ({"clusters": dict.fromkeys([*NAMES, "fourth"], "a")}, r"must be one of the sources .* got 'fourth'"),
+    ],
+)
+def test_impossible_options_are_refused_in_one_line(make: Maker, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as raised:
+        make(**options)
+    assert "\n" not in str(raised.value)
+
+
+def test_equal_weights_are_no_choice(make: Maker) -> None:
+    assert list(make(weights=[1.0, 1.0, 1.0])) == list(make())
+
+
+def test_clusters_of_another_data_set_are_refused_in_one_line(make: Maker, root: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="another data set than source 'second' is now; run `cluster`") as raised:
+        make(clusters={name: str(root / ("first" if name == "second" else name)) for name in NAMES})
+    assert "\n" not in str(raised.value)
+    with pytest.raises(InputError, match="clusters are of 90 rows, but source 'first' gives 89; leave out max_rows"):
+        make(sizes=[89, 31, 12])
+    with pytest.raises(InputError, match="no manifest"):
+        make(clusters=str(tmp_path))
+    with pytest.raises(InputError, match="the environment variable NOT_SET_ANYWHERE is not set"):
+        make(clusters="$NOT_SET_ANYWHERE/clusters")
+
+
+class RowEcho:
+    """A data set that answers with what it was asked for."""
+
+    def __getitem__(self, entry: RowDraw) -> tuple[int, int]:
+        return tuple(entry)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[SourceConfig]:
+    """Two sources whose rows are clustered five by five."""
+    configs = []
+    for name, size in (("left", 23), ("right", 14)):
+        converted = dataset(tmp_path, pairs(size, f"{name} "), name=name)
+        write_clusters(tmp_path / "clusters" / name, [row // 5 for row in range(size)], 5, converted.cached.key)
+        configs.append(converted.config)
+    return configs
+
+
+def data_module(sources: list[SourceConfig], folder: Path) -> EmbeddingDataModule:
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    parsed = parser.parse_object(
+        {
+            "data": {
+                "class_path": "embeddings.data.EmbeddingDataModule",
+                "init_args": {
+                    "sources": [{"name": source.name, "path": source.path} for source in sources],
+                    "batch_size": 4,
+                    "sampler": {
+                        "class_path": "embeddings.data.ClusteredBatchSampler",
+                        "init_args": {"clusters": str(folder / "clusters"), "order": "nearest"},
+                    },
+                    "cache_dir": str(folder / "cache"),
+                },
+            }
+        }
+    )
+    data = parser.instantiate(parser.parse_string(parser.dump(parsed))).data
+    assert isinstance(data, EmbeddingDataModule)
+    return data
+
+
+@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+def test_a_configured_training_killed_three_times_sees_the_plan_once(
+    sources: list[SourceConfig], tmp_path: Path
+) -> None:
+    sampler = ClusteredBatchSampler([23, 14], 4, clusters=str(tmp_path / "clusters"))
+    module = data_module(sources, tmp_path)
+    module.prepare_data()
+    sampler.identify(module.mixture.identities)
+    assert module.batches_per_epoch == 5 + 3
+    seen = killed_run(
+        tmp_path / "run",
+        [3, 8, 13],
+        lambda: Ledger(lambda batch: batch.row_B.tolist(), wordpiece_tokenizer()),
+        lambda: data_module(sources, tmp_path),
+        {"max_epochs": 2},
+    )
+    expected = rows_of(sampler, 0) + rows_of(sampler, 1)
+    assert seen[: len(expected)] == expected
+
+
+def test_a_data_set_that_changed_is_refused_before_training(sources: list[SourceConfig], tmp_path: Path) -> None:
+    (tmp_path / "left.jsonl").write_text((tmp_path / "left.jsonl").read_text().replace("left query 3", "changed"))
+    with pytest.raises(InputError, match="another data set than source 'left' is now"):
+        data_module(sources, tmp_path).prepare_data()
+
+
+def test_a_sample_of_a_source_does_not_go_with_its_clusters(sources: list[SourceConfig], tmp_path: Path) -> None:
+    module = data_module(sources, tmp_path)
+    module.sources[0] = SourceConfig("left", sources[0].path, max_rows=20)
+    with pytest.raises(InputError, match="clusters are of 23 rows, but source 'left' gives 20; leave out max_rows"):
+        module.prepare_data()

@@ -1,0 +1,273 @@
+"""A source is clustered into the same folder whoever does it and however often it is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity
+from embeddings.mining import clusters
+from embeddings.mining.clusters import ClusterSettings, cluster_pairs, require_free
+from embeddings.mining.features import VectorFeatures
+from embeddings.mining.jobs import ArrayTask
+from embeddings.mining.sparse_features import Bm25Features
+from tests.data.cluster_folders import unit_vectors
+from tests.mining.pair_sources import made_vectors, topic_of, topic_source
+
+pytest.importorskip("faiss")
+SETTINGS = ClusterSettings(num_clusters=5, num_iterations=4, num_runs=3, num_neighbours=3, shard_size=16, seed=2)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return topic_source(tmp_path)
+
+
+@pytest.fixture
+def features(source, tmp_path):
+    return VectorFeatures(made_vectors(tmp_path / "vectors", source))
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_each_row_belongs_to_the_centroid_nearest_to_its_query_and_document(features, source, tmp_path):
+    folder = cluster_pairs(features, source, tmp_path / "out", SETTINGS)
+    assert (folder.num_rows, folder.num_clusters, folder.source_key) == (60, 5, source.key)
+    features.use({})
+    expected = (features.rows(np.arange(60)) @ folder.centroids.T).argmax(axis=1)
+    ids = np.load(tmp_path / "out" / "cluster_ids.npy")
+    assert ids.tolist() == expected.tolist()
+    assert folder.neighbours.shape == (5, 3)
+    assert sorted(content(tmp_path / "out")) == [
+        "centroids.npy", "cluster_ids.npy", "manifest.json", "neighbours.npy", "offsets.npy", "rows_by_cluster.npy",
+    ]  # fmt: skip
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["largest_cluster"] == np.bincount(ids).max()
+    assert 0 < manifest["objective"] <= 1
+    assert manifest["faiss"]
+
+
+def test_both_orders_are_trained_on(features, source, tmp_path, monkeypatch):
+    trained = []
+    run = clusters.kmeans_run
+
+    def noted(vectors, *args):
+        trained.append(vectors)
+        return run(vectors, *args)
+
+    monkeypatch.setattr(clusters, "kmeans_run", noted)
+    cluster_pairs(features, source, tmp_path / "out", SETTINGS)
+    assert len(trained) == 3
+    plain, swapped = features.rows(np.arange(60)), features.rows(np.arange(60), swapped=True)
+    assert (trained[0] == np.concatenate([plain, swapped])).all()
+    assert trained[0] is trained[2]
+    cluster_pairs(features, source, tmp_path / "few", ClusterSettings(num_clusters=5, max_training_rows=7, num_runs=1))
+    assert trained[-1].shape == (14, 16)
+
+
+def test_the_best_run_is_kept(features, source, tmp_path, monkeypatch):
+    runs = []
+    run = clusters.kmeans_run
+    monkeypatch.setattr(clusters, "kmeans_run", lambda *args: (runs.append(run(*args)), runs[-1])[1])
+    folder = cluster_pairs(features, source, tmp_path / "out", SETTINGS)
+    best = max(runs, key=lambda found: found.objective)
+    assert len({found.objective for found in runs}) > 1
+    assert (folder.centroids == best.centroids).all()
+
+
+@pytest.mark.parametrize("kind", ["vectors", "bm25"])
+def test_topics_become_clusters(kind, source, tmp_path):
+    if kind == "vectors":
+        topics, noise = unit_vectors(3), 0.2 * unit_vectors(121, seed=3)
+        # Documents are numbered as they first appear: row 0's, the one that is every row's second, row 1's, …
+        of_document = [topic_of(0), 0, *(topic_of(row) for row in range(1, 60))]
+        queries = topics[[topic_of(row) for row in range(60)]] + noise[:60]
+        documents = topics[of_document] + noise[60:]
+        unit = (side / np.linalg.norm(side, axis=1, keepdims=True) for side in (queries, documents))
+        features = VectorFeatures(made_vectors(tmp_path / "vectors", source, *unit))
+    else:
+        features = Bm25Features(source, 8)
+    cluster_pairs(features, source, tmp_path / "out", ClusterSettings(num_clusters=3, num_iterations=20, shard_size=16))
+    ids = np.load(tmp_path / "out" / "cluster_ids.npy")
+    assert len({(topic_of(row), int(ids[row])) for row in range(60)}) == 3
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from embeddings.data.cache import open_cached
+from embeddings.data.sources import SourceConfig
+from embeddings.mining import clusters
+from embeddings.mining.features import VectorFeatures
+from embeddings.mining.pair_index import PairIndex
+from embeddings.mining.pair_vectors import open_pair_vectors
+
+root, output, name, count = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+source = open_cached(SourceConfig("pairs", str(root / "pairs.jsonl")))
+index = PairIndex(root / "vectors" / "index", source)
+function, calls = getattr(clusters, name), []
+
+def killed(*args, **options):
+    calls.append(1)
+    if len(calls) > count:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return function(*args, **options)
+
+setattr(clusters, name, killed)
+features = VectorFeatures(open_pair_vectors(root / "vectors", index), svd_dim=6)
+settings = clusters.ClusterSettings(
+    num_clusters=5, num_iterations=4, num_runs=3, num_neighbours=3, shard_size=16, seed=2
+)
+clusters.cluster_pairs(features, source, output, settings)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("kmeans_run", 1), ("nearest_centroids", 2), ("num_duplicates", 0)],
+)
+def test_a_process_killed_anywhere_is_gone_on_from_with_the_same_bytes(name, count, source, tmp_path):
+    vectors = made_vectors(tmp_path / "vectors", source)
+    _note_rows(tmp_path / "vectors", vectors)
+    cluster_pairs(VectorFeatures(vectors, 6), source, tmp_path / "whole", SETTINGS)
+    arguments = [str(tmp_path), str(tmp_path / "killed"), name, str(count)]
+    ended = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    with pytest.raises(InputError, match="'complete' is False"):
+        clusters.ClusterFolder(tmp_path / "killed")
+    cluster_pairs(VectorFeatures(vectors, 6), source, tmp_path / "killed", SETTINGS)
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+
+
+def _note_rows(folder, vectors):
+    """What a folder of encoded pairs says of itself beside what these tests need."""
+    for shards in (vectors.query_shards, vectors.document_shards):
+        path = shards.folder / "manifest.json"
+        sizes = {"num_rows": shards.num_rows, "embedding_dim": 8, "shard_size": shards.shard_size}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **vectors.index.key, **sizes}))
+
+
+@pytest.mark.parametrize("name", ["_save", "neighbour_lists", "write_cluster_files", "rmtree"])
+def test_an_interrupt_at_any_point_loses_nothing(name, features, source, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
+    with monkeypatch.context() as patch:
+        patch.setattr(clusters.shutil if name == "rmtree" else clusters, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster_pairs(features, source, tmp_path / "out", SETTINGS)
+    cluster_pairs(features, source, tmp_path / "out", SETTINGS)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_what_was_made_before_a_kill_is_not_made_again(features, source, tmp_path, monkeypatch):
+    assigned = []
+    assign = clusters.nearest_centroids
+
+    def killed(vectors, *args):
+        if len(assigned) == 2:
+            raise KeyboardInterrupt
+        assigned.append(len(vectors))
+        return assign(vectors, *args)
+
+    monkeypatch.setattr(clusters, "nearest_centroids", killed)
+    with pytest.raises(KeyboardInterrupt):
+        cluster_pairs(features, source, tmp_path / "out", SETTINGS)
+    monkeypatch.setattr(clusters, "nearest_centroids", lambda *args: (assigned.append(0), assign(*args))[1])
+    monkeypatch.setattr(clusters, "kmeans_run", None)
+    assert cluster_pairs(features, source, tmp_path / "out", SETTINGS) is not None
+    assert assigned == [16, 16, 0, 0]
+
+
+def test_tasks_of_an_array_make_the_folder_of_one_process(features, source, tmp_path):
+    cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
+    found = [cluster_pairs(features, source, tmp_path / "parts", SETTINGS, ArrayTask(index, 3)) for index in (2, 0, 1)]
+    assert [folder is None for folder in found] == [True, True, False]
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+
+
+def test_a_finished_folder_is_left_as_it_is(features, source, tmp_path, monkeypatch):
+    cluster_pairs(features, source, tmp_path / "out", SETTINGS)
+    before = {path: os.stat(path).st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(clusters, "kmeans_run", None)
+    assert cluster_pairs(features, source, tmp_path / "out", SETTINGS).num_clusters == 5
+    assert {path: os.stat(path).st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_other_options_or_another_source_are_refused_by_name(features, source, tmp_path):
+    cluster_pairs(features, source, tmp_path / "out", SETTINGS)
+    before = content(tmp_path / "out")
+    with pytest.raises(InputError, match="field 'num_clusters' is 5, expected 6"):
+        cluster_pairs(features, source, tmp_path / "out", ClusterSettings(num_clusters=6))
+    with pytest.raises(InputError, match="field 'features' is 'vectors', expected 'bm25'"):
+        cluster_pairs(Bm25Features(source), source, tmp_path / "out", SETTINGS)
+    (tmp_path / "other").mkdir()
+    other = topic_source(tmp_path / "other", 61)
+    with pytest.raises(InputError, match="field 'source_key'"):
+        cluster_pairs(Bm25Features(other), other, tmp_path / "out", SETTINGS)
+    assert content(tmp_path / "out") == before
+
+
+def test_the_clusters_feed_the_sampler(features, source, tmp_path):
+    cluster_pairs(features, source, tmp_path / "root" / "pairs", SETTINGS)
+    sampler = ClusteredBatchSampler([60], 8, clusters=str(tmp_path / "root"))
+    sampler.identify([SourceIdentity("pairs", source.key)])
+    rows = [entry.row for batch in sampler for entry in batch]
+    assert len(rows) == len(set(rows)) == 56
+
+
+def test_k_follows_the_cluster_size():
+    assert ClusterSettings().resolve_num_clusters(512) == 1
+    assert ClusterSettings().resolve_num_clusters(513) == 2
+    assert ClusterSettings(cluster_size=1).resolve_num_clusters(7) == 7
+    assert ClusterSettings(num_clusters=3).resolve_num_clusters(7) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_clusters": 61}, "num_clusters must not exceed the 60 rows, got 61"),
+        ({"num_clusters": 0}, "num_clusters must be >= 1, got 0"),
+        ({"cluster_size": 0}, "cluster_size must be >= 1, got 0"),
+        ({"num_runs": 0}, "num_runs must be >= 1, got 0"),
+        ({"num_iterations": 0}, "num_iterations must be >= 1"),
+        ({"shard_size": -1}, "shard_size must be >= 1"),
+        ({"num_neighbours": 0}, "num_neighbours must be >= 1"),
+        ({"max_training_rows": 0}, "max_training_rows must be >= 1"),
+        ({"max_training_rows": 2, "num_clusters": 5}, "max_training_rows must be at least half of the 5 clusters"),
+    ],
+)
+def test_impossible_settings_are_refused_and_write_nothing(options, message, features, source, tmp_path):
+    with pytest.raises(OptionError, match=message) as raised:
+        cluster_pairs(features, source, tmp_path / "out", ClusterSettings(**options))
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_many_rows_for_the_format_are_refused():
+    with pytest.raises(OptionError, match="must have at most 4294967296 rows"):
+        ClusterSettings().resolve_num_clusters(2**32 + 1)
+
+
+def test_a_folder_with_something_else_in_it_is_refused(tmp_path):
+    require_free(tmp_path / "new")
+    (tmp_path / "notes.txt").write_text("mine")
+    for place in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(InputError, match="something else lies there already"):
+            require_free(place)
+
+
+def test_rows_that_are_all_alike_are_told_of(source, tmp_path, caplog):
+    same = np.tile(unit_vectors(1), (61, 1))
+    features = VectorFeatures(made_vectors(tmp_path / "same", source, same[:60], same))
+    cluster_pairs(features, source, tmp_path / "out", ClusterSettings(num_clusters=10, num_iterations=2, num_runs=1))
+    assert "of 10 clusters" in caplog.text
+    assert "centroids are copies" in caplog.text

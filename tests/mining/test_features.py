@@ -1,0 +1,107 @@
+"""Features are the two vectors side by side, in either order, at unit length, reduced as an SVD would."""
+
+import numpy as np
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.mining import features
+from embeddings.mining.features import VectorFeatures, sample_rows, take_vectors, unit_features
+from tests.data.cluster_folders import unit_vectors
+from tests.mining.pair_sources import made_vectors, topic_source
+
+
+def fitted(vectors, **options):
+    made = VectorFeatures(vectors, **options)
+    made.use(made.fit())
+    return made
+
+
+def sides(vectors):
+    """Query and first positive of each row, looked up one by one."""
+    queries = np.concatenate(list(vectors.queries()))
+    documents = np.concatenate(list(vectors.documents()))
+    first = [int(vectors.positive_rows[vectors.positive_offsets[row]]) for row in range(vectors.num_queries)]
+    return queries, documents[first]
+
+
+@pytest.mark.parametrize("shard_size", [1, 16, 1000])
+def test_a_feature_is_query_and_first_positive_side_by_side_in_either_order(shard_size, tmp_path):
+    vectors = made_vectors(tmp_path, topic_source(tmp_path), shard_size=shard_size)
+    made, (queries, documents) = fitted(vectors), sides(vectors)
+    assert (made.num_rows, made.embedding_dim) == (60, 16)
+    rows = np.array([0, 3, 17, 18, 59])
+    plain, swapped = made.rows(rows), made.rows(rows, swapped=True)
+    np.testing.assert_allclose(plain, np.concatenate([queries, documents], axis=1)[rows] / 2**0.5, atol=1e-6)
+    np.testing.assert_allclose(swapped, np.concatenate([documents, queries], axis=1)[rows] / 2**0.5, atol=1e-6)
+    assert plain.dtype == np.float32
+
+
+@pytest.mark.parametrize("block", [7, 1000])
+def test_reduced_features_are_those_of_an_svd_of_both_orders(block, tmp_path, monkeypatch):
+    monkeypatch.setattr(features, "_BLOCK", block)
+    vectors = made_vectors(tmp_path, topic_source(tmp_path))
+    queries, documents = sides(vectors)
+    both = np.concatenate([np.concatenate(pair, axis=1) for pair in ((queries, documents), (documents, queries))])
+    axes = np.linalg.svd(both, full_matrices=False)[2][:5].T
+    made = fitted(vectors, svd_dim=5)
+    found, expected = made.rows(np.arange(60)), both[:60] @ axes
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    assert found.shape == (60, 5)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-6)
+    # An axis may point either way; cosines do not.
+    np.testing.assert_allclose(found @ found.T, expected @ expected.T, atol=1e-4)
+
+
+def test_all_axes_keep_all_cosines(tmp_path):
+    vectors = made_vectors(tmp_path, topic_source(tmp_path))
+    plain, turned = fitted(vectors).rows(np.arange(60)), fitted(vectors, svd_dim=16).rows(np.arange(60))
+    np.testing.assert_allclose(turned @ turned.T, plain @ plain.T, atol=1e-5)
+
+
+def test_axes_of_a_sample_serve_all_rows(tmp_path, monkeypatch):
+    vectors = made_vectors(tmp_path, topic_source(tmp_path))
+    monkeypatch.setattr(features, "MAX_FITTED_ROWS", 20)
+    one, again, other = (VectorFeatures(vectors, 4, seed).fit()["axes"] for seed in (0, 0, 1))
+    assert one.tobytes() == again.tobytes() != other.tobytes()
+
+
+def test_what_decides_the_features_is_named(tmp_path):
+    vectors = made_vectors(tmp_path, topic_source(tmp_path))
+    fields = VectorFeatures(vectors, 4).fields
+    assert fields["features"] == "vectors"
+    assert fields["svd_dim"] == 4
+    assert fields["query_model_sha256"] == fields["document_model_sha256"] == "none"
+
+
+@pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite")])
+def test_a_row_without_direction_is_named(value, kind, tmp_path):
+    source = topic_source(tmp_path)
+    queries, documents = unit_vectors(60), unit_vectors(61, seed=1)
+    queries[23] = value
+    # Row 0 has two documents: its own, and the one that is every row's second.
+    documents[24] = value
+    made = fitted(made_vectors(tmp_path / "vectors", source, queries, documents))
+    with pytest.raises(InputError, match=f"row 23: what it is clustered by is {kind}"):
+        made.rows(np.arange(10, 40))
+
+
+@pytest.mark.parametrize("svd_dim", [0, 17])
+def test_an_impossible_width_is_refused(svd_dim, tmp_path):
+    with pytest.raises(OptionError, match=r"svd_dim must lie in 1 … 16, twice the vectors' width, got"):
+        VectorFeatures(made_vectors(tmp_path, topic_source(tmp_path)), svd_dim)
+
+
+def test_rows_are_taken_from_shards_in_the_order_given(tmp_path):
+    shards = made_vectors(tmp_path, topic_source(tmp_path), shard_size=7).query_shards
+    rows = np.array([50, 0, 13, 14, 0, 59])
+    assert (take_vectors(shards, rows) == unit_vectors(60, seed=1)[rows]).all()
+    assert take_vectors(shards, rows[:0]).shape == (0, 8)
+
+
+def test_a_sample_is_ascending_and_without_repeats():
+    assert sample_rows(5, 5, 0).tolist() == [0, 1, 2, 3, 4]
+    drawn = sample_rows(1000, 10, 3)
+    assert drawn.tolist() == sorted(set(drawn.tolist()))
+    assert drawn.tolist() != sample_rows(1000, 10, 4).tolist()
+    unit = unit_features(np.array([[3.0, 4.0]], np.float32), np.array([0]))
+    np.testing.assert_allclose(unit, [[0.6, 0.8]], rtol=1e-6)

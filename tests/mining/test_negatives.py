@@ -1,0 +1,211 @@
+"""The rules equal a plain loop over candidates, with ties, negative scores, copies and several teachers."""
+
+import numpy as np
+import pytest
+
+from embeddings.common import OptionError
+from embeddings.mining.negatives import REASONS, Candidates, NegativeRules, QueryFacts, choose_negatives
+
+FREE = {"margin": None, "num_negatives": 3}
+
+
+def loop(candidates, facts, rules):
+    """The survivors of each query in their order, with the removal counts, in plain Python."""
+    removed = dict.fromkeys(REASONS, 0)
+    chosen = []
+    for q in range(len(candidates.row_QC)):
+        own = facts.known_group_P == facts.group_Q[q]
+        rows, hashes = set(facts.known_row_P[own].tolist()), set(facts.known_hash_P[own].tolist())
+        order = []
+        for c, row in enumerate(candidates.row_QC[q].tolist()):
+            scores = [float(score) for score in candidates.score_TQC[:, q, c]]
+            if row >= 0:
+                order.append(
+                    (-float(np.float32(sum(scores) / len(scores))), row, int(candidates.hash_QC[q, c]), scores)
+                )
+        rank, seen, left = 0, set(), []
+        for mean, row, text, scores in sorted(order):
+            if row in rows or text in hashes:
+                removed["own_positive"] += 1
+            elif text == facts.hash_Q[q]:
+                removed["own_text"] += 1
+            elif text in seen:
+                removed["duplicate_text"] += 1
+            else:
+                seen.add(text)
+                rank += 1
+                positives = [float(score) for score in facts.positive_score_TQ[:, q]]
+                if not rules.first_rank <= rank <= rules.last_rank:
+                    removed["outside_ranks"] += 1
+                elif rules.margin is not None and any(
+                    s >= p - abs(p) * (1 - rules.margin) for s, p in zip(scores, positives, strict=True)
+                ):
+                    removed["margin"] += 1
+                elif rules.absolute_margin is not None and any(
+                    s >= p - rules.absolute_margin for s, p in zip(scores, positives, strict=True)
+                ):
+                    removed["absolute_margin"] += 1
+                else:
+                    left.append((row, -mean))
+        chosen.append(left)
+    return chosen, removed
+
+
+def world(seed, num_teachers=1, queries=6, width=12):
+    """Candidates with many ties, scores of both signs, copies, the queries' own texts, and gaps."""
+    generator = np.random.default_rng(seed)
+    row = np.stack([generator.permutation(30)[:width] for _ in range(queries)])
+    text = np.where(row % 7 == 0, 1000, row)
+    row[generator.random(row.shape) < 0.1] = -1
+    scores = (generator.integers(-4, 5, (num_teachers, queries, width)) / 4).astype(np.float32)
+    group = np.sort(generator.integers(0, 3, queries))
+    known_group = np.sort(generator.integers(0, 3, 8))
+    known_row = generator.integers(0, 30, 8)
+    positive = (generator.integers(-4, 5, (num_teachers, queries)) / 4).astype(np.float32)
+    facts = QueryFacts(
+        np.arange(queries) + 100, generator.integers(0, 30, queries), group, known_group, known_row,
+        np.where(generator.random(8) < 0.5, known_row, 500), positive,
+    )  # fmt: skip
+    return Candidates(row, text, scores), facts
+
+
+def pairs(negatives):
+    return [
+        [(int(row), float(score)) for row, score in zip(rows, scores, strict=True) if row >= 0]
+        for rows, scores in zip(negatives.row_QN, negatives.score_QN, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"margin": None},
+        {"margin": 0.5, "absolute_margin": 0.25},
+        {"margin": None, "absolute_margin": 0.0},
+        {"margin": 1.0, "first_rank": 3, "last_rank": 8},
+        {"margin": None, "num_negatives": 20, "last_rank": 40},
+    ],
+)
+@pytest.mark.parametrize("num_teachers", [1, 3])
+def test_the_rules_equal_a_loop(options, num_teachers):
+    rules = NegativeRules(**{"num_negatives": 3, **options})
+    some = 0
+    for seed in range(20):
+        candidates, facts = world(seed, num_teachers)
+        found = choose_negatives(candidates, facts, rules)
+        expected, removed = loop(candidates, facts, rules)
+        assert found.removed == removed
+        assert pairs(found) == [left[: rules.num_negatives] for left in expected]
+        assert found.num_left == sum(map(len, expected))
+        some += found.num_left
+        shape = (len(candidates.row_QC), rules.num_negatives)
+        assert found.row_QN.shape == found.score_QN.shape == shape
+        assert (np.isneginf(found.score_QN) == (found.row_QN < 0)).all()
+    assert some > 0
+
+
+def one_query(scores, positive, **known):
+    """One query whose candidates are documents 0, 1, … with these scores, in one or several teachers' rows."""
+    score_TQC = np.atleast_2d(np.array(scores, np.float32))[:, None]
+    width = score_TQC.shape[2]
+    facts = QueryFacts(
+        np.array([0]), np.array([known.get("query_hash", -1)]), np.array([0]), np.array([0]),
+        np.array([known.get("row", 99)]), np.array([known.get("hash", 99)]),
+        np.atleast_1d(np.array(positive, np.float32))[:, None],
+    )  # fmt: skip
+    texts = np.array([known.get("hashes", range(width))])
+    return Candidates(np.arange(width)[None], texts, score_TQC), facts
+
+
+def rows(candidates_and_facts, **options):
+    return choose_negatives(*candidates_and_facts, NegativeRules(**{**FREE, **options})).row_QN[0].tolist()
+
+
+def test_a_planted_false_negative_is_removed_at_margin_095_and_kept_without_it():
+    planted = one_query([0.79, 0.5, 0.1], 0.8)
+    assert rows(planted, margin=0.95) == [1, 2, -1]
+    assert rows(planted) == [0, 1, 2]
+
+
+def test_the_margin_lies_below_a_negative_positive_score_too():
+    # A positive at -0.5: the bound is -0.525, where -0.5 * 0.95 = -0.475 would let candidates above it through.
+    assert rows(one_query([-0.49, -0.51, -0.53], -0.5), margin=0.95) == [2, -1, -1]
+    assert rows(one_query([-0.1, 0.0], 0.0), margin=0.95) == [0, -1, -1]
+
+
+def test_a_candidate_at_the_margin_goes():
+    assert rows(one_query([0.5, 0.25], 1.0), absolute_margin=0.5) == [1, -1, -1]
+    assert rows(one_query([0.5, 0.25], 1.0), margin=0.5) == [1, -1, -1]
+
+
+def test_own_positives_go_by_row_and_by_text_and_the_query_itself_by_text():
+    assert rows(one_query([0.9, 0.8, 0.7], 1.0, row=1)) == [0, 2, -1]
+    assert rows(one_query([0.9, 0.8, 0.7], 1.0, hashes=[5, 99, 7])) == [0, 2, -1]
+    assert rows(one_query([0.9, 0.8, 0.7], 1.0, query_hash=0)) == [1, 2, -1]
+
+
+def test_of_equal_texts_the_hardest_stays():
+    assert rows(one_query([0.5, 0.8, 0.7], 1.0, hashes=[4, 5, 4])) == [1, 2, -1]
+
+
+def test_ranks_count_neither_own_texts_nor_what_the_margin_takes():
+    scores = [0.9, 0.8, 0.7, 0.6, 0.5]
+    assert rows(one_query(scores, 1.0, row=0), first_rank=2, last_rank=4) == [2, 3, 4]
+    assert rows(one_query(scores, 0.7), margin=0.95, first_rank=3, last_rank=5) == [3, 4, -1]
+
+
+def test_any_teacher_refuses_and_the_mean_ranks():
+    scores = [[0.6, 0.5, 0.1, 0.3], [0.1, 0.9, 0.1, 0.5]]
+    assert rows(one_query(scores, [0.7, 0.8]), margin=0.95) == [3, 0, 2]
+    assert rows(one_query(scores, [0.7, 0.8])) == [1, 3, 0]
+
+
+def test_a_draw_is_of_the_window_hardest_first_and_follows_from_seed_query_and_document():
+    candidates, facts = world(3, queries=6)
+    rules = NegativeRules(3, None, None, 1, 8, "random", 5)
+    drawn = choose_negatives(candidates, facts, rules)
+    window, _ = loop(candidates, facts, rules)
+    for found, left in zip(pairs(drawn), window, strict=True):
+        assert found == [pair for pair in left if pair in found]
+        assert len(found) == min(3, len(left))
+    mixed = np.random.default_rng(0).permutation(candidates.row_QC.shape[1])
+    shuffled = Candidates(candidates.row_QC[:, mixed], candidates.hash_QC[:, mixed], candidates.score_TQC[:, :, mixed])
+    np.testing.assert_array_equal(choose_negatives(shuffled, facts, rules).row_QN, drawn.row_QN)
+    last = Candidates(*(part[..., -1:, :] for part in candidates))
+    alone = facts._replace(
+        number_Q=facts.number_Q[-1:], hash_Q=facts.hash_Q[-1:], group_Q=facts.group_Q[-1:],
+        positive_score_TQ=facts.positive_score_TQ[:, -1:],
+    )  # fmt: skip
+    np.testing.assert_array_equal(choose_negatives(last, alone, rules).row_QN[0], drawn.row_QN[-1])
+    other = choose_negatives(candidates, facts, NegativeRules(3, None, None, 1, 8, "random", 6))
+    assert (other.row_QN != drawn.row_QN).any()
+
+
+def test_a_draw_is_even_over_the_window():
+    candidates, facts = one_query(np.linspace(1, 0, 6), 2.0)
+    count = np.zeros(6)
+    for number in range(600):
+        asked = facts._replace(number_Q=np.array([number]))
+        found = choose_negatives(candidates, asked, NegativeRules(2, None, None, 2, 6, "random"))
+        count[found.row_QN[0]] += 1
+    assert count[0] == 0
+    np.testing.assert_allclose(count[1:] / 600, 0.4, atol=0.07)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_negatives": 0}, "num_negatives must be >= 1"),
+        ({"margin": 0.0}, "margin must lie in"),
+        ({"margin": 1.5}, "margin must lie in"),
+        ({"margin": float("nan")}, "margin must lie in"),
+        ({"absolute_margin": -0.1}, "absolute_margin must be finite"),
+        ({"first_rank": 0}, "first_rank must be >= 1"),
+        ({"first_rank": 10, "last_rank": 12}, "last_rank must leave 7 ranks"),
+        ({"choice": "best"}, "choice must be top or random"),
+    ],
+)
+def test_impossible_rules_are_refused(options, says):
+    with pytest.raises(OptionError, match=says):
+        NegativeRules(**options)
