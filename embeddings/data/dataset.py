@@ -9,6 +9,7 @@ from embeddings.common.text import instruction_prompt
 from embeddings.data.cache import CachedSource, open_cached
 from embeddings.data.candidates import CandidateRule, ClassExamples, LabelTexts, StoredCandidates
 from embeddings.data.examples import Example, RowDraw
+from embeddings.data.files import fill_path
 from embeddings.data.records import label_key
 from embeddings.data.sources import SourceConfig
 from embeddings.data.surrogate_vectors import SurrogateVectors
@@ -55,7 +56,7 @@ class SourceDataset:
         self._prompts = config.query_prompts
         self._surrogates: SurrogateVectors | None = None
         if config.surrogate_vectors is not None:
-            self._surrogates = SurrogateVectors(os.path.expandvars(config.surrogate_vectors), cached.folder.name)
+            self._surrogates = SurrogateVectors(fill_path(config.surrogate_vectors), cached.folder.name)
         if self._total == 0:
             raise InputError(f"source {config.name!r}", "no class has two texts", "use conversion: class_by_label")
         if self._total < len(cached.table):

@@ -78,13 +78,18 @@ def surrogate_vectors(batch: ContrastiveBatch) -> tuple[SurrogateQueries, Tensor
         OptionError: If the batch has none, so that the filter could not take effect.
     """
     if batch.surrogate_query_BS is None or batch.surrogate_candidate_CS is None:
-        rule = "needs a source with surrogate_vectors, and none has them"
-        fix = "set data.sources[...].surrogate_vectors, or leave the filter out"
-        raise OptionError("model.loss.false_negative_filter", "on", rule, fix)
+        raise without_surrogates()
     query_BS = F.normalize(batch.surrogate_query_BS.float(), dim=-1)
     candidate_CS = F.normalize(batch.surrogate_candidate_CS.float(), dim=-1)
     own_score_B = torch.linalg.vecdot(query_BS, candidate_CS[batch.positive_index_B])
     return SurrogateQueries(query_BS, own_score_B), candidate_CS
+
+
+def without_surrogates() -> OptionError:
+    """The error of a filter that cannot take effect."""
+    rule = "needs a source with surrogate_vectors, and none has them"
+    fix = "set data.sources[].surrogate_vectors, or leave the filter out"
+    return OptionError("model.loss.false_negative_filter", "on", rule, fix)
 
 
 def surrogate_false_negatives(

@@ -20,6 +20,7 @@ from embeddings.common import (
 )
 from embeddings.common.randomness import derive_seed
 from embeddings.losses import InfoNCE
+from embeddings.losses.surrogate_filter import without_surrogates
 from embeddings.models import Embedder
 from embeddings.training.gradcache import GradCache
 from embeddings.training.optim import parameter_groups
@@ -69,7 +70,10 @@ class ContrastiveModule(L.LightningModule):
         return self.embedder.tokenizer
 
     def prepare_data(self) -> None:
-        """Check the schedule against the run's length, before anything is written."""
+        """Check the schedule against the run's length and the loss against the data, before anything is written."""
+        mixture = getattr(getattr(self.trainer, "datamodule", None), "mixture", None)
+        if self.loss.false_negative_filter is not None and getattr(mixture, "surrogate_width", None) is None:
+            raise without_surrogates()
         total_steps = self._trainer_steps()
         if total_steps is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._schedule.check(self._schedule.total_steps or total_steps)

@@ -45,6 +45,21 @@ def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path):
             assert each.positives(row)[:, 0].tolist() == expected
 
 
+def test_the_vectors_that_the_jobs_write_are_read(plain, tmp_path):
+    from embeddings.inference import Encoder
+    from embeddings.mining.pair_vectors import encode_pairs
+    from tests.inference.models import tiny_embedder
+
+    encoder = Encoder(tiny_embedder(), precision="float32")
+    written = encode_pairs(encoder, plain.cached, tmp_path / "s", shard_size=3)
+    vectors = SurrogateVectors(tmp_path / "s", plain.cached.folder.name)
+    assert vectors.width == written.embedding_dim
+    queries, documents = np.concatenate(list(written.queries())), np.concatenate(list(written.documents()))
+    for row in range(8):
+        np.testing.assert_array_equal(vectors.query(row), queries[row])
+        np.testing.assert_array_equal(vectors.positives(row), documents[written.index.positives(row)])
+
+
 def test_a_batch_carries_the_vectors_of_queries_and_drawn_positives(plain, tmp_path, monkeypatch):
     monkeypatch.setenv("VECTORS", str(write_surrogates(tmp_path / "s", plain.cached)))
     other = dataset(tmp_path, pairs(3, "other "), name="other")

@@ -5,14 +5,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from embeddings.cli.app import run_trainer
+from embeddings.cli.main import main
 from embeddings.common import ContextualStep, ContrastiveBatch, OptionError
+from embeddings.data import SourceConfig
+from embeddings.data.cache import open_cached
 from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.modules import CDEModule, ContextSettings
+from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
 from tests.helpers.runs import backbone_folder, run_config, write_config
 
@@ -169,6 +174,31 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     resumed = fit(tmp_path, config, "--ckpt_path", str(first)).model.state_dict()
     expected = whole.model.state_dict()
     assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
+
+
+def test_a_surrogates_vectors_reach_the_loss(tmp_path: Path) -> None:
+    """All pairs have one surrogate vector, so that every candidate is as good as the positive: nothing is learnt."""
+    config = cde_config(tmp_path, dropout=0.1)
+    data = config["data"]["init_args"]
+    (source,) = data["sources"]
+    folder = write_surrogates(tmp_path / "surrogates", open_cached(SourceConfig(**source), data["cache_dir"]))
+    for path in folder.rglob("vectors-*.npy"):
+        np.save(path, np.ones_like(np.load(path)))
+    data["num_negatives"] = 0
+    source["surrogate_vectors"] = str(folder)
+    config["trainer"] |= {"max_steps": 2, "callbacks": [CACHE]}
+    assert fit(tmp_path, config).trainer.callback_metrics["train/loss"] > 0.1
+    config["model"]["init_args"]["loss"]["init_args"]["false_negative_filter"] = {"margin": 0.0}
+    assert fit(tmp_path, config).trainer.callback_metrics["train/loss"] == 0
+
+
+def test_a_filter_without_vectors_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    config = cde_config(tmp_path)
+    config["model"]["init_args"]["loss"]["init_args"]["false_negative_filter"] = {"threshold": 0.9}
+    path = write_config(tmp_path, config)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["fit", "--config", path]) == 2
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cache" not in path.parts] == []
 
 
 def test_two_ranks_train_the_same_weights_with_gradcache_as_without(tmp_path: Path) -> None:
