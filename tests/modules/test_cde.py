@@ -1,5 +1,6 @@
 """CDE through the real command line, on tiny stand-ins: what its context is, and that it trains as it should."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,13 @@ from tests.helpers.contrastive import Record, batch_of, random_batch
 from tests.helpers.runs import backbone_folder, run_config, write_config
 
 CONTEXT = {"num_context": 6, "num_soft_prompts": 2}
+# One start of two processes for both runs.
+BOTH = """
+import sys
+from embeddings.cli.app import run_trainer
+for path in sys.argv[1:]:
+    run_trainer(["fit", "--config", path])
+"""
 CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 80}}
 
 
@@ -206,13 +214,17 @@ def test_two_ranks_train_the_same_weights_with_gradcache_as_without(tmp_path: Pa
     config = cde_config(tmp_path)
     config["trainer"] |= {"precision": "64-true", "gradient_clip_val": 0.05, "max_steps": 2}
     config["trainer"] |= {"devices": 2, "strategy": "ddp"}
-    weights = {}
+    paths, weights = [], {}
     for name, callbacks in (("plain", []), ("cached", [CACHE | {"init_args": {"mini_batch_texts": 2}}])):
         export = {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / name)}}
         config["trainer"]["callbacks"] = [*callbacks, export]
-        path = write_config(tmp_path, config, f"{name}.yaml")
-        command = [sys.executable, "main.py", "fit", "--config", path]
-        subprocess.run(command, check=True, capture_output=True, timeout=240)
+        paths.append(write_config(tmp_path, config, f"{name}.yaml"))
+    script = tmp_path / "both.py"
+    script.write_text(BOTH)
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    command = [sys.executable, str(script), *paths]
+    subprocess.run(command, check=True, capture_output=True, timeout=240, env=environment)
+    for name in ("plain", "cached"):
         files = sorted((tmp_path / name).rglob("*.safetensors"))
         weights[name] = {
             f"{file.relative_to(tmp_path / name)} {key}": value

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -47,6 +48,7 @@ def errors(step: TinyContextualStep, expected: TinyContextualStep) -> tuple[floa
     )
 
 
+@cache
 def reference(num_negatives: int = 1) -> TinyContextualStep:
     step = make_step(False)
     step.plain_loss(replace(batch_of(records(num_negatives)), context=shared_context())).loss.backward()
