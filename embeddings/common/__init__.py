@@ -7,10 +7,11 @@ from embeddings.common.lazy import lazy_names
 from embeddings.common.text import TextRole, TextSettings, instruction_prompt
 
 if TYPE_CHECKING:
-    from embeddings.common.protocols import ContrastiveStep
+    from embeddings.common.protocols import ContextualStep, ContrastiveStep
     from embeddings.common.types import ContrastiveBatch, LossOutput, PaddedTokens, Representations, TokenBatch
 
 __all__ = [
+    "ContextualStep",
     "ContrastiveBatch",
     "ContrastiveStep",
     "InputError",
@@ -30,6 +31,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "ContextualStep": "protocols",
         "ContrastiveBatch": "types",
         "ContrastiveStep": "protocols",
         "LossOutput": "types",

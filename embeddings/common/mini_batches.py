@@ -39,14 +39,17 @@ def plan_mini_batches(lengths_N: Tensor, mini_batch_tokens: int, max_texts: int 
     return plan
 
 
-def take_texts(tokens: TokenBatch, rows_n: Tensor) -> TokenBatch:
+def take_texts(tokens: TokenBatch, rows_n: Tensor, max_length: int | None = None) -> TokenBatch:
     """Some texts of a token batch as a token batch, in the order given.
 
     Args:
         tokens: N texts.
         rows_n: Indices of texts, (n,) int64 on the processor.
+        max_length: Most tokens of a text, from its start; None cuts nothing. A cut text may lose all pooled tokens.
     """
     lengths_n = tokens.lengths_N[rows_n]
+    if max_length is not None:
+        lengths_n = lengths_n.clamp(max=max_length)
     starts_n = (torch.cumsum(tokens.lengths_N, 0) - tokens.lengths_N)[rows_n]
     shift_n = starts_n - (torch.cumsum(lengths_n, 0) - lengths_n)
     index_T = torch.arange(int(lengths_n.sum())) + torch.repeat_interleave(shift_n, lengths_n)

@@ -2,6 +2,8 @@
 
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
 from embeddings.common.types import ContrastiveBatch, LossOutput, Representations, TokenBatch
 
 
@@ -21,4 +23,18 @@ class ContrastiveStep(Protocol):
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
         """The loss of a whole batch; every coupling between texts is in here and nowhere else."""
+        ...
+
+
+@runtime_checkable
+class ContextualStep(ContrastiveStep, Protocol):
+    """A step of two stages: what the first makes of a batch's `context` is what the second reads every text beside.
+
+    The plain step is `context = embed_context(batch.context)`, then `ContrastiveStep`'s with
+    `embed(tokens, context)`. GradCache runs each stage in mini-batches of its own, so a text's vector may depend on
+    other texts through the context and in no other way.
+    """
+
+    def embed_context(self, tokens: TokenBatch) -> Tensor:
+        """The first stage's vectors of all documents of `tokens`, (M, H) float, in their order."""
         ...

@@ -1,13 +1,14 @@
 """The values that flow from floor to floor, and the legend of shape letters.
 
 B queries on this rank · C candidates · N texts in a token batch · L tokens of the longest text · T tokens in all ·
-H hidden size · D embedding width · A attention heads · X experts · K experts a token · R ranks · M context documents.
+H hidden size · D embedding width · S width of a surrogate's vectors · A attention heads · X experts ·
+K experts a token · R ranks · M context documents.
 Tensor names carry them: `query_BD`, `score_BC`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,6 +116,10 @@ class ContrastiveBatch:
         candidate_label_C: Class of each candidate within its source, -1 where it has none, (C,) int64.
         in_batch_B: True where the query's source allows candidates of other queries as negatives, (B,) bool.
         row_B: Row of each query in the mixture, (B,) int64: what a ledger of consumed examples records.
+        context: Documents that every text of the batch is read beside, M texts; None where a method has no such stage.
+        surrogate_query_BS: Vector of each query by another model, NaN where its source has none, (B, S) float32; None
+            where no source has.
+        surrogate_candidate_CS: The same of each candidate, (C, S) float32.
     """
 
     query: TokenBatch
@@ -129,6 +134,9 @@ class ContrastiveBatch:
     candidate_label_C: Tensor
     in_batch_B: Tensor
     row_B: Tensor
+    context: TokenBatch | None = None
+    surrogate_query_BS: Tensor | None = None
+    surrogate_candidate_CS: Tensor | None = None
 
     def __len__(self) -> int:
         """Number of queries, B."""
@@ -136,13 +144,16 @@ class ContrastiveBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "ContrastiveBatch":
         """The same batch on `device`."""
-        return ContrastiveBatch(
-            *(getattr(self, name).to(device, non_blocking=non_blocking) for name in self.__dataclass_fields__)
-        )
+        return self._each(lambda value: value.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "ContrastiveBatch":
         """The same batch in page-locked memory."""
-        return ContrastiveBatch(*(getattr(self, name).pin_memory() for name in self.__dataclass_fields__))
+        return self._each(lambda value: value.pin_memory())
+
+    def _each(self, change: Callable[[Any], Any]) -> "ContrastiveBatch":
+        values: Iterator[Any] = (getattr(self, name) for name in self.__dataclass_fields__)
+        changed: list[Any] = [None if value is None else change(value) for value in values]
+        return ContrastiveBatch(*changed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,10 @@
 """Examples to a contrastive batch: the open choices are made, the texts become tokens."""
 
+import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from embeddings.common.errors import OptionError
 from embeddings.common.fileio import text_hash
@@ -23,22 +25,23 @@ class ContrastiveCollator:
     Args:
         tokenizer: Joins prompts and tokenises.
         num_negatives: Most hard negatives of a query, >= 0. NV-Embed uses 7.
+        surrogate_width: Width of the surrogate's vectors that examples may carry, None where none does. It decides for
+            every batch of a run alike, so that ranks agree on what they gather.
 
     Raises:
         OptionError: If num_negatives is negative.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, num_negatives: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, num_negatives: int, surrogate_width: int | None = None) -> None:
         if num_negatives < 0:
             raise OptionError("data.num_negatives", num_negatives, "must be >= 0", "0 trains on pairs alone")
-        self.tokenizer, self.num_negatives = tokenizer, num_negatives
+        self.tokenizer, self.num_negatives, self.surrogate_width = tokenizer, num_negatives, surrogate_width
 
     def __call__(self, examples: Sequence[Example]) -> ContrastiveBatch:
         """The batch of B examples; see `ContrastiveBatch` for what each field holds."""
-        owners, labels, candidates = list(range(len(examples))), [e.label for e in examples], []
-        for example in examples:
-            chosen = derive_seed(example.draw, "positive") % len(example.positives)
-            candidates.append(example.positives[chosen])
+        owners, labels = list(range(len(examples))), [e.label for e in examples]
+        chosen = [derive_seed(e.draw, "positive") % len(e.positives) for e in examples]
+        candidates = [e.positives[choice] for e, choice in zip(examples, chosen, strict=True)]
         for owner, example in enumerate(examples):
             negatives = example.negatives[: self.num_negatives]
             candidates.extend(negative.text for negative in negatives)
@@ -47,6 +50,7 @@ class ContrastiveCollator:
         prompts = self.tokenizer.settings.prompts
         query_prompts = [e.query_prompt or prompts.get("query", "") for e in examples]
         document_prompts = [examples[owner].document_prompt or prompts.get("document", "") for owner in owners]
+        surrogate_query_BS, surrogate_candidate_CS = self._surrogates(examples, chosen, len(candidates))
         return ContrastiveBatch(
             query=self.tokenizer([e.query for e in examples], "query", query_prompts),
             candidate=self.tokenizer(candidates, "document", document_prompts),
@@ -60,7 +64,23 @@ class ContrastiveCollator:
             candidate_label_C=torch.tensor(labels),
             in_batch_B=torch.tensor([e.in_batch_negatives for e in examples]),
             row_B=torch.tensor([e.row for e in examples]),
+            surrogate_query_BS=surrogate_query_BS,
+            surrogate_candidate_CS=surrogate_candidate_CS,
         )
+
+    def _surrogates(
+        self, examples: Sequence[Example], chosen: Sequence[int], num_candidates: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The surrogate's vectors of queries and candidates, NaN for texts without one."""
+        if self.surrogate_width is None:
+            return None, None
+        query_BS = torch.full((len(examples), self.surrogate_width), math.nan)
+        candidate_CS = torch.full((num_candidates, self.surrogate_width), math.nan)
+        for row, (example, choice) in enumerate(zip(examples, chosen, strict=True)):
+            if example.surrogate_query is not None and example.surrogate_positives is not None:
+                query_BS[row] = torch.tensor(example.surrogate_query)
+                candidate_CS[row] = torch.tensor(example.surrogate_positives[choice])
+        return query_BS, candidate_CS
 
 
 def _filled(rows: list[list[int]]) -> torch.Tensor:

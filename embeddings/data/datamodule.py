@@ -115,7 +115,7 @@ class EmbeddingDataModule(LightningDataModule):
         self._loader = ResumableLoader(
             self.mixture,
             self._plan(),
-            ContrastiveCollator(self.text_tokenizer(), self.num_negatives),
+            ContrastiveCollator(self.text_tokenizer(), self.num_negatives, self.mixture.surrogate_width),
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_single_threaded_tokenizers,

@@ -9,8 +9,10 @@ from embeddings.common.text import instruction_prompt
 from embeddings.data.cache import CachedSource, open_cached
 from embeddings.data.candidates import CandidateRule, ClassExamples, LabelTexts, StoredCandidates
 from embeddings.data.examples import Example, RowDraw
+from embeddings.data.files import fill_path
 from embeddings.data.records import label_key
 from embeddings.data.sources import SourceConfig
+from embeddings.data.surrogate_vectors import SurrogateVectors
 
 DEFAULT_NUM_NEGATIVES = 7
 
@@ -52,6 +54,9 @@ class SourceDataset:
         self._total = len(cached.table) if self._paired is None else self._paired.num_paired
         self._length = min(self._total, config.max_rows or self._total)
         self._prompts = config.query_prompts
+        self._surrogates: SurrogateVectors | None = None
+        if config.surrogate_vectors is not None:
+            self._surrogates = SurrogateVectors(fill_path(config.surrogate_vectors), cached.folder.name)
         if self._total == 0:
             raise InputError(f"source {config.name!r}", "no class has two texts", "use conversion: class_by_label")
         if self._total < len(cached.table):
@@ -65,6 +70,11 @@ class SourceDataset:
     def __len__(self) -> int:
         """Number of examples of an epoch."""
         return self._length
+
+    @property
+    def surrogate_width(self) -> int | None:
+        """Width of the surrogate's vectors, S, or None where the source has none."""
+        return None if self._surrogates is None else self._surrogates.width
 
     def __getitem__(self, entry: RowDraw) -> Example:
         """The example of a row of this source; `source` is 0."""
@@ -88,6 +98,8 @@ class SourceDataset:
             query_prompt=prompt,
             document_prompt=prompt if self.config.symmetric else self.config.document_prompt,
             in_batch_negatives=self.config.in_batch_negatives,
+            surrogate_query=None if self._surrogates is None else self._surrogates.query(index),
+            surrogate_positives=None if self._surrogates is None else self._surrogates.positives(index),
         )
 
     def _stored_index(self, row: int) -> int:

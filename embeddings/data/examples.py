@@ -1,7 +1,10 @@
 """What samplers ask for and what data sets answer with: the contract inside the data floor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 
 class RowDraw(NamedTuple):
@@ -40,6 +43,8 @@ class Example:
         query_prompt: Text put before the query, "" for none.
         document_prompt: Text put before positives and negatives, "" for none (NV-Embed: set on symmetric tasks only).
         in_batch_negatives: Whether other queries' candidates may serve as negatives.
+        surrogate_query: Vector of the query by another model, (S,) float32, or None where the source has none.
+        surrogate_positives: The same of each positive, (P, S) float32.
     """
 
     row: int
@@ -53,3 +58,5 @@ class Example:
     query_prompt: str = ""
     document_prompt: str = ""
     in_batch_negatives: bool = True
+    surrogate_query: npt.NDArray[np.float32] | None = field(default=None, compare=False)
+    surrogate_positives: npt.NDArray[np.float32] | None = field(default=None, compare=False)

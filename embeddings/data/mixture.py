@@ -16,13 +16,14 @@ class Mixture:
 
     Determinism: an example is a pure function of the sources and of (row, draw).
     Length: the sum of the sources' lengths.
-    Guarantees: it can be pickled and forked, since its sources can.
+    Guarantees: it can be pickled and forked, since its sources can. `surrogate_width` is that of the surrogate's
+        vectors of those sources that have them, None where none has.
 
     Args:
         sources: The sources, at least one, with different names.
 
     Raises:
-        OptionError: If there is no source, or two share a name.
+        OptionError: If there is no source, two share a name, or their surrogates' vectors differ in width.
     """
 
     def __init__(self, sources: Sequence[SourceDataset]) -> None:
@@ -32,6 +33,11 @@ class Mixture:
         for name in names:
             if names.count(name) > 1:
                 raise OptionError("data.sources", name, "must have different names", "rename one of them")
+        widths = {source.surrogate_width for source in sources} - {None}
+        if len(widths) > 1:
+            rule = f"must be of one width in all sources, found {sorted(filter(None, widths))}"
+            raise OptionError("data.sources.surrogate_vectors", "vectors", rule, "encode them with one model")
+        self.surrogate_width = widths.pop() if widths else None
         self.sources = tuple(sources)
         self._starts = [0, *accumulate(len(source) for source in sources)]
 

@@ -68,6 +68,8 @@ class SourceConfig:
         suspect_rows: What `pairs` does with a record whose negative is also a positive, or whose positive or negative
             is the query itself: refuse the source at the first, leave such rows out, or keep them (the losses mask
             such negatives; a positive that is the query is told from it by dropout alone).
+        surrogate_vectors: Folder of another model's vectors of this source's pairs, for a loss that filters false
+            negatives by them; hard negatives have none. Environment variables are filled in.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
@@ -95,6 +97,7 @@ class SourceConfig:
     single_text_classes: SingleTextClasses = "refuse"
     min_score: float | None = None
     suspect_rows: SuspectRows = "refuse"
+    surrogate_vectors: str | None = None
 
     def __post_init__(self) -> None:
         self._check_origin()
@@ -172,6 +175,7 @@ class SourceConfig:
             ("label_texts", self.label_texts or None, _BY_LABEL),
             ("single_text_classes", _unless_refuse(self.single_text_classes), ("class_by_example",)),
             ("suspect_rows", _unless_refuse(self.suspect_rows), ("pairs",)),
+            ("surrogate_vectors", self.surrogate_vectors, ("pairs", "sts")),
         ):
             if value is not None and self.conversion not in where:
                 raise self.fault(

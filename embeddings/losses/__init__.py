@@ -3,5 +3,6 @@
 from embeddings.losses.info_nce import InfoNCE, tiled_cross_entropy
 from embeddings.losses.masks import is_negative_mask
 from embeddings.losses.similarity import similarity_matrix
+from embeddings.losses.surrogate_filter import SurrogateFilter
 
-__all__ = ["InfoNCE", "is_negative_mask", "similarity_matrix", "tiled_cross_entropy"]
+__all__ = ["InfoNCE", "SurrogateFilter", "is_negative_mask", "similarity_matrix", "tiled_cross_entropy"]

@@ -10,9 +10,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
-from embeddings.common.distributed import gather_candidates, gather_counts, rank
+from embeddings.common.distributed import gather_candidates, gather_counts, gather_rows, rank
 from embeddings.losses.masks import CandidateFacts, QueryFacts, exclude_candidates_, exclude_queries_, query_index
 from embeddings.losses.similarity import Similarity, comparable
+from embeddings.losses.surrogate_filter import (
+    SurrogateFilter,
+    SurrogateQueries,
+    surrogate_false_negatives,
+    surrogate_vectors,
+)
 
 # Fills in a tile's scores what does not compete: (tile of scores, its rows) -> None, in place.
 ExcludeInPlace = Callable[[Tensor, slice], None]
@@ -39,6 +45,8 @@ class InfoNCE(nn.Module):
         gather_across_devices: Whether the candidates of all ranks compete.
         similarity: `cosine` or `dot`.
         tile_size: Scores held at once, at least 32 rows of them. 2^21 are 8 MB; a GPU likes 2^26.
+        false_negative_filter: Masks candidates that another model scores too high, by vectors that the batch carries;
+            None for no filter. It makes a second product of the size of the scores, and as large a tile.
 
     Precision: scores, softmax and gradients of it in float32 (float64 where the input is), autocast or not.
     Distributed: see `gather_candidates`: each rank its own queries, gradients cross ranks, no world-size factor.
@@ -57,6 +65,7 @@ class InfoNCE(nn.Module):
         gather_across_devices: bool = True,
         similarity: Similarity = "cosine",
         tile_size: int = 2**21,
+        false_negative_filter: SurrogateFilter | None = None,
     ) -> None:
         super().__init__()
         if not 0 < temperature < math.inf:
@@ -69,6 +78,7 @@ class InfoNCE(nn.Module):
         self.gather_across_devices = gather_across_devices
         self.similarity: Similarity = similarity
         self.tile_size = tile_size
+        self.false_negative_filter = false_negative_filter
         self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature))) if learnable_temperature else None
         self.temperature = temperature
 
@@ -125,7 +135,19 @@ class InfoNCE(nn.Module):
         own_candidate = CandidateFacts.of(batch, query.index_Q)
         positive_index_B = batch.positive_index_B + sum(candidate_counts[:place])
         candidate = own_candidate.gathered(candidate_counts)
-        return _Facts(query_counts, candidate_counts, positive_index_B, query, own_candidate, candidate)
+        surrogate = None
+        if self.false_negative_filter is not None:
+            queries, own_CS = surrogate_vectors(batch)
+            surrogate = _Surrogate(self.false_negative_filter, queries, own_CS, gather_rows(own_CS, candidate_counts))
+        return _Facts(query_counts, candidate_counts, positive_index_B, query, own_candidate, candidate, surrogate)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Surrogate:
+    rule: SurrogateFilter
+    query: SurrogateQueries
+    own_candidate_CS: Tensor
+    candidate_CS: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,17 +158,30 @@ class _Facts:
     query: QueryFacts
     own_candidate: CandidateFacts
     candidate: CandidateFacts
+    surrogate: _Surrogate | None
 
     def exclude_candidates_(self, score_rC: Tensor, rows: slice) -> None:
-        exclude_candidates_(score_rC, self.query[rows], self.candidate, self.positive_index_B[rows])
+        query, positive_index_r = self.query[rows], self.positive_index_B[rows]
+        exclude_candidates_(score_rC, query, self.candidate, positive_index_r)
+        if self.surrogate is not None:
+            vectors, all_CS = self.surrogate.query[rows], self.surrogate.candidate_CS
+            is_false_rC = surrogate_false_negatives(self.surrogate.rule, query, self.candidate, vectors, all_CS)
+            score_rC.masked_fill_(is_false_rC.scatter_(1, positive_index_r[:, None], False), -torch.inf)
 
     def queries_excluder(self, batch: ContrastiveBatch) -> ExcludeInPlace:
         """The same for the tiles of positives against the queries of all ranks."""
         all_queries, positive = self.query.gathered(self.query_counts), self.own_candidate[batch.positive_index_B]
-        own_index_B = self.query.index_Q
+        own_index_B, surrogate = self.query.index_Q, self.surrogate
+        all_surrogates = None if surrogate is None else surrogate.query.gathered(self.query_counts)
 
         def exclude_(score_rQ: Tensor, rows: slice) -> None:
             exclude_queries_(score_rQ, positive[rows], all_queries, own_index_B[rows])
+            if surrogate is not None and all_surrogates is not None:
+                vector_rS = surrogate.own_candidate_CS[batch.positive_index_B[rows]]
+                is_false_rQ = surrogate_false_negatives(
+                    surrogate.rule, all_queries, positive[rows], all_surrogates, vector_rS
+                ).T.contiguous()
+                score_rQ.masked_fill_(is_false_rQ.scatter_(1, own_index_B[rows, None], False), -torch.inf)
 
         return exclude_
 

@@ -1,6 +1,7 @@
 """Floor 4: the methods, one file each."""
 
 from embeddings.modules.base import ContrastiveModule
+from embeddings.modules.cde import CDEModule, ContextSettings
 from embeddings.modules.nv_embed import NVEmbedModule
 
-__all__ = ["ContrastiveModule", "NVEmbedModule"]
+__all__ = ["CDEModule", "ContextSettings", "ContrastiveModule", "NVEmbedModule"]

@@ -20,9 +20,11 @@ from embeddings.common import (
 )
 from embeddings.common.randomness import derive_seed
 from embeddings.losses import InfoNCE
+from embeddings.losses.surrogate_filter import without_surrogates
 from embeddings.models import Embedder
 from embeddings.training.gradcache import GradCache
 from embeddings.training.optim import parameter_groups
+from embeddings.training.plain_step import plain_step
 from embeddings.training.schedule import Schedule
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
@@ -68,7 +70,10 @@ class ContrastiveModule(L.LightningModule):
         return self.embedder.tokenizer
 
     def prepare_data(self) -> None:
-        """Check the schedule against the run's length, before anything is written."""
+        """Check the schedule against the run's length and the loss against the data, before anything is written."""
+        mixture = getattr(getattr(self.trainer, "datamodule", None), "mixture", None)
+        if self.loss.false_negative_filter is not None and getattr(mixture, "surrogate_width", None) is None:
+            raise without_surrogates()
         total_steps = self._trainer_steps()
         if total_steps is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._schedule.check(self._schedule.total_steps or total_steps)
@@ -98,7 +103,7 @@ class ContrastiveModule(L.LightningModule):
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
         """The loss of one batch; under GradCache all backward passes but the last mini-batch's have then run."""
         if self.grad_cache is None:
-            output = self.loss_from_representations(self.embed(batch.query), self.embed(batch.candidate), batch)
+            output = plain_step(self, batch)
         else:
             if batch_idx % self.trainer.accumulate_grad_batches == 0:
                 for optimizer in self.trainer.optimizers:

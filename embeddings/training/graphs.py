@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def attach_gradient(value: Tensor, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+def attach_gradient(
+    value: Tensor, outputs: Sequence[Tensor], gradients: Sequence[Tensor], untouched: Sequence[Tensor] = ()
+) -> Tensor:
     """A scalar that has a given value, and given gradients with respect to given tensors.
 
     GradCache's surrogate: no sum of products is made, so nothing can overflow in half precision, and a loss scale
@@ -19,15 +21,19 @@ def attach_gradient(value: Tensor, outputs: Sequence[Tensor], gradients: Sequenc
         value: Its value, ().
         outputs: Tensors with a graph behind them, or leaves.
         gradients: For each output its gradient, of its shape.
+        untouched: Leaves that its backward reaches with a gradient of zero, which takes no memory.
     """
-    attached: Tensor = _AttachGradient.apply(value.detach(), *gradients, *outputs)  # type: ignore[no-untyped-call]
+    attached: Tensor = _AttachGradient.apply(  # type: ignore[no-untyped-call]
+        value.detach(), len(outputs), *gradients, *outputs, *untouched
+    )
     return attached
 
 
 class _AttachGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors[: len(tensors) // 2])
+    def forward(ctx: Any, value: Tensor, num_outputs: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[:num_outputs])
+        ctx.untouched = [(leaf.dtype, leaf.device, leaf.shape) for leaf in tensors[2 * num_outputs :]]
         return value.clone()
 
     @staticmethod
@@ -35,7 +41,8 @@ class _AttachGradient(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         gradients: tuple[Tensor, ...] = ctx.saved_tensors
         scaled = [(gradient * factor).to(gradient.dtype) for gradient in gradients]
-        return (None, *(None for _ in gradients), *scaled)
+        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for dtype, device, shape in ctx.untouched]
+        return (None, None, *(None for _ in gradients), *scaled, *zeros)
 
 
 def graph_leaves(root: Tensor) -> list[Tensor]:

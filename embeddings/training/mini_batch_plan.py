@@ -4,18 +4,20 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from embeddings.common import ContrastiveBatch
+from embeddings.common import ContrastiveBatch, TokenBatch
 from embeddings.common.mini_batches import plan_mini_batches
+
+QUERY, CANDIDATE, CONTEXT = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniBatch:
-    """Texts that go through the encoder together.
+    """Texts that go through an encoder together.
 
     Attributes:
-        tower: 0 for queries, 1 for candidates.
+        tower: `QUERY`, `CANDIDATE` or `CONTEXT`.
         rows_n: Their rows in the tower, (n,) int64 on the processor.
-        longest: Tokens of the longest of them.
+        longest: Tokens of the longest of them; a query or candidate counts its context as one token a document.
         is_filler: Whether it only keeps ranks in step: it is embedded, and its gradient is zero.
     """
 
@@ -26,8 +28,29 @@ class MiniBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Their tokens, padding included."""
+        """Their tokens, padding and context included."""
         return len(self.rows_n) * self.longest
+
+
+def tower_tokens(batch: ContrastiveBatch, tower: int) -> TokenBatch:
+    """The texts of a tower."""
+    tokens = (batch.query, batch.candidate, batch.context)[tower]
+    assert tokens is not None
+    return tokens
+
+
+def plan_stages(batch: ContrastiveBatch, mini_batch_tokens: int, mini_batch_texts: int | None) -> list[list[MiniBatch]]:
+    """The mini-batches of every stage of a step: of the context, where the batch has one, then of both towers.
+
+    Args:
+        batch: The batch.
+        mini_batch_tokens: Most padded tokens of a mini-batch, its texts' context included.
+        mini_batch_texts: Most texts of a mini-batch; None for no such limit.
+    """
+    towers = plan_towers(batch, mini_batch_tokens, mini_batch_texts)
+    if not has_context(batch):
+        return [towers]
+    return [_plan(batch, (CONTEXT,), mini_batch_tokens, mini_batch_texts), towers]
 
 
 def plan_towers(batch: ContrastiveBatch, mini_batch_tokens: int, mini_batch_texts: int | None) -> list[MiniBatch]:
@@ -35,15 +58,15 @@ def plan_towers(batch: ContrastiveBatch, mini_batch_tokens: int, mini_batch_text
 
     Args:
         batch: The batch.
-        mini_batch_tokens: Most padded tokens of a mini-batch.
+        mini_batch_tokens: Most padded tokens of a mini-batch, its texts' context included.
         mini_batch_texts: Most texts of a mini-batch; None for no such limit.
     """
-    plan = [
-        _mini_batch(batch, tower, rows_n)
-        for tower, tokens in enumerate((batch.query, batch.candidate))
-        for rows_n in plan_mini_batches(tokens.lengths_N, mini_batch_tokens, mini_batch_texts)
-    ]
-    return _longest_first(plan)
+    return _plan(batch, (QUERY, CANDIDATE), mini_batch_tokens, mini_batch_texts)
+
+
+def has_context(batch: ContrastiveBatch) -> bool:
+    """Whether a step over the batch has a context stage."""
+    return batch.context is not None and len(batch.context) > 0
 
 
 def extend_plan(plan: list[MiniBatch], count: int, batch: ContrastiveBatch) -> list[MiniBatch]:
@@ -63,10 +86,26 @@ def extend_plan(plan: list[MiniBatch], count: int, batch: ContrastiveBatch) -> l
     return _longest_first(plan)
 
 
+def _plan(
+    batch: ContrastiveBatch, towers: tuple[int, ...], mini_batch_tokens: int, mini_batch_texts: int | None
+) -> list[MiniBatch]:
+    plan = [
+        _mini_batch(batch, tower, rows_n)
+        for tower in towers
+        for rows_n in plan_mini_batches(_lengths(batch, tower), mini_batch_tokens, mini_batch_texts)
+    ]
+    return _longest_first(plan)
+
+
 def _longest_first(plan: list[MiniBatch]) -> list[MiniBatch]:
     return sorted(plan, key=lambda mini_batch: -mini_batch.longest)
 
 
 def _mini_batch(batch: ContrastiveBatch, tower: int, rows_n: Tensor) -> MiniBatch:
-    lengths_N = (batch.query, batch.candidate)[tower].lengths_N
-    return MiniBatch(tower, rows_n, int(lengths_N[rows_n].max()))
+    return MiniBatch(tower, rows_n, int(_lengths(batch, tower)[rows_n].max()))
+
+
+def _lengths(batch: ContrastiveBatch, tower: int) -> Tensor:
+    """Tokens of each text of a tower as its encoder sees it, (N,) int64: its context comes before it."""
+    lengths_N = tower_tokens(batch, tower).lengths_N
+    return lengths_N if tower == CONTEXT or batch.context is None else lengths_N + len(batch.context)

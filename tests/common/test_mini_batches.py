@@ -58,3 +58,12 @@ def test_texts_are_taken_whole_in_the_order_given() -> None:
 def test_taking_no_text_leaves_an_empty_batch() -> None:
     taken = take_texts(TokenBatch.from_lists([[1, 2]], [[True, True]]), torch.empty(0, dtype=torch.int64))
     assert (len(taken), taken.num_tokens) == (0, 0)
+
+
+def test_taken_texts_can_be_cut_at_their_ends():
+    tokens = TokenBatch.from_lists([[1, 2, 3], [4], [], [5, 6]], [[False, True, True], [True], [], [True, True]])
+    cut = take_texts(tokens, torch.tensor([3, 0, 2, 1]), max_length=1)
+    assert cut.input_ids_T.tolist() == [5, 1, 4]
+    assert cut.pooling_mask_T.tolist() == [True, False, True]
+    assert cut.lengths_N.tolist() == [1, 1, 0, 1]
+    assert take_texts(tokens, torch.tensor([0]), max_length=9).input_ids_T.tolist() == [1, 2, 3]

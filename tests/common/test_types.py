@@ -42,7 +42,11 @@ def test_lengths_stay_on_the_processor_when_tokens_move():
 def test_a_batch_moves_whole():
     number = torch.zeros(1, dtype=torch.int64)
     fields = dict.fromkeys(ContrastiveBatch.__dataclass_fields__, number)
-    batch = ContrastiveBatch(**{**fields, "query": batch_of([[1]]), "candidate": batch_of([[2]])})
-    moved = batch.to("meta")
+    texts = {"query": batch_of([[1]]), "candidate": batch_of([[2]]), "context": batch_of([[3]])}
+    moved = ContrastiveBatch(**{**fields, **texts}).to("meta")
     assert len(moved) == 1
-    assert moved.row_B.device.type == moved.candidate.device.type == "meta"
+    assert moved.row_B.device.type == moved.candidate.device.type == moved.context.device.type == "meta"
+    absent = dict.fromkeys(["context", "surrogate_query_BS", "surrogate_candidate_CS"])
+    moved = ContrastiveBatch(**{**fields, **texts, **absent}).to("meta")
+    assert moved.query.device.type == "meta"
+    assert all(getattr(moved, name) is None for name in absent)

@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, LossOutput, Representations, TokenBatch
+from embeddings.common.mini_batches import take_texts
 from embeddings.losses import InfoNCE
 
 
@@ -84,6 +85,13 @@ def random_batch(num_queries: int, num_negatives: int, seed: int = 0) -> Contras
     return batch_of(random_records(num_queries, num_negatives, seed))
 
 
+def with_context(batch: ContrastiveBatch, num_context: int = 5) -> ContrastiveBatch:
+    """The batch with some of its candidates, the last ones first, as its context."""
+    last = len(batch.candidate) - 1
+    rows_M = torch.arange(last, max(-1, last - num_context), -1)
+    return replace(batch, context=take_texts(batch.candidate, rows_M))
+
+
 class TinyStep(nn.Module):
     """Any Hugging Face backbone, the mean of its last states, InfoNCE."""
 
@@ -109,6 +117,41 @@ class TinyStep(nn.Module):
     def plain_loss(self, batch: ContrastiveBatch) -> LossOutput:
         """The loss of the plain step, every graph whole."""
         return self.loss_from_representations(self.embed(batch.query), self.embed(batch.candidate), batch)
+
+
+class TinyContextualStep(TinyStep):
+    """Two stages: the mean states of the context documents come before each text's words, some of them dropped."""
+
+    def __init__(
+        self, first: nn.Module, backbone: nn.Module, loss: nn.Module | None = None, context_dropout: float = 0.0
+    ) -> None:
+        super().__init__(backbone, loss)
+        self.first = first
+        self.context_dropout = context_dropout
+
+    def embed_context(self, tokens: TokenBatch) -> Tensor:
+        """The mean state of each document's pooled tokens, by the first backbone."""
+        return TinyStep(self.first).embed(tokens).vector_ND
+
+    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
+        """The mean state of each text's tokens behind the context; the context's own states are not pooled."""
+        texts, num_texts = tokens.padded(), len(tokens)
+        word_NLH = self.backbone.get_input_embeddings()(texts.input_ids_NL)
+        context_NMH = word_NLH[:, :0] if context is None else context.expand(num_texts, -1, -1).to(word_NLH.dtype)
+        kept_NM1 = torch.rand(*context_NMH.shape[:2], 1) >= self.context_dropout
+        state_NLH = self.backbone(
+            inputs_embeds=torch.cat([context_NMH * kept_NM1, word_NLH], dim=1),
+            attention_mask=torch.cat([kept_NM1.new_ones(kept_NM1.shape[:2]), texts.attention_mask_NL], dim=1).long(),
+        ).last_hidden_state[:, context_NMH.shape[1] :]
+        weight_NL1 = texts.pooling_mask_NL.to(state_NLH.dtype)[..., None]
+        return Representations((state_NLH * weight_NL1).sum(1) / weight_NL1.sum(1))
+
+    def plain_loss(self, batch: ContrastiveBatch) -> LossOutput:
+        """The loss of the plain step: one context for both towers, every graph whole."""
+        context = None if batch.context is None else self.embed_context(batch.context)
+        return self.loss_from_representations(
+            self.embed(batch.query, context), self.embed(batch.candidate, context), batch
+        )
 
 
 def gradient_vector(module: nn.Module) -> Tensor:

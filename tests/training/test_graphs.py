@@ -22,6 +22,18 @@ def test_without_a_graph_behind_it_there_is_none() -> None:
     assert not attach_gradient(torch.tensor(1.0), [], []).requires_grad
 
 
+def test_an_untouched_leaf_is_reached_with_a_zero_that_takes_no_memory() -> None:
+    weight, untouched = torch.ones(2, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+    seen: list[Tensor] = []
+    untouched.register_hook(seen.append)
+    attach_gradient(torch.tensor(1.0), [weight * 2], [torch.ones(2)], [untouched]).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0]
+    assert untouched.grad is not None
+    assert torch.equal(untouched.grad, torch.zeros(3, 4))
+    assert seen[0].untyped_storage().nbytes() == 4
+
+
 def test_a_loss_scale_saves_gradients_too_small_for_half_precision() -> None:
     weight = torch.ones(4, dtype=torch.float16, requires_grad=True)
     tiny = torch.full((4,), 6e-8, dtype=torch.float16)

@@ -2,8 +2,17 @@ import pytest
 import torch
 
 from embeddings.common import ContrastiveBatch
-from embeddings.training.mini_batch_plan import MiniBatch, extend_plan, plan_towers
-from tests.helpers.contrastive import Record, batch_of, random_batch
+from embeddings.training.mini_batch_plan import (
+    CANDIDATE,
+    CONTEXT,
+    QUERY,
+    MiniBatch,
+    extend_plan,
+    plan_stages,
+    plan_towers,
+    tower_tokens,
+)
+from tests.helpers.contrastive import Record, batch_of, random_batch, with_context
 
 
 def rows_of(plan: list[MiniBatch], tower: int) -> list[int]:
@@ -45,3 +54,24 @@ def test_a_plan_of_single_texts_is_filled_up() -> None:
     assert [part.is_filler for part in extended] == [False, False, True, True, True]
     assert all(torch.equal(part.rows_n, torch.tensor([0])) for part in extended)
     check(extended, batch)
+
+
+def test_a_context_is_a_stage_before_the_towers_and_lengthens_their_texts() -> None:
+    batch = with_context(random_batch(9, 2), 4)
+    context, towers = plan_stages(batch, 30, None)
+    assert sorted(row for part in context for row in part.rows_n.tolist()) == list(range(4))
+    assert {part.tower for part in context} == {CONTEXT}
+    assert rows_of(towers, QUERY) == list(range(9))
+    assert rows_of(towers, CANDIDATE) == list(range(27))
+    for part in towers:
+        assert part.longest == tower_tokens(batch, part.tower).lengths_N[part.rows_n].max() + 4
+    extended = extend_plan(context, len(context) + 1, batch)
+    assert {part.tower for part in extended} == {CONTEXT}
+
+
+@pytest.mark.parametrize("num_context", [None, 0])
+def test_without_a_context_there_is_one_stage(num_context: int | None) -> None:
+    batch = random_batch(3, 1)
+    batch = batch if num_context is None else with_context(batch, num_context)
+    (towers,) = plan_stages(batch, 30, None)
+    check(towers, batch)

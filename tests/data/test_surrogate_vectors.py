@@ -1,0 +1,134 @@
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.common.fileio import text_hash
+from embeddings.data import Mixture, RowDraw, SourceConfig, SourceDataset
+from embeddings.data.collate import ContrastiveCollator
+from embeddings.data.surrogate_vectors import SurrogateVectors
+from embeddings.data.tokenize import TextSettings, TextTokenizer
+from tests.data.rows import dataset, pairs
+from tests.data.surrogates import write_surrogates
+from tests.helpers.tiny import wordpiece_tokenizer
+
+ROWS = [
+    {"query": f"query {row}", "positive": [f"positive {row}", f"positive {row // 2}"], "negatives": ["none"]}
+    for row in range(8)
+]
+
+
+@pytest.fixture
+def plain(tmp_path):
+    return dataset(tmp_path, ROWS, suspect_rows="keep")
+
+
+def with_vectors(plain, folder):
+    config = SourceConfig(plain.config.name, plain.config.path, suspect_rows="keep", surrogate_vectors=str(folder))
+    return SourceDataset(config, plain.cached)
+
+
+def documents_of(plain):
+    return list(dict.fromkeys(text for row in range(8) for text in plain.cached.table.row(row).positives))
+
+
+def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path):
+    vectors = SurrogateVectors(write_surrogates(tmp_path / "s", plain.cached), plain.cached.folder.name)
+    documents = documents_of(plain)
+    assert vectors.width == 4
+    for each in (vectors, pickle.loads(pickle.dumps(vectors))):
+        for row in range(8):
+            assert each.query(row).tolist() == [row + 0.25] * 4
+            expected = [documents.index(text) for text in plain.cached.table.row(row).positives]
+            assert each.positives(row)[:, 0].tolist() == expected
+
+
+def test_the_vectors_that_the_jobs_write_are_read(plain, tmp_path):
+    from embeddings.inference import Encoder
+    from embeddings.mining.pair_vectors import encode_pairs
+    from tests.inference.models import tiny_embedder
+
+    encoder = Encoder(tiny_embedder(), precision="float32")
+    written = encode_pairs(encoder, plain.cached, tmp_path / "s", shard_size=3)
+    vectors = SurrogateVectors(tmp_path / "s", plain.cached.folder.name)
+    assert vectors.width == written.embedding_dim
+    queries, documents = np.concatenate(list(written.queries())), np.concatenate(list(written.documents()))
+    for row in range(8):
+        np.testing.assert_array_equal(vectors.query(row), queries[row])
+        np.testing.assert_array_equal(vectors.positives(row), documents[written.index.positives(row)])
+
+
+def test_a_batch_carries_the_vectors_of_queries_and_drawn_positives(plain, tmp_path, monkeypatch):
+    monkeypatch.setenv("VECTORS", str(write_surrogates(tmp_path / "s", plain.cached)))
+    other = dataset(tmp_path, pairs(3, "other "), name="other")
+    mixture = Mixture([with_vectors(plain, "$VECTORS"), other])
+    assert mixture.surrogate_width == 4
+    collate = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 1, mixture.surrogate_width)
+    documents, drawn = documents_of(plain), set()
+    for draw in range(10):
+        examples = [mixture[RowDraw(row, draw + row)] for row in (5, 9, 2)]
+        batch = collate(examples)
+        assert batch.surrogate_query_BS[:, 0].nan_to_num(-1).tolist() == [5.25, -1, 2.25]
+        assert batch.surrogate_candidate_CS.shape == (5, 4)
+        found = batch.surrogate_candidate_CS[:, 0].nan_to_num(-1).tolist()
+        for row, example in ((0, examples[0]), (2, examples[2])):
+            text = documents[int(found[row])]
+            drawn.add(text)
+            assert batch.candidate_hash_C[row] == text_hash(text)
+            assert text in example.positives
+        assert found[1] == found[3] == found[4] == -1
+    assert drawn == {"positive 5", "positive 2", "positive 1"}
+
+
+def test_without_surrogates_a_batch_has_none(plain):
+    assert Mixture([plain]).surrogate_width is None
+    batch = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 1)([plain[RowDraw(0, 0)]])
+    assert batch.surrogate_query_BS is None
+    assert batch.surrogate_candidate_CS is None
+
+
+def test_vectors_of_another_source_are_refused(plain, tmp_path):
+    other = dataset(tmp_path, pairs(8), name="other")
+    folder = write_surrogates(tmp_path / "s", other.cached)
+    with pytest.raises(InputError, match="field 'source_key' is"):
+        with_vectors(plain, folder)
+
+
+def test_an_encoding_that_is_not_complete_is_refused(plain, tmp_path):
+    folder = write_surrogates(tmp_path / "s", plain.cached)
+    manifest = folder / "documents" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))
+    with pytest.raises(InputError, match="field 'complete' is False"):
+        with_vectors(plain, folder)
+
+
+@pytest.mark.parametrize("name", ["queries/vectors-00001.npy", "documents/vectors-00000.npy"])
+def test_a_missing_shard_is_found_at_the_start(name, plain, tmp_path):
+    folder = write_surrogates(tmp_path / "s", plain.cached)
+    (folder / name).unlink()
+    with pytest.raises(InputError, match=f"{name}: is missing"):
+        with_vectors(plain, folder)
+
+
+def test_a_damaged_shard_is_named(plain, tmp_path):
+    folder = write_surrogates(tmp_path / "s", plain.cached)
+    np.save(folder / "queries" / "vectors-00000.npy", np.zeros((3, 5), np.float32))
+    with pytest.raises(InputError, match=r"vectors-00000\.npy: holds float32 of shape \(3, 5\)"):
+        with_vectors(plain, folder)[RowDraw(0, 0)]
+
+
+def test_sources_of_different_widths_are_refused(plain, tmp_path):
+    other = dataset(tmp_path, pairs(3), name="other")
+    config = SourceConfig("other", other.config.path, surrogate_vectors=str(tmp_path / "wide"))
+    write_surrogates(tmp_path / "wide", other.cached, width=5)
+    wide = SourceDataset(config, other.cached)
+    narrow = with_vectors(plain, write_surrogates(tmp_path / "s", plain.cached))
+    with pytest.raises(OptionError, match=r"must be of one width in all sources, found \[4, 5\]"):
+        Mixture([narrow, wide])
+
+
+def test_classes_have_no_surrogates():
+    with pytest.raises(OptionError, match="surrogate_vectors has no effect on conversion class_by_example"):
+        SourceConfig("a", "b.jsonl", conversion="class_by_example", surrogate_vectors="v")

@@ -1,0 +1,236 @@
+"""CDE through the real command line, on tiny stand-ins: what its context is, and that it trains as it should."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from embeddings.cli.app import run_trainer
+from embeddings.cli.main import main
+from embeddings.common import ContextualStep, ContrastiveBatch, OptionError
+from embeddings.data import SourceConfig
+from embeddings.data.cache import open_cached
+from embeddings.models import BackboneConfig, ContextualEmbedder
+from embeddings.modules import CDEModule, ContextSettings
+from tests.data.surrogates import write_surrogates
+from tests.helpers.contrastive import Record, batch_of, random_batch
+from tests.helpers.runs import backbone_folder, run_config, write_config
+
+CONTEXT = {"num_context": 6, "num_soft_prompts": 2}
+# One start of two processes for both runs.
+BOTH = """
+import sys
+from embeddings.cli.app import run_trainer
+for path in sys.argv[1:]:
+    run_trainer(["fit", "--config", path])
+"""
+CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 80}}
+
+
+def cde_config(folder: Path, dropout: float = 0.0, **context: Any) -> dict[str, Any]:
+    """Four steps of eight pairs with two hard negatives; the first stage is a backbone of its own."""
+    config = run_config(folder, dropout=dropout)
+    config["model"]["class_path"] = "embeddings.modules.CDEModule"
+    init_args = config["model"]["init_args"]
+    del init_args["pooling"], init_args["lora"], init_args["backbone"]["bidirectional"]
+    init_args["context"] = {**CONTEXT, "dropout_fraction": dropout, **context}
+    return config
+
+
+def fit(folder: Path, config: dict[str, Any], *extra: str) -> Any:
+    return run_trainer(["fit", "--config", write_config(folder, config), *extra])
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return backbone_folder(tmp_path_factory.mktemp("backbone"))
+
+
+def make(bert: str, seed: int = 0, **context: Any) -> CDEModule:
+    return CDEModule(BackboneConfig(bert), context=ContextSettings(**{**CONTEXT, **context}), seed=seed)
+
+
+def texts(batch: ContrastiveBatch, module: CDEModule, batch_idx: int = 0) -> list[list[int]]:
+    context = module.choose_context(batch, batch_idx)
+    return [ids.tolist() for ids in context.input_ids_T.split(context.lengths_N.tolist())]
+
+
+def test_the_module_is_a_step_of_two_stages_whose_weights_are_apart(bert: str) -> None:
+    module = make(bert)
+    assert isinstance(module, ContextualStep)
+    assert isinstance(module.embedder, ContextualEmbedder)
+    first, second = module.embedder.first_stage.backbone, module.embedder.backbone
+    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
+    assert pairs
+    assert all(torch.equal(one, other) and one is not other for one, other in pairs)
+
+
+def test_the_context_is_a_batchs_own_documents_in_an_order_that_follows_from_the_step(bert: str) -> None:
+    batch = batch_of([Record([5, row], [6, row], [[7, row], [8, row]]) for row in range(9, 20)])
+    module = make(bert)
+    found = [texts(batch, module, step) for step in (0, 0, 1)]
+    assert found[0] == found[1] != found[2]
+    assert texts(batch, make(bert, seed=1)) != found[0]
+    documents = [[kind, row] for kind in (6, 7, 8) for row in range(9, 20)]
+    assert all(len(context) == 6 and all(text in documents for text in context) for context in found)
+    assert len({tuple(text) for text in found[0]}) == 6
+    assert {text[0] for step in range(20) for text in texts(batch, module, step)} == {6, 7, 8}
+
+
+def test_without_hard_negatives_the_context_is_the_positives(bert: str) -> None:
+    batch = batch_of([Record([5, row], [6, row], [[7, row]]) for row in range(9, 20)])
+    module = make(bert, include_negatives=False)
+    assert {text[0] for step in range(20) for text in texts(batch, module, step)} == {6}
+
+
+def test_a_smaller_batch_is_context_as_a_whole_and_null_vectors_fill_the_rest(bert: str) -> None:
+    batch, module = random_batch(4, 0), make(bert).eval()
+    context = module.choose_context(batch, 0)
+    assert len(context) == 4
+    vectors = module.embed_context(context)
+    filled = torch.cat([vectors, module.embedder.slots.null_H.expand(2, -1)])
+    assert torch.equal(module.embed(batch.query, vectors).vector_ND, module.embed(batch.query, filled).vector_ND)
+    assert not torch.equal(module.embed(batch.query, vectors).vector_ND, module.embed(batch.query).vector_ND)
+
+
+def test_a_cut_document_keeps_its_beginning_and_a_pooled_token(bert: str) -> None:
+    batch = batch_of([Record([5], [6, 7, 8]), Record([5], [9])])
+    batch.candidate.pooling_mask_T[0] = False
+    module = make(bert, max_length=1)
+    context = module.choose_context(batch, 0)
+    assert sorted(context.input_ids_T.tolist()) == [6, 9]
+    assert context.pooling_mask_T.tolist() == [True, True]
+    assert not batch.candidate.pooling_mask_T[0]
+
+
+def test_an_initial_model_gives_the_weights_and_the_config_the_dropout(bert: str, tmp_path: Path) -> None:
+    one = make(bert, seed=1)
+    one.embedder.save_pretrained(tmp_path / "one")
+    settings = ContextSettings(**CONTEXT, dropout_fraction=0.25)
+    two = CDEModule(BackboneConfig(bert), context=settings, initial_model=str(tmp_path / "one"), seed=2)
+    expected = one.embedder.state_dict()
+    found = two.embedder.state_dict()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert two.embedder.slots.dropout_fraction == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_context", 7), ("num_soft_prompts", 3), ("residual_projection", False)]
+)
+def test_another_architecture_than_the_initial_models_is_refused(
+    name: str, value: Any, bert: str, tmp_path: Path
+) -> None:
+    make(bert).embedder.save_pretrained(tmp_path / "one")
+    settings = ContextSettings(**{**CONTEXT, name: value})
+    with pytest.raises(OptionError, match=rf"model\.context\.{name} must be what .*one was trained with"):
+        CDEModule(BackboneConfig(bert), context=settings, initial_model=str(tmp_path / "one"))
+
+
+def test_a_limit_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"model\.context\.max_length must be >= 1, got 0"):
+        ContextSettings(max_length=0)
+
+
+def test_eight_pairs_are_learnt_by_heart_and_every_part_is_trained(tmp_path: Path) -> None:
+    # Eight documents leave two places to null vectors.
+    config = cde_config(tmp_path, num_context=10)
+    lines = (tmp_path / "pairs.jsonl").read_text().splitlines()[:8]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    config["data"]["init_args"] |= {"batch_size": 8, "num_negatives": 0}
+    config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
+    start = fit(tmp_path, config, "--trainer.max_steps", "0").model.state_dict()
+    config["trainer"] |= {"max_steps": 40}
+    cli = fit(tmp_path, config)
+    assert cli.trainer.callback_metrics["train/accuracy"] == 1.0
+    assert cli.trainer.callback_metrics["train/loss"] < 0.1
+    trained = dict(cli.model.named_parameters())
+    unchanged = [name for name, value in trained.items() if torch.equal(value, start[name])]
+    assert any("first_stage" in name for name in trained)
+    # Positions after the longest text are never read; nothing else stays as it was.
+    assert [name for name in unchanged if "position" not in name] == []
+
+
+def test_gradcache_trains_to_the_weights_of_the_plain_step(tmp_path: Path) -> None:
+    """Accumulation, clipping and a schedule are on; float64 leaves no room for rounding."""
+    config = cde_config(tmp_path)
+    config["trainer"] |= {"precision": "64-true", "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    plain = fit(tmp_path, config).model.state_dict()
+    config["trainer"]["callbacks"] = [CACHE]
+    cached = fit(tmp_path, config).model.state_dict()
+    assert plain.keys() == cached.keys()
+    assert any("first_stage" in name for name in plain)
+    assert [name for name, value in plain.items() if (cached[name] - value).abs().max() > 1e-10] == []
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    config = cde_config(tmp_path, dropout=0.1)
+    checkpoint = {"every_n_train_steps": 3, "save_top_k": -1}
+    config["trainer"]["callbacks"] = [
+        CACHE,
+        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": checkpoint},
+    ]
+    config["trainer"]["max_steps"] = 6
+    whole = fit(tmp_path, config)
+    (first,) = Path(whole.trainer.log_dir).rglob("*step=3.ckpt")
+    resumed = fit(tmp_path, config, "--ckpt_path", str(first)).model.state_dict()
+    expected = whole.model.state_dict()
+    assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
+
+
+def test_a_surrogates_vectors_reach_the_loss(tmp_path: Path) -> None:
+    """All pairs have one surrogate vector, so that every candidate is as good as the positive: nothing is learnt."""
+    config = cde_config(tmp_path, dropout=0.1)
+    data = config["data"]["init_args"]
+    (source,) = data["sources"]
+    folder = write_surrogates(tmp_path / "surrogates", open_cached(SourceConfig(**source), data["cache_dir"]))
+    for path in folder.rglob("vectors-*.npy"):
+        np.save(path, np.ones_like(np.load(path)))
+    data["num_negatives"] = 0
+    source["surrogate_vectors"] = str(folder)
+    config["trainer"] |= {"max_steps": 2, "callbacks": [CACHE]}
+    assert fit(tmp_path, config).trainer.callback_metrics["train/loss"] > 0.1
+    config["model"]["init_args"]["loss"]["init_args"]["false_negative_filter"] = {"margin": 0.0}
+    assert fit(tmp_path, config).trainer.callback_metrics["train/loss"] == 0
+
+
+def test_a_filter_without_vectors_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    config = cde_config(tmp_path)
+    config["model"]["init_args"]["loss"]["init_args"]["false_negative_filter"] = {"threshold": 0.9}
+    path = write_config(tmp_path, config)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["fit", "--config", path]) == 2
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cache" not in path.parts] == []
+
+
+def test_two_ranks_train_the_same_weights_with_gradcache_as_without(tmp_path: Path) -> None:
+    """Two gloo processes, each beside its own documents, in float64; three mini-batches of context and more."""
+    config = cde_config(tmp_path)
+    config["trainer"] |= {"precision": "64-true", "gradient_clip_val": 0.05, "max_steps": 2}
+    config["trainer"] |= {"devices": 2, "strategy": "ddp"}
+    paths, weights = [], {}
+    for name, callbacks in (("plain", []), ("cached", [CACHE | {"init_args": {"mini_batch_texts": 2}}])):
+        export = {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / name)}}
+        config["trainer"]["callbacks"] = [*callbacks, export]
+        paths.append(write_config(tmp_path, config, f"{name}.yaml"))
+    script = tmp_path / "both.py"
+    script.write_text(BOTH)
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    command = [sys.executable, str(script), *paths]
+    subprocess.run(command, check=True, capture_output=True, timeout=240, env=environment)
+    for name in ("plain", "cached"):
+        files = sorted((tmp_path / name).rglob("*.safetensors"))
+        weights[name] = {
+            f"{file.relative_to(tmp_path / name)} {key}": value
+            for file in files
+            for key, value in load_file(file).items()
+        }
+    assert len(weights["plain"]) > 70
+    difference = {key: (value - weights["cached"][key]).abs().max().item() for key, value in weights["plain"].items()}
+    assert max(difference.values()) < 1e-10

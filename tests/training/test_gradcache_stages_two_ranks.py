@@ -1,0 +1,186 @@
+"""Two stages on two gloo ranks against one process: with one context for both, two ranks x B = one rank x 2B."""
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from embeddings.common import ContrastiveBatch, Representations, TokenBatch
+from embeddings.common.mini_batches import take_texts
+from embeddings.losses import InfoNCE
+from embeddings.training import GradCache
+from tests.helpers.contrastive import TinyContextualStep, batch_of, gradient_vector, relative_error, with_context
+from tests.helpers.ranks import run_on_two_ranks
+from tests.helpers.tiny import tiny_bert
+from tests.training.test_gradcache_stages import OneTower, TruncatedFirstStage
+from tests.training.test_gradcache_two_ranks import ENGINES, StepModule, records
+
+NUM_CONTEXT = 7
+
+
+def make_step(gathers: bool, dropout: float = 0.0) -> TinyContextualStep:
+    step = TinyContextualStep(tiny_bert(1, dropout), tiny_bert(2, dropout), context_dropout=dropout).double()
+    step.loss = InfoNCE(temperature=0.05, gather_across_devices=gathers)
+    return step.train(dropout > 0)
+
+
+def shared_context() -> TokenBatch:
+    everything = batch_of(records(1)).candidate
+    return take_texts(everything, torch.arange(NUM_CONTEXT))
+
+
+def shard(rank: int, num_negatives: int = 1) -> ContrastiveBatch:
+    own = records(num_negatives)[4 * rank : 4 * rank + 4]
+    return replace(batch_of(own), context=shared_context())
+
+
+def errors(step: TinyContextualStep, expected: TinyContextualStep) -> tuple[float, float]:
+    return (
+        relative_error(gradient_vector(step.first), gradient_vector(expected.first)),
+        relative_error(gradient_vector(step.backbone), gradient_vector(expected.backbone)),
+    )
+
+
+@cache
+def reference(num_negatives: int = 1) -> TinyContextualStep:
+    step = make_step(False)
+    step.plain_loss(replace(batch_of(records(num_negatives)), context=shared_context())).loss.backward()
+    return step
+
+
+def under_ddp(step: TinyContextualStep, engine: GradCache | None, batch: ContrastiveBatch) -> TinyContextualStep:
+    module = DistributedDataParallel(StepModule(step, engine))
+    module(batch).backward()
+    return step
+
+
+class Encoders(nn.Module):
+    """Both encoders behind one forward, as a wrapper needs them."""
+
+    def __init__(self, step: TinyContextualStep) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, tokens: TokenBatch, context: Tensor | None, is_first: bool) -> Tensor:
+        return self.step.embed_context(tokens) if is_first else self.step.embed(tokens, context).vector_ND
+
+
+class WrappedStep:
+    """A step whose encoders are inside one DDP, so that each mini-batch's forward goes through it."""
+
+    def __init__(self, step: TinyContextualStep) -> None:
+        self.step, self.encoders = step, DistributedDataParallel(Encoders(step))
+        self.loss_from_representations = step.loss_from_representations
+
+    def embed_context(self, tokens: TokenBatch) -> Tensor:
+        vector_MH: Tensor = self.encoders(tokens, None, True)
+        return vector_MH
+
+    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
+        return Representations(self.encoders(tokens, context, False))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.encoders.no_sync()
+
+
+def errors_through_the_wrapper(rank: int) -> tuple[float, float]:
+    """All graphs may be kept, but the one whose backward synchronises."""
+    step = make_step(True)
+    wrapped = WrappedStep(step)
+    GradCache(40, kept_fraction=1.0).step(wrapped, shard(rank), no_sync=wrapped.no_sync)
+    return errors(step, reference())
+
+
+def errors_with_dropout(rank: int) -> tuple[float, float]:
+    """Against the same mini-batches with every graph kept, from the same random state on each rank."""
+    steps = []
+    for kept_fraction in (None, 1.0):
+        step = make_step(True, dropout=0.1)
+        torch.manual_seed(10 + rank)
+        steps.append(under_ddp(step, GradCache(40, kept_fraction=kept_fraction), shard(rank)))
+    return errors(*steps)
+
+
+def errors_with_own_contexts(rank: int) -> tuple[float, float]:
+    """Each rank reads its own documents, of which one has two and the other seven; against the plain step under DDP."""
+    own = with_context(batch_of(records(1)[4 * rank : 4 * rank + 4]), (2, 7)[rank])
+    cached = under_ddp(make_step(True), GradCache(mini_batch_texts=1), own)
+    return errors(cached, under_ddp(make_step(True), None, own))
+
+
+def num_synchronisations(rank: int) -> int:
+    """Gradient reductions in a step over many mini-batches of both stages."""
+    calls = []
+    module = DistributedDataParallel(StepModule(make_step(True), GradCache(mini_batch_texts=1)))
+
+    def count(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        calls.append(bucket.index())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    module.register_comm_hook(None, count)
+    module(shard(rank)).backward()
+    return max(calls.count(index) for index in calls)
+
+
+def errors_with_equal_mini_batches(rank: int) -> tuple[float, float]:
+    own = with_context(batch_of(records(1)[4 * rank : 4 * rank + 4]), (2, 7)[rank])
+    engine = GradCache(40, kept_gib=1e-3, equal_mini_batches=True)
+    return errors(under_ddp(make_step(True), engine, own), under_ddp(make_step(True), None, own))
+
+
+def cases(rank: int) -> dict[str, Any]:
+    results: dict[str, Any] = {"plain": errors(under_ddp(make_step(True), None, shard(rank)), reference())}
+    for name in ("one text", "uneven", "half kept"):
+        results[name] = errors(under_ddp(make_step(True), ENGINES[name], shard(rank)), reference())
+    results["no negatives"] = errors(under_ddp(make_step(True), ENGINES["uneven"], shard(rank, 0)), reference(0))
+    results["through the wrapper"] = errors_through_the_wrapper(rank)
+    results["dropout"] = errors_with_dropout(rank)
+    results["own contexts"] = errors_with_own_contexts(rank)
+    results["equal mini-batches"] = errors_with_equal_mini_batches(rank)
+    for mutant in (OneTower, TruncatedFirstStage):
+        with patch("embeddings.training.gradcache._TwoPasses", mutant):
+            step = under_ddp(make_step(True), GradCache(mini_batch_texts=2), shard(rank))
+        results[mutant.__name__] = errors(step, reference())
+    results["synchronisations"] = num_synchronisations(rank)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_on_two_ranks(cases)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain",
+        "one text",
+        "uneven",
+        "half kept",
+        "no negatives",
+        "through the wrapper",
+        "dropout",
+        "own contexts",
+        "equal mini-batches",
+    ],
+)
+def test_both_encoders_have_the_gradient_of_one_process(results: list[dict[str, Any]], case: str) -> None:
+    assert max(max(result[case]) for result in results) <= 1e-12
+
+
+@pytest.mark.parametrize("mutant", ["OneTower", "TruncatedFirstStage"])
+def test_a_first_stage_that_loses_mini_batches_or_a_tower_is_caught(results: list[dict[str, Any]], mutant: str) -> None:
+    assert min(result[mutant][0] for result in results) > 1e-2
+
+
+def test_gradients_are_synchronised_once_a_step(results: list[dict[str, Any]]) -> None:
+    assert [result["synchronisations"] for result in results] == [1, 1]
