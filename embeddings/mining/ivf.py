@@ -14,12 +14,15 @@ from embeddings.inference.search import TopK
 from embeddings.inference.vector_shards import VectorShards, require_directions, save_vectors
 from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.jobs import ArrayTask, ShardedJob
-from embeddings.mining.knn import SLACK, Floats, Rows, best_of_tiles, check_search, in_order
+from embeddings.mining.knn import best_of_tiles, check_search, in_order
+from embeddings.mining.scans import Floats, Rows
 
 MOST_LISTS = 4096
 SAMPLE_PER_LIST = 64
 ITERATIONS = 10
 PROBES = 32
+# Documents kept beyond the top k, since float32 scores do not yet decide the order.
+SLACK = 16
 
 
 class IvfSearch:
@@ -30,7 +33,7 @@ class IvfSearch:
     found are scored and ordered as by `ExactSearch`; which are found differs from it by the lists that are not probed.
 
     Determinism: a function of documents, lists, probes and seed, on one kind of device.
-    Memory: the sample (while training), the centroids, and two tiles of 96 MiB.
+    Memory: the sample (while training), the centroids, and two tiles of 48 MiB.
 
     Args:
         documents: Unit vectors.

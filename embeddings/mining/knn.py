@@ -1,31 +1,29 @@
 """The nearest documents of queries by cosine, exactly, over shards larger than memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from embeddings.common.errors import InputError, OptionError
+from embeddings.inference.precision import has_native_bfloat16
 from embeddings.inference.search import TopK
 from embeddings.inference.vector_shards import VectorShards, require_directions
 from embeddings.mining.faiss_library import load_faiss
+from embeddings.mining.scans import Bfloat16Scan, FaissScan, Floats, Rows, Scan, rounding_error
 
 # Documents of one call of faiss: enough that its heaps cost little beside its products.
-TILE_BYTES = 96 << 20
+TILE_BYTES = 48 << 20
 # faiss on a GPU goes wrong or aborts beyond 65,535 queries in a call, and returns at most 2,048 documents.
 QUERY_CHUNK = 16_384
-GPU_MOST_DOCUMENTS = 2048
-# Documents kept beyond the top k, since float32 scores do not yet decide the order.
-SLACK = 16
+GPU_MOST_DOCUMENTS, GPU_SLACK = 2048, 16
 # Pairs whose vectors fit a processor's cache.
 _PAIR_BLOCK = 512
 # Queries compared with every document of a tile at once, where the slack was not enough.
 _DOUBTFUL_BLOCK = 64
-
-Floats = npt.NDArray[np.float32]
-Rows = npt.NDArray[np.int64]
 
 
 class DocumentSearch(Protocol):
@@ -42,13 +40,15 @@ class DocumentSearch(Protocol):
 class ExactSearch:
     """The documents of largest inner product of each query, as if all pairs had been scored.
 
-    faiss finds a few more than `top_k` in float32, tile by tile. These are scored again in float64, and where their
-    margin is within float32's error bound of the last place, the query is compared with all documents once more.
+    A scan finds more than `top_k` by scores that are nearly right, tile by tile: in bfloat16 by PyTorch where the
+    processor has it, else in float32 by faiss. What it keeps is scored again in float64. A query for which the scan's
+    error bound does not rule out that a document was missed goes through the next scan, from bfloat16 to float32 to the
+    comparison with every document in float64.
 
     Precision: a score is the inner product summed in float64, rounded to float32.
     Determinism: equal scores are ordered by row; scores and rows are the same whatever the size of shards, the number
-    of queries in a call, and the device.
-    Memory: a tile of 96 MiB, and 12 bytes for each of (`top_k` + 16) documents of a query.
+        of queries in a call, and the device.
+    Memory: two tiles of 48 MiB, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
 
     Args:
         documents: Unit vectors.
@@ -61,8 +61,11 @@ class ExactSearch:
 
     def __init__(self, documents: VectorShards, gpu: bool = False) -> None:
         self.documents, self.gpu = documents, gpu
-        self._faiss = load_faiss(gpu)
-        self._resources: Any = self._faiss.StandardGpuResources() if gpu else None
+        faiss = load_faiss(gpu)
+        resources: Any = faiss.StandardGpuResources() if gpu else None
+        self._scans: list[Callable[[Floats], Scan]] = [partial(FaissScan, faiss, resources)]
+        if not gpu and has_native_bfloat16(torch.device("cpu")):
+            self._scans.insert(0, Bfloat16Scan)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
         """The nearest documents of each query.
@@ -79,29 +82,33 @@ class ExactSearch:
             OptionError: If `top_k` is not positive, or more than a GPU returns.
         """
         check_search(self.documents, query_QD, top_k, self.gpu)
-        width = min(top_k + SLACK, self.documents.num_rows)
-        found = best_of_tiles(self.documents, len(query_QD), width, partial(self._tile_top_k, query_QD))
-        best = in_order(query_QD, found.index_QK, self.documents, top_k)
-        if width == self.documents.num_rows:
-            return best
-        # Nothing left out scores above the last of what faiss kept, but for both scores' rounding.
-        doubtful_Q = best.score_QK[:, -1] <= found.score_QK.min(axis=1) + rounding_error(query_QD.shape[1])
-        for start in range(0, int(doubtful_Q.sum()), _DOUBTFUL_BLOCK):
-            query_n = np.flatnonzero(doubtful_Q)[start : start + _DOUBTFUL_BLOCK]
+        shape = (len(query_QD), min(top_k, self.documents.num_rows))
+        best = TopK(np.empty(shape, np.float32), np.empty(shape, np.int64))
+        open_Q = np.arange(len(query_QD))
+        for scan_of in self._scans:
+            if open_Q.size:
+                best.score_QK[open_Q], best.index_QK[open_Q], doubtful_Q = self._scanned(
+                    scan_of, query_QD[open_Q], top_k
+                )
+                open_Q = open_Q[doubtful_Q]
+        for start in range(0, open_Q.size, _DOUBTFUL_BLOCK):
+            query_n = open_Q[start : start + _DOUBTFUL_BLOCK]
             least_n = best.score_QK[query_n, -1]
             best.score_QK[query_n], best.index_QK[query_n] = self._among_all(query_QD[query_n], least_n, top_k)
         return best
 
-    def _tile_top_k(
-        self, query_QD: Floats, chunk: slice, first_row: int, tile_TD: Floats, top_k: int
-    ) -> tuple[Floats, Rows]:
-        query_QD, metric = query_QD[chunk], self._faiss.METRIC_INNER_PRODUCT
-        if self.gpu:
-            score_QK, row_QK = self._faiss.knn_gpu(self._resources, query_QD, tile_TD, top_k, metric=metric)
-        else:
-            score_QK, row_QK = self._faiss.knn(query_QD, tile_TD, top_k, metric=metric)
-        assert row_QK.min(initial=0) >= 0
-        return score_QK, row_QK + first_row
+    def _scanned(
+        self, scan_of: Callable[[Floats], Scan], query_QD: Floats, top_k: int
+    ) -> tuple[Floats, Rows, npt.NDArray[np.bool_]]:
+        """The best of what a scan keeps, and for which queries it may have missed a better one."""
+        scan = scan_of(query_QD)
+        width = min(scan.width(top_k), self.documents.num_rows)
+        found = best_of_tiles(self.documents, len(query_QD), width, scan)
+        best = in_order(query_QD, found.index_QK, self.documents, top_k)
+        if width == self.documents.num_rows:
+            return best.score_QK, best.index_QK, np.zeros(len(query_QD), np.bool_)
+        # What was left out scores at most as much here as the last that was kept.
+        return best.score_QK, best.index_QK, best.score_QK[:, -1] <= scan.bound(found.score_QK.min(axis=1))
 
     def _among_all(self, query_QD: Floats, least_Q: Floats, top_k: int) -> TopK:
         """The top k of a few queries among all documents; `least_Q` is a score that the k-th reaches at least."""
@@ -129,8 +136,7 @@ def check_search(documents: VectorShards, query_QD: Floats, top_k: int, gpu: boo
     """
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "100 is usual")
-    if gpu and top_k + SLACK > GPU_MOST_DOCUMENTS:
-        most = GPU_MOST_DOCUMENTS - SLACK
+    if gpu and top_k > (most := GPU_MOST_DOCUMENTS - GPU_SLACK):
         raise OptionError("top_k", top_k, f"must be <= {most} on a GPU", "lower it, or search on the processor")
     if query_QD.shape[1] != documents.embedding_dim:
         raise InputError(
@@ -165,20 +171,19 @@ def tiles(documents: VectorShards) -> Iterator[tuple[int, Floats]]:
         yield first_row, tile_TD[:filled]
 
 
-class TileTopK(Protocol):
-    """The best documents of a tile for a chunk of queries: scores, and rows among all or -1 where there are no more."""
-
-    def __call__(self, chunk: slice, first_row: int, tile_TD: Floats, top_k: int) -> tuple[Floats, Rows]: ...
-
-
-def best_of_tiles(documents: VectorShards, num_queries: int, width: int, top_k_of: TileTopK) -> TopK:
+def best_of_tiles(
+    documents: VectorShards,
+    num_queries: int,
+    width: int,
+    scan: Callable[[slice, int, Floats, int], tuple[Floats, Rows]],
+) -> TopK:
     """The `width` best documents of each query over all tiles, in no order."""
     score_QK = np.full((num_queries, width), -np.inf, np.float32)
     row_QK = np.full((num_queries, width), -1, np.int64)
     for first_row, tile_TD in tiles(documents):
         for start in range(0, num_queries, QUERY_CHUNK):
             chunk = slice(start, start + QUERY_CHUNK)
-            scores, rows = top_k_of(chunk, first_row, tile_TD, min(width, len(tile_TD)))
+            scores, rows = scan(chunk, first_row, tile_TD, min(width, len(tile_TD)))
             scores = np.concatenate([score_QK[chunk], scores], axis=1)
             rows = np.concatenate([row_QK[chunk], rows], axis=1)
             best = np.argpartition(-scores, width - 1, axis=1)[:, :width]
@@ -228,8 +233,3 @@ def dot_pairs(query_QD: Floats, query_P: Rows, vector_ND: Floats, row_P: Rows) -
         left_nD = query_QD[query_P[block]].astype(np.float64)
         score_P[block] = np.vecdot(left_nD, np.asarray(vector_ND[row_P[block]]).astype(np.float64))
     return score_P
-
-
-def rounding_error(width: int) -> float:
-    """A bound on how far a float32 inner product of unit vectors lies from the true one, twice over."""
-    return width * 2.0**-23

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from embeddings.inference.vector_shards import require_directions
-from embeddings.mining.knn import DocumentSearch, Floats, Rows, pair_scores
+from embeddings.mining.knn import DocumentSearch, pair_scores
 from embeddings.mining.negatives import Candidates, NegativeRules, Negatives, QueryFacts, choose_negatives
 from embeddings.mining.pair_index import PairIndex
 from embeddings.mining.pair_vectors import PairVectors
+from embeddings.mining.scans import Floats, Rows
 
 # Candidates beyond the last rank that make up for the query's own texts. A query with more known positives than this,
 # all of them among its nearest documents, is left with fewer ranks.

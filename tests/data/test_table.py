@@ -29,6 +29,7 @@ def test_every_row_comes_back_wherever_the_batches_are_cut(tmp_path, monkeypatch
     assert len(table) == 7
     assert [table.row(i) for i in range(7)] == rows
     assert [table.query(i) for i in (6, 0)] == ["query 6", "query 0"]
+    assert [table.positives(i) for i in (5, 3)] == [["positive 5"] * 2, []]
     np.testing.assert_array_equal(table.labels(), np.arange(7))
     assert [level for levels in table.negative_levels() for level in levels.tolist()] == [1] * 9
 
