@@ -14,6 +14,7 @@ from embeddings.inference.search import TopK
 from embeddings.inference.vector_shards import VectorShards, require_directions, save_vectors
 from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.jobs import ArrayTask, ShardedJob
+from embeddings.mining.kmeans import kmeans_run
 from embeddings.mining.knn import best_of_tiles, check_search, in_order
 from embeddings.mining.scans import Floats, Rows
 
@@ -167,22 +168,10 @@ def build_ivf(
 
 def _train(documents: VectorShards, num_lists: int, seed: int, gpu: bool, shard: int, path: Path) -> None:
     """Write the centroids of a sample that is spread evenly over the documents."""
-    faiss = load_faiss(gpu)
     sample_nD = _sample(documents, min(documents.num_rows, num_lists * SAMPLE_PER_LIST), seed)
-    kmeans = faiss.Kmeans(
-        documents.embedding_dim,
-        num_lists,
-        niter=ITERATIONS,
-        nredo=1,
-        seed=derive_seed(seed, "ivf") % 2**31,
-        spherical=True,
-        min_points_per_centroid=1,
-        max_points_per_centroid=SAMPLE_PER_LIST,
-        verbose=False,
-        gpu=gpu,
-    )
-    kmeans.train(sample_nD)
-    save_vectors(path, kmeans.centroids.reshape(num_lists, documents.embedding_dim))
+    lists_seed = derive_seed(seed, "ivf") % 2**31
+    found = kmeans_run(sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu=gpu)
+    save_vectors(path, found.centroids)
 
 
 def _sample(documents: VectorShards, count: int, seed: int) -> Floats:

@@ -24,8 +24,9 @@ class ClusteredBatchSampler(BatchSampler):
     The folders are opened by `identify`, which the data module calls: only it knows the sources' names.
 
     In each epoch each source's clusters are laid end to end in a new order and cut into global batches (see
-    `PackedClusters`); the batches of all sources are then shuffled together. A rank's slice is a random part of the
-    global batch, so candidates gathered over the ranks are what makes a large batch hard.
+    `PackedClusters`); the batches of all sources are then shuffled together. A rank's slice is
+    cut from it in the clusters' order, so it is of as few clusters as can be, whether candidates are gathered over the
+    ranks or not.
 
     Determinism: see `BatchSampler`. The order of the clusters is computed when the first batch of a source is asked
     for in an epoch, 2 to 6 microseconds a cluster; each batch is then found without the ones before it.

@@ -131,8 +131,7 @@ class PackedClusters:
         offsets: Where each cluster starts in it, and its length, (k+1,) int64.
         order: Each cluster once, (k,) int32.
         batch_size: Rows of a batch.
-        key: Any integer; it decides the skipped stretch, which rows of a cut cluster come first, and each batch's
-            order.
+        key: Any integer; it decides the skipped stretch, and which rows of a cut cluster come first.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: the tail of the order is what CDE
     drops.
@@ -154,11 +153,10 @@ class PackedClusters:
         self._skips_before = derive_seed(key, "skip") % (self.num_batches + 1)
 
     def batch(self, number: int) -> Rows:
-        """The rows of batch `number` (0 to `num_batches` - 1), (batch_size,) int64, in random order."""
+        """The rows of batch `number` (0 to `num_batches` - 1), (batch_size,) int64, cluster after cluster."""
         start = number * self.batch_size + (self._num_skipped if number >= self._skips_before else 0)
         places = self._places(start, start + self.batch_size)
-        shuffle = sorted_permutation(self.batch_size, derive_seed(self._key, "shuffle", number))
-        return self._rows[places[shuffle]].astype(np.int64)
+        return self._rows[places].astype(np.int64)
 
     def _places(self, start: int, stop: int) -> Rows:
         """Where in the rows by cluster positions `start` … `stop` - 1 of the order lie."""

@@ -156,6 +156,16 @@ def test_a_clusters_rows_share_batches(make: Maker, order: str) -> None:
         assert all(len(steps) <= -(-sizes[cluster] // 15) + 1 for cluster, steps in batches_of_cluster.items())
 
 
+def test_a_ranks_slice_is_of_few_clusters(make: Maker) -> None:
+    clusters = cluster_of("first")
+    whole = rows_of(make(16, names=["first"]), 0)
+    ranks = [rows_of(make(4, names=["first"], num_replicas=4, rank=rank), 0) for rank in range(4)]
+    for step, batch in enumerate(whole):
+        parts = sum(len({clusters[row] for row in rank[step]}) for rank in ranks)
+        # Each of the three cuts can split one cluster.
+        assert parts <= len({clusters[row] for row in batch}) + 3
+
+
 def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 200, 2000)
     folder = write_clusters(tmp_path / "only", ids.tolist(), 200, num_neighbours=16)
