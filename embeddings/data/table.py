@@ -10,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError
+from embeddings.data.columns import ListColumn, NumberColumn, TextColumn
 
 ROWS_FILE, STARTS_FILE = "rows.arrow", "starts.npy"
 MAX_BATCH_ROWS, MAX_BATCH_CHARACTERS = 65_536, 32 * 2**20
@@ -92,7 +93,7 @@ class Table:
             raise _damaged(folder) from error
         if self._reader.num_record_batches != len(self._starts) - 1:
             raise _damaged(folder)
-        self._columns: list[tuple[Any, ...] | None] = [None] * (len(self._starts) - 1)
+        self._columns: list[_Columns | None] = [None] * (len(self._starts) - 1)
 
     def __reduce__(self) -> tuple[type["Table"], tuple[Path]]:
         """The folder alone."""
@@ -104,43 +105,74 @@ class Table:
 
     def row(self, index: int) -> StoredRow:
         """The row at `index`, from 0."""
-        columns, offset = self._find(index)
-        return StoredRow(*(column[offset].as_py() for column in columns))
+        columns, place = self._find(index)
+        return StoredRow(
+            columns.query[place],
+            columns.positives[place],
+            columns.negatives[place],
+            columns.levels[place],
+            columns.label.values[place],
+            columns.instruction[place],
+        )
 
     def query(self, index: int) -> str:
         """The query at `index` alone."""
-        columns, offset = self._find(index)
-        text: str = columns[0][offset].as_py()
-        return text
+        columns, place = self._find(index)
+        return columns.query[place]
 
     def positives(self, index: int) -> list[str]:
         """The positives at `index` alone."""
-        columns, offset = self._find(index)
-        texts: list[str] = columns[1][offset].as_py()
-        return texts
+        columns, place = self._find(index)
+        return columns.positives[place]
 
     def labels(self) -> NDArray[np.int32]:
         """The label of every row, (rows,)."""
         return np.concatenate(
-            [self._batch(number)[4].to_numpy() for number in range(len(self._columns))] or [np.empty(0, np.int32)]
+            [np.asarray(self._batch(number).label.values) for number in range(len(self._columns))]
+            or [np.empty(0, np.int32)]
         )
 
     def negative_levels(self) -> Iterator[NDArray[np.int8]]:
         """The levels of all negatives, batch by batch, (negatives,)."""
         for number in range(len(self._columns)):
-            yield self._batch(number)[3].flatten().to_numpy()
+            numbers = self._batch(number).levels.child
+            assert isinstance(numbers, NumberColumn)
+            yield np.asarray(numbers.values)
 
-    def _find(self, index: int) -> tuple[tuple[Any, ...], int]:
+    def _find(self, index: int) -> tuple["_Columns", int]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         number = bisect_right(self._starts, index) - 1
         return self._batch(number), index - self._starts[number]
 
-    def _batch(self, number: int) -> tuple[Any, ...]:
+    def _batch(self, number: int) -> "_Columns":
         columns = self._columns[number]
         if columns is None:
-            columns = self._columns[number] = tuple(self._reader.get_batch(number).columns)
+            columns = self._columns[number] = _columns_of(self._reader.get_batch(number))
         return columns
+
+
+class _Columns(NamedTuple):
+    """The columns of one record batch, as `StoredRow` names them."""
+
+    query: TextColumn
+    positives: ListColumn
+    negatives: ListColumn
+    levels: ListColumn
+    label: NumberColumn
+    instruction: TextColumn
+
+
+def _columns_of(batch: pa.RecordBatch) -> _Columns:
+    query, positives, negatives, levels, label, instruction = batch.columns
+    return _Columns(
+        TextColumn(query),
+        ListColumn(positives, TextColumn(positives.values)),
+        ListColumn(negatives, TextColumn(negatives.values)),
+        ListColumn(levels, NumberColumn(levels.values, "b")),
+        NumberColumn(label, "i"),
+        TextColumn(instruction),
+    )
 
 
 def _damaged(folder: Path) -> InputError:
