@@ -1,11 +1,13 @@
 """A model directory at the end of training."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
 import torch
 
 from embeddings.callbacks.embedder_of import embedder_of
+from embeddings.common import TextSettings
 from embeddings.common.log import logger
 
 
@@ -17,11 +19,25 @@ class ExportModel(L.Callback):
     Args:
         output: The directory to write; one that is there is replaced once the new one is whole.
         best: Whether to take the best checkpoint where one was kept by a monitored metric.
+        query_max_length: Most tokens of a query that the written model reads; None for what it was trained with.
+        document_max_length: The same of a document.
+
+    Raises:
+        OptionError: If a length is below 4 tokens.
     """
 
-    def __init__(self, output: str, best: bool = True) -> None:
+    def __init__(
+        self,
+        output: str,
+        best: bool = True,
+        query_max_length: int | None = None,
+        document_max_length: int | None = None,
+    ) -> None:
         self.output = output
         self.best = best
+        lengths = {"query_max_length": query_max_length, "document_max_length": document_max_length}
+        self.lengths = {name: length for name, length in lengths.items() if length is not None}
+        replace(TextSettings(), **self.lengths)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the directory, on rank 0."""
@@ -30,6 +46,7 @@ class ExportModel(L.Callback):
         embedder = embedder_of(pl_module, self)
         if self.best:
             self._load_best(trainer, pl_module)
+        embedder.text = replace(embedder.text, **self.lengths)
         embedder.save_pretrained(self.output)
         logger.info("model directory: %s", self.output)
 

@@ -1,11 +1,17 @@
+from dataclasses import replace
+
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from embeddings.callbacks import ExportModel
 from embeddings.cli.app import run_trainer
+from embeddings.common import OptionError
+from embeddings.models import Embedder
 from tests.helpers.runs import run_config, write_config, write_retrieval_folder
 
 
-def run_with_export(tmp_path, best):
+def run_with_export(tmp_path, best, **lengths):
     config = run_config(tmp_path)
     folder = write_retrieval_folder(tmp_path / "eval")
     config["trainer"]["callbacks"] = [
@@ -20,7 +26,7 @@ def run_with_export(tmp_path, best):
         },
         {
             "class_path": "embeddings.callbacks.ExportModel",
-            "init_args": {"output": str(tmp_path / "model"), "best": best},
+            "init_args": {"output": str(tmp_path / "model"), "best": best, **lengths},
         },
     ]
     return run_trainer(["fit", "--config", write_config(tmp_path, config)])
@@ -45,6 +51,19 @@ def test_the_last_weights_are_written_on_request(tmp_path):
     found = exported(tmp_path)
     assert all(torch.equal(found[name], state[f"embedder.backbone.{name}"]) for name in found)
     assert any(not torch.equal(found[name], best[f"embedder.backbone.{name}"]) for name in found)
+
+
+def test_the_written_model_may_read_longer_texts_than_it_was_trained_on(tmp_path):
+    cli = run_with_export(tmp_path, False, document_max_length=60)
+    trained = cli.datamodule.text
+    assert trained.document_max_length != 60
+    written = Embedder.from_pretrained(tmp_path / "model").text
+    assert written == replace(trained, document_max_length=60)
+
+
+def test_an_impossible_length_is_refused_before_training():
+    with pytest.raises(OptionError, match="document_max_length must be >= 4, got 2"):
+        ExportModel("model", document_max_length=2)
 
 
 def test_a_fast_development_run_writes_nothing(tmp_path):
