@@ -36,7 +36,6 @@ TRAINING_PACKAGES = (
 )
 # fmt: on
 # File systems, argument parsers, training loops, graphs: four kinds of code, and every installation has them.
-# With 128 tokens all-MiniLM-L6-v2 reads nDCG@10 0.634 here and BM25 0.573: room to learn, and no lexical short cut.
 HELD_OUT_PACKAGES = ("fsspec", "jsonargparse", "lightning", "networkx")
 
 
