@@ -71,7 +71,7 @@ def compare(ours: Action, peer: Action, chosen: argparse.Namespace, least_second
 def compare_all(
     ours: Mapping[str, Action], peer: Action, chosen: argparse.Namespace, least_seconds: float = 0.2
 ) -> dict[str, Ratio]:
-    """Time several actions of ours against one of the peer's, interleaved, the order turned from round to round.
+    """Time several actions of ours against one of the peer's, interleaved, the order another in each round.
 
     Every round also runs the peer a second time: the ratio of its two times is the control. On one thread the clock
     counts the process's own seconds, on more it is the wall's. The rounds and the time left go to stderr.
@@ -86,7 +86,9 @@ def compare_all(
     seconds: list[list[float]] = [[] for _ in actions]
     rounds, places = 2 if chosen.tiny else chosen.pairs, list(range(len(actions)))
     for turn in progress(range(rounds), desc=", ".join(ours), disable=chosen.tiny):
-        for place in places[turn % len(places) :] + places[: turn % len(places)]:
+        # Turned round every other time, or the control would nearly always come right after the peer.
+        order = places[turn % len(places) :] + places[: turn % len(places)]
+        for place in order[:: 1 if turn % 2 == 0 else -1]:
             start = clock()
             for _ in range(repeats[place]):
                 actions[place]()
