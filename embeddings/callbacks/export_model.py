@@ -35,9 +35,9 @@ class ExportModel(L.Callback):
     ) -> None:
         self.output = output
         self.best = best
-        lengths = {"query_max_length": query_max_length, "document_max_length": document_max_length}
-        self.lengths = {name: length for name, length in lengths.items() if length is not None}
-        replace(TextSettings(), **self.lengths)
+        self.query_max_length = query_max_length
+        self.document_max_length = document_max_length
+        self._with_lengths(TextSettings())
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the directory, on rank 0."""
@@ -46,9 +46,18 @@ class ExportModel(L.Callback):
         embedder = embedder_of(pl_module, self)
         if self.best:
             self._load_best(trainer, pl_module)
-        embedder.text = replace(embedder.text, **self.lengths)
+        embedder.text = self._with_lengths(embedder.text)
         embedder.save_pretrained(self.output)
         logger.info("model directory: %s", self.output)
+
+    def _with_lengths(self, text: TextSettings) -> TextSettings:
+        return replace(
+            text,
+            query_max_length=text.query_max_length if self.query_max_length is None else self.query_max_length,
+            document_max_length=(
+                text.document_max_length if self.document_max_length is None else self.document_max_length
+            ),
+        )
 
     def _load_best(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         checkpoint = trainer.checkpoint_callback

@@ -1,9 +1,10 @@
 """Arrow columns read through plain views of their buffers: a value costs a look, not an Arrow scalar."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
+_Code = Literal["b", "B", "i", "q"]
 _EMPTY = memoryview(b"")
 
 
@@ -38,14 +39,13 @@ class NumberColumn:
 
     __slots__ = ("values",)
 
-    def __init__(self, array: pa.Array, code: str) -> None:
+    def __init__(self, array: pa.Array, code: Literal["b", "i"]) -> None:
         assert array.null_count == 0
-        self.values: memoryview[Any] = _view(array.buffers()[1], code)[array.offset : array.offset + len(array)]
+        self.values = _view(array.buffers()[1], code)[array.offset : array.offset + len(array)]
 
     def part(self, start: int, stop: int) -> list[int]:
         """The numbers at `start` … `stop` - 1."""
-        numbers: list[int] = self.values[start:stop].tolist()
-        return numbers
+        return self.values[start:stop].tolist()
 
 
 class ListColumn:
@@ -69,7 +69,7 @@ class ListColumn:
         return self.child.part(start, stop) if start < stop else []
 
 
-def _view(buffer: pa.Buffer | None, code: str) -> "memoryview[Any]":
+def _view(buffer: pa.Buffer | None, code: _Code) -> "memoryview[int]":
     """A buffer as numbers of a type; it keeps the memory alive."""
     if buffer is None or not buffer.size:
         return _EMPTY.cast(code)
