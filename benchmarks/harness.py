@@ -140,7 +140,7 @@ def record(
         ratio = Ratio(ratio, ratio, ratio, float("nan"))
     row = Row(
         claim, round(ratio.median, 4), unit, round(ratio.low, 4), round(ratio.high, 4), round(ratio.control, 4), target,
-        _versions(peer), _hardware(), chosen.threads, _commit(), datetime.date.today().isoformat(),
+        _versions(peer), hardware(), chosen.threads, commit(), datetime.date.today().isoformat(),
     )  # fmt: skip
     print(f"{claim}: {row.value} {unit} ({row.low} to {row.high}), target {target}, control {row.control}")
     if chosen.tiny:
@@ -194,7 +194,8 @@ def _versions(packages: str) -> str:
     return " ".join(f"{name} {version(name)}" for name in names) or "none"
 
 
-def _hardware() -> str:
+def hardware() -> str:
+    """Number and name of the processors."""
     name = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.is_file():
@@ -206,12 +207,12 @@ def _hardware() -> str:
     return name
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit, marked where anything but the rows of results differs from it."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
 
-    commit = git("rev-parse", "--short", "HEAD").stdout.strip()
-    changed = git("diff", "--quiet", "HEAD", "--", ":/", f":!{RESULTS.name}").returncode != 0
-    return f"{commit or 'unknown'}{'-dirty' if commit and changed else ''}"
+    head = git("rev-parse", "--short", "HEAD").stdout.strip()
+    changed = git("diff", "--quiet", "HEAD", "--", ":/", ":!*.csv").returncode != 0
+    return f"{head or 'unknown'}{'-dirty' if head and changed else ''}"

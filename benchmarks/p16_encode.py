@@ -83,8 +83,6 @@ def main() -> None:
     ours = {"float32": exact, "bfloat16": automatic} if automatic.dtype == torch.bfloat16 else {"float32": exact}
     ratios = compare_all({name: partial(encoder.encode, texts) for name, encoder in ours.items()}, default, chosen)
     record(chosen, "P16 encode in float32 over the default", ratios["float32"], "ratio", "<=0.85", PEERS)
-    ratio = compare(lambda: exact.encode(texts), peer_of(peer, texts, best_size), chosen)
-    record(chosen, f"P16 encode in float32 over the best, batch {best_size}", ratio, "ratio", "<=0.95", PEERS)
     if automatic.dtype == torch.bfloat16:
         cosine = float((automatic.encode(texts) * expected).sum(axis=1).min())
         if not cosine >= 0.999:
@@ -97,6 +95,8 @@ def main() -> None:
         reached = matmul_flops(encoder, texts) / (time.perf_counter() - start)
         share = reached / matmul_peak(encoder, 0.01 if chosen.tiny else 2.0)
         record(chosen, f"P16 share of the measured peak of matrix products, {name}", share, "fraction", "none", "torch")
+    ratio = compare(lambda: exact.encode(texts), peer_of(peer, texts, best_size), chosen)
+    record(chosen, f"P16 encode in float32 over the best, batch {best_size}", ratio, "ratio", "<=0.95", PEERS)
 
 
 if __name__ == "__main__":

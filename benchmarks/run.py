@@ -1,4 +1,4 @@
-"""Run every benchmark, each in a process of its own: `python -m benchmarks.run [--tiny]`."""
+"""Run every benchmark and experiment, each in a process of its own: `python -m benchmarks.run [--tiny]`."""
 
 import subprocess
 import sys
@@ -7,7 +7,8 @@ from pathlib import Path
 
 def main() -> int:
     """Run the scripts in the order of their claims; returns 1 if one of them failed."""
-    scripts = sorted(Path(__file__).parent.glob("p[0-9]*.py"), key=lambda path: int(path.stem[1:].split("_")[0]))
+    found = Path(__file__).parent.glob("[pe][0-9]*.py")
+    scripts = sorted(found, key=lambda path: (path.stem[0] != "p", int(path.stem[1:].split("_")[0])))
     failed = []
     for script in scripts:
         print(f"== {script.stem}", flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("p[0-9]*.py"))
+SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("[pe][0-9]*.py"))
 NEEDS_DATA = {"p2_peer_gradcache"}
 
 

@@ -1,0 +1,356 @@
+"""What the experiments on contextual embeddings share: the docstring corpus, its clusters, training and scoring.
+
+Everything starts from all-MiniLM-L6-v2, which also is the surrogate that clusters and filters. Held out are whole
+packages, each searched by itself: a package is a domain.
+"""
+
+import gzip
+import json
+import logging
+import os
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import numpy as np
+import torch
+
+from benchmarks.trials import Metrics, Scores, Trial, run_trials
+from embeddings.callbacks import ExportModel, GradCacheCallback
+from embeddings.common import TextSettings
+from embeddings.common.fileio import atomic_path
+from embeddings.data import BlendedBatchSampler, ClusteredBatchSampler, EmbeddingDataModule, SourceConfig
+from embeddings.data.cache import open_cached
+from embeddings.data.docstrings import prepare_docstrings
+from embeddings.data.surrogate_vectors import SurrogateVectors
+from embeddings.evaluation import Judgments, RetrievalFolder, read_retrieval_folder, score_retrieval
+from embeddings.inference import Context, Encoder, sample_context
+from embeddings.losses import InfoNCE, SurrogateFilter
+from embeddings.mining import ClusterSettings, VectorFeatures, cluster_pairs, encode_pairs
+from embeddings.models import BackboneConfig, Embedder, MeanPooling
+from embeddings.modules import CDEModule, ContextSettings, NVEmbedModule
+from embeddings.modules.base import ContrastiveModule
+from embeddings.training.schedule import Schedule
+
+MODEL = "all-MiniLM-L6-v2"
+WARMUP_SEED = 1000
+# Of so many pairs one is taken with its near-copy.
+COPIED = 4
+CONTEXTS = ("matched", "foreign", "no")
+OTHER_DOMAINS = ("cranfield", "codebase_chunks")
+TINY_PACKAGES, TINY_HELD_OUT = ["click"], ["jinja2", "packaging"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained.
+
+    Args:
+        contextual: Whether it is a contextual model, or a bi-encoder with the same backbone.
+        cluster_size: Mean rows of a cluster, or None for random batches.
+        order: How the clusters are laid end to end.
+        copies: Whether every training pair has a planted near-copy; a quarter of the pairs is enough for it.
+        filter_margin: Margin of the surrogate's filter of false negatives, or None for no filter.
+        warmup_steps: Steps on random batches before, the same model for all seeds and variants.
+        num_steps: Steps.
+        batch_size: Pairs of a batch.
+        max_length: Most tokens of a text, in training and scoring.
+        num_context: Context documents.
+        learning_rate: Its peak.
+    """
+
+    contextual: bool = False
+    cluster_size: int | None = None
+    order: Literal["nearest", "random"] = "nearest"
+    copies: bool = False
+    filter_margin: float | None = None
+    warmup_steps: int = 0
+    num_steps: int = 40
+    batch_size: int = 32
+    max_length: int = 64
+    num_context: int = 32
+    learning_rate: float = 1e-4
+
+    @property
+    def text(self) -> TextSettings:
+        """Lengths of the texts."""
+        return TextSettings(query_max_length=self.max_length, document_max_length=self.max_length)
+
+
+def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
+    """Train and score by each recipe with each seed; what earlier runs have done is taken from them.
+
+    Args:
+        chosen: The command line.
+        experiment: Its name in the rows.
+        recipes: By the name of the variant.
+    """
+    if chosen.tiny:
+        recipes = {name: _tiny(recipe) for name, recipe in recipes.items()}
+    World(chosen.work, chosen.tiny).prepare(list(recipes.values()))
+    seeds = range(1 if chosen.tiny else chosen.seeds)
+    trials = [Trial(experiment, name, seed, asdict(recipe)) for seed in seeds for name, recipe in recipes.items()]
+    return run_trials(chosen, trials, run_trial)
+
+
+def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
+    """Train by the trial's recipe, and score the model."""
+    world, recipe = World(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
+    start = time.perf_counter()
+    module = train(world, recipe, trial.seed)
+    seconds = time.perf_counter() - start
+    scores = score(world, module.embedder)
+    return {**scores, "batch difficulty": batch_difficulty(world, recipe, trial.seed), "training seconds": seconds}
+
+
+class World:
+    """The corpora in a folder of work; what is there already is kept.
+
+    Args:
+        work: The folder.
+        tiny: Whether to take two small packages.
+    """
+
+    def __init__(self, work: Path, tiny: bool) -> None:
+        self.folder, self.tiny = (work / ("tiny" if tiny else "docstrings")).absolute(), tiny
+
+    def prepare(self, recipes: list[Recipe]) -> None:
+        """Make what these recipes need, with all threads, before their trials run side by side."""
+        if self.tiny:
+            prepare_docstrings(self.folder / "corpus", TINY_PACKAGES, TINY_HELD_OUT, 0, 10, 5, 20, 10, 30, 10)
+        else:
+            prepare_docstrings(self.folder / "corpus")
+        for recipe in recipes:
+            self._plant_copies(recipe.copies)
+            self._cluster(recipe)
+            self._warm_up(recipe)
+
+    def source(self, copies: bool) -> SourceConfig:
+        """The training pairs, with their surrogate vectors."""
+        vectors = str(self.folder / f"vectors-{_kind(copies)}")
+        return SourceConfig("docstrings", str(self._pairs(copies)), surrogate_vectors=vectors)
+
+    def clusters(self, recipe: Recipe) -> Path:
+        """The folder of a recipe's clusters."""
+        return self.folder / f"clusters-{_kind(recipe.copies)}-{recipe.cluster_size}"
+
+    def start(self, recipe: Recipe) -> str | None:
+        """The model directory that a recipe starts from, or None for MiniLM itself."""
+        if not recipe.warmup_steps:
+            return None
+        kind = "contextual" if recipe.contextual else "biencoder"
+        return str(self.folder / f"start-{kind}-{recipe.warmup_steps}-{recipe.learning_rate}")
+
+    def domains(self) -> dict[str, RetrievalFolder]:
+        """The held-out packages, each a corpus of its own with its queries."""
+        return split_by_package(read_retrieval_folder(self.folder / "corpus" / "eval" / "held_out"))
+
+    def in_domain(self) -> RetrievalFolder:
+        """Held-out functions of the training packages."""
+        return read_retrieval_folder(self.folder / "corpus" / "eval" / "in_domain")
+
+    def _pairs(self, copies: bool) -> Path:
+        return self.folder / "corpus" / "train.jsonl.gz" if not copies else self.folder / "with-copies.jsonl.gz"
+
+    def _plant_copies(self, copies: bool) -> None:
+        if copies and not self._pairs(copies).exists():
+            with gzip.open(self._pairs(False), "rt", encoding="utf-8") as file:
+                rows = [json.loads(line) for line in file][::COPIED]
+            with atomic_path(self._pairs(copies)) as temporary, gzip.open(temporary, "wt", encoding="utf-8") as file:
+                for row in rows:
+                    pair = {"query": row["query"], "positive": row["positive"]}
+                    file.write(f"{json.dumps(pair)}\n{json.dumps(near_copy(pair))}\n")
+
+    def _cluster(self, recipe: Recipe) -> None:
+        source = open_cached(self.source(recipe.copies))
+        embedder = Embedder.from_pretrained(MODEL)
+        embedder.text = recipe.text
+        encoder = Encoder(embedder, show_progress=not self.tiny)
+        vectors = encode_pairs(encoder, source, self.folder / f"vectors-{_kind(recipe.copies)}")
+        if recipe.cluster_size is not None:
+            # The paper's 100 iterations, best of 3, would take an hour here for the small clusters.
+            settings = ClusterSettings(cluster_size=recipe.cluster_size, num_iterations=20, num_runs=1)
+            cluster_pairs(VectorFeatures(vectors), source, self.clusters(recipe), settings)
+
+    def _warm_up(self, recipe: Recipe) -> None:
+        start = self.start(recipe)
+        if start is not None and not Path(start).exists():
+            before = replace(
+                recipe,
+                cluster_size=None,
+                copies=False,
+                filter_margin=None,
+                num_steps=recipe.warmup_steps,
+                warmup_steps=0,
+            )
+            train(self, before, WARMUP_SEED, export=start)
+
+
+def split_by_package(folder: RetrievalFolder) -> dict[str, RetrievalFolder]:
+    """One folder for each package, a document's package being the first part of its id."""
+    packages = np.array([name.split(".")[0] for name in folder.document_ids])
+    judged = folder.judgments
+    found = {}
+    for package in sorted(set(packages.tolist())):
+        documents = np.flatnonzero(packages == package)
+        is_own_J = np.isin(judged.document_J, documents)
+        queries = np.unique(judged.query_J[is_own_J])
+        found[package] = RetrievalFolder(
+            [folder.documents[row] for row in documents.tolist()],
+            [folder.document_ids[row] for row in documents.tolist()],
+            [folder.queries[row] for row in queries.tolist()],
+            [folder.query_ids[row] for row in queries.tolist()],
+            Judgments(
+                np.searchsorted(queries, judged.query_J[is_own_J]),
+                np.searchsorted(documents, judged.document_J[is_own_J]),
+                judged.relevance_J[is_own_J],
+                len(queries),
+                len(documents),
+            ),
+            0,
+        )
+    return found
+
+
+def near_copy(pair: dict[str, str]) -> dict[str, str]:
+    """The pair as a vendored copy would have it: another name of the package, a line less, a word of the query less."""
+    lines = pair["positive"].splitlines()
+    kept = [f"vendored.{lines[0]}", *lines[1 : max(2, len(lines) - 1)]]
+    words = pair["query"].split()
+    return {"query": " ".join(words[:-1] if len(words) > 3 else [*words, "again"]), "positive": "\n".join(kept)}
+
+
+def train(world: World, recipe: Recipe, seed: int, export: str | None = None) -> ContrastiveModule:
+    """Train a model by a recipe; with `export` it is written there as a model directory."""
+    data = data_of(world, recipe, seed)
+    module = module_of(world, recipe, seed)
+    callbacks: list[L.Callback] = [GradCacheCallback(mini_batch_tokens=1024 if not world.tiny else 256, kept_gib=4)]
+    if export is not None:
+        callbacks.append(ExportModel(export))
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        precision="bf16-mixed",
+        max_steps=recipe.num_steps,
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=world.folder,
+    )
+    trainer.fit(module, data)
+    return module
+
+
+def data_of(world: World, recipe: Recipe, seed: int) -> EmbeddingDataModule:
+    """The batches of a recipe."""
+    if recipe.cluster_size is None:
+        sampler: Any = partial(BlendedBatchSampler)
+    else:
+        folder = {"docstrings": str(world.clusters(recipe))}
+        sampler = partial(ClusteredBatchSampler, clusters=folder, order=recipe.order)
+    return EmbeddingDataModule([world.source(recipe.copies)], recipe.text, recipe.batch_size, 0, sampler, seed=seed)
+
+
+def module_of(world: World, recipe: Recipe, seed: int) -> ContrastiveModule:
+    """The model of a recipe, untrained."""
+    margin = recipe.filter_margin
+    rule = None if margin is None else SurrogateFilter(margin)
+    options: dict[str, Any] = {
+        "backbone": BackboneConfig(MODEL),
+        "loss": InfoNCE(temperature=0.05, false_negative_filter=rule),
+        "optimizer": partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
+        "schedule": Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        "initial_model": world.start(recipe),
+        "seed": seed,
+    }
+    if recipe.contextual:
+        return CDEModule(context=ContextSettings(num_context=recipe.num_context), **options)
+    return NVEmbedModule(pooling=MeanPooling, **options)
+
+
+def batch_difficulty(world: World, recipe: Recipe, seed: int) -> float:
+    """Share of queries in the run's batches for which the surrogate puts another document of the batch first."""
+    data = data_of(world, recipe, seed)
+    data.setup()
+    plan: Any = data.sampler(data.mixture.sizes, recipe.batch_size, seed, data.mixture.weights)
+    plan.identify(data.mixture.identities)
+    source = world.source(recipe.copies)
+    vectors = SurrogateVectors(str(source.surrogate_vectors), open_cached(source).folder.name)
+    missed = []
+    for step in range(recipe.num_steps):
+        rows = plan.global_batch(0, step)[0].tolist()
+        query_BS = np.stack([vectors.query(row) for row in rows])
+        document_BS = np.stack([vectors.positives(row)[0] for row in rows])
+        score_BB = query_BS @ document_BS.T
+        missed.append((score_BB.argmax(axis=1) != np.arange(len(rows))).mean())
+    return float(np.mean(missed))
+
+
+def score(world: World, embedder: Embedder) -> Metrics:
+    """nDCG@10 of a model, where it is contextual behind documents of the corpus, of another one, and behind none."""
+    encoder = Encoder(embedder)
+    packages, functions = world.domains(), world.in_domain()
+    scores = {"held-out functions": _ndcg(encoder, functions, functions.documents)}
+    sets = {"held-out packages": packages}
+    if not world.tiny:
+        sets |= {name: {name: folder} for name, folder in other_domains().items()}
+    foreign = next(iter(packages.values())).documents
+    for name, folders in sets.items():
+        for kind in CONTEXTS if encoder.num_context else ("no",):
+            # A package's foreign context is of the next package, another collection's of a package.
+            scores[f"{name}, {kind} context"] = _mean_over(encoder, folders, kind, foreign)
+        scores[name] = scores[f"{name}, {'matched' if encoder.num_context else 'no'} context"]
+    return scores
+
+
+def other_domains() -> dict[str, RetrievalFolder]:
+    """Real collections of other kinds, where the folder EMBED_DATA holds them."""
+    root = Path(os.environ.get("EMBED_DATA", "../shared/data"))
+    return {name: read_retrieval_folder(root / name) for name in OTHER_DOMAINS if (root / name).is_dir()}
+
+
+def _mean_over(encoder: Encoder, folders: dict[str, RetrievalFolder], kind: str, foreign: list[str]) -> float:
+    """nDCG@10 over the queries of all folders, each searched behind its context."""
+    names = list(folders)
+    total = 0.0
+    for place, name in enumerate(names):
+        following = names[(place + 1) % len(names)]
+        sources = {
+            "matched": folders[name].documents,
+            "foreign": folders[following].documents if following != name else foreign,
+            "no": None,
+        }
+        total += _ndcg(encoder, folders[name], sources[kind]) * len(folders[name].queries)
+    return total / sum(len(folder.queries) for folder in folders.values())
+
+
+def _ndcg(encoder: Encoder, folder: RetrievalFolder, documents: list[str] | None) -> float:
+    context: Context | None = None
+    if encoder.num_context and documents is not None:
+        context = sample_context(encoder, documents, seed=0)
+    return score_retrieval(encoder, folder, context=context).metrics["ndcg_at_10"]
+
+
+def _kind(copies: bool) -> str:
+    return "copies" if copies else "plain"
+
+
+def _tiny(recipe: Recipe) -> Recipe:
+    return replace(
+        recipe,
+        cluster_size=None if recipe.cluster_size is None else 4,
+        warmup_steps=min(recipe.warmup_steps, 1),
+        num_steps=1,
+        batch_size=4,
+        max_length=12,
+        num_context=2,
+    )

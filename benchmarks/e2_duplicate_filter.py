@@ -1,0 +1,31 @@
+"""E2: the surrogate's filter of false negatives, where every training pair has a planted near-copy, and where none has.
+
+A near-copy in the batch is a negative that should be none; clustered batches bring it there, random ones hardly do. The
+copy differs from its pair in the query and in the document, so that the masks by text hash do not see it.
+"""
+
+from benchmarks.docstring_trials import Recipe, run
+from benchmarks.trials import difference, table, trial_options
+
+RECIPES = {
+    f"{'copies' if copies else 'no copies'}, {'no filter' if margin is None else f'margin {margin:g}'}": Recipe(
+        cluster_size=32, copies=copies, filter_margin=margin
+    )
+    for copies in (True, False)
+    for margin in (None, 0.0)
+}
+PAGES = ("held-out packages", "held-out functions")
+
+
+def main() -> None:
+    """Train bi-encoders with and without copies and filter; print the table and what the filter brings."""
+    chosen = trial_options(__doc__)
+    scores = run(chosen, "E2", RECIPES)
+    print(f"E2, nDCG@10 and batch difficulty\n{table(scores, [*PAGES, 'batch difficulty'])}")
+    for without, with_filter in zip(scores[::2], scores[1::2], strict=True):
+        for page in PAGES:
+            print(difference(with_filter, without, page))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""E3: does a harder batch make a better model? Batches of 32 from clusters of several sizes, and random ones.
+
+Difficulty is the share of a batch's queries for which the surrogate, the model that training starts from, puts another
+document of the batch before the query's own. CDE finds scores rising with difficulty (arXiv:2410.02525, Figure 2).
+"""
+
+import numpy as np
+
+from benchmarks.docstring_trials import Recipe, run
+from benchmarks.trials import table, trial_options
+
+RECIPES = {
+    "random": Recipe(),
+    "clusters of 2048, any order": Recipe(cluster_size=2048, order="random"),
+    "clusters of 32, any order": Recipe(cluster_size=32, order="random"),
+    "clusters of 32, nearest": Recipe(cluster_size=32),
+    "clusters of 8, nearest": Recipe(cluster_size=8),
+}
+PAGES = ("held-out packages", "held-out functions")
+
+
+def main() -> None:
+    """Train bi-encoders on batches of different difficulty; print the table and the correlation."""
+    chosen = trial_options(__doc__)
+    scores = run(chosen, "E3", RECIPES)
+    print(f"E3, nDCG@10 and batch difficulty\n{table(scores, [*PAGES, 'batch difficulty'])}")
+    difficulty = [value for score in scores for value in score.values("batch difficulty")]
+    for page in PAGES:
+        found = [value for score in scores for value in score.values(page)]
+        if len(set(found)) > 1 and len(set(difficulty)) > 1:
+            correlation = np.corrcoef(difficulty, found)[0, 1]
+            print(f"correlation of difficulty and nDCG@10 on {page} over {len(found)} trials: {correlation:+.2f}")
+
+
+if __name__ == "__main__":
+    main()

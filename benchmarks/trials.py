@@ -1,0 +1,186 @@
+"""How an experiment on quality is run: a trial for each variant and seed, two side by side, and a table over the seeds.
+
+A finished trial is a few rows of `trials.csv`, one a metric; the next run that needs it finds it there and does not
+repeat it, whatever experiment it was for. A trial of other settings is another trial: its key is a hash of them.
+"""
+
+import argparse
+import csv
+import datetime
+import hashlib
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.harness import commit, hardware
+
+TRIALS = Path(__file__).with_name("trials.csv")
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run with its scores.
+
+    Attributes:
+        experiment: Which experiment it belongs to.
+        variant: What is compared.
+        seed: Seed of everything random in it.
+        settings: All else that decides its result, as JSON types.
+    """
+
+    experiment: str
+    variant: str
+    seed: int
+    settings: Mapping[str, object]
+
+    @property
+    def key(self) -> str:
+        """Tells trials of one name with other settings apart."""
+        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """One metric of a trial as `trials.csv` holds it."""
+
+    experiment: str
+    variant: str
+    seed: int
+    key: str
+    metric: str
+    value: float
+    hardware: str
+    commit: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The metrics of a variant's trials, by seed."""
+
+    variant: str
+    by_seed: dict[int, Metrics]
+
+    @property
+    def metrics(self) -> set[str]:
+        """The metrics that all trials have."""
+        return set.intersection(*(set(found) for found in self.by_seed.values()))
+
+    def values(self, metric: str) -> list[float]:
+        """The metric in the order of the seeds."""
+        return [self.by_seed[seed][metric] for seed in sorted(self.by_seed)]
+
+
+def trial_options(description: str | None) -> argparse.Namespace:
+    """The command line that all experiments share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--tiny", action="store_true", help="see that it works: a step or two, no row, no verdict")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2, help="trials side by side, one thread each")
+    parser.add_argument("--work", type=Path, default=Path("checkpoints/trials"), help="corpora, vectors, clusters")
+    return parser.parse_args()
+
+
+def run_trials(
+    chosen: argparse.Namespace, trials: Sequence[Trial], function: Callable[[Trial, Path, bool], Metrics]
+) -> list[Scores]:
+    """The scores of all trials, those of earlier runs among them.
+
+    Args:
+        chosen: The command line.
+        trials: What is to be run.
+        function: A module's top-level function; gets the trial, the folder of work, and whether sizes are tiny.
+    """
+    found = {} if chosen.tiny else _finished()
+    missing = [trial for trial in trials if _name(trial) not in found]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(chosen.workers, spawn, _one_thread, max_tasks_per_child=1) as pool:
+        running = {pool.submit(function, trial, chosen.work, chosen.tiny): trial for trial in missing}
+        failure: BaseException | None = None
+        for done in tqdm(as_completed(running), total=len(running), desc="trials", disable=chosen.tiny):
+            if done.cancelled():
+                continue
+            if error := done.exception():
+                # What runs beside it ends and is kept; nothing more begins.
+                failure = failure or error
+                for other in running:
+                    other.cancel()
+                continue
+            found[_name(running[done])] = done.result()
+            if not chosen.tiny:
+                _append(running[done], done.result())
+    if failure is not None:
+        raise failure
+    variants = list(dict.fromkeys(trial.variant for trial in trials))
+    return [
+        Scores(name, {trial.seed: found[_name(trial)] for trial in trials if trial.variant == name})
+        for name in variants
+    ]
+
+
+def table(scores: Sequence[Scores], metrics: Sequence[str]) -> str:
+    """Mean and standard deviation over the seeds, a row a variant."""
+    width = max(len(score.variant) for score in scores) + 2
+    lines = [" " * width + "".join(f"{metric:>{max(len(metric), 16) + 2}}" for metric in metrics)]
+    for score in scores:
+        cells = [f"{spread(score.values(metric)):>{max(len(metric), 16) + 2}}" for metric in metrics]
+        lines.append(f"{score.variant:<{width}}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def difference(better: Scores, than: Scores, metric: str) -> str:
+    """How far one variant lies above another, seed by seed."""
+    pairs = zip(better.values(metric), than.values(metric), strict=True)
+    return f"{better.variant} over {than.variant}, {metric}: {spread([a - b for a, b in pairs], '+')}"
+
+
+def spread(values: Sequence[float], sign: str = "") -> str:
+    """Mean, and standard deviation where there are several; with `+` as sign, an increase shows one."""
+    deviation = f" ±{statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}.4f}{deviation}"
+
+
+def _one_thread() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+
+
+def _name(trial: Trial) -> tuple[str, int]:
+    return trial.key, trial.seed
+
+
+def _finished() -> dict[tuple[str, int], Metrics]:
+    """The metrics of the trials that `trials.csv` holds."""
+    found: dict[tuple[str, int], Metrics] = {}
+    if TRIALS.is_file():
+        with TRIALS.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                found.setdefault((row["key"], int(row["seed"])), {})[row["metric"]] = float(row["value"])
+    return found
+
+
+def _append(trial: Trial, metrics: Metrics) -> None:
+    """Write a trial's rows with one call, so that a kill leaves all of them or none."""
+    today = datetime.date.today().isoformat()
+    rows = [
+        TrialRow(
+            trial.experiment, trial.variant, trial.seed, trial.key, metric, round(value, 5), hardware(), commit(), today
+        )
+        for metric, value in metrics.items()
+    ]
+    is_new = not TRIALS.exists()
+    with TRIALS.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        if is_new:
+            writer.writerow([field.name for field in fields(TrialRow)])
+        writer.writerows(astuple(row) for row in rows)

@@ -1,0 +1,70 @@
+"""A trial runs once: what it found is kept, whatever comes after."""
+
+from argparse import Namespace
+
+import numpy as np
+import pytest
+
+from benchmarks import trials
+from benchmarks.docstring_trials import near_copy, split_by_package
+from benchmarks.trials import Trial, difference, run_trials, table
+from embeddings.evaluation import Judgments, RetrievalFolder
+
+
+def noted(trial, work, tiny):
+    """A trial that leaves a mark each time it runs."""
+    with open(work / f"{trial.variant}-{trial.seed}", "a") as file:
+        file.write("ran\n")
+    if trial.settings["steps"] == 13:
+        raise ValueError("unlucky")
+    return {"score": trial.settings["steps"] + trial.seed / 10}
+
+
+def trial(variant, seed, steps):
+    return Trial("E0", variant, seed, {"steps": steps})
+
+
+def times(work):
+    return {path.name: path.read_text().count("ran") for path in work.iterdir()}
+
+
+def test_a_trial_runs_once_and_another_setting_is_another_trial(tmp_path, monkeypatch):
+    monkeypatch.setattr(trials, "TRIALS", tmp_path / "trials.csv")
+    work = tmp_path / "work"
+    work.mkdir()
+    chosen = Namespace(tiny=False, workers=2, work=work)
+    first = [trial(variant, seed, steps) for variant, steps in (("a", 1), ("b", 2)) for seed in (0, 1)]
+    with pytest.raises(ValueError, match="unlucky"):
+        run_trials(chosen, [*first, trial("c", 0, 13)], noted)
+    found = run_trials(chosen, first, noted)
+    assert {score.variant: score.values("score") for score in found} == {"a": [1.0, 1.1], "b": [2.0, 2.1]}
+    changed = run_trials(chosen, [*first[:3], trial("b", 1, 3)], noted)
+    assert changed[1].values("score") == [2.0, 3.1]
+    assert times(work) == {"a-0": 1, "a-1": 1, "b-0": 1, "b-1": 2, "c-0": 1}
+    assert "1.0500 \u00b10.0707" in table(found, ["score"])
+    assert difference(found[1], found[0], "score") == "b over a, score: +1.0000 \u00b10.0000"
+
+
+def test_each_package_is_a_corpus_with_its_own_queries():
+    folder = RetrievalFolder(
+        ["A", "B", "C", "D"], ["p.a", "q.b", "p.c", "q.d"], ["x", "y", "z"], ["1", "2", "3"],
+        Judgments(np.array([0, 1, 1, 2]), np.array([2, 1, 3, 0]), np.ones(4), 3, 4), 0,
+    )  # fmt: skip
+    parts = split_by_package(folder)
+    assert {name: (part.documents, part.queries) for name, part in parts.items()} == {
+        "p": (["A", "C"], ["x", "z"]),
+        "q": (["B", "D"], ["y"]),
+    }
+    assert parts["p"].judgments.query_J.tolist() == [0, 1]
+    assert parts["p"].judgments.document_J.tolist() == [1, 0]
+    assert parts["q"].judgments.document_J.tolist() == [0, 1]
+
+
+def test_a_planted_copy_differs_in_both_texts_and_keeps_most_of_them():
+    pair = {"query": "find the shortest path here", "positive": "pkg.f\ndef f(a):\n    b = a\n    return b"}
+    assert near_copy(pair) == {
+        "query": "find the shortest path",
+        "positive": "vendored.pkg.f\ndef f(a):\n    b = a",
+    }
+    short = near_copy({"query": "a b", "positive": "pkg.f\ndef f(): ..."})
+    assert short == {"query": "a b again", "positive": "vendored.pkg.f\ndef f(): ..."}
