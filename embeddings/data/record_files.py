@@ -1,6 +1,6 @@
 """Training records written to a Parquet file that is a source again."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,17 @@ def write_records(path: Path, records: Iterable[Record], graded: bool) -> int:
         records: What to write; `GROUP_ROWS` of them are in memory at a time.
         graded: Whether the negatives have levels (`has_levels`).
     """
-    schema = pa.schema(
+    count, remaining = 0, iter(records)
+    with pq.ParquetWriter(path, record_schema(graded), compression="zstd") as writer:
+        while group := list(islice(remaining, GROUP_ROWS)):
+            writer.write_table(record_table(group, graded))
+            count += len(group)
+    return count
+
+
+def record_schema(graded: bool) -> pa.Schema:
+    """The columns of a source of pairs, the negatives with levels (`graded`) or without."""
+    return pa.schema(
         [
             ("query", pa.string()),
             ("positive", pa.list_(pa.string())),
@@ -53,12 +63,11 @@ def write_records(path: Path, records: Iterable[Record], graded: bool) -> int:
             ("id", pa.string()),
         ]
     )
-    count, remaining = 0, iter(records)
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        while group := list(islice(remaining, GROUP_ROWS)):
-            writer.write_table(pa.Table.from_pylist([_fields(record, graded) for record in group], schema))
-            count += len(group)
-    return count
+
+
+def record_table(records: Sequence[Record], graded: bool) -> pa.Table:
+    """The records as the columns of `record_schema`."""
+    return pa.Table.from_pylist([_fields(record, graded) for record in records], record_schema(graded))
 
 
 def _fields(record: Record, graded: bool) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -16,7 +17,9 @@ import pyarrow.parquet as pq
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, file_sha256, write_manifest_file
 from embeddings.common.log import logger
-from embeddings.data.cache import CachedSource, open_cached
+from embeddings.data.cache import CachedSource, open_cached, read_records
+from embeddings.data.record_files import record_schema, record_table
+from embeddings.data.records import Record
 from embeddings.data.sources import SourceConfig
 from embeddings.inference.vector_folder import SHARD_SIZE, embedder_sha256
 from embeddings.mining.faiss_library import faiss_version, load_faiss
@@ -34,15 +37,12 @@ if TYPE_CHECKING:
 
 IndexKind = Literal["exact", "ivf"]
 
-SCHEMA = pa.schema(
+# What mining finds out about a record, in the columns of a shard's file.
+_MINED = pa.schema(
     [
-        ("query", pa.string()),
-        ("positive", pa.list_(pa.string())),
         ("negatives", pa.list_(pa.string())),
         ("negative_scores", pa.list_(pa.float32())),
         ("positive_scores", pa.list_(pa.float32())),
-        ("label", pa.string()),
-        ("instruction", pa.string()),
     ]
 )
 
@@ -147,9 +147,10 @@ def mine_negatives(
 ) -> MiningReport | None:
     """Write the records of a source with mined negatives, in their order, to a Parquet file.
 
-    The file is a source again: `query`, `positive`, `negatives` (hardest first), `negative_scores`, `positive_scores`
-    (means over the teachers), `label`, `instruction`. Beside `NAME.parquet` lie `NAME.manifest.json` with the report,
-    and the folder `NAME.parquet.work` with vectors and shards, which may be deleted once the file is there.
+    The file is a source again: the records' own fields with `negatives` (hardest first) in place of those they had, and
+    `negative_scores` and `positive_scores` (means over the teachers); other columns are left behind. Beside
+    `NAME.parquet` lie `NAME.manifest.json` with the report, and the folder `NAME.parquet.work` with vectors and shards,
+    which may be deleted once the file is there.
 
     A killed run goes on at the first shard that is not whole. The tasks of an array share the shards, and the last of
     them writes the file: all ways lead to the same bytes. A finished file made from the same inputs is left as it is.
@@ -180,9 +181,9 @@ def mine_negatives(
     load_faiss(search.gpu)
     if shard_size < 1:
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
+    if config.conversion != "pairs":
+        raise config.fault("conversion", config.conversion, "holds no records to mine for", "mine for pairs")
     source = open_cached(config, cache_dir)
-    if source.classes is not None:
-        raise config.fault("conversion", config.conversion, "holds no pairs to mine for", "mine for pairs")
     fields = _manifest_fields(source, teachers, rules, search, corpus, shard_size)
     target = Path(output)
     if (report := _finished(target, fields)) is not None:
@@ -201,7 +202,7 @@ def mine_negatives(
             return None
         with file_lock(work / ".merge.lock"):
             # Another task may have been here first.
-            report = _finished(target, fields) or _merge(job, target, index, fields)
+            report = _finished(target, fields) or _merge(job, target, read_records(config, source), index, fields)
         job.finish()
     return report
 
@@ -297,8 +298,8 @@ def _searcher(vectors: PairVectors, folder: Path, search: SearchOptions, task: A
 
 
 def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path: Path) -> None:
-    """Write the records of a shard as Parquet, with its share of the report in the file's metadata."""
-    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    """Write what was mined for the records of a shard as Parquet, with its share of the report in the metadata."""
+    columns: dict[str, list[Any]] = {name: [] for name in _MINED.names}
     source, num_replaced = index.source, 0
     row_QN, score_QN = mined.negatives.row_QN, mined.negatives.score_QN
     offsets = (
@@ -306,16 +307,11 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
         - index.positive_offsets[mined.queries.start]
     )
     for place, row in enumerate(mined.queries):
-        stored = source.table.row(row)
         found = row_QN[place] >= 0
-        columns["query"].append(stored.query)
-        columns["positive"].append(stored.positives)
         columns["negatives"].append([index.document_text(document) for document in row_QN[place][found].tolist()])
         columns["negative_scores"].append(score_QN[place][found])
         columns["positive_scores"].append(mined.positive_score_P[offsets[place] : offsets[place + 1]])
-        columns["label"].append(source.labels[stored.label] if stored.label >= 0 else None)
-        columns["instruction"].append(stored.instruction or None)
-        num_replaced += bool(stored.negatives)
+        num_replaced += bool(source.table.row(row).negatives)
     count_Q = np.count_nonzero(row_QN >= 0, axis=1)
     counts = {
         "num_candidates": mined.num_candidates,
@@ -326,19 +322,21 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
         "num_empty": int(np.count_nonzero(count_Q == 0)),
         "num_replaced": num_replaced,
     }
-    table = pa.table(columns, schema=SCHEMA).replace_schema_metadata({"counts": json.dumps(counts)})
+    table = pa.table(columns, schema=_MINED).replace_schema_metadata({"counts": json.dumps(counts)})
     pq.write_table(table, path)
 
 
-def _merge(job: ShardedJob, output: Path, index: PairIndex, fields: dict[str, Any]) -> MiningReport:
-    """Write the file and its manifest from the shards."""
+def _merge(
+    job: ShardedJob, output: Path, records: Iterator[Record], index: PairIndex, fields: dict[str, Any]
+) -> MiningReport:
+    """Write the file and its manifest from the records and the shards."""
     counts: Counter[str] = Counter()
     with atomic_path(output) as temporary:
-        with pq.ParquetWriter(temporary, SCHEMA) as writer:
+        with pq.ParquetWriter(temporary, _schema(), compression="zstd") as writer:
             for shard in range(job.num_shards):
-                table = _read_shard(job.path(shard))
-                counts.update(json.loads(table.schema.metadata[b"counts"]))
-                writer.write_table(table)
+                mined = _read_shard(job.path(shard))
+                counts.update(json.loads(mined.schema.metadata[b"counts"]))
+                writer.write_table(_with_mined(list(islice(records, len(mined))), mined))
         facts: dict[str, Any] = {
             "num_queries": index.num_queries,
             "num_documents": index.num_documents,
@@ -357,6 +355,20 @@ def _merge(job: ShardedJob, output: Path, index: PairIndex, fields: dict[str, An
         if count:
             logger.warning("%d of %d records %s", count, index.num_queries, what)
     return report
+
+
+def _schema() -> pa.Schema:
+    """The columns of the file: those of a source of pairs, and the scores."""
+    schema = record_schema(graded=False)
+    for name in ("negative_scores", "positive_scores"):
+        schema = schema.append(_MINED.field(name))
+    return schema
+
+
+def _with_mined(records: Sequence[Record], mined: pa.Table) -> pa.Table:
+    """The records with what was mined for them."""
+    own = record_table([replace(record, negatives=()) for record in records], graded=False)
+    return pa.table([mined[name] if name in _MINED.names else own[name] for name in _schema().names], schema=_schema())
 
 
 def _read_shard(path: Path) -> pa.Table:

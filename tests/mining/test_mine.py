@@ -24,6 +24,7 @@ ROWS = [
         "label": f"class {row % 4}",
         "negatives": ["t9 mine"] if row == 3 else [],
         **({"instruction": "find it"} if row == 5 else {}),
+        **({"score": row / 4, "id": f"row-{row}"} if row % 2 else {}),
     }
     for row in range(22)
 ]
@@ -59,7 +60,8 @@ def test_the_records_are_a_source_again_with_negatives_and_scores(tmp_path):
     assert [row["query"] for row in rows] == [row["query"] for row in ROWS]
     assert [row["positive"] for row in rows] == [[row["positive"]] for row in ROWS]
     assert [row["label"] for row in rows] == [row["label"] for row in ROWS]
-    assert [row["instruction"] for row in rows] == [row.get("instruction") for row in ROWS]
+    for field in ("instruction", "score", "id"):
+        assert [row[field] for row in rows] == [row.get(field) for row in ROWS]
     documents = {row["positive"] for row in ROWS}
     for row in rows:
         assert len(row["negatives"]) == len(set(row["negatives"])) == len(row["negative_scores"]) <= 3
@@ -212,7 +214,7 @@ def test_too_few_documents_leave_nothing_behind(tmp_path):
 def test_labelled_texts_are_no_pairs(tmp_path):
     path = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
     config = SourceConfig("texts", str(path), conversion="class_by_label")
-    with pytest.raises(OptionError, match="holds no pairs to mine for"):
+    with pytest.raises(OptionError, match="holds no records to mine for"):
         mine_negatives(config, tmp_path / "mined.parquet", Teachers(["teacher"], Teacher), RULES)
 
 
