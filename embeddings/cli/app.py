@@ -1,5 +1,6 @@
 """The commands that train: LightningCLI with our parser, our checks and our record of a run."""
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from embeddings.callbacks.run_record import RunRecord
-from embeddings.cli.errors import ConfigError, reason
+from embeddings.cli.errors import ConfigError, reason, with_way_out
 from embeddings.cli.recipes import expand_recipe
 
 UNION_ERROR = "Does not validate against any of the Union subtypes"
@@ -23,7 +24,7 @@ class OneLineParser(LightningArgumentParser):
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
         if not self.exit_on_error:
             super().error(message, ex)
-        raise ConfigError(reason(message)) from ex
+        raise ConfigError(with_way_out(message, re.findall(r"--[\w.]+", self.format_help()))) from ex
 
 
 class TrainerCLI(LightningCLI):

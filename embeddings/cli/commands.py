@@ -1,13 +1,14 @@
 """The commands that are plain typed functions, and how one becomes a command line."""
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from embeddings.cli.errors import ConfigError, reason
+from embeddings.cli.errors import ConfigError, with_way_out
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class CommandParser(ArgumentParser):
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
         if not self.exit_on_error:
             super().error(message, ex)
-        raise ConfigError(reason(message)) from ex
+        raise ConfigError(with_way_out(message, re.findall(r"--[\w.]+", self.format_help()))) from ex
 
 
 def run_command(name: str, argv: Sequence[str]) -> None:

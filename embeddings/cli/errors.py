@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
 from embeddings.common import NumericError, UserError
 
@@ -35,6 +36,21 @@ def reason(message: str) -> str:
             break
         message = found.group(2)
     return message
+
+
+def with_way_out(message: str, options: Iterable[str]) -> str:
+    """The reason inside a parser's message; where an option is unknown, the known one that is written most like it.
+
+    Args:
+        message: What the parser says.
+        options: The parser's own options.
+    """
+    line = reason(message)
+    unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", line)
+    if unknown is None:
+        return line
+    alike = get_close_matches(unknown[1], list(options), n=1)
+    return f"{line}; {f'did you mean {alike[0]}? ' if alike else ''}--help lists the options"
 
 
 def run_guarded(command: Callable[[], None]) -> int:

@@ -2,7 +2,8 @@ import errno
 
 import pytest
 
-from embeddings.cli.errors import one_line, reason, run_guarded
+from embeddings.cli.errors import one_line, reason, run_guarded, with_way_out
+from embeddings.cli.main import main
 from embeddings.common import InputError, NumericError
 
 
@@ -76,3 +77,33 @@ def test_the_reason_of_a_union_error_is_its_first_types():
 
 def test_a_plain_message_is_its_own_reason():
     assert reason("Option 'x' is not accepted") == "Option 'x' is not accepted"
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("unrecognized arguments: --top_q 3", "did you mean --top_k? --help lists the options"),
+        ("unrecognized arguments: --nearduplicates=0.8", "did you mean --near_duplicates?"),
+        ("unrecognized arguments: --zzzzzzzz 3", "--zzzzzzzz 3; --help lists the options"),
+        ("expected one argument", "expected one argument"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_one_most_like_it(message, says):
+    line = with_way_out(message, ["--help", "--top_k", "--near_duplicates"])
+    assert line.endswith(says) or says in line
+    assert line.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["filter", "--input", "a", "--output", "b", "--nearduplicates", "0.8"],
+        ["fit", "--trianer.max_steps", "3"],
+    ],
+)
+def test_a_mistyped_option_ends_in_one_line_with_a_way_out(argv, capsys):
+    assert main(argv) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: unrecognized arguments: --")
+    assert line.endswith("--help lists the options")
+    assert argv[0] == "fit" or "did you mean --near_duplicates?" in line
