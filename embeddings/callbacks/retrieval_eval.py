@@ -5,7 +5,7 @@ import lightning as L
 from embeddings.callbacks.embedder_of import embedder_of
 from embeddings.common import OptionError
 from embeddings.evaluation import RetrievalFolder, evaluate_folder, read_retrieval_folder
-from embeddings.inference import Encoder
+from embeddings.inference import Encoder, require_context_size
 
 METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 
@@ -21,15 +21,25 @@ class RetrievalEvaluation(L.Callback):
         every_n_steps: Optimiser steps between two scorings, > 0.
         name: Prefix of the logged metrics.
         at_start: Whether the model is scored before its first step too.
+        context_size: Documents of the folder that a contextual model reads every text behind, drawn once; None for as
+            many as it has slots, 0 for none.
 
     Distributed: rank 0 scores while the others wait; the scores are broadcast.
     Raises:
-        OptionError: If `every_n_steps` is not positive.
+        OptionError: If `every_n_steps` is not positive, or the model takes no context of this size.
     """
 
-    def __init__(self, folder: str, every_n_steps: int = 100, name: str = "val", at_start: bool = True) -> None:
+    def __init__(
+        self,
+        folder: str,
+        every_n_steps: int = 100,
+        name: str = "val",
+        at_start: bool = True,
+        context_size: int | None = None,
+    ) -> None:
         if every_n_steps < 1:
             raise OptionError("RetrievalEvaluation.every_n_steps", every_n_steps, "must be >= 1", "try 100")
+        self.context_size = context_size
         self.folder = folder
         self.every_n_steps = every_n_steps
         self.name = name
@@ -39,7 +49,9 @@ class RetrievalEvaluation(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Read and check the folder."""
-        embedder_of(pl_module, self)
+        encoder = Encoder(embedder_of(pl_module, self))
+        if self.context_size:
+            require_context_size(encoder, self.context_size)
         if stage == "fit" and self._data is None:
             self._data = read_retrieval_folder(self.folder)
 
@@ -61,7 +73,9 @@ class RetrievalEvaluation(L.Callback):
         self._scored_step = trainer.global_step
         scores: dict[str, float] | None = None
         if trainer.is_global_zero:
-            found = evaluate_folder(Encoder(embedder_of(pl_module, self)), self._data)
+            encoder = Encoder(embedder_of(pl_module, self))
+            size = encoder.num_context if self.context_size is None else self.context_size
+            found = evaluate_folder(encoder, self._data, context_size=size or None)
             scores = {metric: float(found.metrics[metric]) for metric in METRICS}
         scores = trainer.strategy.broadcast(scores)
         assert scores is not None

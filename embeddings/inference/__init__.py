@@ -2,7 +2,7 @@
 
 from embeddings.inference.bm25 import BM25
 from embeddings.inference.context import Context
-from embeddings.inference.context_choice import choose_context, sample_context
+from embeddings.inference.context_choice import choose_context, require_context_size, sample_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.precision import Precision
@@ -23,6 +23,7 @@ __all__ = [
     "choose_context",
     "encode_corpus",
     "read_corpus",
+    "require_context_size",
     "sample_context",
     "search_corpus",
     "search_top_k",

@@ -16,11 +16,13 @@ from embeddings.cli.main import main
 from embeddings.common import ContextualStep, ContrastiveBatch, OptionError
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached
+from embeddings.evaluation import evaluate_folder
+from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.modules import CDEModule, ContextSettings
 from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
-from tests.helpers.runs import backbone_folder, run_config, write_config
+from tests.helpers.runs import backbone_folder, run_config, write_config, write_retrieval_folder
 
 CONTEXT = {"num_context": 6, "num_soft_prompts": 2}
 # One start of two processes for both runs.
@@ -234,3 +236,33 @@ def test_two_ranks_train_the_same_weights_with_gradcache_as_without(tmp_path: Pa
     assert len(weights["plain"]) > 70
     difference = {key: (value - weights["cached"][key]).abs().max().item() for key, value in weights["plain"].items()}
     assert max(difference.values()) < 1e-10
+
+
+@pytest.mark.parametrize(("size", "expected"), [(None, CONTEXT["num_context"]), (3, 3), (0, None)])
+def test_scores_during_training_are_behind_a_context_of_the_folder(
+    size: int | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        results.append(evaluate_folder(*arguments, **options))
+        return results[-1]
+
+    monkeypatch.setattr("embeddings.callbacks.retrieval_eval.evaluate_folder", noted)
+    folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
+    config = cde_config(tmp_path)
+    options = {"folder": str(folder), "every_n_steps": 2, "at_start": False, "context_size": size}
+    config["trainer"]["callbacks"] = [{"class_path": "embeddings.callbacks.RetrievalEvaluation", "init_args": options}]
+    cli = fit(tmp_path, config)
+    assert [result.counts.get("num_context") for result in results] == [expected, expected]
+    last = evaluate_folder(Encoder(cli.model.embedder), folder, context_size=expected)
+    assert float(cli.trainer.callback_metrics["val/ndcg_at_10"]) == pytest.approx(last.metrics["ndcg_at_10"], abs=1e-6)
+
+
+def test_a_context_that_the_model_has_no_place_for_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    folder = write_retrieval_folder(tmp_path / "eval")
+    config = cde_config(tmp_path)
+    options = {"folder": str(folder), "context_size": 7}
+    config["trainer"]["callbacks"] = [{"class_path": "embeddings.callbacks.RetrievalEvaluation", "init_args": options}]
+    with pytest.raises(OptionError, match="must be from 1 to the model's 6 context documents"):
+        fit(tmp_path, config)
