@@ -161,6 +161,7 @@ class _Facts:
     surrogate: _Surrogate | None
 
     def exclude_candidates_(self, score_rC: Tensor, rows: slice) -> None:
+        """Set the scores of candidates that may answer these queries to -inf."""
         query, positive_index_r = self.query[rows], self.positive_index_B[rows]
         exclude_candidates_(score_rC, query, self.candidate, positive_index_r)
         if self.surrogate is not None:
@@ -175,6 +176,7 @@ class _Facts:
         all_surrogates = None if surrogate is None else surrogate.query.gathered(self.query_counts)
 
         def exclude_(score_rQ: Tensor, rows: slice) -> None:
+            """Set the scores of queries that these positives may answer to -inf."""
             exclude_queries_(score_rQ, positive[rows], all_queries, own_index_B[rows])
             if surrogate is not None and all_surrogates is not None:
                 vector_rS = surrogate.own_candidate_CS[batch.positive_index_B[rows]]

@@ -46,8 +46,8 @@ class ExactSearch:
     comparison with every document in float64.
 
     Precision: a score is the inner product summed in float64, rounded to float32.
-    Determinism: equal scores are ordered by row; scores and rows are the same whatever the size of shards, the number
-        of queries in a call, and the device.
+    Determinism: equal scores are ordered by row; scores and rows are the same whatever the size of shards and the
+        number of queries in a call, and should be on any device (no GPU has run it yet).
     Memory: two tiles of 48 MiB, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
 
     Args:
