@@ -42,7 +42,7 @@ WARMUP_SEED = 1000
 # Of so many pairs one is taken with its near-copy.
 COPIED = 4
 CONTEXTS = ("matched", "foreign", "no")
-OTHER_DOMAINS = ("cranfield", "codebase_chunks")
+OTHER_DOMAINS = ("cranfield",)
 TINY_PACKAGES, TINY_HELD_OUT = ["click"], ["jinja2", "packaging"]
 
 
