@@ -24,7 +24,6 @@ from embeddings.training import GradCache
 PEER_SETTINGS = ({"mini_batch_size": 8}, {"mini_batch_size": 32}, {"mini_batch_num_tokens": 2048})
 OUR_SETTINGS = {
     "every graph kept": {"mini_batch_tokens": 1024, "kept_fraction": 1.0},
-    "2 GiB of graphs kept": {"mini_batch_tokens": 1024, "kept_gib": 2.0},
     "no graph kept": {"mini_batch_tokens": 1024},
 }
 
