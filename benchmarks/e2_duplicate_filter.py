@@ -9,7 +9,7 @@ from benchmarks.trials import difference, table, trial_options
 
 RECIPES = {
     f"{'copies' if copies else 'no copies'}, {'no filter' if margin is None else f'margin {margin:g}'}": Recipe(
-        cluster_size=32, copies=copies, filter_margin=margin
+        num_steps=30, cluster_size=32, copies=copies, filter_margin=margin
     )
     for copies in (True, False)
     for margin in (None, 0.0)

@@ -10,11 +10,10 @@ from benchmarks.docstring_trials import Recipe, run
 from benchmarks.trials import table, trial_options
 
 RECIPES = {
-    "random": Recipe(),
-    "clusters of 2048, any order": Recipe(cluster_size=2048, order="random"),
-    "clusters of 32, any order": Recipe(cluster_size=32, order="random"),
-    "clusters of 32, nearest": Recipe(cluster_size=32),
-    "clusters of 8, nearest": Recipe(cluster_size=8),
+    "random": Recipe(num_steps=30),
+    "clusters of 32, any order": Recipe(num_steps=30, cluster_size=32, order="random"),
+    "clusters of 32, nearest": Recipe(num_steps=30, cluster_size=32),
+    "clusters of 8, nearest": Recipe(num_steps=30, cluster_size=8),
 }
 PAGES = ("held-out packages", "held-out functions")
 
