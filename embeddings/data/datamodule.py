@@ -16,6 +16,7 @@ from embeddings.data.collate import ContrastiveCollator
 from embeddings.data.dataset import open_source
 from embeddings.data.loader import ResumableLoader
 from embeddings.data.mixture import Mixture
+from embeddings.data.prompts import warn_of_unnamed_prompts, with_source_prompts
 from embeddings.data.samplers.base import BatchSampler
 from embeddings.data.samplers.blended import BlendedBatchSampler
 from embeddings.data.sources import SourceConfig
@@ -34,7 +35,7 @@ class EmbeddingDataModule(LightningDataModule):
 
     Args:
         sources: Where the records come from, and how each is used.
-        text: Lengths, prompts and special tokens.
+        text: Lengths, prompts and special tokens; the sources' own prompts are added (see `with_source_prompts`).
         batch_size: Queries of one rank's batch.
         num_negatives: Most hard negatives of a query. NV-Embed uses 7.
         sampler: Makes the plan of the rows of each source, batch_size, the seed and the weight of each source. In a
@@ -68,7 +69,7 @@ class EmbeddingDataModule(LightningDataModule):
         for name, value, least in limits:
             if value < least:
                 raise OptionError(f"data.{name}", value, f"must be >= {least}", "see the data configs for usual values")
-        self.sources, self.text = sources, text or TextSettings()
+        self.sources, self.text = sources, with_source_prompts(text or TextSettings(), sources)
         self.batch_size, self.num_negatives = batch_size, num_negatives
         self.sampler, self.seed = sampler, seed
         self.num_workers, self.cache_dir, self.tokenizer = num_workers, cache_dir, tokenizer
@@ -85,6 +86,7 @@ class EmbeddingDataModule(LightningDataModule):
         """
         self.setup()
         self._plan()
+        warn_of_unnamed_prompts(self.text, self.sources)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the converted sources, once."""

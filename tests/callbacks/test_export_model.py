@@ -3,10 +3,12 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
 
 from embeddings.callbacks import ExportModel
 from embeddings.cli.app import run_trainer
-from embeddings.common import OptionError
+from embeddings.common import OptionError, instruction_prompt
+from embeddings.inference import Encoder
 from embeddings.models import Embedder
 from tests.helpers.runs import run_config, write_config, write_retrieval_folder
 
@@ -74,3 +76,22 @@ def test_a_fast_development_run_writes_nothing(tmp_path):
     ]
     run_trainer(["fit", "--config", write_config(tmp_path, config)])
     assert not (tmp_path / "model").exists()
+
+
+def test_the_model_knows_the_prompts_that_its_sources_put_before_texts(tmp_path):
+    config = run_config(tmp_path)
+    config["data"]["init_args"]["sources"][0] |= {"instruction": "Find it", "document_prompt": "passage: "}
+    config["trainer"]["callbacks"] = [
+        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / "model")}}
+    ]
+    run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32")
+    prompt = instruction_prompt("Find it")
+    assert encoder.embedder.text.prompts == {"pairs": prompt, "query": prompt, "document": "passage: "}
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    for role, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
+        assert abs(encoder.encode(["the quick fox"], role=role) - encode(["the quick fox"])).max() <= 1e-5
+    plain = Embedder.from_pretrained(tmp_path / "model")
+    plain.text = replace(plain.text, prompts={})
+    without = Encoder(plain, precision="float32").encode(["the quick fox"], role="query")
+    assert abs(encoder.encode(["the quick fox"], role="query") - without).max() > 1e-3

@@ -6,6 +6,8 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
+from embeddings.common import TextSettings
+from embeddings.data.prompts import with_source_prompts
 from embeddings.data.sources import SourceConfig
 from embeddings.losses import SurrogateFilter
 from embeddings.modules import CDEModule, ContrastiveModule
@@ -97,4 +99,6 @@ def test_data_holds_clustered_batches_of_prefixed_texts_with_surrogates(phase: s
         assert source.document_prompt == "search_document: "
         assert source.surrogate_vectors is not None
         assert source.surrogate_vectors.endswith(f"vectors/{source.name}")
+    prompts = with_source_prompts(TextSettings(), sources).prompts
+    assert (prompts["query"], prompts["document"]) == ("search_query: ", "search_document: ")
     assert set(read(CONFIGS / "data" / "cde_short.yaml")["data"]["init_args"]["text"].values()) == {64}
