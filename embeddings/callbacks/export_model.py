@@ -9,6 +9,7 @@ import torch
 from embeddings.callbacks.embedder_of import embedder_of
 from embeddings.common import TextSettings
 from embeddings.common.log import logger
+from embeddings.models.directory import require_folder_or_nothing
 
 
 class ExportModel(L.Callback):
@@ -18,12 +19,13 @@ class ExportModel(L.Callback):
 
     Args:
         output: The directory to write; one that is there is replaced once the new one is whole.
-        best: Whether to take the best checkpoint where one was kept by a monitored metric.
+        best: Whether to take the best checkpoint where one was kept by a monitored metric: that of the first
+            `ModelCheckpoint` that has a `monitor`.
         query_max_length: Most tokens of a query that the written model reads; None for what it was trained with.
         document_max_length: The same of a document.
 
     Raises:
-        OptionError: If a length is below 4 tokens.
+        OptionError: If a length is below 4 tokens, or something else than a folder lies at `output`.
     """
 
     def __init__(
@@ -38,6 +40,11 @@ class ExportModel(L.Callback):
         self.query_max_length = query_max_length
         self.document_max_length = document_max_length
         self._with_lengths(TextSettings())
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Check the place before training."""
+        if stage == "fit":
+            require_folder_or_nothing(self.output)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the directory, on rank 0."""
@@ -60,9 +67,9 @@ class ExportModel(L.Callback):
         )
 
     def _load_best(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        checkpoint = trainer.checkpoint_callback
-        path = getattr(checkpoint, "best_model_path", "")
-        if not path or getattr(checkpoint, "monitor", None) is None or not Path(path).is_file():
+        monitored = [kept for kept in trainer.checkpoint_callbacks if getattr(kept, "monitor", None) is not None]
+        path = getattr(monitored[0], "best_model_path", "") if monitored else ""
+        if not path or not Path(path).is_file():
             return
         state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
         pl_module.load_state_dict(state)

@@ -56,7 +56,7 @@ def write_model_directory(
     `trust_remote_code=True`. A model that lay there is replaced, other files of the folder stay.
 
     Raises:
-        OptionError: If the pooling is none that a directory can carry.
+        OptionError: If the pooling is none that a directory can carry, or the path leads to a file.
     """
     name = pooling_name(parts.pooling)
     portable = parts.context is not None or _needs_portable(name, parts.text)
@@ -256,6 +256,20 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def require_folder_or_nothing(target: str | os.PathLike[str]) -> None:
+    """Refuse to write a model where something else than a folder lies.
+
+    Raises:
+        OptionError: If there is a file, or a folder on the way there is none.
+    """
+    path = Path(target).expanduser()
+    for place in (path, *path.parents):
+        if place.exists() or place.is_symlink():
+            if not place.is_dir():
+                raise OptionError("output", str(path), f"leads to {place}, which is no folder", "name a new folder")
+            return
+
+
 @contextmanager
 def _replaced_folder(target: Path) -> Iterator[Path]:
     """A new folder beside `target` that takes its place on leaving without an error.
@@ -263,6 +277,7 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
     At every moment either the old or the new model is whole on disk. What lay in the old folder and is no part of a
     model is carried over.
     """
+    require_folder_or_nothing(target)
     target = target.expanduser().resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     workplace = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))

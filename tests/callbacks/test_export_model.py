@@ -95,3 +95,33 @@ def test_the_model_knows_the_prompts_that_its_sources_put_before_texts(tmp_path)
     plain.text = replace(plain.text, prompts={})
     without = Encoder(plain, precision="float32").encode(["the quick fox"], role="query")
     assert abs(encoder.encode(["the quick fox"], role="query") - without).max() > 1e-3
+
+
+def test_a_file_at_the_output_ends_the_run_before_its_first_step_and_stays(tmp_path):
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(OptionError, match="which is no folder"):
+        run_with_export(tmp_path, best=False)
+    assert (tmp_path / "model").read_text() == "mine"
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_the_best_checkpoint_is_that_of_the_first_which_monitors(tmp_path):
+    config = run_config(tmp_path)
+    keep = "lightning.pytorch.callbacks.ModelCheckpoint"
+    config["trainer"]["callbacks"] = [
+        {"class_path": keep, "init_args": {"dirpath": str(tmp_path / "all"), "every_n_train_steps": 1}},
+        {
+            "class_path": keep,
+            "init_args": {
+                "dirpath": str(tmp_path / "best"), "monitor": "train/loss", "mode": "max", "every_n_train_steps": 1
+            },
+        },
+        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / "model")}},
+    ]  # fmt: skip
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    best = torch.load(cli.trainer.checkpoint_callbacks[1].best_model_path, weights_only=True)["state_dict"]
+    last = torch.load(cli.trainer.checkpoint_callbacks[0].best_model_path, weights_only=True)["state_dict"]
+    name = "encoder.layer.0.attention.self.query.weight"
+    found = exported(tmp_path)[name]
+    assert torch.equal(found, best[f"embedder.backbone.{name}"])
+    assert not torch.equal(found, last[f"embedder.backbone.{name}"])

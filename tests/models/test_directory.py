@@ -203,3 +203,13 @@ def test_no_code_of_a_directory_runs(tmp_path: Path) -> None:
     for file in (tmp_path / "model").glob("*.py"):
         file.write_text("raise SystemExit('ran')")
     Embedder.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("place", ["notes.txt", "notes.txt/model"])
+def test_a_file_where_the_model_is_to_lie_is_refused_and_stays(place: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    embedder = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
+    with pytest.raises(OptionError, match=r"which is no folder.*; name a new folder"):
+        embedder.save_pretrained(tmp_path / place)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
