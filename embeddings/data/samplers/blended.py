@@ -66,7 +66,8 @@ class BlendedBatchSampler(BatchSampler):
         self.proportions = proportions
         self.steps_per_epoch = steps_per_epoch
         self._offsets = [sum(self.sizes[:source]) for source in range(len(self.sizes))]
-        self._apportionment = Apportionment(_parts(self.sizes, weights, proportions))
+        self._shares = _parts(self.sizes, weights, proportions)
+        self._apportionment = Apportionment(self._shares)
         self._walks: dict[int, tuple[int, KeyedPermutation]] = {}
         _ = self.num_steps
 
@@ -82,7 +83,8 @@ class BlendedBatchSampler(BatchSampler):
     def plan_fields(self) -> dict[str, int | str]:
         """What the plan depends on, in plain types."""
         sizes = ",".join(map(str, self.sizes))
-        return {**super().plan_fields(), "sizes": sizes, "proportions": self.proportions}
+        parts = ",".join(f"{part / sum(self._shares):.12g}" for part in self._shares)
+        return {**super().plan_fields(), "sizes": sizes, "proportions": self.proportions, "parts": parts}
 
     def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
         """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""

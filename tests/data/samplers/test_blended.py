@@ -194,3 +194,11 @@ class RowEcho:
 
     def __getitem__(self, entry: RowDraw) -> tuple[int, int]:
         return tuple(entry)
+
+
+def test_other_given_weights_are_another_plan_and_their_scale_is_not() -> None:
+    def fields(*weights: float) -> dict[str, Any]:
+        return make(sizes=[40, 40], proportions="given", weights=weights).plan_fields()
+
+    assert fields(1, 9) != fields(9, 1)
+    assert fields(1, 9) == fields(2, 18)
