@@ -47,7 +47,7 @@ class MissingExtraError(UserError):
     """
 
     def __init__(self, library: str, extra: str) -> None:
-        super().__init__(f"{library} is not installed; run: pip install 'embeddings[{extra}]'")
+        super().__init__(f"{library} is not installed; run: pip install -e '.[{extra}]'")
 
 
 class NumericError(RuntimeError):

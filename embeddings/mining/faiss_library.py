@@ -22,7 +22,7 @@ def load_faiss(gpu: bool = False) -> ModuleType:
     faiss = require("faiss", "gpu" if gpu else "cpu")
     if gpu and not hasattr(faiss, "StandardGpuResources"):
         raise OptionError(
-            "gpu", True, "needs a build of faiss for GPUs", "install 'embeddings[gpu]' in place of faiss-cpu"
+            "gpu", True, "needs a build of faiss for GPUs", "pip install -e '.[gpu]' in place of faiss-cpu"
         )
     if gpu and faiss.get_num_gpus() == 0:
         raise OptionError("gpu", True, "needs a CUDA device, and faiss sees none", "leave it out, or check the driver")

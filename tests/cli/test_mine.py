@@ -98,7 +98,7 @@ def test_a_missing_faiss_is_named_with_its_extra(mine, tmp_path, capsys, monkeyp
     monkeypatch.setitem(sys.modules, "faiss", None)
     before = sorted((tmp_path / "work").rglob("*"))
     assert mine() == 2
-    assert "faiss is not installed; run: pip install 'embeddings[cpu]'" in capsys.readouterr().err
+    assert "faiss is not installed; run: pip install -e '.[cpu]'" in capsys.readouterr().err
     assert sorted((tmp_path / "work").rglob("*")) == before
 
 

@@ -16,7 +16,7 @@ def test_option_error_shows_the_option_its_value_and_the_rule():
 
 
 def test_missing_extra_names_what_to_install():
-    assert str(MissingExtraError("faiss", "cpu")) == "faiss is not installed; run: pip install 'embeddings[cpu]'"
+    assert str(MissingExtraError("faiss", "cpu")) == "faiss is not installed; run: pip install -e '.[cpu]'"
 
 
 @pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (NumericError, 70)])

@@ -11,7 +11,7 @@ def test_an_installed_library_is_returned():
 
 
 def test_a_missing_library_names_its_extra():
-    with pytest.raises(MissingExtraError, match=r"pip install 'embeddings\[cpu\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[cpu\]'"):
         require("no_such_library_at_all", "cpu")
 
 

@@ -16,7 +16,7 @@ def test_the_processors_faiss_is_loaded():
 @pytest.mark.parametrize(("gpu", "extra"), [(False, "cpu"), (True, "gpu")])
 def test_a_missing_faiss_names_the_extra_that_brings_it(gpu, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(MissingExtraError, match=rf"pip install 'embeddings\[{extra}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"pip install -e '\.\[{extra}\]'"):
         load_faiss(gpu)
 
 

@@ -27,7 +27,7 @@ RECIPE = 2
 # Bytes of source that take longer to parse than processes take to start.
 _WORTH_PROCESSES = 2**23
 
-# What `pip install embeddings[quickstart,cpu]` brings, itself or through what it needs.
+# What `pip install -e '.[quickstart,cpu]'` brings, itself or through what it needs.
 # fmt: off
 TRAINING_PACKAGES = (
     "stdlib", "PIL", "accelerate", "aiohttp", "anyio", "click", "dateutil", "datasets", "huggingface_hub", "jinja2",
