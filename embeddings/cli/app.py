@@ -1,5 +1,6 @@
 """The commands that train: LightningCLI with our parser, our checks and our record of a run."""
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any, NoReturn
 
 import lightning as L
 import yaml
+from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from embeddings.callbacks.run_record import RunRecord
@@ -17,8 +19,30 @@ from embeddings.cli.recipes import expand_recipe
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 
+class ReplacingConfigFile(ActionConfigFile):
+    """A config whose lists replace earlier ones.
+
+    jsonargparse fills in what an element leaves out from the earlier list's element at its place, where both lists are
+    equally long: a second `sources` would inherit the first one's instructions. `name+:` appends as ever.
+    """
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        """Empty the earlier lists that this config gives anew, then merge it."""
+        text = Path(values).read_text(encoding="utf-8") if _is_file(values) else str(values)
+        content = yaml.safe_load(text)
+        if isinstance(content, dict):
+            forget_lists(cfg, content)
+        super().__call__(parser, cfg, values, option_string)  # type: ignore[no-untyped-call]
+
+
 class OneLineParser(LightningArgumentParser):
-    """Lightning's parser with errors that are one line."""
+    """Lightning's parser with errors that are one line and configs whose lists replace earlier ones."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
+        """Add an argument; a config file is a `ReplacingConfigFile`."""
+        if kwargs.get("action") is ActionConfigFile:
+            kwargs["action"] = ReplacingConfigFile
+        return super().add_argument(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
@@ -71,8 +95,56 @@ def run_trainer(argv: Sequence[str]) -> TrainerCLI:
         seed_everything_default=0,
         parser_class=OneLineParser,
         auto_configure_optimizers=False,
-        args=expanded,
+        args=lists_as_configs(expanded),
     )
+
+
+def forget_lists(earlier: Namespace, later: dict[str, Any]) -> None:
+    """Empty each list of `earlier` that `later` gives too."""
+    for key, value in later.items():
+        owner = earlier
+        if key not in owner and isinstance(owner.get("init_args"), Namespace):
+            owner = owner["init_args"]  # a class that was chosen before may be given its arguments alone
+        found = owner.get(key)
+        if isinstance(value, list) and isinstance(found, list):
+            owner[key] = []
+        elif isinstance(value, dict) and isinstance(found, Namespace):
+            forget_lists(found, value)
+
+
+def lists_as_configs(argv: Sequence[str]) -> list[str]:
+    """The words with each option whose value is a list of mappings as a config of its own, so that it replaces too."""
+    words = list(argv)
+    position = 0
+    while position < len(words):
+        name, equals, value = words[position].partition("=")
+        size = 1 if equals else 2
+        if not equals and position + 1 < len(words):
+            value = words[position + 1]
+        if name.startswith("--") and "." in name and not name.endswith("+") and _is_list_of_mappings(value):
+            content: Any = yaml.safe_load(value)
+            for key in reversed(name.removeprefix("--").split(".")):
+                content = {key: content}
+            words[position : position + size] = [f"--config={json.dumps(content)}"]
+        position += 1
+    return words
+
+
+def _is_list_of_mappings(value: str) -> bool:
+    if not value.lstrip().startswith("["):
+        return False
+    try:
+        content = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return False
+    return isinstance(content, list) and any(isinstance(element, dict) for element in content)
+
+
+def _is_file(value: object) -> bool:
+    try:
+        return Path(str(value)).is_file()
+    except OSError:  # a config given as text is too long for a name
+        return False
 
 
 def check_one_method(argv: Sequence[str]) -> None:
