@@ -10,12 +10,16 @@ from typing import Any, NoReturn
 import lightning as L
 import yaml
 from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from embeddings.callbacks.run_record import RunRecord
-from embeddings.cli.errors import ConfigError, reason, with_way_out
+from embeddings.cli.errors import ConfigError, one_line, reason, with_way_out
 from embeddings.cli.recipes import expand_recipe
+from embeddings.common import UserError
 
+CKPT_KEYWORDS = ("best", "last", "hpc")
+HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 
@@ -52,11 +56,28 @@ class OneLineParser(LightningArgumentParser):
 
 
 class TrainerCLI(LightningCLI):
-    """`fit`, `validate`, `test` and `predict` over any of our modules, with configs that merge left to right."""
+    """`fit` over any of our modules, with configs that merge left to right."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The trainer's methods that are commands: our modules have no loop but training."""
+        return {"fit": LightningCLI.subcommands()["fit"]}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments given, whatever `sys.argv` holds."""
         self.config = parser.parse_args(args)
+
+    def before_instantiate_classes(self) -> None:
+        """Check the checkpoint to resume from, before anything is made.
+
+        Raises:
+            ConfigError: If there is no such file.
+        """
+        path = self.config.fit.ckpt_path
+        if path is not None and path not in CKPT_KEYWORDS and "://" not in path and not Path(path).exists():
+            raise ConfigError(
+                f"--ckpt_path {path}: no such file; give a run's last.ckpt, or leave it out to start anew"
+            )
 
     def instantiate_classes(self) -> None:
         """Make the module, the data module and the trainer.
@@ -71,6 +92,21 @@ class TrainerCLI(LightningCLI):
                 raise
             raise ConfigError(reason(str(error))) from error
 
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Make the trainer.
+
+        Raises:
+            ConfigError: If Lightning refuses an option, or the machine lacks what it asks for.
+        """
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except UserError:
+            raise
+        except (MisconfigurationException, ValueError) as error:
+            given = self.config.fit.trainer
+            options = ", ".join(f"trainer.{name}: {given[name]}" for name in HARDWARE_OPTIONS)
+            raise ConfigError(f"{one_line(str(error), 160)}; change what it names in {options}") from error
+
 
 def run_trainer(argv: Sequence[str]) -> TrainerCLI:
     """Run one of LightningCLI's commands.
@@ -79,23 +115,31 @@ def run_trainer(argv: Sequence[str]) -> TrainerCLI:
         argv: The command and its options; `--recipe NAME` stands for the configs that `recipes.csv` lists.
 
     Raises:
-        ConfigError: If the arguments do not parse, or two configs choose a method.
+        ConfigError: If the arguments do not parse, two configs choose a method, or Lightning refuses an option.
     """
     expanded = expand_recipe(list(argv))
     if expanded != list(argv):
         print("python main.py " + " ".join(expanded), file=sys.stderr)
     check_one_method(expanded)
+    try:
+        return make_cli(expanded)
+    except MisconfigurationException as error:
+        raise ConfigError(f"{one_line(str(error), 240)}; change the option, fit --help lists them") from error
+
+
+def make_cli(argv: Sequence[str]) -> TrainerCLI:
+    """The command line over our base classes; making it runs the command."""
     return TrainerCLI(
         model_class=L.LightningModule,
         datamodule_class=L.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
         save_config_callback=RunRecord,
-        save_config_kwargs={"overwrite": True, "command": ["main.py", *expanded]},
+        save_config_kwargs={"overwrite": True, "command": ["main.py", *argv]},
         seed_everything_default=0,
         parser_class=OneLineParser,
         auto_configure_optimizers=False,
-        args=lists_as_configs(expanded),
+        args=lists_as_configs(argv),
     )
 
 
