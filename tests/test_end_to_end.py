@@ -165,6 +165,12 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
         (["--model.init_args.schedule.warmup_steps", "9"], "warmup_steps"),
         (["--data.init_args.sources.0.nmae", "x"], "nmae"),
         (["--trainer.stratgy", "ddp"], "stratgy"),
+        (["--model.init_args.optimizer.init_args.lr=nan"], "model.optimizer.lr: expected float, got nan; --help"),
+        (["--data.init_args.batch_size=null"], "data.batch_size must be >= 1, got None; "),
+        (
+            ["--data.init_args.batchsize=3"],
+            "'batchsize' is not accepted by EmbeddingDataModule; did you mean batch_size?",
+        ),
         (["--model.init_args.optimizer.init_args.lr=-1"], "model.optimizer: Invalid learning rate: -1.0; "),
         (["--model.init_args.optimizer.init_args.weight_decay=-1"], "model.optimizer: Invalid weight_decay"),
         (["--model.init_args.pooling.init_args.num_heads=0"], "model.pooling.num_heads must be >= 1, got 0; "),

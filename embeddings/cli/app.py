@@ -52,7 +52,12 @@ class OneLineParser(LightningArgumentParser):
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
         if not self.exit_on_error:
             super().error(message, ex)
-        raise ConfigError(with_way_out(message, re.findall(r"--[\w.]+", self.format_help()))) from ex
+        parsers: list[Any] = [self]
+        for action in self._actions:
+            if isinstance(action.choices, dict):
+                parsers += action.choices.values()
+        options = [option for parser in parsers for option in re.findall(r"--[\w.]+", parser.format_help())]
+        raise ConfigError(with_way_out(message, options)) from ex
 
 
 class TrainerCLI(LightningCLI):
