@@ -147,6 +147,13 @@ def test_a_bad_file_is_one_line_and_nothing_is_written(name, tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert main(["fit", "--config", write_config(tmp_path, run_config(tmp_path)), "--trainer.accelerator=gpu"]) == 2
+    assert "trainer.accelerator: gpu" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -158,6 +165,21 @@ def test_a_bad_file_is_one_line_and_nothing_is_written(name, tmp_path, capsys):
         (["--model.init_args.schedule.warmup_steps", "9"], "warmup_steps"),
         (["--data.init_args.sources.0.nmae", "x"], "nmae"),
         (["--trainer.stratgy", "ddp"], "stratgy"),
+        (["--model.init_args.optimizer.init_args.lr=nan"], "model.optimizer.lr: expected float, got nan; --help"),
+        (["--data.init_args.batch_size=null"], "data.batch_size must be >= 1, got None; "),
+        (
+            ["--data.init_args.batchsize=3"],
+            "'batchsize' is not accepted by EmbeddingDataModule; did you mean batch_size?",
+        ),
+        (["--model.init_args.optimizer.init_args.lr=-1"], "model.optimizer: Invalid learning rate: -1.0; "),
+        (["--model.init_args.optimizer.init_args.weight_decay=-1"], "model.optimizer: Invalid weight_decay"),
+        (["--model.init_args.pooling.init_args.num_heads=0"], "model.pooling.num_heads must be >= 1, got 0; "),
+        (["--model.init_args.pooling.init_args.num_latents=0"], "model.pooling.num_latents must be >= 1, got 0; "),
+        (["--ckpt_path=nope.ckpt"], "--ckpt_path nope.ckpt: no such file; "),
+        (["--trainer.devices=0"], "trainer.devices: 0"),
+        (["--trainer.strategy=nope"], "trainer.strategy: nope"),
+        (["--data.init_args.text.document_max_length=129"], "data.text.document_max_length must be <= 128"),
+        (["--data.init_args.text.query_max_length=129"], "data.text.query_max_length must be <= 128"),
     ],
 )
 def test_a_bad_option_is_one_line_and_nothing_is_written(override, says, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The commands that train: LightningCLI with our parser, our checks and our record of a run."""
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -8,31 +9,80 @@ from typing import Any, NoReturn
 
 import lightning as L
 import yaml
+from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from embeddings.callbacks.run_record import RunRecord
-from embeddings.cli.errors import ConfigError, reason, with_way_out
+from embeddings.cli.errors import ConfigError, one_line, reason, with_way_out
 from embeddings.cli.recipes import expand_recipe
+from embeddings.common import UserError
 
+CKPT_KEYWORDS = ("best", "last", "hpc")
+HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 
+class ReplacingConfigFile(ActionConfigFile):
+    """A config whose lists replace earlier ones.
+
+    jsonargparse fills in what an element leaves out from the earlier list's element at its place, where both lists are
+    equally long: a second `sources` would inherit the first one's instructions. `name+:` appends as ever.
+    """
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        """Empty the earlier lists that this config gives anew, then merge it."""
+        text = Path(values).read_text(encoding="utf-8") if _is_file(values) else str(values)
+        content = yaml.safe_load(text)
+        if isinstance(content, dict):
+            forget_lists(cfg, content)
+        super().__call__(parser, cfg, values, option_string)  # type: ignore[no-untyped-call]
+
+
 class OneLineParser(LightningArgumentParser):
-    """Lightning's parser with errors that are one line."""
+    """Lightning's parser with errors that are one line and configs whose lists replace earlier ones."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
+        """Add an argument; a config file is a `ReplacingConfigFile`."""
+        if kwargs.get("action") is ActionConfigFile:
+            kwargs["action"] = ReplacingConfigFile
+        return super().add_argument(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
         if not self.exit_on_error:
             super().error(message, ex)
-        raise ConfigError(with_way_out(message, re.findall(r"--[\w.]+", self.format_help()))) from ex
+        parsers: list[Any] = [self]
+        for action in self._actions:
+            if isinstance(action.choices, dict):
+                parsers += action.choices.values()
+        options = [option for parser in parsers for option in re.findall(r"--[\w.]+", parser.format_help())]
+        raise ConfigError(with_way_out(message, options)) from ex
 
 
 class TrainerCLI(LightningCLI):
-    """`fit`, `validate`, `test` and `predict` over any of our modules, with configs that merge left to right."""
+    """`fit` over any of our modules, with configs that merge left to right."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The trainer's methods that are commands: our modules have no loop but training."""
+        return {"fit": LightningCLI.subcommands()["fit"]}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments given, whatever `sys.argv` holds."""
         self.config = parser.parse_args(args)
+
+    def before_instantiate_classes(self) -> None:
+        """Check the checkpoint to resume from, before anything is made.
+
+        Raises:
+            ConfigError: If there is no such file.
+        """
+        path = self.config.fit.ckpt_path
+        if path is not None and path not in CKPT_KEYWORDS and "://" not in path and not Path(path).exists():
+            raise ConfigError(
+                f"--ckpt_path {path}: no such file; give a run's last.ckpt, or leave it out to start anew"
+            )
 
     def instantiate_classes(self) -> None:
         """Make the module, the data module and the trainer.
@@ -47,6 +97,21 @@ class TrainerCLI(LightningCLI):
                 raise
             raise ConfigError(reason(str(error))) from error
 
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Make the trainer.
+
+        Raises:
+            ConfigError: If Lightning refuses an option, or the machine lacks what it asks for.
+        """
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except UserError:
+            raise
+        except (MisconfigurationException, ValueError) as error:
+            given = self.config.fit.trainer
+            options = ", ".join(f"trainer.{name}: {given[name]}" for name in HARDWARE_OPTIONS)
+            raise ConfigError(f"{one_line(str(error), 160)}; change what it names in {options}") from error
+
 
 def run_trainer(argv: Sequence[str]) -> TrainerCLI:
     """Run one of LightningCLI's commands.
@@ -55,24 +120,80 @@ def run_trainer(argv: Sequence[str]) -> TrainerCLI:
         argv: The command and its options; `--recipe NAME` stands for the configs that `recipes.csv` lists.
 
     Raises:
-        ConfigError: If the arguments do not parse, or two configs choose a method.
+        ConfigError: If the arguments do not parse, two configs choose a method, or Lightning refuses an option.
     """
     expanded = expand_recipe(list(argv))
     if expanded != list(argv):
         print("python main.py " + " ".join(expanded), file=sys.stderr)
     check_one_method(expanded)
+    try:
+        return make_cli(expanded)
+    except MisconfigurationException as error:
+        raise ConfigError(f"{one_line(str(error), 240)}; change the option, fit --help lists them") from error
+
+
+def make_cli(argv: Sequence[str]) -> TrainerCLI:
+    """The command line over our base classes; making it runs the command."""
     return TrainerCLI(
         model_class=L.LightningModule,
         datamodule_class=L.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
         save_config_callback=RunRecord,
-        save_config_kwargs={"overwrite": True, "command": ["main.py", *expanded]},
+        save_config_kwargs={"overwrite": True, "command": ["main.py", *argv]},
         seed_everything_default=0,
         parser_class=OneLineParser,
         auto_configure_optimizers=False,
-        args=expanded,
+        args=lists_as_configs(argv),
     )
+
+
+def forget_lists(earlier: Namespace, later: dict[str, Any]) -> None:
+    """Empty each list of `earlier` that `later` gives too."""
+    for key, value in later.items():
+        owner = earlier
+        if key not in owner and isinstance(owner.get("init_args"), Namespace):
+            owner = owner["init_args"]  # a class that was chosen before may be given its arguments alone
+        found = owner.get(key)
+        if isinstance(value, list) and isinstance(found, list):
+            owner[key] = []
+        elif isinstance(value, dict) and isinstance(found, Namespace):
+            forget_lists(found, value)
+
+
+def lists_as_configs(argv: Sequence[str]) -> list[str]:
+    """The words with each option whose value is a list of mappings as a config of its own, so that it replaces too."""
+    words = list(argv)
+    position = 0
+    while position < len(words):
+        name, equals, value = words[position].partition("=")
+        size = 1 if equals else 2
+        if not equals and position + 1 < len(words):
+            value = words[position + 1]
+        if name.startswith("--") and "." in name and not name.endswith("+") and _is_list_of_mappings(value):
+            content: Any = yaml.safe_load(value)
+            for key in reversed(name.removeprefix("--").split(".")):
+                content = {key: content}
+            words[position : position + size] = [f"--config={json.dumps(content)}"]
+        position += 1
+    return words
+
+
+def _is_list_of_mappings(value: str) -> bool:
+    if not value.lstrip().startswith("["):
+        return False
+    try:
+        content = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return False
+    return isinstance(content, list) and any(isinstance(element, dict) for element in content)
+
+
+def _is_file(value: object) -> bool:
+    try:
+        return Path(str(value)).is_file()
+    except OSError:  # a config given as text is too long for a name
+        return False
 
 
 def check_one_method(argv: Sequence[str]) -> None:

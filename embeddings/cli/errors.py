@@ -1,5 +1,7 @@
 """How a command ends: one line on standard error, and an exit code that scripts can rely on."""
 
+import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -13,6 +15,12 @@ EXIT_IO = 74
 EXIT_INTERRUPTED = 130
 
 INTERRUPTED = "interrupted; finished checkpoints and shards are kept, --ckpt_path resumes from a checkpoint"
+
+
+_KEY = re.compile(r'Parser key "([^"]+)":\s*')
+_EXPECTED = re.compile(r"Expected an? (.+)", re.DOTALL)
+
+_CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*")
 
 
 class ConfigError(UserError):
@@ -29,13 +37,51 @@ def one_line(message: str, limit: int = 300) -> str:
 
 
 def reason(message: str) -> str:
-    """The reason inside a parser's message: where a value fits none of several types, the first type's complaint."""
+    """The reason inside a parser's message, behind the whole key that it is about.
+
+    Where a value fits none of several types, it is the first type's complaint, or the list of types if each complains
+    of the value's type alone.
+    """
+    keys: list[str] = []
     while "Errors:" in message:
-        found = re.search(r"\n(\s*)- (.*?)(?=\n\1- |\nGiven value|\Z)", message[message.index("Errors:") :], re.DOTALL)
-        if found is None:
+        head, _, tail = message.partition("Errors:")
+        found = _branches(tail)
+        if not found:
             break
-        message = found.group(2)
-    return message
+        keys += _KEY.findall(head)
+        if all(_EXPECTED.match(branch) for branch in found):
+            given = re.search(r"Given value: (.*?)(?:\. Got value: Namespace.*)?$", tail, re.MULTILINE)
+            message = f"expected {_types(found)}" + (f", got {given[1]}" if given else "")
+            break
+        message = found[0]
+    keys += _KEY.findall(message)
+    message = _KEY.split(message)[-1] if _KEY.search(message) else message
+    single = re.match(r"\s*Expected an? (.*?)\. Got value: (.*?)(?:\. Got value: .*)?$", message, re.DOTALL)
+    if single is not None:
+        message = f"expected {_types([f'Expected a {single[1]}'])}, got {single[2]}"
+    return f"{'.'.join(keys)}: {message.strip()}" if keys else message
+
+
+def _branches(tail: str) -> list[str]:
+    """What each type of a union complains of."""
+    indent = re.match(r"\n(\s*)- ", tail)
+    if indent is None:
+        return []
+    outer = indent[1][:-2]
+    body = re.split(rf"\n{outer}Given value", tail)[0]
+    return [part.strip() for part in body.split(f"\n{indent[1]}- ")[1:]]
+
+
+def _types(complaints: Iterable[str]) -> str:
+    """The types that a union's complaints name, in words."""
+    names = []
+    for complaint in complaints:
+        name = re.sub(r"^Expected an? ", "", complaint)
+        name = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", name)
+        name = re.sub(r"typing\.Literal\[(.*)\]", r"\1", name)
+        if not name.startswith("dot import path"):
+            names.append("null" if name == "NoneType" else name)
+    return " or ".join(names)
 
 
 def with_way_out(message: str, options: Iterable[str]) -> str:
@@ -46,11 +92,27 @@ def with_way_out(message: str, options: Iterable[str]) -> str:
         options: The parser's own options.
     """
     line = reason(message)
-    unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", line)
+    owner = _CLASS.search(line)
+    if owner is not None:
+        options, line = _parameters(owner[1]), _CLASS.sub("", line)
+    unknown = re.search(r"unrecognized arguments: (--[^\s=]+)|(?:Option|accept option) '([^']+)'", line)
     if unknown is None:
-        return line
-    alike = get_close_matches(unknown[1], list(options), n=1)
-    return f"{line}; {f'did you mean {alike[0]}? ' if alike else ''}--help lists the options"
+        return f"{line}; --help says what each option takes" if "expected " in line[:200] else line
+    name = unknown[1] or unknown[2]
+    prefix = "" if unknown[1] or owner else "--"
+    alike = get_close_matches(prefix + name, list(options), n=1)
+    where = f" by {owner[1].rpartition('.')[2]}" if owner else ""
+    guess = f"did you mean {alike[0].removeprefix(prefix)}? " if alike else ""
+    return f"{line}{where}; {guess}--help lists the options"
+
+
+def _parameters(class_path: str) -> list[str]:
+    """The arguments of a class, by its path; none where it cannot be imported."""
+    module, _, name = class_path.rpartition(".")
+    try:
+        return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+    except (ImportError, AttributeError, ValueError):
+        return []
 
 
 def run_guarded(command: Callable[[], None]) -> int:

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from embeddings.cli.commands import COMMANDS, run_command
 from embeddings.cli.errors import ConfigError, run_guarded
 
-TRAINER_COMMANDS = {
-    "fit": "train a model from configs",
-    "validate": "run the validation loop",
-    "test": "run the test loop",
-    "predict": "run the prediction loop",
-}
+TRAINER_COMMANDS = {"fit": "train a model from configs"}
+# Lightning's other loops, which no module has, and what does their work here.
+OTHER_LOOPS = {"validate": "evaluate", "test": "evaluate", "predict": "encode"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +33,8 @@ def dispatch(argv: list[str]) -> None:
         from embeddings.cli.app import run_trainer  # Lightning and torch load only for the commands that train
 
         run_trainer(argv)
+    elif name in OTHER_LOOPS:
+        raise ConfigError(f"{name}: no module has such a loop; train with fit, use its model with {OTHER_LOOPS[name]}")
     else:
         known = ", ".join([*TRAINER_COMMANDS, *COMMANDS])
         raise ConfigError(f"there is no command {name!r}; choose one of {known}")

@@ -66,8 +66,13 @@ def search(
         context_size: How many documents are drawn; as many as the model takes if left out.
         context_seed: Seed of the draw.
     """
+    from embeddings.common import OptionError
     from embeddings.inference import search_corpus
 
+    if not query.strip():
+        raise OptionError("query", query, "must not be empty", "say what to look for")
+    if top_k < 1:
+        raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
     encoder = _encoder(model, precision)
     drawn = _context(encoder, context, context_size, context_seed)
     (hits,) = search_corpus(encoder, corpus, [query], top_k, context=drawn)
@@ -98,9 +103,12 @@ def evaluate(
     """
     from dataclasses import asdict
 
+    from embeddings.common import InputError
     from embeddings.common.fileio import write_json
     from embeddings.evaluation import evaluate_folders, format_results
 
+    if output is not None and output.is_dir():
+        raise InputError(f"--output {output}", "is a directory", "name a JSON file")
     results = evaluate_folders(
         _encoder(model, precision),
         data if isinstance(data, list) else [data],

@@ -30,13 +30,17 @@ def read_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
     """One column of a run's `metrics.csv`: the steps at which it was logged, and its values.
 
     Raises:
-        InputError: If the run has no such file.
+        InputError: If the run has no such file, or the file is no run's.
     """
     path = run / "metrics.csv"
     if not path.is_file():
         raise InputError(str(path), "no such file", "give the folder of a run, such as checkpoints/runs/NAME/version_0")
     with open(path, encoding="utf-8", newline="") as file:
-        rows = [(int(row["step"]), float(row[column])) for row in csv.DictReader(file) if row.get(column)]
+        reader = csv.DictReader(file)
+        missing = [name for name in ("step", "train/loss") if name not in (reader.fieldnames or ())]
+        if missing:
+            raise InputError(str(path), f"has no column {missing[0]!r}", "give the folder of a run of fit")
+        rows = [(int(row["step"]), float(row[column])) for row in reader if row.get(column)]
     return [step for step, _ in rows], [value for _, value in rows]
 
 

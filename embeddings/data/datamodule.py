@@ -67,7 +67,8 @@ class EmbeddingDataModule(LightningDataModule):
             raise OptionError("data.sources", sources, "must name at least one source", "give a file or a data set")
         limits = (("batch_size", batch_size, 1), ("num_negatives", num_negatives, 0), ("num_workers", num_workers, 0))
         for name, value, least in limits:
-            if value < least:
+            # A config's null passes the parser.
+            if not isinstance(value, int) or value < least:
                 raise OptionError(f"data.{name}", value, f"must be >= {least}", "see the data configs for usual values")
         self.sources, self.text = sources, with_source_prompts(text or TextSettings(), sources)
         self.batch_size, self.num_negatives = batch_size, num_negatives

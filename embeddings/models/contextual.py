@@ -103,6 +103,11 @@ class ContextualEmbedder(Embedder):
         """What each text costs beside its tokens: J context vectors and S soft-prompt vectors."""
         return self.slots.num_context + self.soft_prompt.num_soft_prompts
 
+    @property
+    def longest_text(self) -> int | None:
+        """Most tokens of a text that the second stage has positions for behind a context; None for no limit."""
+        return longest_text(self.backbone, self.num_extra_tokens)
+
     def embed_context(self, tokens: PaddedTokens) -> Tensor:
         """The vectors of context documents: the first stage.
 

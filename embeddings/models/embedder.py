@@ -15,6 +15,7 @@ from embeddings.models.directory import ModelParts, read_model_directory, write_
 from embeddings.models.hub import resolve_model
 from embeddings.models.lora import plain_backbone
 from embeddings.models.pooling import Pooling
+from embeddings.models.position_free import first_position, learned_positions
 
 
 class Embedder(nn.Module):
@@ -87,6 +88,12 @@ class Embedder(nn.Module):
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int)
         return pad
+
+    @property
+    def longest_text(self) -> int | None:
+        """Most tokens of a text that the backbone has learned positions for; None where it sets no such limit."""
+        table = learned_positions(plain_backbone(self.backbone))
+        return None if table is None else table.num_embeddings - first_position(table)
 
     @property
     def device(self) -> torch.device:

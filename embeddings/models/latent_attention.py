@@ -41,7 +41,7 @@ class LatentAttentionPooling(Pooling):
         `attention.{norm, norm_latents, to_query, to_key_value, to_output}`, `cross_attend_blocks.1.{norm, fn.net.0,
         fn.net.2}` are `feed_forward.{norm, expand, contract}`; shapes and the order inside fused layers are the same.
     Raises:
-        ValueError: If the heads do not divide the hidden size, or an option cannot take effect.
+        ValueError: If a number is below 1, the heads do not divide the hidden size, or an option cannot take effect.
     Source: Lee 2024, arXiv:2405.17428, §3.2 Eq. 1 and the released NV-Embed-v2 code. Differs: `zero_init_residual`.
     Related: `SelfAttentionPooling`, the paper's ablation; `MeanPooling`, what this starts as with zero branches.
     """
@@ -60,6 +60,9 @@ class LatentAttentionPooling(Pooling):
             raise ValueError(
                 "pooling: paper_literal has neither projections nor residuals; drop head_dim and zero_init"
             )
+        for name, value in (("num_latents", num_latents), ("num_heads", num_heads), ("head_dim", head_dim)):
+            if value is not None and value < 1:
+                raise ValueError(f"pooling.{name} must be >= 1, got {value}")
         if paper_literal and hidden_size % num_heads:
             raise ValueError(f"pooling.num_heads must divide the hidden size {hidden_size}, got {num_heads}")
         self.num_heads = num_heads

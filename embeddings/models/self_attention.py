@@ -29,13 +29,15 @@ class SelfAttentionPooling(Pooling):
     Precision: the block runs in the parameters' dtype or autocast's, its softmax accumulates in float32, the
         mean is summed in float32.
     Raises:
-        ValueError: If the heads do not divide the hidden size.
+        ValueError: If there is no head, or the heads do not divide the hidden size.
     Source: Lee 2024, arXiv:2405.17428, §5.2.2 and Table 2. The layer's inner form is ours: the paper gives none.
     Related: `LatentAttentionPooling`, which does better in the paper.
     """
 
     def __init__(self, hidden_size: int, num_heads: int = 8, zero_init_residual: bool = False) -> None:
         super().__init__(hidden_size)
+        if num_heads < 1:
+            raise ValueError(f"pooling.num_heads must be >= 1, got {num_heads}")
         if hidden_size % num_heads:
             raise ValueError(f"pooling.num_heads must divide the hidden size {hidden_size}, got {num_heads}")
         self.num_heads = num_heads

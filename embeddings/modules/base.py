@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from embeddings.common import (
     ContrastiveBatch,
+    InputError,
     LossOutput,
     NumericError,
+    OptionError,
     Representations,
     TextSettings,
     TokenBatch,
@@ -70,10 +72,12 @@ class ContrastiveModule(L.LightningModule):
         return self.embedder.tokenizer
 
     def prepare_data(self) -> None:
-        """Check the schedule against the run's length and the loss against the data, before anything is written."""
+        """Check schedule, optimiser, loss and lengths against the run and the data, before anything is written."""
         mixture = getattr(getattr(self.trainer, "datamodule", None), "mixture", None)
         if self.loss.false_negative_filter is not None and getattr(mixture, "surrogate_width", None) is None:
             raise without_surrogates()
+        self._check_lengths()
+        self._make_optimizer()
         total_steps = self._trainer_steps()
         if total_steps is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._schedule.check(self._schedule.total_steps or total_steps)
@@ -136,7 +140,7 @@ class ContrastiveModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimiser over trainable parameters and its schedule, stepped once an optimiser step."""
-        optimizer = self._optimizer(parameter_groups(self))
+        optimizer = self._make_optimizer()
         scheduler = self._schedule.scheduler(optimizer, self._trainer_steps())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -148,6 +152,22 @@ class ContrastiveModule(L.LightningModule):
         """Restore the text settings."""
         if "text_settings" in checkpoint:
             self.embedder.text = TextSettings.from_dict(checkpoint["text_settings"])
+
+    def _make_optimizer(self) -> Optimizer:
+        groups = parameter_groups(self)
+        try:
+            return self._optimizer(groups)
+        except ValueError as error:
+            raise InputError("model.optimizer", str(error), "the method configs hold usual values") from error
+
+    def _check_lengths(self) -> None:
+        text, limit = getattr(getattr(self.trainer, "datamodule", None), "text", None), self.embedder.longest_text
+        if limit is None or not isinstance(text, TextSettings):
+            return
+        for name in ("query_max_length", "document_max_length"):
+            if getattr(text, name) > limit:
+                rule = f"must be <= {limit}, the positions that the backbone has"
+                raise OptionError(f"data.text.{name}", getattr(text, name), rule, "lower it")
 
     def _early_scale(self) -> float:
         """The factor that Lightning puts on the returned loss, for the backward passes that run before."""

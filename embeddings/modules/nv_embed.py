@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from embeddings.common import OptionError
+from embeddings.common import OptionError, UserError
 from embeddings.losses import InfoNCE
 from embeddings.models import (
     BackboneConfig,
@@ -44,6 +44,8 @@ class NVEmbedModule(ContrastiveModule):
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
         seed: Seed of random initial weights and of dropout.
 
+    Raises:
+        UserError: If the pooling cannot be made, or is another than `initial_model` has.
     Source: Lee et al. 2024, arXiv:2405.17428, §3 and Appendix C. Differs: whether stage 2 continues stage 1's LoRA
         matrices is not stated there; here they are merged and new ones begin.
     """
@@ -64,15 +66,22 @@ class NVEmbedModule(ContrastiveModule):
             torch.manual_seed(seed)
             if initial_model is None:
                 model, tokenizer = load_backbone(backbone)
-                made = pooling(model.config.hidden_size)
+                made = _make_pooling(pooling, model.config.hidden_size)
             else:
                 start = Embedder.from_config(replace(backbone, name=initial_model, revision=None))
                 assert isinstance(start.backbone, PreTrainedModel)
                 model, tokenizer, made = start.backbone, start.tokenizer, start.pooling
-                _check_pooling(made, pooling(start.hidden_size), initial_model)
+                _check_pooling(made, _make_pooling(pooling, start.hidden_size), initial_model)
             adapted = model if lora is None else add_lora(model, lora)
         embedder = Embedder(adapted, tokenizer, made, normalize=normalize)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
+
+
+def _make_pooling(pooling: PoolingFactory, hidden_size: int) -> Pooling:
+    try:
+        return pooling(hidden_size)
+    except ValueError as error:
+        raise UserError(f"model.{error}; NV-Embed uses 512 latents and 8 heads") from error
 
 
 def _check_pooling(found: Pooling, asked: Pooling, initial_model: str) -> None:

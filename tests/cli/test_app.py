@@ -1,7 +1,12 @@
 import pytest
+from lightning.pytorch.callbacks import LearningRateMonitor
 
-from embeddings.cli.app import check_one_method, config_paths
+from embeddings.cli.app import check_one_method, config_paths, run_trainer
 from embeddings.cli.errors import ConfigError
+from embeddings.cli.main import main
+from tests.helpers.runs import run_config, write_config
+
+OFF = {"in_batch_negatives": False}
 
 
 def test_config_paths_are_found_in_every_spelling():
@@ -22,3 +27,51 @@ def test_a_config_that_is_no_yaml_names_the_file(tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [1,\n")
     with pytest.raises(ConfigError, match=r"bad\.yaml: not a YAML file"):
         check_one_method(["fit", "--config", str(tmp_path / "bad.yaml")])
+
+
+def sources_of(folder, config, *extra):
+    cli = run_trainer(["fit", "--config", write_config(folder, config), *extra])
+    return [(source.name, source.instruction, source.in_batch_negatives) for source in cli.datamodule.sources]
+
+
+@pytest.mark.parametrize("as_option", [False, True])
+def test_a_list_given_twice_replaces_the_first(as_option, tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"]["max_steps"] = 2
+    path = config["data"]["init_args"]["sources"][0]["path"]
+    config["data"]["init_args"]["sources"] = [{"name": "one", "path": path, "instruction": "X"} | OFF]
+    later = {"data": {"init_args": {"sources": [{"name": "mine", "path": path}]}}}
+    extra = ["--config", write_config(tmp_path, later, "later.yaml")]
+    if as_option:
+        extra = [f"--data.init_args.sources=[{{name: mine, path: {path}}}]"]
+    assert sources_of(tmp_path, config) == [("one", "X", False)]
+    assert sources_of(tmp_path, config, *extra) == [("mine", None, True)]
+    assert sources_of(tmp_path, config, f"--data.sources+=[{{name: mine, path: {path}}}]") == [
+        ("one", "X", False),
+        ("mine", None, True),
+    ]
+
+
+def test_an_element_of_a_later_list_does_not_borrow_a_path(tmp_path, capsys):
+    config = run_config(tmp_path)
+    later = {"data": {"init_args": {"sources": [{"name": "mine"}]}}}
+    extra = ["--config", write_config(tmp_path, later, "later.yaml")]
+    assert main(["fit", "--config", write_config(tmp_path, config), *extra]) == 2
+    assert "path" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_callbacks_of_a_later_config_replace_and_append(tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"] |= {"max_steps": 2}
+    config["trainer"]["callbacks"] = [
+        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_train_steps": 7}}
+    ]
+    checkpoint = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"save_last": True}}
+    monitor = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}
+    first = write_config(tmp_path, config)
+    second = write_config(tmp_path, {"trainer": {"callbacks": [checkpoint]}}, "second.yaml")
+    third = write_config(tmp_path, {"trainer": {"callbacks+": [monitor]}}, "third.yaml")
+    cli = run_trainer(["fit", "--config", first, "--config", second, "--config", third])
+    assert any(isinstance(callback, LearningRateMonitor) for callback in cli.trainer.callbacks)
+    assert cli.trainer.checkpoint_callback.save_last is True
+    assert cli.trainer.checkpoint_callback._every_n_train_steps != 7

@@ -75,6 +75,43 @@ def test_the_reason_of_a_union_error_is_its_first_types():
     assert one_line(reason(message)) == "batch_size must be >= 1, got 0; lower it"
 
 
+PRECISION = """Parser key "trainer.precision":
+  Does not validate against any of the Union subtypes
+  Subtypes: [typing.Literal['bf16'], <class 'int'>, <class 'NoneType'>]
+  Errors:
+    - Expected a typing.Literal['bf16']
+    - Expected a <class 'int'>
+    - Expected a <class 'NoneType'>
+  Given value type: <class 'str'>
+  Given value: fp99"""
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (PRECISION, "trainer.precision: expected 'bf16' or int or null, got fp99"),
+        ("Parser key \"max_steps\":\n  Expected a <class 'int'>. Got value: abc", "max_steps: expected int, got abc"),
+    ],
+)
+def test_a_value_of_a_wrong_type_keeps_its_key_and_lists_the_types(message, says):
+    assert reason(message) == says
+    assert with_way_out(message, []) == f"{says}; --help says what each option takes"
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("Subcommand 'fit' does not accept option 'trainer.max_stepz'", "did you mean trainer.max_steps? --help"),
+        (
+            "Problem with given class_path 'embeddings.data.SourceConfig':\n  Option 'colums' is not accepted",
+            "Option 'colums' is not accepted by SourceConfig; did you mean columns? --help",
+        ),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_one_most_like_it(message, says):
+    assert says in with_way_out(message, ["--help", "--trainer.max_steps"])
+
+
 def test_a_plain_message_is_its_own_reason():
     assert reason("Option 'x' is not accepted") == "Option 'x' is not accepted"
 

@@ -8,6 +8,7 @@ def test_help_lists_every_command(capsys):
     text = capsys.readouterr().out
     for command in ("fit", "prepare", "quickstart", "encode", "search", "evaluate", "export", "show"):
         assert f"\n  {command} " in text
+    assert "predict" not in text
 
 
 def test_no_arguments_is_help(capsys):
@@ -19,6 +20,9 @@ def test_no_arguments_is_help(capsys):
     ("argv", "says"),
     [
         (["fti"], "there is no command 'fti'"),
+        (["validate"], "validate: no module has such a loop; train with fit"),
+        (["test"], "test: no module has such a loop"),
+        (["predict", "--config", "a.yaml"], "use its model with encode"),
         (["search", "--modle", "x", "words"], "modle"),
         (["prepare", "nothing"], "docstrings"),
         (["fit", "--config", "no/such.yaml"], "no/such.yaml: no such file"),

@@ -33,3 +33,8 @@ def test_an_unknown_recipe_lists_the_known_ones():
 def test_a_missing_name_is_said():
     with pytest.raises(ConfigError, match="needs a name"):
         expand_recipe(["fit", "--recipe"], TABLE)
+
+
+def test_a_table_that_is_not_here_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="run the command in the project's folder"):
+        expand_recipe(["fit", "--recipe", "quickstart"], tmp_path / "recipes.csv")

@@ -31,3 +31,12 @@ def test_the_picture_is_a_png(run):
 def test_a_folder_without_metrics_is_one_line(tmp_path, capsys):
     assert main(["show", "curves", "--run", str(tmp_path)]) == 2
     assert "metrics.csv: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("header", "missing"), [("a,train/loss", "step"), ("step,b", "train/loss"), ("", "step")])
+def test_a_file_without_the_columns_is_one_line_and_no_picture(header, missing, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.csv").write_text(f"{header}\n1,2.0\n" if header else "")
+    assert main(["show", "curves", "--run", str(tmp_path)]) == 2
+    assert f"metrics.csv: has no column '{missing}'; " in capsys.readouterr().err
+    assert not (tmp_path / "curves.png").exists()

@@ -167,3 +167,9 @@ def test_options_that_cannot_take_effect_are_refused(options: dict[str, object],
 
 def test_a_batch_without_one_pooled_token_is_all_zeros() -> None:
     assert not build()(states(), torch.zeros_like(MASK)).any()
+
+
+@pytest.mark.parametrize("name", ["num_latents", "num_heads", "head_dim"])
+def test_a_number_below_one_is_refused(name):
+    with pytest.raises(ValueError, match=rf"pooling.{name} must be >= 1, got 0"):
+        LatentAttentionPooling(8, **{name: 0})

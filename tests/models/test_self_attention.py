@@ -69,3 +69,8 @@ def test_its_arguments_rebuild_it() -> None:
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
     with pytest.raises(ValueError, match=r"pooling\.num_heads"):
         SelfAttentionPooling(HIDDEN, 3)
+
+
+def test_no_head_is_refused():
+    with pytest.raises(ValueError, match=r"pooling.num_heads must be >= 1, got 0"):
+        SelfAttentionPooling(8, num_heads=0)
