@@ -1,5 +1,6 @@
 """Floor 1: backbones, poolings, and the embedding model made of them."""
 
+from embeddings.models.anchor_token import AnchorTokenPooling
 from embeddings.models.backbone import BackboneConfig, load_backbone
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional
 from embeddings.models.contextual import ContextualEmbedder, load_embedder
@@ -10,6 +11,7 @@ from embeddings.models.pooling import ClsPooling, LastTokenPooling, MeanPooling,
 from embeddings.models.self_attention import SelfAttentionPooling
 
 __all__ = [
+    "AnchorTokenPooling",
     "BackboneConfig",
     "ClsPooling",
     "ContextualEmbedder",

@@ -24,7 +24,15 @@ from embeddings.models.pooling import Pooling
 from embeddings.models.portable import POOLINGS, TEXT_FILE, save_pooling
 
 # What a directory with modules of our own carries; each imports nothing but torch, transformers and the others.
-PORTABLE_FILES = ("portable.py", "latent_attention.py", "pooling.py", "self_attention.py")
+PORTABLE_FILES = (
+    "portable.py",
+    "anchor_token.py",
+    "anchor_weights.py",
+    "attention_tap.py",
+    "latent_attention.py",
+    "pooling.py",
+    "self_attention.py",
+)
 
 # Ours to the names of sentence-transformers. Only the first two pool the same with and without a prompt.
 _PROMPT_BLIND = {"cls": "cls_token", "last_token": "lasttoken"}
@@ -67,7 +75,8 @@ def write_model_directory(
         if portable:
             modules = [("portable.TextTransformer", ""), ("portable.MaskedPooling", "1_Pooling")]
             save_pooling(new / "1_Pooling", name, parts.pooling)
-            write_json(new / TEXT_FILE, _without(parts.text.to_dict(), "prompts"))
+            tapped = {"tapped_layers": list(layers)} if (layers := parts.pooling.tapped_layers) else {}
+            write_json(new / TEXT_FILE, {**_without(parts.text.to_dict(), "prompts"), **tapped})
             for file in PORTABLE_FILES if parts.context is None else (*PORTABLE_FILES, *CONTEXTUAL_FILES):
                 shutil.copyfile(Path(__file__).with_name(file), new / file)
         else:
@@ -171,7 +180,8 @@ def _read_text(
     saved = read_json(general).get("prompts", {}) if general.is_file() else {}
     prompts = {name: prompt for name, prompt in saved.items() if prompt}
     if (folder / TEXT_FILE).is_file():
-        return _text_settings(folder / TEXT_FILE, {**read_json(folder / TEXT_FILE), "prompts": prompts})
+        settings = _without(read_json(folder / TEXT_FILE), "tapped_layers")
+        return _text_settings(folder / TEXT_FILE, {**settings, "prompts": prompts})
     path = folder / "sentence_bert_config.json"
     settings = read_json(path) if path.is_file() else {}
     if settings.get("do_lower_case"):

@@ -1,6 +1,7 @@
 """An embedding model without a trainer: backbone, pooling, head, normalisation, and how its texts are read."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Self
 
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
+from embeddings.models.attention_tap import AttentionTap
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
 from embeddings.models.hub import resolve_model
@@ -33,7 +35,8 @@ class Embedder(nn.Module):
         text: Lengths, prompts and special tokens of the texts this model reads.
 
     Raises:
-        OptionError: If pooling or head do not fit the backbone's hidden size.
+        OptionError: If pooling or head do not fit the backbone's hidden size, or the pooling cannot have the attention
+            that it needs.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Embedder(nn.Module):
             rule = f"must be as wide as the backbone's {self.hidden_size}"
             raise OptionError("head.in_features", head.in_features, rule, "build it with that size")
         self.backbone = backbone
+        self.tap = tap_of(backbone, pooling)
         self.tokenizer = tokenizer
         self.pooling = pooling
         self.head = head
@@ -74,13 +78,21 @@ class Embedder(nn.Module):
 
         Precision: pooling sums and the norm are in float32, under autocast and for bfloat16 weights too.
         """
-        output = self.backbone(input_ids=tokens.input_ids_NL, attention_mask=tokens.attention_mask_NL.long())
-        vector_ND = self.pooling(output.last_hidden_state, tokens.pooling_mask_NL)
+        vector_ND = self._pooled(tokens)
         if self.head is not None:
             vector_ND = self.head(vector_ND)
         vector_ND = vector_ND.to(torch.promote_types(vector_ND.dtype, torch.float32))
         result: Tensor = F.normalize(vector_ND, dim=-1) if self.normalize else vector_ND
         return result
+
+    def _pooled(self, tokens: PaddedTokens) -> Tensor:
+        """The pooled states, (N, H); a pooling by attention is given that of its layers."""
+        attention_NL = tokens.attention_mask_NL
+        with nullcontext() if self.tap is None else self.tap.open() as tapped:
+            output = self.backbone(input_ids=tokens.input_ids_NL, attention_mask=attention_NL.long())
+        attention = () if tapped is None else (attention_NL, tapped())
+        vector_NH: Tensor = self.pooling(output.last_hidden_state, tokens.pooling_mask_NL, *attention)
+        return vector_NH
 
     @property
     def pad_token_id(self) -> int:
@@ -156,3 +168,23 @@ class Embedder(nn.Module):
         """
         parts = ModelParts(self.pooling, self.head, self.normalize, self.text)
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
+
+
+def tap_of(backbone: nn.Module, pooling: Pooling) -> AttentionTap | None:
+    """What reads the attention that a pooling needs, or None where it needs none.
+
+    Raises:
+        OptionError: If the backbone has no such layer, its attention cannot be read, or is causal where the pooling
+            needs to see both ways.
+    """
+    if not pooling.tapped_layers:
+        return None
+    try:
+        tap = AttentionTap(plain_backbone(backbone), pooling.tapped_layers)
+    except ValueError as error:
+        raise OptionError("pooling.layers", list(pooling.tapped_layers), str(error), "-1 is the last layer") from error
+    if getattr(pooling, "needs_both_ways", False) and tap.is_causal(backbone):
+        rule = "weighs early tokens more under a causal mask, whatever they say"
+        fix = "set bidirectional: true on the backbone, or by_visible_queries: true on the pooling"
+        raise OptionError("pooling.axis", "key", rule, fix)
+    return tap

@@ -40,6 +40,11 @@ class Pooling(nn.Module):
         """The constructor's arguments past the hidden size, as plain types: what a model directory keeps."""
         return {}
 
+    @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        """Layers of the backbone whose queries and keys `forward` is given beside the states; none by default."""
+        return ()
+
 
 class MeanPooling(Pooling):
     """The mean of the pooled tokens' states.

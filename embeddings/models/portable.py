@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
+from .anchor_token import AnchorTokenPooling
+from .attention_tap import AttentionTap
 from .latent_attention import LatentAttentionPooling
 from .pooling import ClsPooling, LastTokenPooling, MeanPooling, Pooling, WeightedMeanPooling
 from .self_attention import SelfAttentionPooling
@@ -32,6 +34,7 @@ POOLINGS: dict[str, type[Pooling]] = {
     "weighted_mean": WeightedMeanPooling,
     "latent_attention": LatentAttentionPooling,
     "self_attention": SelfAttentionPooling,
+    "anchor_token": AnchorTokenPooling,
 }
 
 
@@ -48,6 +51,7 @@ class TextTransformer(nn.Module):
         document_max_length: The same of a document.
         append_eos: Whether every text ends in the end-of-sequence token, truncated ones too.
         pool_prompt: Whether a prompt's tokens enter the pooling.
+        tapped_layers: Layers whose queries and keys the pooling is given.
     """
 
     save_in_root = True
@@ -60,9 +64,12 @@ class TextTransformer(nn.Module):
         document_max_length: int,
         append_eos: bool,
         pool_prompt: bool,
+        tapped_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.model = model
+        self.tap = AttentionTap(model, tapped_layers) if tapped_layers else None
+        self.tapped_layers = list(tapped_layers)
         self.tokenizer = tokenizer
         self.query_max_length = query_max_length
         self.max_seq_length = document_max_length
@@ -123,9 +130,12 @@ class TextTransformer(nn.Module):
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
         """The features with the states of the last layer added."""
-        ids_NL, attention_NL = features["input_ids"], features["attention_mask"]
-        output = self.model(input_ids=ids_NL, attention_mask=attention_NL)
-        return {**features, "token_embeddings": output.last_hidden_state}
+        arguments = {name: features[name] for name in ("input_ids", "attention_mask")}
+        if self.tap is None:
+            return {**features, "token_embeddings": self.model(**arguments).last_hidden_state}
+        with self.tap.open() as tapped:
+            output = self.model(**arguments)
+            return {**features, "token_embeddings": output.last_hidden_state, "tapped_attention": tapped()}
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
         """Write the backbone, the tokenizer and the text settings."""
@@ -136,6 +146,7 @@ class TextTransformer(nn.Module):
             "document_max_length": self.max_seq_length,
             "append_eos": self.append_eos,
             "pool_prompt": self.pool_prompt,
+            **({"tapped_layers": self.tapped_layers} if self.tapped_layers else {}),
         }
         Path(output_path, TEXT_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -161,7 +172,8 @@ class MaskedPooling(nn.Module):
     """One vector a text from the states of its pooled tokens.
 
     Args:
-        name: Which pooling (`mean`, `cls`, `last_token`, `weighted_mean`, `latent_attention`, `self_attention`).
+        name: Which pooling (`mean`, `cls`, `last_token`, `weighted_mean`, `latent_attention`, `self_attention`,
+            `anchor_token`).
         hidden_size: Width of the states.
         arguments: The pooling's own arguments.
     """
@@ -173,7 +185,13 @@ class MaskedPooling(nn.Module):
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
         """The features with the vectors added, (N, H) float32."""
-        return {**features, "sentence_embedding": self.pooling(features["token_embeddings"], features["pooling_mask"])}
+        state_NLH, pooling_NL = features["token_embeddings"], features["pooling_mask"]
+        if self.pooling.tapped_layers:
+            tapped = features["tapped_attention"]
+            vector_NH = self.pooling(state_NLH, pooling_NL, features["attention_mask"].bool(), tapped)
+        else:
+            vector_NH = self.pooling(state_NLH, pooling_NL)
+        return {**features, "sentence_embedding": vector_NH}
 
     def get_embedding_dimension(self) -> int:
         """Width of the vectors."""

@@ -1,0 +1,202 @@
+"""How much attention each token of a text receives, summed as MGH's pooling does, without the whole attention matrix.
+
+This file travels inside model directories: it imports nothing but torch.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Axis = Literal["key", "query"]
+
+# Scores of a tile, over texts, heads, queries and keys: 8 MiB in float32, which is where a processor's cache ends.
+TILE_SCORES = 1 << 21
+# A float32 product overflows beyond e^88.
+_MOST_LOG = 87.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TappedAttention:
+    """The queries and keys of one attention layer, as they enter the softmax.
+
+    Attributes:
+        query_NALE: Queries after rotation, (N, A, L, E); E is the width of a head.
+        key_NGLE: Keys after rotation, (N, G, L, E); G divides A, and A / G heads share one (grouped-query attention).
+        mask: What the layer masks beside padding: a bool tensor that is True where a query sees a key, or a float one
+            that is added to the scores, broadcastable to (N, A, L, L); None for nothing.
+        is_causal: Whether a query sees no later key, where `mask` does not say so.
+        scaling: Factor of the inner products.
+    """
+
+    query_NALE: Tensor
+    key_NGLE: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scaling: float
+
+
+def anchor_weights(
+    attention: TappedAttention,
+    is_token_NL: Tensor,
+    axis: Axis = "key",
+    per_head: bool = False,
+    by_visible_queries: bool = False,
+) -> Tensor:
+    """The weight of each token before it is normalised over the text.
+
+    With a_jk the attention that query j pays key k in a head, and K the text's tokens without padding:
+
+        key axis:    w_i = sum over heads and queries j of log(K a_ji + 1)    what token i receives
+        query axis:  w_i = sum over heads and keys j of log(K a_ij + 1)       how evenly token i looks about
+
+    Args:
+        attention: Queries and keys of a layer.
+        is_token_NL: False at padding, (N, L) bool. Padding neither receives nor adds weight.
+        axis: The key axis, or the query axis as Eq. 3 is printed.
+        per_head: Whether each head's weights are first divided by their sum, so that heads count alike; else a head
+            whose attention is uniform brings several times as much as one with a sink.
+        by_visible_queries: Whether a token's weight is divided by the number of queries that see it.
+
+    Returns:
+        weight_NL: (N, L) float32 (float64 where the states are), >= 0, 0 at padding.
+
+    Memory: the L x L scores of a tile of queries, at most `TILE_SCORES` or one query's, forward and backward; they are
+        computed again for the backward pass.
+    Precision: scores, softmax and sums in float32 whatever the input; the logarithms of several heads are taken of
+        their product.
+    Source: MGH, §2.2, Eq. 3. Differs: the key axis, since the paper's text, Fig. 5 and App. D.2 describe what a token
+        receives while Eq. 3, read to the letter, sums over a row of the softmax.
+    """
+    query_NALE, key_NGLE = attention.query_NALE, attention.key_NGLE
+    constant = replace(attention, query_NALE=query_NALE.detach(), key_NGLE=key_NGLE.detach())
+    weight: Tensor = _AnchorWeights.apply(  # type: ignore[no-untyped-call]
+        query_NALE, key_NGLE, constant, is_token_NL, axis, per_head
+    )
+    if per_head:
+        weight = (weight / weight.sum(dim=2, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)).sum(dim=1)
+    if by_visible_queries:
+        weight = weight / visible_queries(attention, is_token_NL).clamp(min=1)
+    return weight
+
+
+@torch.no_grad()
+def visible_queries(attention: TappedAttention, is_token_NL: Tensor) -> Tensor:
+    """How many queries see each token, over all heads on average, (N, L) float32."""
+    count_NL = torch.zeros(is_token_NL.shape, device=is_token_NL.device)
+    for rows in _tiles(attention):
+        seen = _visible(attention, is_token_NL, rows) & is_token_NL[:, None, rows, None]
+        count_NL += seen.float().mean(dim=1).sum(dim=1)
+    return count_NL
+
+
+class _AnchorWeights(torch.autograd.Function):
+    """The sums of logarithms, (N, L), or (N, A, L) per head; the gradient goes to queries and keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_NALE: Tensor,
+        key_NGLE: Tensor,
+        attention: TappedAttention,
+        is_token_NL: Tensor,
+        axis: Axis,
+        per_head: bool,
+    ) -> Tensor:
+        """Tile by tile of queries: a softmax over all keys, then the logarithms."""
+        num_texts, num_heads, length, _ = query_NALE.shape
+        dtype = torch.promote_types(query_NALE.dtype, torch.float32)
+        shape = (num_texts, num_heads, length) if per_head else (num_texts, length)
+        weight = query_NALE.new_zeros(shape, dtype=dtype)
+        count_N = is_token_NL.sum(dim=1)
+        groups = 1 if per_head else _heads_in_one_logarithm(int(count_N.amax()) if len(count_N) else 1)
+        for rows in _tiles(attention):
+            gain = _attention(attention, is_token_NL, rows).mul_(count_N.to(dtype)[:, None, None, None]).add_(1.0)
+            if per_head:
+                log = gain.log_()
+            else:
+                log = (
+                    torch.stack([part.prod(dim=1) for part in torch.split(gain, groups, dim=1)], dim=1)
+                    .log_()
+                    .sum(dim=1)
+                )
+            if axis == "key":
+                weight += log.sum(dim=-2)
+            else:
+                weight[..., rows] = log.sum(dim=-1)
+        ctx.save_for_backward(query_NALE, key_NGLE)
+        ctx.facts = attention, is_token_NL, axis, per_head
+        return weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """d log(K a + 1) = K / (K a + 1) da, then the softmax's own rule, with each tile's attention made again."""
+        query_NALE, key_NGLE = ctx.saved_tensors
+        attention, is_token_NL, axis, per_head = ctx.facts
+        gradient = gradients[0] if per_head else gradients[0][:, None]
+        num_shared = query_NALE.shape[1] // key_NGLE.shape[1]
+        to_query, to_key = torch.zeros_like(query_NALE), torch.zeros_like(key_NGLE, dtype=gradient.dtype)
+        key_NALE = _spread_heads(key_NGLE, num_shared).to(gradient.dtype)
+        count_N111 = is_token_NL.sum(dim=1).to(gradient.dtype)[:, None, None, None]
+        for rows in _tiles(attention):
+            attention_NArL = _attention(attention, is_token_NL, rows)
+            outer = gradient[..., None, :] if axis == "key" else gradient[..., rows, None]
+            slope = outer * count_N111 / (attention_NArL * count_N111 + 1.0)
+            slope = attention_NArL * (slope - (attention_NArL * slope).sum(dim=-1, keepdim=True)) * attention.scaling
+            to_query[:, :, rows] = (slope @ key_NALE).to(to_query.dtype)
+            to_keys_NALE = slope.transpose(-1, -2) @ query_NALE[:, :, rows].to(gradient.dtype)
+            to_key += torch.unflatten(to_keys_NALE, 1, (-1, num_shared)).sum(dim=2)
+        return to_query, to_key.to(key_NGLE.dtype), None, None, None, None
+
+
+def _tiles(attention: TappedAttention) -> list[slice]:
+    """The queries in runs whose scores are not too many."""
+    num_texts, num_heads, length, _ = attention.query_NALE.shape
+    rows = max(1, TILE_SCORES // max(1, num_texts * num_heads * length))
+    return [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
+
+
+def _heads_in_one_logarithm(most_tokens: int) -> int:
+    """Heads whose gains, each at most K + 1, multiply without overflow."""
+    return max(1, int(_MOST_LOG / math.log(most_tokens + 1.0))) if most_tokens else 1
+
+
+def _attention(attention: TappedAttention, is_token_NL: Tensor, rows: slice) -> Tensor:
+    """The softmax of some queries over all keys, (N, A, r, L), zero in padding's rows and columns."""
+    query_NArE, key_NGLE = attention.query_NALE[:, :, rows], attention.key_NGLE
+    dtype = torch.promote_types(query_NArE.dtype, torch.float32)
+    num_shared = query_NArE.shape[1] // key_NGLE.shape[1]
+    # One product a group of heads: its queries side by side.
+    grouped = torch.unflatten(query_NArE.to(dtype), 1, (-1, num_shared)).flatten(2, 3)
+    score = torch.unflatten(grouped @ key_NGLE.to(dtype).transpose(-1, -2), 2, (num_shared, -1)).flatten(1, 2)
+    score = score.mul_(attention.scaling)
+    if attention.mask is not None and attention.mask.dtype != torch.bool:
+        score += _rows_of(attention.mask, rows)
+    seen = _visible(attention, is_token_NL, rows)
+    score = score.masked_fill_(~seen, -torch.inf).softmax(dim=-1)
+    # A query that sees nothing has NaN in its row; padding's rows would add what no token pays.
+    pays = is_token_NL[:, None, rows, None] & seen.any(dim=-1, keepdim=True)
+    return score.masked_fill_(~pays, 0.0)
+
+
+def _visible(attention: TappedAttention, is_token_NL: Tensor, rows: slice) -> Tensor:
+    """Which keys some queries see, broadcastable to (N, A, r, L) bool."""
+    seen = is_token_NL[:, None, None, :]
+    if attention.mask is not None:
+        part = _rows_of(attention.mask, rows)
+        # An additive mask says with its least number, or less, that nothing is seen.
+        seen = seen & (part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2)
+    if attention.is_causal:
+        position_L = torch.arange(is_token_NL.shape[1], device=is_token_NL.device)
+        seen = seen & (position_L[None, :] <= position_L[rows, None])
+    return seen
+
+
+def _rows_of(mask: Tensor, rows: slice) -> Tensor:
+    return mask if mask.shape[-2] == 1 else mask[..., rows, :]
+
+
+def _spread_heads(key_NGLE: Tensor, num_shared: int) -> Tensor:
+    return key_NGLE.repeat_interleave(num_shared, dim=1) if num_shared > 1 else key_NGLE

@@ -1,0 +1,140 @@
+"""The queries and keys of chosen attention layers, read where the layer hands them to its attention function.
+
+This file travels inside model directories: it imports nothing but torch, transformers and the siblings that travel
+with it.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .anchor_weights import TappedAttention, visible_queries
+
+NAME = "embeddings_tap"
+
+
+class AttentionTap:
+    """Reads the queries and keys of some layers of a backbone, while `open`.
+
+    No attention matrix is asked for, so the backbone keeps the attention function that it has. A layer is reached
+    through its own copy of the backbone's config, which names a function that notes what it is given and calls the
+    backbone's own. Nothing of the model's own config, weights or saved files changes.
+
+    Gradient checkpointing: a layer that runs again for the backward pass, when the tap is closed, notes nothing.
+
+    Args:
+        backbone: A Hugging Face model, adapted by peft or not, whose attention goes through transformers' interface.
+        layers: Which of its attention layers, counted from 0 or, negative, from the last.
+
+    Raises:
+        ValueError: If the backbone has no such layer, or its attention cannot be read.
+    """
+
+    def __init__(self, backbone: nn.Module, layers: Sequence[int]) -> None:
+        found = attention_layers(backbone)
+        if not layers or any(not -len(found) <= layer < len(found) for layer in layers):
+            raise ValueError(f"layers {list(layers)} must be among the {len(found)} attention layers that can be read")
+        AttentionInterface.register(NAME, _noting)
+        self._tapped = [found[layer] for layer in layers]
+        self._noted: dict[int, TappedAttention] | None = None
+        for module in self._tapped:
+            config: Any = copy.copy(module.config)
+            inner = config._attn_implementation
+            if inner == NAME:
+                raise ValueError("another pooling reads this backbone's attention already")
+            config._attn_implementation_internal = NAME
+            module.config = config
+            # A plain attribute: a tap is no part of the module's state.
+            object.__setattr__(module, "embeddings_tap", (self, inner))
+
+    @contextmanager
+    def open(self) -> Iterator[Callable[[], list[TappedAttention]]]:
+        """Read what one forward pass of the backbone does.
+
+        Yields:
+            A function that gives the layers' queries and keys in the order asked for, once the backbone has run.
+        """
+        noted: dict[int, TappedAttention] = {}
+        self._noted = noted
+
+        def layers() -> list[TappedAttention]:
+            if any(id(module) not in noted for module in self._tapped):
+                raise RuntimeError("the backbone ran without calling its attention function")
+            return [noted[id(module)] for module in self._tapped]
+
+        try:
+            yield layers
+        finally:
+            self._noted = None
+
+    @torch.no_grad()
+    def is_causal(self, backbone: Any) -> bool:
+        """Whether a query of these layers misses a later key, tried out on two short texts of unlike length."""
+        device = next(backbone.parameters()).device
+        ids_NL = torch.arange(24, device=device).view(2, 12) % (int(backbone.config.vocab_size) - 4) + 3
+        is_token_NL = torch.ones(2, 12, dtype=torch.bool, device=device)
+        is_token_NL[1, 9:] = False
+        modes = [(module, module.training) for module in backbone.modules()]
+        backbone.eval()
+        try:
+            with self.open() as tapped:
+                backbone(input_ids=ids_NL, attention_mask=is_token_NL.long())
+            seen = [visible_queries(layer, is_token_NL)[is_token_NL] for layer in tapped()]
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        length_T = is_token_NL.sum(dim=1).repeat_interleave(is_token_NL.sum(dim=1))
+        return any(bool((count_T < length_T).any()) for count_T in seen)
+
+    def note(self, module: nn.Module, attention: TappedAttention) -> None:
+        """Keep what a layer was given, where the tap is open."""
+        if self._noted is not None:
+            self._noted[id(module)] = attention
+
+
+def attention_layers(backbone: nn.Module) -> list[Any]:
+    """The self-attention modules that go through transformers' attention interface, in the order of the layers."""
+    found = [
+        module
+        for module in backbone.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and hasattr(module, "is_causal")
+        and hasattr(getattr(module, "config", None), "_attn_implementation")
+    ]
+    return sorted(found, key=lambda module: module.layer_idx)
+
+
+def _noting(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> Any:
+    """The attention function of a tapped layer: note the queries and keys, then do what the backbone would do."""
+    tap, inner = module.embeddings_tap
+    for name in ("softcap", "position_bias"):
+        if arguments.get(name) is not None:
+            raise ValueError(f"attention with {name} cannot be read for pooling; use another backbone or pooling")
+    is_causal = arguments.get("is_causal")
+    is_causal = module.is_causal if is_causal is None else is_causal
+    scaling = arguments.get("scaling")
+    tap.note(
+        module,
+        TappedAttention(
+            query,
+            key,
+            attention_mask,
+            # Where there is a mask it says all; two-dimensional ones are padding alone.
+            bool(is_causal) and (attention_mask is None or attention_mask.dim() == 2),
+            query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        ),
+    )
+    if inner == "eager":
+        run = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        run = ALL_ATTENTION_FUNCTIONS[inner]
+    return run(module, query, key, value, attention_mask, **arguments)

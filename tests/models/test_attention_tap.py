@@ -1,0 +1,81 @@
+"""What a tap reads of a backbone's attention, and when."""
+
+import pytest
+import torch
+
+from embeddings.models.attention_tap import AttentionTap, _noting, attention_layers
+from tests.helpers.tiny import tiny_bert, tiny_mistral
+
+IDS = torch.arange(5, 15).view(2, 5)
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+
+
+def run(backbone):
+    return backbone(input_ids=IDS, attention_mask=MASK).last_hidden_state
+
+
+@torch.no_grad()
+def test_queries_and_keys_are_those_that_the_layers_own_products_make():
+    backbone = tiny_bert()
+    tap = AttentionTap(backbone, (0,))
+    with tap.open() as tapped:
+        run(backbone)
+        (layer,) = tapped()
+    attention = backbone.encoder.layer[0].attention.self
+    state = backbone.embeddings(input_ids=IDS)
+    assert torch.equal(layer.query_NALE.transpose(1, 2).flatten(2), attention.query(state))
+    assert torch.equal(layer.key_NGLE.transpose(1, 2).flatten(2), attention.key(state))
+    assert layer.scaling == 8**-0.5
+    assert not layer.is_causal
+
+
+@torch.no_grad()
+def test_layers_come_in_the_order_asked_for_with_their_shared_keys():
+    backbone = tiny_mistral()
+    assert [module.layer_idx for module in attention_layers(backbone)] == [0, 1]
+    found = {}
+    for layers in ((0, -1), (-1, 0)):
+        fresh = tiny_mistral()
+        with AttentionTap(fresh, layers).open() as tapped:
+            run(fresh)
+            found[layers] = tapped()
+    assert torch.equal(found[0, -1][0].query_NALE, found[-1, 0][1].query_NALE)
+    assert not torch.equal(found[0, -1][0].query_NALE, found[0, -1][1].query_NALE)
+    assert found[0, -1][0].query_NALE.shape == (2, 4, 5, 8)
+    assert found[0, -1][0].key_NGLE.shape == (2, 2, 5, 8)
+
+
+def test_only_an_open_tap_reads_and_what_it_read_is_let_go():
+    backbone = tiny_bert()
+    tap = AttentionTap(backbone, (-1,))
+    run(backbone)
+    with tap.open() as tapped, pytest.raises(RuntimeError, match="without calling its attention function"):
+        tapped()
+    with tap.open():
+        run(backbone)
+    assert tap._noted is None
+
+
+def test_a_backbone_has_one_tap():
+    backbone = tiny_bert()
+    AttentionTap(backbone, (-1,))
+    with pytest.raises(ValueError, match="reads this backbone's attention already"):
+        AttentionTap(backbone, (-1,))
+
+
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+def test_a_causal_backbone_is_told_from_one_that_sees_both_ways(attn):
+    for backbone, expected in ((tiny_mistral(), True), (tiny_bert(), False)):
+        backbone.set_attn_implementation(attn)
+        tap = AttentionTap(backbone.train(), (-1,))
+        assert tap.is_causal(backbone) is expected
+        assert all(module.training for module in backbone.modules())
+
+
+def test_attention_that_cannot_be_read_is_refused_by_name():
+    backbone = tiny_bert()
+    tap = AttentionTap(backbone, (-1,))
+    module = attention_layers(backbone)[-1]
+    states = torch.zeros(1, 4, 3, 8)
+    with tap.open(), pytest.raises(ValueError, match="attention with softcap cannot be read"):
+        _noting(module, states, states, states, None, softcap=30.0)
