@@ -176,6 +176,8 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
         (["--model.init_args.pooling.init_args.num_heads=0"], "model.pooling.num_heads must be >= 1, got 0; "),
         (["--model.init_args.pooling.init_args.num_latents=0"], "model.pooling.num_latents must be >= 1, got 0; "),
         (["--ckpt_path=nope.ckpt"], "--ckpt_path nope.ckpt: no such file; "),
+        (["--ckpt_path=pyproject.toml"], "--ckpt_path pyproject.toml: is no checkpoint"),
+        (["--trainer.accumulate_grad_batches=0"], "trainer.accumulate_grad_batches must be >= 1, got 0; "),
         (["--trainer.devices=0"], "trainer.devices: 0"),
         (["--trainer.strategy=nope"], "trainer.strategy: nope"),
         (["--data.init_args.text.document_max_length=129"], "data.text.document_max_length must be <= 128"),

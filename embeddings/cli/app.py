@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+from zipfile import is_zipfile
 
 import lightning as L
 import yaml
@@ -16,7 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from embeddings.callbacks.run_record import RunRecord
 from embeddings.cli.errors import ConfigError, one_line, reason, with_way_out
 from embeddings.cli.recipes import expand_recipe
-from embeddings.common import UserError
+from embeddings.common import OptionError, UserError
 
 CKPT_KEYWORDS = ("best", "last", "hpc")
 HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
@@ -71,18 +72,7 @@ class TrainerCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments given, whatever `sys.argv` holds."""
         self.config = parser.parse_args(args)
-
-    def before_instantiate_classes(self) -> None:
-        """Check the checkpoint to resume from, before anything is made.
-
-        Raises:
-            ConfigError: If there is no such file.
-        """
-        path = self.config.fit.ckpt_path
-        if path is not None and path not in CKPT_KEYWORDS and "://" not in path and not Path(path).exists():
-            raise ConfigError(
-                f"--ckpt_path {path}: no such file; give a run's last.ckpt, or leave it out to start anew"
-            )
+        check_checkpoint(self.config.fit.ckpt_path)
 
     def instantiate_classes(self) -> None:
         """Make the module, the data module and the trainer.
@@ -101,8 +91,12 @@ class TrainerCLI(LightningCLI):
         """Make the trainer.
 
         Raises:
+            OptionError: If gradients are to be accumulated over no batch, which Lightning accepts.
             ConfigError: If Lightning refuses an option, or the machine lacks what it asks for.
         """
+        batches = self.config.fit.trainer.accumulate_grad_batches
+        if batches < 1:
+            raise OptionError("trainer.accumulate_grad_batches", batches, "must be >= 1", "1 accumulates nothing")
         try:
             return super().instantiate_trainer(**kwargs)
         except UserError:
@@ -110,7 +104,7 @@ class TrainerCLI(LightningCLI):
         except (MisconfigurationException, ValueError) as error:
             given = self.config.fit.trainer
             options = ", ".join(f"trainer.{name}: {given[name]}" for name in HARDWARE_OPTIONS)
-            raise ConfigError(f"{one_line(str(error), 160)}; change what it names in {options}") from error
+            raise ConfigError(f"{one_line(str(error), 160)}; change that option; given are {options}") from error
 
 
 def run_trainer(argv: Sequence[str]) -> TrainerCLI:
@@ -146,6 +140,21 @@ def make_cli(argv: Sequence[str]) -> TrainerCLI:
         auto_configure_optimizers=False,
         args=lists_as_configs(argv),
     )
+
+
+def check_checkpoint(path: str | None) -> None:
+    """Check the checkpoint to resume from, before anything is made.
+
+    Raises:
+        ConfigError: If there is no such file, or it is no checkpoint.
+    """
+    if path is None or path in CKPT_KEYWORDS or ":" in path:
+        return
+    fix = "give a run's last.ckpt, or leave it out to start anew"
+    if not Path(path).exists():
+        raise ConfigError(f"--ckpt_path {path}: no such file; {fix}")
+    if Path(path).is_file() and not is_zipfile(path):
+        raise ConfigError(f"--ckpt_path {path}: is no checkpoint, or a part of one; {fix}")
 
 
 def forget_lists(earlier: Namespace, later: dict[str, Any]) -> None:
