@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError
-
-# Of the squared length, after rounding to float32.
-UNIT_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,24 @@ class VectorShards:
             )
         return vector_ND
 
+    def take(self, row_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Some unit vectors in the order given, (n, D) float32; each shard that holds some of them is read once.
+
+        Raises:
+            InputError: If a shard is missing or damaged, or one of the vectors is zero, not finite or not of unit
+                length; the message names the shard and the row in it.
+        """
+        vector_ND = np.empty((len(row_N), self.embedding_dim), dtype=np.float32)
+        order_N = np.argsort(row_N, kind="stable")
+        shard_N = row_N[order_N] // self.shard_size
+        for start, stop in pairwise(np.flatnonzero(np.diff(shard_N, prepend=-1, append=-1))):
+            shard, place_n = int(shard_N[start]), order_N[start:stop]
+            row_n = row_N[place_n] % self.shard_size
+            vector_nD = self.load(shard)[row_n]
+            require_directions(vector_nD, str(self.path(shard)), unit=True, row_N=row_n)
+            vector_ND[place_n] = vector_nD
+        return vector_ND
+
     def __iter__(self) -> Iterator[npt.NDArray[np.float32]]:
         """The vectors of each shard, in order."""
         return map(self.load, range(self.num_shards))
@@ -70,23 +87,3 @@ def save_vectors(path: Path, vector_ND: npt.NDArray[np.float32]) -> None:
     """Write the vectors of a shard, (n, D) float32, to exactly this path."""
     with open(path, "wb") as file:
         np.save(file, vector_ND)
-
-
-def require_directions(vector_ND: npt.NDArray[np.float32], where: str, first_row: int = 0, unit: bool = False) -> None:
-    """Check that every vector has a direction: its length is finite and not zero, or 1 where `unit` is set.
-
-    Raises:
-        InputError: At the first vector that is zero, NaN, infinite or of another length; the message names `where` and
-            the row.
-    """
-    square_N = np.einsum("nd,nd->n", vector_ND, vector_ND)
-    usable_N = np.isfinite(square_N) & (square_N > 0)
-    if unit:
-        usable_N &= np.abs(square_N - 1) < UNIT_TOLERANCE
-    bad_n = np.flatnonzero(~usable_N)
-    if bad_n.size:
-        square = float(square_N[bad_n[0]])
-        kind = "zero" if square == 0 else f"of length {square**0.5:.4g}" if np.isfinite(square) else "not finite"
-        raise InputError(
-            f"{where}:{first_row + int(bad_n[0])}", f"the vector is {kind}", "check its text and the model"
-        )

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +97,8 @@ def rank_pairs(
 
     Raises:
         OptionError: If `segment_size` is below 2.
-        InputError: If the folder holds something else, or was made with other options.
+        InputError: If the folder holds something else, or was made with other options; or a vector is zero, not finite
+            or not of unit length.
 
     Source: Nussbaum et al. 2024 (Nomic Embed), arXiv:2402.01613, and Nussbaum and Duderstadt 2025 (Nomic Embed v2),
         arXiv:2502.07972, section 4.2: segments of 1M pairs, kept if the document is among the 2 nearest.
@@ -150,12 +150,15 @@ def segment_ranks(vectors: PairVectors, row_N: _Int64s, device: torch.device) ->
 
     Returns:
         (n,) int32.
+
+    Raises:
+        InputError: If a shard is damaged, or a vector is zero, not finite or not of unit length.
     """
     start_N, stop_N = vectors.positive_offsets[row_N], vectors.positive_offsets[row_N + 1]
     entry_E = np.concatenate([np.arange(start, stop) for start, stop in zip(start_N, stop_N, strict=True)])
     document_M, column_E = np.unique(vectors.positive_rows[entry_E], return_inverse=True)
     owner_E = np.repeat(np.arange(len(row_N)), stop_N - start_N)
-    query_ND = torch.from_numpy(_gather(vectors.query_shards, row_N))
+    query_ND = torch.from_numpy(vectors.query_shards.take(row_N))
     own_N = torch.full((len(row_N),), -torch.inf)
     # By document, so that each tile of documents finds its own entries side by side.
     order_E = np.argsort(column_E, kind="stable")
@@ -185,17 +188,7 @@ def _num_nearer(query_ND: Tensor, tile_DT: Tensor, own_N: Tensor) -> Tensor:
 def _tiles(shards: VectorShards, row_M: _Int64s) -> Iterator[tuple[int, Tensor]]:
     """The vectors of some rows, a tile at a time, each with the place of its first row."""
     for start in range(0, len(row_M), _DOCUMENT_TILE):
-        yield start, torch.from_numpy(_gather(shards, row_M[start : start + _DOCUMENT_TILE]))
-
-
-def _gather(shards: VectorShards, row_N: _Int64s) -> npt.NDArray[np.float32]:
-    """The vectors of some rows, which are in order, (n, D) float32."""
-    vector_ND = np.empty((len(row_N), shards.embedding_dim), dtype=np.float32)
-    shard_N = row_N // shards.shard_size
-    borders = np.flatnonzero(np.diff(shard_N, prepend=-1, append=-1))
-    for start, stop in pairwise(borders):
-        vector_ND[start:stop] = shards.load(int(shard_N[start]))[row_N[start:stop] % shards.shard_size]
-    return vector_ND
+        yield start, torch.from_numpy(shards.take(row_M[start : start + _DOCUMENT_TILE]))
 
 
 def _write_ranks(vectors: PairVectors, segments: Segments, device: torch.device, segment: int, path: Path) -> None:

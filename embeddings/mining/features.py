@@ -10,7 +10,6 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import check_manifest
 from embeddings.common.randomness import derive_seed
 from embeddings.data.samplers.permutation import KeyedPermutation
-from embeddings.inference.vector_shards import VectorShards
 from embeddings.mining.pair_vectors import PairVectors
 
 Int64s = NDArray[np.int64]
@@ -120,7 +119,7 @@ class VectorFeatures(PairFeatures):
     def _concatenated(self, rows: Int64s, swapped: bool) -> Vectors:
         vectors = self._vectors
         documents = np.asarray(vectors.positive_rows[vectors.positive_offsets[rows]], dtype=np.int64)
-        sides = [take_vectors(vectors.query_shards, rows), take_vectors(vectors.document_shards, documents)]
+        sides = [vectors.query_shards.take(rows), vectors.document_shards.take(documents)]
         return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows)
 
 
@@ -133,20 +132,6 @@ def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
     if svd_dim is not None and not 1 <= svd_dim <= 2 * embedding_dim:
         rule = f"must lie in 1 … {2 * embedding_dim}, twice the vectors' width"
         raise OptionError("svd_dim", svd_dim, rule, "128 is usual")
-
-
-def take_vectors(shards: VectorShards, rows: Int64s) -> Vectors:
-    """Some rows of vectors in shards, in the order given, (n, D) float32.
-
-    Raises:
-        InputError: If a shard is missing or damaged.
-    """
-    taken = np.empty((len(rows), shards.embedding_dim), dtype=np.float32)
-    shard_of = rows // shards.shard_size
-    for shard in np.unique(shard_of).tolist():
-        mine = shard_of == shard
-        taken[mine] = shards.load(shard)[rows[mine] - shard * shards.shard_size]
-    return taken
 
 
 def unit_features(vectors: Vectors, rows: Int64s) -> Vectors:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embeddings.common.directions import require_directions
 from embeddings.common.errors import OptionError
 from embeddings.common.randomness import derive_seed
 from embeddings.inference.search import TopK
-from embeddings.inference.vector_shards import VectorShards, require_directions, save_vectors
+from embeddings.inference.vector_shards import VectorShards, save_vectors
 from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.jobs import ArrayTask, ShardedJob
 from embeddings.mining.kmeans import kmeans_run

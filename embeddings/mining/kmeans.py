@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from embeddings.common.directions import require_directions
 from embeddings.common.errors import OptionError
-from embeddings.inference.vector_shards import require_directions
 from embeddings.mining.faiss_library import load_faiss
 
 NUM_ITERATIONS, NUM_RUNS = 100, 3

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError, OptionError
 from embeddings.inference.precision import has_native_bfloat16
 from embeddings.inference.search import TopK
-from embeddings.inference.vector_shards import VectorShards, require_directions
+from embeddings.inference.vector_shards import VectorShards
 from embeddings.mining.faiss_library import load_faiss
 from embeddings.mining.scans import Bfloat16Scan, FaissScan, Floats, Rows, Scan, rounding_error
 

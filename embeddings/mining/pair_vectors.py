@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from embeddings.common.directions import require_directions
 from embeddings.common.errors import OptionError
 from embeddings.common.fileio import check_manifest
 from embeddings.common.text import TextRole
 from embeddings.data.cache import CachedSource
 from embeddings.inference.search import unit_rows
 from embeddings.inference.vector_folder import SHARD_SIZE, embedder_sha256
-from embeddings.inference.vector_shards import VectorShards, require_directions, save_vectors
+from embeddings.inference.vector_shards import VectorShards, save_vectors
 from embeddings.mining.jobs import ArrayTask, ShardedJob
 from embeddings.mining.pair_index import PairIndex, index_pairs
 

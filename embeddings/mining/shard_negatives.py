@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embeddings.inference.vector_shards import require_directions
+from embeddings.common.directions import require_directions
 from embeddings.mining.knn import DocumentSearch, pair_scores
 from embeddings.mining.negatives import Candidates, NegativeRules, Negatives, QueryFacts, choose_negatives
 from embeddings.mining.pair_index import PairIndex

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -113,4 +114,25 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_is_written(
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("error: ")
     assert says in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("role", ["queries", "documents"])
+@pytest.mark.parametrize(("value", "kind"), [(np.nan, "not finite"), (0, "zero")])
+def test_a_vector_without_direction_is_named_and_no_file_is_written(
+    role, value, kind, model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EMBED_CACHE", str(tmp_path.with_name(f"{tmp_path.name} cache")))
+    write_jsonl(tmp_path / "good.jsonl", pairs(6))
+    line = ["filter", "--input", "good.jsonl", "--model", model, "--vectors", "vectors"]
+    assert main([*line, "--output", "first.parquet"]) == 0
+    path = tmp_path / "vectors" / role / "vectors-00000.npy"
+    vectors = np.load(path)
+    vectors[4] = value
+    np.save(path, vectors)
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert main([*line, "--output", "kept.parquet"]) == 2
+    assert f"{role}/vectors-00000.npy:4: the vector is {kind}" in capsys.readouterr().err.strip().splitlines()[-1]
     assert sorted(tmp_path.rglob("*")) == before

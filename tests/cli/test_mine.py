@@ -124,6 +124,8 @@ def one(vectors, value):
     ("role", "damage", "says"),
     [
         ("queries", lambda vectors: one(vectors, np.nan), "vectors-00001.npy:1: the vector is not finite"),
+        ("queries", lambda vectors: one(vectors, 0), "vectors-00001.npy:1: the vector is zero"),
+        ("documents", lambda vectors: one(vectors, np.nan), "vectors-00001.npy:1: the vector is not finite"),
         ("queries", lambda vectors: vectors[:, :31], "expected float32 of shape (5, 32)"),
         ("documents", lambda vectors: one(vectors, 0), "vectors-00001.npy:1: the vector is zero"),
         ("documents", lambda vectors: vectors[:, :31], "expected float32 of shape (5, 32)"),

@@ -6,12 +6,12 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.fileio import text_hash
-from embeddings.data import Mixture, RowDraw, SourceConfig, SourceDataset
+from embeddings.data import Mixture, RowDraw, SourceConfig, SourceDataset, surrogate_vectors
 from embeddings.data.collate import ContrastiveCollator
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import TextSettings, TextTokenizer
 from tests.data.rows import dataset, pairs
-from tests.data.surrogates import write_surrogates
+from tests.data.surrogates import number_of, write_surrogates
 from tests.helpers.tiny import wordpiece_tokenizer
 
 ROWS = [
@@ -40,9 +40,9 @@ def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path):
     assert vectors.width == 4
     for each in (vectors, pickle.loads(pickle.dumps(vectors))):
         for row in range(8):
-            assert each.query(row).tolist() == [row + 0.25] * 4
+            assert number_of(each.query(row)) == row + 0.25
             expected = [documents.index(text) for text in plain.cached.table.row(row).positives]
-            assert each.positives(row)[:, 0].tolist() == expected
+            assert number_of(each.positives(row)).tolist() == expected
 
 
 def test_the_vectors_that_the_jobs_write_are_read(plain, tmp_path):
@@ -70,9 +70,9 @@ def test_a_batch_carries_the_vectors_of_queries_and_drawn_positives(plain, tmp_p
     for draw in range(10):
         examples = [mixture[RowDraw(row, draw + row)] for row in (5, 9, 2)]
         batch = collate(examples)
-        assert batch.surrogate_query_BS[:, 0].nan_to_num(-1).tolist() == [5.25, -1, 2.25]
+        assert number_of(batch.surrogate_query_BS).nan_to_num(-1).tolist() == [5.25, -1, 2.25]
         assert batch.surrogate_candidate_CS.shape == (5, 4)
-        found = batch.surrogate_candidate_CS[:, 0].nan_to_num(-1).tolist()
+        found = number_of(batch.surrogate_candidate_CS).nan_to_num(-1).tolist()
         for row, example in ((0, examples[0]), (2, examples[2])):
             text = documents[int(found[row])]
             drawn.add(text)
@@ -108,15 +108,36 @@ def test_an_encoding_that_is_not_complete_is_refused(plain, tmp_path):
 def test_a_missing_shard_is_found_at_the_start(name, plain, tmp_path):
     folder = write_surrogates(tmp_path / "s", plain.cached)
     (folder / name).unlink()
-    with pytest.raises(InputError, match=f"{name}: is missing"):
+    with pytest.raises(InputError, match=f"{name}: is missing or damaged; encode"):
         with_vectors(plain, folder)
 
 
-def test_a_damaged_shard_is_named(plain, tmp_path):
-    folder = write_surrogates(tmp_path / "s", plain.cached)
-    np.save(folder / "queries" / "vectors-00000.npy", np.zeros((3, 5), np.float32))
-    with pytest.raises(InputError, match=r"vectors-00000\.npy: holds float32 of shape \(3, 5\)"):
-        with_vectors(plain, folder)[RowDraw(0, 0)]
+@pytest.mark.parametrize("role", ["queries", "documents"])
+@pytest.mark.parametrize("damage", ["wider", "short", "float64", "no rows", "cut", "empty", "text"])
+def test_a_damaged_shard_is_named_at_the_start_and_no_vector_is_read(role, damage, plain, tmp_path, monkeypatch):
+    path = write_surrogates(tmp_path / "s", plain.cached) / role / "vectors-00002.npy"
+    vectors = np.load(path)
+    if damage in ("cut", "empty", "text"):
+        path.write_bytes({"cut": path.read_bytes()[:-4], "empty": b"", "text": b"vectors"}[damage])
+    else:
+        damaged = {"wider": np.pad(vectors, ((0, 0), (0, 1))), "short": vectors[1:], "no rows": vectors[:0]}
+        np.save(path, damaged.get(damage, vectors.astype(np.float64)))
+    monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda *_: pytest.fail("read"))
+    with pytest.raises(InputError, match=rf"{role}/vectors-00002\.npy: (holds|is missing or damaged)"):
+        with_vectors(plain, tmp_path / "s")
+
+
+@pytest.mark.parametrize("role", ["queries", "documents"])
+@pytest.mark.parametrize(("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (1, "of length 2")])
+def test_a_vector_without_direction_is_named_by_shard_and_row(role, value, kind, plain, tmp_path):
+    path = write_surrogates(tmp_path / "s", plain.cached) / role / "vectors-00001.npy"
+    vectors = np.load(path)
+    vectors[2] = value
+    np.save(path, vectors)
+    source = with_vectors(plain, tmp_path / "s")
+    assert source[RowDraw(0, 0)].surrogate_query is not None
+    with pytest.raises(InputError, match=rf"{role}/vectors-00001\.npy:2: the vector is {kind}; check its text"):
+        [source[RowDraw(row, 0)] for row in range(8)]
 
 
 def test_sources_of_different_widths_are_refused(plain, tmp_path):

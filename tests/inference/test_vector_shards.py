@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.inference.vector_shards import VectorShards, require_directions, save_vectors
+from embeddings.inference.vector_shards import VectorShards, save_vectors
+from tests.data.cluster_folders import unit_vectors
 
 
 def written(folder, num_rows=5, shard_size=2, width=3):
@@ -39,19 +40,27 @@ def test_a_shard_that_is_not_what_it_should_be_is_named(damage, tmp_path):
         list(shards)
 
 
-@pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
-def test_a_vector_without_direction_is_named_by_its_row(value, kind):
-    vectors = np.ones((4, 3), np.float32)
-    require_directions(vectors, "documents")
-    vectors[2] = value
-    with pytest.raises(InputError, match=rf"documents:12: the vector is {kind}"):
-        require_directions(vectors, "documents", first_row=10)
+def unit_shards(folder, vectors, shard_size):
+    shards = VectorShards(folder, len(vectors), vectors.shape[1], shard_size)
+    for shard in range(shards.num_shards):
+        save_vectors(shards.path(shard), vectors[shard * shard_size : (shard + 1) * shard_size])
+    return shards
 
 
-def test_a_vector_of_another_length_is_refused_only_where_unit_vectors_are_asked_for():
-    vectors = np.eye(3, dtype=np.float32)
-    require_directions(vectors, "documents", unit=True)
-    vectors[1] *= 2
-    require_directions(vectors, "documents")
-    with pytest.raises(InputError, match="documents:1: the vector is of length 2"):
-        require_directions(vectors, "documents", unit=True)
+@pytest.mark.parametrize("shard_size", [1, 7, 100])
+def test_vectors_are_taken_from_shards_in_the_order_given(shard_size, tmp_path):
+    vectors = unit_vectors(60)
+    shards = unit_shards(tmp_path, vectors, shard_size)
+    rows = np.array([50, 0, 13, 14, 0, 59])
+    np.testing.assert_array_equal(shards.take(rows), vectors[rows])
+    assert shards.take(rows[:0]).shape == (0, 8)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (1, "of length 2.828")])
+def test_a_taken_vector_without_direction_is_named_by_shard_and_row(value, kind, tmp_path):
+    vectors = unit_vectors(60)
+    vectors[23] = value
+    shards = unit_shards(tmp_path, vectors, 10)
+    shards.take(np.array([24, 22]))
+    with pytest.raises(InputError, match=rf"vectors-00002\.npy:3: the vector is {kind}; check its text and the model"):
+        shards.take(np.array([59, 23, 0]))

@@ -5,7 +5,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.mining import features
-from embeddings.mining.features import VectorFeatures, sample_rows, take_vectors, unit_features
+from embeddings.mining.features import VectorFeatures, sample_rows, unit_features
 from tests.data.cluster_folders import unit_vectors
 from tests.mining.pair_sources import made_vectors, topic_source
 
@@ -76,26 +76,19 @@ def test_what_decides_the_features_is_named(tmp_path):
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite")])
 def test_a_row_without_direction_is_named(value, kind, tmp_path):
     source = topic_source(tmp_path)
-    queries, documents = unit_vectors(60), unit_vectors(61, seed=1)
+    queries = unit_vectors(60)
     queries[23] = value
-    # Row 0 has two documents: its own, and the one that is every row's second.
-    documents[24] = value
-    made = fitted(made_vectors(tmp_path / "vectors", source, queries, documents))
-    with pytest.raises(InputError, match=f"row 23: what it is clustered by is {kind}"):
+    made = fitted(made_vectors(tmp_path / "vectors", source, queries))
+    with pytest.raises(InputError, match=rf"queries/vectors-00001\.npy:7: the vector is {kind}"):
         made.rows(np.arange(10, 40))
+    with pytest.raises(InputError, match=f"row 5: what it is clustered by is {kind}"):
+        unit_features(np.full((1, 4), value, np.float32), np.array([5]))
 
 
 @pytest.mark.parametrize("svd_dim", [0, 17])
 def test_an_impossible_width_is_refused(svd_dim, tmp_path):
     with pytest.raises(OptionError, match=r"svd_dim must lie in 1 … 16, twice the vectors' width, got"):
         VectorFeatures(made_vectors(tmp_path, topic_source(tmp_path)), svd_dim)
-
-
-def test_rows_are_taken_from_shards_in_the_order_given(tmp_path):
-    shards = made_vectors(tmp_path, topic_source(tmp_path), shard_size=7).query_shards
-    rows = np.array([50, 0, 13, 14, 0, 59])
-    assert (take_vectors(shards, rows) == unit_vectors(60, seed=1)[rows]).all()
-    assert take_vectors(shards, rows[:0]).shape == (0, 8)
 
 
 def test_a_sample_is_ascending_and_without_repeats():

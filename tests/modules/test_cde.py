@@ -193,13 +193,42 @@ def test_a_surrogates_vectors_reach_the_loss(tmp_path: Path) -> None:
     (source,) = data["sources"]
     folder = write_surrogates(tmp_path / "surrogates", open_cached(SourceConfig(**source), data["cache_dir"]))
     for path in folder.rglob("vectors-*.npy"):
-        np.save(path, np.ones_like(np.load(path)))
+        np.save(path, np.full_like(np.load(path), 0.5))
     data["num_negatives"] = 0
     source["surrogate_vectors"] = str(folder)
     config["trainer"] |= {"max_steps": 2, "callbacks": [CACHE]}
     assert fit(tmp_path, config).trainer.callback_metrics["train/loss"] > 0.1
     config["model"]["init_args"]["loss"]["init_args"]["false_negative_filter"] = {"margin": 0.0}
     assert fit(tmp_path, config).trainer.callback_metrics["train/loss"] == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda vectors: 0 * vectors, ": the vector is zero; check"),
+        (lambda vectors: np.nan * vectors, ": the vector is not finite; check"),
+        (lambda vectors: vectors[:, :3], "holds float32 of shape (3, 3), expected float32 of shape (3, 4)"),
+    ],
+)
+def test_damaged_surrogate_vectors_end_a_run_in_one_line(
+    damage: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = cde_config(tmp_path)
+    data = config["data"]["init_args"]
+    (source,) = data["sources"]
+    folder = write_surrogates(tmp_path / "surrogates", open_cached(SourceConfig(**source), data["cache_dir"]))
+    for shard in (folder / "documents").glob("vectors-*.npy"):
+        np.save(shard, damage(np.load(shard)))
+    source["surrogate_vectors"] = str(folder)
+    config["model"]["init_args"]["loss"]["init_args"]["false_negative_filter"] = {"margin": 0.0}
+    path = write_config(tmp_path, config)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["fit", "--config", path]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith(f"error: {folder / 'documents' / 'vectors-'}")
+    assert says in line
+    if "shape" in says:
+        assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cache" not in path.parts] == []
 
 
 def test_a_filter_without_vectors_is_refused_before_anything_is_written(tmp_path: Path) -> None:
