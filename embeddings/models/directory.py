@@ -285,7 +285,7 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
     """A new folder beside `target` that takes its place on leaving without an error.
 
     At every moment either the old or the new model is whole on disk. What lay in the old folder and is no part of a
-    model is carried over.
+    model is carried over; where that fails, everything goes back to its place.
     """
     require_folder_or_nothing(target)
     target = target.expanduser().resolve()
@@ -293,25 +293,38 @@ def _replaced_folder(target: Path) -> Iterator[Path]:
     workplace = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     new, old = workplace / "new", workplace / "old"
     new.mkdir()
+    exchanged = False
     try:
         yield new
         _flush(new)
-        if target.exists():
-            os.replace(target, old)
-        try:
-            os.replace(new, target)
-        except OSError:
-            if old.exists():
-                os.replace(old, target)
-            raise
-        if old.exists():
+        _exchange(new, target, old)
+        exchanged = True
+    finally:
+        # Where even the way back failed, the only whole copy is in there: leave it.
+        if exchanged or not os.path.lexists(old):
+            shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _exchange(new: Path, target: Path, old: Path) -> None:
+    """Put `new` in the place of `target`, which goes to `old`; after an error all is as before."""
+    carried: list[str] = []
+    if os.path.lexists(target):
+        os.replace(target, old)
+    try:
+        os.replace(new, target)
+        if os.path.lexists(old):
             for entry in list(old.iterdir()):
                 if not _is_model_file(entry) and not (target / entry.name).exists():
                     os.replace(entry, target / entry.name)
-    finally:
-        # Where even the way back failed, the only whole copy is in there: leave it.
-        if target.exists() or not old.exists():
-            shutil.rmtree(workplace, ignore_errors=True)
+                    carried.append(entry.name)
+    except BaseException:
+        for name in carried:
+            os.replace(target / name, old / name)
+        if os.path.lexists(old):
+            if target.exists():
+                os.replace(target, new)
+            os.replace(old, target)
+        raise
 
 
 def _is_model_file(entry: Path) -> bool:

@@ -137,6 +137,41 @@ def test_a_failure_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_file_that_appears_while_the_model_is_written_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model"
+    monkeypatch.setattr("embeddings.models.directory._flush", lambda _: target.write_text("mine"))
+    with pytest.raises(NotADirectoryError):
+        embedder().save_pretrained(target)
+    assert target.read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_files_that_cannot_be_carried_over_go_back_with_the_old_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, replace, carried = tmp_path / "model", os.replace, []
+    embedder().save_pretrained(target)
+    for name in ("metrics.json", "report.md"):
+        (target / name).write_text(name)
+    before = tree(target)
+
+    def fail_for_the_second(source: Path, destination: Path) -> None:
+        if Path(source).parent.name == "old":
+            carried.append(source)
+            if len(carried) == 2:
+                raise OSError("no space")
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", fail_for_the_second)
+    with pytest.raises(OSError, match="no space"):
+        embedder(seed=1).save_pretrained(target)
+    assert len(carried) == 2
+    assert tree(target) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_a_pooling_that_cannot_travel_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     class Own(MeanPooling):
         pass
