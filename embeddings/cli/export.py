@@ -18,8 +18,10 @@ def export(checkpoint: Path, output: Path) -> None:
         checkpoint: A `.ckpt` file that `fit` wrote.
         output: The directory to write; one that is there is replaced once the new one is whole.
     """
+    from embeddings.models.directory import require_folder_or_nothing
     from embeddings.modules.base import ContrastiveModule
 
+    require_folder_or_nothing(output)
     state = read_checkpoint(checkpoint)
     config = state.get("run_config")
     if not isinstance(config, dict) or "model" not in config:

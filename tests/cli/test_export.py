@@ -45,3 +45,11 @@ def test_what_is_no_checkpoint_is_refused_without_running_it(content, tmp_path, 
         torch.save([1], path)
     assert "x.ckpt" in refused(path, capsys, tmp_path / "out")
     assert not (tmp_path / "canary").exists()
+
+
+def test_an_output_that_is_a_file_is_refused_before_the_checkpoint_is_read(tmp_path, capsys):
+    output = tmp_path / "notes.txt"
+    output.write_text("mine")
+    assert main(["export", "--checkpoint", str(tmp_path / "none.ckpt"), "--output", str(output)]) == 2
+    assert f"output leads to {output}, which is no folder" in capsys.readouterr().err
+    assert output.read_text() == "mine"
