@@ -123,6 +123,13 @@ def test_a_state_of_another_plan_is_refused_by_the_field_that_differs(options: d
         make(**options).load_state_dict(make().state_dict())
 
 
+def test_a_state_under_other_weights_is_refused_and_under_the_same_ratios_taken() -> None:
+    state = make(proportions="given", weights=[1, 9]).state_dict()
+    with pytest.raises(OptionError, match=r"data parts must be '0\.1,0\.9' as in the checkpoint .* got '0\.9,0\.1'"):
+        make(proportions="given", weights=[9, 1]).load_state_dict(state)
+    make(proportions="given", weights=[2, 18]).load_state_dict(state)
+
+
 @pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 @pytest.mark.parametrize(
     ("limits", "stops"),
