@@ -66,6 +66,7 @@ def cluster(
     from embeddings.mining.clusters import CLUSTER_SIZE, ClusterSettings, cluster_pairs, require_free
     from embeddings.mining.faiss_library import load_faiss
     from embeddings.mining.jobs import ArrayTask
+    from embeddings.mining.outputs import nothing_left_of
 
     task = ArrayTask.resolve(task_index, num_tasks)
     if cluster_size is not None and num_clusters is not None:
@@ -89,14 +90,15 @@ def cluster(
     source = open_cached(SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows))
     settings.resolve_num_clusters(len(source.table))
     require_free(output)
-    if model is None:
-        from embeddings.mining.sparse_features import Bm25Features
+    folder = vectors or output.with_name(f"{output.name}.vectors")
+    with nothing_left_of(output, folder):
+        if model is None:
+            from embeddings.mining.sparse_features import Bm25Features
 
-        made: PairFeatures = Bm25Features(source, svd_dim, seed)
-    else:
-        folder = vectors or output.with_name(f"{output.name}.vectors")
-        made = _vector_features(model, precision, svd_dim, source, folder, seed, task)
-    found = cluster_pairs(made, source, output, settings, task)
+            made: PairFeatures = Bm25Features(source, svd_dim, seed)
+        else:
+            made = _vector_features(model, precision, svd_dim, source, folder, seed, task)
+        found = cluster_pairs(made, source, output, settings, task)
     if found is None:
         print(f"this task's part of {output} is done; other tasks have rows to assign yet")
     else:

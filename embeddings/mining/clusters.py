@@ -21,6 +21,7 @@ from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.features import PairFeatures, Vectors, sample_rows
 from embeddings.mining.jobs import ArrayTask, ShardedJob
 from embeddings.mining.kmeans import NUM_ITERATIONS, NUM_RUNS, check_num_clusters, kmeans_run, num_duplicates
+from embeddings.mining.outputs import nothing_left_of
 
 CLUSTER_SIZE = 512
 _BLOCK = 8192
@@ -107,7 +108,8 @@ def cluster_pairs(
 
     Distributed: tasks share the folder alone.
     Raises:
-        InputError: If the folder holds something else, or was made with other options; or a row has no direction.
+        InputError: If the folder holds something else, or was made with other options; or a row has no direction, or a
+            shard of vectors is damaged. A folder that this call made is removed again.
         OptionError: If there are more clusters than rows, or no GPU where one is asked for.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix.
@@ -130,14 +132,15 @@ def cluster_pairs(
         "num_neighbours": min(settings.num_neighbours, num_clusters - 1),
     }
     num_shards = -(-num_rows // settings.shard_size)
-    job, work = ShardedJob(output, fields, num_shards, stem="assignment"), Path(output) / "work"
-    if not job.complete:
-        _learn(features, fields, work / "features", task)
-        runs = _train(features, fields, settings, work / "runs", task)
-        centroids = _best_centroids(runs)
-        job.run(partial(_assign, features, centroids, settings), task)
-        if not job.finish(partial(_merge, job, runs, settings)):
-            return None
+    with nothing_left_of(Path(output)):
+        job, work = ShardedJob(output, fields, num_shards, stem="assignment"), Path(output) / "work"
+        if not job.complete:
+            _learn(features, fields, work / "features", task)
+            runs = _train(features, fields, settings, work / "runs", task)
+            centroids = _best_centroids(runs)
+            job.run(partial(_assign, features, centroids, settings), task)
+            if not job.finish(partial(_merge, job, runs, settings)):
+                return None
     # What the finished files hold; a kill in between leaves it to the next call.
     shutil.rmtree(work, ignore_errors=True)
     for shard in range(num_shards):

@@ -37,14 +37,21 @@ def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def nothing_left_of(*folders: Path) -> Iterator[None]:
-    """Remove the folders again, if they were not there before, where what a person gave turns out to be of no use."""
+    """Remove the folders again, if they were not there before, where what a person gave turns out to be of no use.
+
+    A folder that was there and empty is emptied again; of one that held something, everything stays.
+    """
     made = [folder for folder in folders if not folder.exists()]
+    emptied = [folder for folder in folders if folder.is_dir() and not any(folder.iterdir())]
     parents = [path for folder in folders for path in folder.parents if not path.exists()]
     try:
         yield
     except UserError:
-        for folder in made:
-            shutil.rmtree(folder, ignore_errors=True)
+        for path in (*made, *(path for folder in emptied for path in folder.iterdir())):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         for parent in sorted(parents, key=lambda path: -len(path.parts)):
             with suppress(OSError):
                 parent.rmdir()

@@ -1,9 +1,11 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from embeddings.cli.main import main
+from embeddings.mining.centroids import nearest_centroids
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.helpers.runs import backbone_folder, write_pairs
 
@@ -88,3 +90,113 @@ def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
     (printed,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
     assert says in printed
     assert sorted(tmp_path.rglob("*")) == before
+
+
+LINE = ["cluster", "--input", "pairs.jsonl", "--output", "clusters", "--num_clusters", "4", "--num_iterations", "2"]
+
+
+@pytest.fixture(scope="module")
+def encoded(model, tmp_path_factory):
+    """A folder of pairs and their vectors, and beside it the folder of converted sources."""
+    folder = tmp_path_factory.mktemp("encoded")
+    write_pairs(folder / "pairs.jsonl", 12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EMBED_CACHE", str(folder.parent / "encoded-cache"))
+        patch.chdir(folder)
+        assert main([*LINE, "--model", model, "--vectors", "vectors"]) == 0
+    shutil.rmtree(folder / "clusters")
+    return folder
+
+
+def one(vectors, value):
+    """The vectors with the second one all of one value."""
+    return np.where(np.arange(len(vectors))[:, None] == 1, value, vectors).astype(np.float32)
+
+
+@pytest.mark.parametrize("role", ["queries", "documents"])
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda vectors: one(vectors, np.nan), "vectors-00000.npy:1: the vector is not finite"),
+        (lambda vectors: one(vectors, 0), "vectors-00000.npy:1: the vector is zero"),
+        (lambda vectors: vectors[:, :31], "vectors-00000.npy: holds float32 of shape"),
+        (lambda vectors: vectors[:0], "vectors-00000.npy: holds float32 of shape (0, 32)"),
+        (None, "vectors-00000.npy: is missing, empty or damaged"),
+    ],
+    ids=["nan", "zero", "narrow", "empty", "cut"],
+)
+@pytest.mark.parametrize("svd_dim", ["null", "6"])
+def test_after_damaged_vectors_nothing_is_left_and_the_same_line_works_once_they_are_mended(
+    svd_dim, damage, says, role, model, encoded, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("EMBED_CACHE", str(encoded.parent / "encoded-cache"))
+    folder = tmp_path / "copy"
+    shutil.copytree(encoded, folder)
+    monkeypatch.chdir(folder)
+    path = folder / "vectors" / role / "vectors-00000.npy"
+    whole = path.read_bytes()
+    if damage is None:
+        path.write_bytes(whole[:-4])
+    else:
+        np.save(path, damage(np.load(path)))
+    before = sorted(folder.rglob("*"))
+    line = [*LINE, "--model", model, "--vectors", "vectors", "--svd_dim", svd_dim]
+    capsys.readouterr()
+    assert main(line) == 2
+    assert f"error: vectors/{role}/{says}" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert sorted(folder.rglob("*")) == before
+    path.write_bytes(whole)
+    assert main(line) == 0
+
+
+@pytest.mark.parametrize("empty_folder", [False, True])
+def test_after_a_row_without_a_word_nothing_is_left_and_a_mended_file_works(
+    empty_folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EMBED_CACHE", str(tmp_path.parent / f"{tmp_path.name}-cache"))
+    rows = [json.loads(text) for text in write_pairs(tmp_path / "pairs.jsonl", 12).read_text().splitlines()]
+    bad = [*rows[:5], {"query": "!", "positive": "?"}, *rows[5:]]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in bad))
+    if empty_folder:
+        (tmp_path / "clusters").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert main([*LINE, "--features", "bm25"]) == 2
+    assert "row 5: what it is clustered by is zero" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert sorted(tmp_path.rglob("*")) == before
+    write_pairs(tmp_path / "pairs.jsonl", 12)
+    assert main([*LINE, "--features", "bm25"]) == 0
+
+
+def test_what_an_earlier_run_finished_outlives_damaged_vectors(model, encoded, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("EMBED_CACHE", str(encoded.parent / "encoded-cache"))
+    folder = tmp_path / "copy"
+    shutil.copytree(encoded, folder)
+    monkeypatch.chdir(folder)
+    line = [*LINE, "--model", model, "--vectors", "vectors", "--shard_size", "4"]
+    with monkeypatch.context() as patch:
+        patch.setattr("embeddings.mining.clusters.nearest_centroids", interrupted_at(2))
+        assert main(line) == 130
+    path = folder / "vectors" / "queries" / "vectors-00000.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4])
+    before = {path: path.read_bytes() for path in (folder / "clusters").rglob("*.np?")}
+    assert {path.name for path in before} >= {"assignment-00000.npy", "run-00002.npz"}
+    assert main(line) == 2
+    assert "vectors-00000.npy: is missing, empty or damaged" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (folder / "clusters").rglob("*.np?")} == before
+    path.write_bytes(whole)
+    assert main(line) == 0
+
+
+def interrupted_at(last_call):
+    """`nearest_centroids`, interrupted at one of its calls."""
+    calls = []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == last_call:
+            raise KeyboardInterrupt
+        return nearest_centroids(*args)
+
+    return interrupted

@@ -32,6 +32,7 @@ def test_a_file_is_finished_where_its_manifest_and_content_fit(tmp_path):
 def test_folders_go_again_where_a_person_was_wrong_and_stay_otherwise(error, tmp_path):
     old, new = tmp_path / "old", tmp_path / "parent" / "new"
     old.mkdir()
+    (old / "earlier shard").write_text("x")
 
     def work():
         (old / "shard").write_text("x")
@@ -43,6 +44,20 @@ def test_folders_go_again_where_a_person_was_wrong_and_stay_otherwise(error, tmp
         work()
     assert (old / "shard").exists()
     assert new.exists() == new.parent.exists() == (not isinstance(error, InputError))
+
+
+def test_a_folder_that_was_empty_is_emptied_again(tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+
+    def work():
+        (folder / "work" / "shards").mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+        raise InputError("where", "what", "fix")
+
+    with pytest.raises(InputError), nothing_left_of(folder):
+        work()
+    assert list(tmp_path.rglob("*")) == [folder]
 
 
 def test_folders_stay_where_all_went_well(tmp_path):
