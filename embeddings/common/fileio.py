@@ -85,7 +85,8 @@ def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) 
     """Check that every expected field of `folder/manifest.json` has the expected value; returns all its fields.
 
     Raises:
-        InputError: If the manifest is missing, or a field differs; the message names the field and both values.
+        InputError: If the manifest is missing or damaged, or a field differs; the message names the field and both
+            values.
     """
     return check_manifest_file(Path(folder) / "manifest.json", expected)
 
@@ -95,7 +96,12 @@ def check_manifest_file(path: str | os.PathLike[str], expected: Mapping[str, Any
     path = Path(path)
     if not path.is_file():
         raise InputError(str(path), "no manifest lies beside this output", "make the output again")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(str(path), "is empty or damaged", "make the output again")
     for field, value in expected.items():
         if found.get(field) != value:
             raise InputError(

@@ -47,8 +47,7 @@ class CachedSource:
     """
 
     def __init__(self, folder: Path, key: str) -> None:
-        check_manifest(folder, {"schema_version": SCHEMA_VERSION, "key": key})
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = check_manifest(folder, {"schema_version": SCHEMA_VERSION, "key": key})
         self.folder, self.key = folder, key
         self.table = Table(folder)
         if len(self.table) != manifest["num_rows"] or (folder / ROWS_FILE).stat().st_size != manifest["num_bytes"]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.fileio import atomic_path, file_sha256
+from embeddings.common.fileio import atomic_path, check_manifest, file_sha256
 from embeddings.common.randomness import numpy_generator
 from embeddings.inference.corpus import Document
 from embeddings.inference.vector_shards import save_vectors
@@ -62,7 +62,7 @@ class Context:
         Raises:
             InputError: If the context's vectors are missing or not the ones that were used.
         """
-        fields = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        fields = check_manifest(folder, {})
         if fields.get("context") is None:
             return None
         path = folder / CONTEXT_FILE

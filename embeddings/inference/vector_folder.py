@@ -23,6 +23,7 @@ from embeddings.inference.search import search_top_k, unit_rows
 from embeddings.inference.vector_shards import VectorShards, save_vectors
 
 SHARD_SIZE = 8192
+_FIX = "delete the folder and encode again"
 
 
 class Hit(NamedTuple):
@@ -64,8 +65,7 @@ class VectorFolder:
         Raises:
             InputError: If no finished encoding lies there.
         """
-        check_manifest(path, {"kind": "vectors", "complete": True})
-        fields = json.loads((Path(path) / "manifest.json").read_text(encoding="utf-8"))
+        fields = check_manifest(path, {"kind": "vectors", "complete": True})
         return cls(Path(path), fields["num_documents"], fields["embedding_dim"], fields["shard_size"])
 
     @property
@@ -91,13 +91,21 @@ class VectorFolder:
         return Context.read(self.path)
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
-        """The documents in some rows; only the shards that hold them are read."""
+        """The documents in some rows; only the shards that hold them are read.
+
+        Raises:
+            InputError: If a file of documents is missing or damaged; the message names it and the line, from 1.
+        """
         found: dict[int, Document] = {}
         for shard in sorted({row // self.shard_size for row in rows}):
-            lines = _documents_path(self.path, shard).read_text(encoding="utf-8").split("\n")
+            path = _documents_path(self.path, shard)
+            try:
+                lines = path.read_text(encoding="utf-8").split("\n")
+            except (FileNotFoundError, UnicodeDecodeError):
+                raise InputError(str(path), "is missing or damaged", _FIX) from None
             for row in {row for row in rows if row // self.shard_size == shard}:
-                fields = json.loads(lines[row % self.shard_size])
-                found[row] = Document(fields["_id"], fields["text"])
+                place = row % self.shard_size
+                found[row] = _document(lines[place] if place < len(lines) else "", f"{path}:{place + 1}")
         return [found[row] for row in rows]
 
 
@@ -235,6 +243,15 @@ def _write_shard(shards: VectorShards, shard: int, documents: list[Document], ve
     # The vectors come last: where they lie, the shard is whole.
     with atomic_path(shards.path(shard)) as temporary:
         save_vectors(temporary, vectors)
+
+
+def _document(line: str, where: str) -> Document:
+    """The document of a line of `documents-<i>.jsonl`."""
+    try:
+        fields = json.loads(line)
+        return Document(fields["_id"], fields["text"])
+    except (ValueError, KeyError, TypeError):
+        raise InputError(where, "holds no document", _FIX) from None
 
 
 def _documents_path(folder: Path, shard: int) -> Path:

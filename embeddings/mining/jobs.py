@@ -15,6 +15,7 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, write_manifest
 
 _PROGRESS_DELAY_SECONDS = 2.0
+_GIVE_TASK = "give --task_index and --num_tasks"
 
 MakeShard = Callable[[int, Path], None]
 
@@ -45,19 +46,18 @@ class ArrayTask:
         """The task that a SLURM array started, whatever number the array counts from; outside of one, the only task.
 
         Raises:
-            OptionError: If the array's numbers have gaps, so that they do not tell how many came before this one.
+            OptionError: If the array's numbers have gaps, so that they do not tell how many came before this one, or
+                are no numbers.
         """
         if "SLURM_ARRAY_TASK_ID" not in os.environ:
             return cls()
         number, least, count, step = (
-            int(os.environ.get(f"SLURM_ARRAY_TASK_{name}", default))
-            for name, default in (("ID", "0"), ("MIN", "0"), ("COUNT", "1"), ("STEP", "1"))
+            _whole_number(f"SLURM_ARRAY_TASK_{name}", default, smallest)
+            for name, default, smallest in (("ID", 0, 0), ("MIN", 0, 0), ("COUNT", 1, 1), ("STEP", 1, 1))
         )
         index, rest = divmod(number - least, step)
         if rest or not 0 <= index < count:
-            raise OptionError(
-                "SLURM_ARRAY_TASK_ID", number, f"is not one of {count} even steps", "give --task_index and --num_tasks"
-            )
+            raise OptionError("SLURM_ARRAY_TASK_ID", number, f"is not one of {count} even steps", _GIVE_TASK)
         return cls(index, count)
 
     @classmethod
@@ -206,8 +206,7 @@ class ShardedJob:
         return True
 
     def _manifest(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
-        return found
+        return check_manifest(self.folder, {})
 
 
 @contextmanager
@@ -225,6 +224,14 @@ def file_lock(path: Path, wait: bool = True) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+def _whole_number(name: str, default: int, smallest: int) -> int:
+    """The whole number that an environment variable holds."""
+    value = os.environ.get(name, str(default))
+    if not (value.isascii() and value.isdigit()) or int(value) < smallest:
+        raise OptionError(name, value, f"must be a whole number >= {smallest}", _GIVE_TASK)
+    return int(value)
 
 
 def _visible(folder: Path) -> Sequence[str]:

@@ -142,3 +142,26 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, says, model, tmp_path, caps
     assert line.startswith("error: ")
     assert says in line
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("documents-00000.jsonl", "documents-00000.jsonl:"), ("manifest.json", "manifest.json: is empty or damaged")],
+)
+def test_a_damaged_folder_of_vectors_is_one_line_and_exit_code_2(name, says, contextual, tmp_path, capsys):
+    corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), tmp_path / "vectors"
+    assert main(["encode", "--model", contextual, "--input", corpus, "--output", str(vectors)]) == 0
+    (vectors / name).write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    context = ["--context", str(vectors), "--context-size", "3"]
+    for line in (
+        ["search", "--model", contextual, "--corpus", str(vectors), "fox"],
+        ["search", "--model", contextual, "--corpus", corpus, *context, "fox"],
+        ["encode", "--model", contextual, "--input", corpus, "--output", str(tmp_path / "new"), *context],
+    ):
+        capsys.readouterr()
+        assert main(line) == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith("error: ")
+        assert says in last
+    assert sorted(tmp_path.rglob("*")) == before

@@ -87,5 +87,12 @@ def test_a_missing_manifest_is_refused(tmp_path):
         check_manifest(tmp_path, {})
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b'{"kind": "a', b"[1]", b"null", b"\xff\xfe"])
+def test_a_damaged_manifest_is_refused_in_one_line(content, tmp_path):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"manifest\.json: is empty or damaged; make the output again"):
+        check_manifest(tmp_path, {})
+
+
 def test_versions_name_python_and_torch():
     assert {"python", "torch", "transformers"} <= set(installed_versions())

@@ -162,6 +162,35 @@ def test_a_folder_without_a_manifest_is_refused(encoder, tmp_path):
         search_corpus(encoder, tmp_path, ["a"])
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "documents-00001.jsonl:1: holds no document; delete the folder"),
+        (b'{"_id": "d4", "tex', "documents-00001.jsonl:1: holds no document"),
+        (b'{"_id": "d4"}\n', "documents-00001.jsonl:1: holds no document"),
+        (b"[]\n", "documents-00001.jsonl:1: holds no document"),
+        (b"\xff\n", "documents-00001.jsonl: is missing or damaged"),
+        (None, "documents-00001.jsonl: is missing or damaged"),
+    ],
+)
+def test_damaged_documents_are_named_in_one_line(content, says, corpus, encoder, tmp_path):
+    folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
+    path = tmp_path / "out" / "documents-00001.jsonl"
+    path.unlink() if content is None else path.write_bytes(content)
+    assert folder.documents([0])[0].document_id == "d0"
+    for look in (lambda: folder.documents([0, 4]), lambda: search_corpus(encoder, tmp_path / "out", ["a"], 11)):
+        with pytest.raises(InputError, match=says):
+            look()
+
+
+def test_a_damaged_manifest_is_named_in_one_line(corpus, encoder, tmp_path):
+    encode_corpus(encoder, corpus, tmp_path / "out")
+    (tmp_path / "out" / "manifest.json").write_text("")
+    for look in (VectorFolder.open, lambda path: encode_corpus(encoder, corpus, path)):
+        with pytest.raises(InputError, match=r"manifest\.json: is empty or damaged"):
+            look(tmp_path / "out")
+
+
 def test_the_models_hash_follows_weights_and_settings_and_nothing_else():
     first, again = tiny_embedder(), tiny_embedder()
     base = embedder_sha256(Encoder(first))

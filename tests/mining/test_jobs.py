@@ -54,6 +54,24 @@ def test_an_array_with_gaps_is_refused(monkeypatch):
         ArrayTask.from_environment()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("ID", "abc"), ("ID", ""), ("ID", "-1"), ("MIN", "1.5"), ("COUNT", "0"), ("STEP", "0")]
+)
+def test_an_array_whose_numbers_are_none_is_refused(name, value, monkeypatch):
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    with pytest.raises(OptionError, match=f"SLURM_ARRAY_TASK_{name} must be a whole number >= ., got '{value}'; give"):
+        ArrayTask.from_environment()
+
+
+def test_a_job_whose_manifest_is_damaged_is_refused(tmp_path):
+    job = ShardedJob(tmp_path, FIELDS, 1)
+    (tmp_path / "manifest.json").write_text("")
+    for look in (lambda: ShardedJob(tmp_path, FIELDS, 1), lambda: job.complete):
+        with pytest.raises(InputError, match=r"manifest\.json: is empty or damaged"):
+            look()
+
+
 @pytest.mark.parametrize(("index", "count", "says"), [(2, 2, "task_index"), (-1, 2, "task_index"), (0, 0, "num_tasks")])
 def test_an_impossible_task_is_refused(index, count, says):
     with pytest.raises(OptionError, match=says):

@@ -20,6 +20,7 @@ from embeddings.evaluation import evaluate_folder
 from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.modules import CDEModule, ContextSettings
+from tests.data.cluster_folders import write_clusters
 from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
 from tests.helpers.runs import backbone_folder, run_config, write_config, write_retrieval_folder
@@ -229,6 +230,29 @@ def test_damaged_surrogate_vectors_end_a_run_in_one_line(
     assert says in line
     if "shape" in says:
         assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cache" not in path.parts] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("rows_by_cluster.npy", 1000), ("neighbours.npy", 99), ("centroids.npy", np.nan)]
+)
+def test_damaged_clusters_are_refused_before_anything_is_written(
+    name: str, value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = cde_config(tmp_path)
+    data = config["data"]["init_args"]
+    source = open_cached(SourceConfig(**data["sources"][0]), data["cache_dir"])
+    ids = [row % 3 for row in range(len(source.table))]
+    folder = write_clusters(tmp_path / "clusters", ids, 3, source.key).path
+    array = np.load(folder / name)
+    array[2, ...] = value
+    np.save(folder / name, array)
+    init_args = {"clusters": {"pairs": str(folder)}}
+    data["sampler"] = {"class_path": "embeddings.data.samplers.ClusteredBatchSampler", "init_args": init_args}
+    path = write_config(tmp_path, config)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["fit", "--config", path]) == 2
+    assert f"{name}:2: is no" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cache" not in path.parts] == []
 
 
 def test_a_filter_without_vectors_is_refused_before_anything_is_written(tmp_path: Path) -> None:

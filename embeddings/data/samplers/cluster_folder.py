@@ -1,7 +1,7 @@
 """The clusters of one source on disk: four bytes a row to train by, written once, checked when opened."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ CENTROIDS_FILE, NEIGHBOURS_FILE = "centroids.npy", "neighbours.npy"
 MAX_ROWS = 2**32
 _FILES = (IDS_FILE, ROWS_FILE, OFFSETS_FILE, CENTROIDS_FILE, NEIGHBOURS_FILE)
 _AGAIN = "make the clusters again"
+_BLOCK_BYTES = 1 << 22
 
 
 class ClusterFolder:
@@ -34,8 +35,12 @@ class ClusterFolder:
         centroids: Unit vectors, (k, d) float32.
         neighbours: Each cluster's n nearest others, nearest first, (k, n) int32.
 
+    Cost: opening reads rows, neighbours and centroids once, in blocks of 4 MiB: 0.02 s for 10M rows in 20,000 clusters
+    of width 1536 (165 MB) that the system still holds in memory, else what reading takes.
+
     Raises:
-        InputError: If no finished clusters lie there, or a file is not what was written.
+        InputError: If no finished clusters lie there, or a file is not what was written: of another size, rows or
+            neighbours that there are not, centroids that are not finite.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -53,6 +58,26 @@ class ClusterFolder:
         self.neighbours = self._load(NEIGHBOURS_FILE, sizes, np.int32, (k, fields["num_neighbours"]))
         if self.offsets[0] != 0 or self.offsets[-1] != self.num_rows or (np.diff(self.offsets) < 0).any():
             raise self._damaged(OFFSETS_FILE)
+        self._check(ROWS_FILE, self.rows_by_cluster, self._are_rows, f"is none of the {self.num_rows} rows")
+        self._check(NEIGHBOURS_FILE, self.neighbours, self._are_clusters, f"is not of the {k} clusters")
+        self._check(CENTROIDS_FILE, self.centroids, _are_finite, "is not finite")
+
+    def _check(
+        self, name: str, array: NDArray[Any], are_good: Callable[[NDArray[Any]], NDArray[np.bool_]], what: str
+    ) -> None:
+        """Check every entry of an array, block by block."""
+        size = max(1, _BLOCK_BYTES // max(1, array[:1].nbytes))
+        for start in range(0, len(array), size):
+            is_good_N = are_good(np.asarray(array[start : start + size]))
+            if not is_good_N.all():
+                raise InputError(f"{self.path / name}:{start + int(is_good_N.argmin())}", what, _AGAIN)
+
+    def _are_rows(self, block_N: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        return block_N < self.num_rows
+
+    def _are_clusters(self, block_NK: NDArray[np.int32]) -> NDArray[np.bool_]:
+        # A negative number is a large one without its sign.
+        return np.asarray((block_NK.view(np.uint32) < self.num_clusters).all(axis=1))
 
     def _load(self, name: str, sizes: dict[str, int], dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
         path = self.path / name
@@ -68,6 +93,10 @@ class ClusterFolder:
 
     def _damaged(self, name: str) -> InputError:
         return InputError(str(self.path / name), "is missing or not what was written", _AGAIN)
+
+
+def _are_finite(block_ND: NDArray[np.float32]) -> NDArray[np.bool_]:
+    return np.asarray(np.isfinite(np.einsum("nd,nd->n", block_ND, block_ND)))
 
 
 def write_cluster_files(

@@ -80,6 +80,30 @@ def test_offsets_that_do_not_cover_the_rows_are_refused(tmp_path: Path) -> None:
             ClusterFolder(folder)
 
 
+@pytest.mark.parametrize("block_bytes", [1, 1 << 22])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rows_by_cluster.npy", 7),
+        ("rows_by_cluster.npy", 2**32 - 1),
+        ("neighbours.npy", 3),
+        ("neighbours.npy", -1),
+        ("centroids.npy", np.nan),
+        ("centroids.npy", np.inf),
+    ],
+)
+def test_an_entry_that_cannot_be_is_named_by_its_row(
+    name: str, value: float, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_folder, "_BLOCK_BYTES", block_bytes)
+    path = write_clusters(tmp_path / "clusters", [1, 0, 1, 1, 2, 2, 0], 3).path / name
+    array = np.load(path)
+    array[2, ...] = value
+    np.save(path, array)
+    with pytest.raises(InputError, match=rf"clusters/{name}:2: is (none|not) .*; make"):
+        ClusterFolder(path.parent)
+
+
 @pytest.mark.parametrize(("field", "value"), [("kind", "vectors"), ("complete", False)])
 def test_a_folder_of_another_kind_or_unfinished_is_refused(field: str, value: object, tmp_path: Path) -> None:
     path = write_clusters(tmp_path / "clusters", [0, 1], 2).path / "manifest.json"
