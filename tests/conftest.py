@@ -1,6 +1,8 @@
 """Every test runs offline, on one thread, and without the user's settings."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
@@ -26,3 +28,20 @@ def embed_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no real data sets: set EMBED_DATA to their folder")
     return folder
+
+
+@pytest.fixture
+def travelling_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Code that sentence-transformers runs from a model directory stays in the test."""
+    import transformers.dynamic_module_utils
+
+    def names() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]
+
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in names():
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in names():
+        del sys.modules[name]

@@ -18,7 +18,8 @@ class GradCacheCallback(L.Callback):
     whole value and the rest of the gradient.
 
     Args:
-        mini_batch_tokens: Most padded tokens of a mini-batch, where a text's context counts as one token a document.
+        mini_batch_tokens: Most padded tokens of a mini-batch, where a text's context counts as one token a slot, and
+            soft prompts count too.
         mini_batch_texts: Most texts of a mini-batch; None for no such limit.
         kept_fraction: Share of all padded tokens, 0 to 1, whose graphs may be kept instead of recomputed.
         kept_gib: Memory that kept graphs may hold together, in GiB on this rank.

@@ -120,6 +120,8 @@ class ContrastiveBatch:
         surrogate_query_BS: Vector of each query by another model, NaN where its source has none, (B, S) float32; None
             where no source has.
         surrogate_candidate_CS: The same of each candidate, (C, S) float32.
+        num_extra_tokens: Positions that the encoder reads before each text beside its tokens: every slot of a context,
+            filled or not, and soft prompts. What mini-batches are cut by.
     """
 
     query: TokenBatch
@@ -137,6 +139,7 @@ class ContrastiveBatch:
     context: TokenBatch | None = None
     surrogate_query_BS: Tensor | None = None
     surrogate_candidate_CS: Tensor | None = None
+    num_extra_tokens: int = 0
 
     def __len__(self) -> int:
         """Number of queries, B."""
@@ -152,7 +155,7 @@ class ContrastiveBatch:
 
     def _each(self, change: Callable[[Any], Any]) -> "ContrastiveBatch":
         values: Iterator[Any] = (getattr(self, name) for name in self.__dataclass_fields__)
-        changed: list[Any] = [None if value is None else change(value) for value in values]
+        changed: list[Any] = [value if value is None or isinstance(value, int) else change(value) for value in values]
         return ContrastiveBatch(*changed)
 
 

@@ -111,7 +111,8 @@ class CDEModule(ContrastiveModule):
 
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
         """The loss of one batch beside its own documents."""
-        return super().training_step(replace(batch, context=self.choose_context(batch, batch_idx)), batch_idx)
+        context, num_extra = self.choose_context(batch, batch_idx), self.embedder.num_extra_tokens
+        return super().training_step(replace(batch, context=context, num_extra_tokens=num_extra), batch_idx)
 
     def choose_context(self, batch: ContrastiveBatch, batch_idx: int) -> TokenBatch:
         """The context of a step: at most J of the batch's documents, in random order."""

@@ -106,6 +106,7 @@ def _mini_batch(batch: ContrastiveBatch, tower: int, rows_n: Tensor) -> MiniBatc
 
 
 def _lengths(batch: ContrastiveBatch, tower: int) -> Tensor:
-    """Tokens of each text of a tower as its encoder sees it, (N,) int64: its context comes before it."""
+    """Tokens of each text of a tower as its encoder sees it, (N,) int64: context and soft prompts come before it."""
     lengths_N = tower_tokens(batch, tower).lengths_N
-    return lengths_N if tower == CONTEXT or batch.context is None else lengths_N + len(batch.context)
+    num_context = 0 if batch.context is None else len(batch.context)
+    return lengths_N if tower == CONTEXT else lengths_N + max(batch.num_extra_tokens, num_context)

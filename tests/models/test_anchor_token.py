@@ -1,11 +1,9 @@
 """AnchorTokenPooling through real backbones: against their own attention matrices, and wherever a pooling is used."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import transformers.dynamic_module_utils
 from sentence_transformers import SentenceTransformer
 
 from embeddings.common import OptionError, PaddedTokens, TextSettings
@@ -177,10 +175,9 @@ def test_layers_that_are_not_there_are_refused():
         AnchorTokenPooling(32, layers=())
 
 
+@pytest.mark.usefixtures("travelling_code")
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_the_directory_gives_equal_vectors_here_and_in_sentence_transformers(kind, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def test_the_directory_gives_equal_vectors_here_and_in_sentence_transformers(kind, tmp_path: Path):
     options = {"layers": (-1, 0), "per_head": True, "include_first": False}
     embedder = embedder_of(kind, **options)
     embedder.text = TextSettings(query_max_length=32, document_max_length=32, prompts={"query": "find "})

@@ -1,10 +1,8 @@
 import ast
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import transformers.dynamic_module_utils
 from sentence_transformers import SentenceTransformer
 
 from embeddings.common import TextSettings
@@ -19,12 +17,7 @@ TEXTS = ["how do I pad sequences", "the quick brown fox " * 14, "7 jumps", "", "
 CORPUS = ["the lazy dog", "return the sum of two numbers", "a b c d", "one length"]
 
 
-@pytest.fixture(autouse=True)
-def _travelling_code_stays_in_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)
+pytestmark = pytest.mark.usefixtures("travelling_code")
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])

@@ -20,6 +20,7 @@ from embeddings.evaluation import evaluate_folder
 from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.modules import CDEModule, ContextSettings
+from embeddings.training.plain_step import plain_step
 from tests.data.cluster_folders import write_clusters
 from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
@@ -319,3 +320,26 @@ def test_a_context_that_the_model_has_no_place_for_is_refused_before_the_first_s
     config["trainer"]["callbacks"] = [{"class_path": "embeddings.callbacks.RetrievalEvaluation", "init_args": options}]
     with pytest.raises(OptionError, match="must be from 1 to the model's 6 context documents"):
         fit(tmp_path, config)
+
+
+def test_mini_batches_are_cut_by_all_that_the_second_stage_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def noted(step: Any, batch: ContrastiveBatch) -> Any:
+        seen.append(batch.num_extra_tokens)
+        return plain_step(step, batch)
+
+    monkeypatch.setattr("embeddings.modules.base.plain_step", noted)
+    fit(tmp_path, cde_config(tmp_path))
+    assert seen == [CONTEXT["num_context"] + CONTEXT["num_soft_prompts"]] * 4
+
+
+@pytest.mark.parametrize("place", ["current_epoch", "global_rank"])
+def test_another_epoch_or_rank_draws_another_context(place: str, bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = make(bert), random_batch(16, 2)
+    first = texts(batch, module)
+    assert first == texts(batch, module)
+    monkeypatch.setattr(CDEModule, place, property(lambda self: 1))
+    assert texts(batch, module) != first

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -75,3 +77,14 @@ def test_without_a_context_there_is_one_stage(num_context: int | None) -> None:
     batch = batch if num_context is None else with_context(batch, num_context)
     (towers,) = plan_stages(batch, 30, None)
     check(towers, batch)
+
+
+def test_empty_slots_and_soft_prompts_lengthen_texts_too() -> None:
+    batch = with_context(random_batch(9, 2), 3)
+    longer = replace(batch, num_extra_tokens=11)
+    for tower in (QUERY, CANDIDATE):
+        lengths_N = tower_tokens(batch, tower).lengths_N
+        for changed, extra in ((batch, 3), (longer, 11), (longer.to("cpu"), 11)):
+            plan = [part for part in plan_stages(changed, 60, None)[-1] if part.tower == tower]
+            assert all(part.longest == lengths_N[part.rows_n].max() + extra for part in plan)
+            assert all(part.num_tokens <= 60 or len(part.rows_n) == 1 for part in plan)
