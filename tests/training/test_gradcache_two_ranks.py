@@ -1,6 +1,7 @@
 """GradCache on two gloo ranks against one process with the whole batch: two ranks x B = one rank x 2B."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,8 @@ from tests.helpers.contrastive import (
     relative_error,
 )
 from tests.helpers.ranks import run_on_two_ranks
-from tests.helpers.tiny import tiny_bert
+from tests.helpers.tiny import tiny_bert, tiny_mistral
+from tests.training.test_gradcache import TOLERANCE, lora
 
 ENGINES = {
     "one text": GradCache(mini_batch_texts=1),
@@ -33,6 +35,8 @@ ENGINES = {
     "all kept": GradCache(mini_batch_tokens=30, kept_fraction=1.0),
     "equal mini-batches": GradCache(mini_batch_tokens=30, kept_gib=1e-4, equal_mini_batches=True),
 }
+# Those that dropout and LoRA are tried with.
+CUTS = ("one text", "uneven", "larger than the batch")
 
 
 def records(num_negatives: int) -> list[Record]:
@@ -85,10 +89,20 @@ class CountingStep(TinyStep):
         return super().embed(tokens)
 
 
-def make_step(gathers: bool, kind: type[TinyStep] = TinyStep, **options: Any) -> TinyStep:
-    step = kind(tiny_bert().double())
-    step.loss = InfoNCE(temperature=0.05, gather_across_devices=gathers, **options).double()
+def make_step(
+    gathers: bool,
+    kind: type[TinyStep] = TinyStep,
+    dtype: torch.dtype = torch.float64,
+    backbone: Callable[[], nn.Module] = tiny_bert,
+    **options: Any,
+) -> TinyStep:
+    step = kind(backbone()).to(dtype)
+    step.loss = InfoNCE(temperature=0.05, gather_across_devices=gathers, **options).to(dtype)
     return step
+
+
+def adapted(dropout: float = 0.0) -> nn.Module:
+    return lora(tiny_mistral(), dropout)
 
 
 def under_ddp(step: TinyStep, engine: GradCache | None, batch: ContrastiveBatch) -> Tensor:
@@ -114,25 +128,32 @@ def error(
     return relative_error(found, gradient_vector(reference))
 
 
-def error_through_the_wrapper(rank: int) -> float:
+def error_through_the_wrapper(rank: int, dtype: torch.dtype) -> float:
     everything = records(1)
-    step = WrappedStep(make_step(True))
+    step = WrappedStep(make_step(True, dtype=dtype))
     engine = GradCache(mini_batch_tokens=30, kept_fraction=0.5)
     engine.step(step, batch_of(everything[4 * rank : 4 * rank + 4]), no_sync=step.backbone.no_sync)
-    reference = make_step(False)
+    reference = make_step(False, dtype=dtype)
     reference.plain_loss(batch_of(everything)).loss.backward()
     return relative_error(gradient_vector(step), gradient_vector(reference))
 
 
-def error_with_dropout(rank: int) -> float:
+def error_with_dropout(rank: int, dtype: torch.dtype, backbone: Callable[[], nn.Module], engine: GradCache) -> float:
     """Against the same mini-batches with every graph kept, from the same random state on each rank."""
     found = []
     for kept_fraction in (None, 1.0):
-        step = TinyStep(tiny_bert(dropout=0.1).double().train())
+        step = make_step(True, dtype=dtype, backbone=backbone).train()
         torch.manual_seed(10 + rank)
-        engine = GradCache(mini_batch_tokens=30, kept_fraction=kept_fraction)
-        found.append(under_ddp(step, engine, batch_of(records(1)[4 * rank : 4 * rank + 4])))
+        under = GradCache(engine.mini_batch_tokens, engine.mini_batch_texts, kept_fraction=kept_fraction)
+        found.append(under_ddp(step, under, batch_of(records(0)[4 * rank : 4 * rank + 4])))
     return relative_error(*found)
+
+
+def error_to_the_plain_step(rank: int, dtype: torch.dtype, engine: GradCache, num_negatives: int) -> float:
+    """Against the plain step on the same two ranks."""
+    own = batch_of(records(num_negatives)[4 * rank : 4 * rank + 4])
+    found, plain = (under_ddp(make_step(True, dtype=dtype), one, own) for one in (engine, None))
+    return relative_error(found, plain)
 
 
 def forwards_with_equal_mini_batches(rank: int) -> tuple[int, int]:
@@ -175,17 +196,28 @@ MUTANTS: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
 }
 
 
-def cases(rank: int) -> dict[str, Any]:
-    results: dict[str, Any] = {"plain": error(rank, None)}
-    results |= {name: error(rank, engine) for name, engine in ENGINES.items()}
-    for num_negatives in (0, 7):
-        results[f"{num_negatives} negatives"] = error(rank, ENGINES["uneven"], num_negatives)
+def errors_of_equal_steps(rank: int, dtype: torch.dtype) -> dict[str, float]:
+    results = {"plain": error(rank, None, dtype=dtype)}
+    results |= {name: error(rank, engine, dtype=dtype) for name, engine in ENGINES.items()}
+    results["0 negatives"] = error(rank, ENGINES["uneven"], 0, dtype=dtype)
+    # In float32 the plain step of one process is itself 1.7e-6 away from float64's here, so it is no reference.
+    results["7 negatives"] = error_to_the_plain_step(rank, dtype, ENGINES["uneven"], 7)
+    if dtype == torch.float64:
+        results["7 negatives, one process"] = error(rank, ENGINES["uneven"], 7)
     engine = ENGINES["half kept"]
-    results["both directions"] = error(rank, engine, directions="both")
-    results["learnt temperature"] = error(rank, engine, learnable_temperature=True)
-    results["late parameter"] = error(rank, GradCache(mini_batch_tokens=10), kind=LateParameter)
-    results["through the wrapper"] = error_through_the_wrapper(rank)
-    results["dropout"] = error_with_dropout(rank)
+    results["both directions"] = error(rank, engine, directions="both", dtype=dtype)
+    results["learnt temperature"] = error(rank, engine, learnable_temperature=True, dtype=dtype)
+    results["late parameter"] = error(rank, GradCache(mini_batch_tokens=10), kind=LateParameter, dtype=dtype)
+    results["through the wrapper"] = error_through_the_wrapper(rank, dtype)
+    for name in CUTS:
+        results[f"dropout, {name}"] = error_with_dropout(rank, dtype, partial(tiny_bert, dropout=0.1), ENGINES[name])
+        results[f"LoRA, {name}"] = error(rank, ENGINES[name], 0, backbone=adapted, dtype=dtype)
+        results[f"LoRA with dropout, {name}"] = error_with_dropout(rank, dtype, partial(adapted, 0.1), ENGINES[name])
+    return results
+
+
+def cases(rank: int) -> dict[Any, Any]:
+    results: dict[Any, Any] = {dtype: errors_of_equal_steps(rank, dtype) for dtype in TOLERANCE}
     for name, mutant in MUTANTS.items():
         results[name] = error(rank, ENGINES["uneven"], gather=mutant)
     results["no gather"] = error(rank, ENGINES["uneven"], gathers=False)
@@ -194,15 +226,19 @@ def cases(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
+def results() -> list[dict[Any, Any]]:
     return run_on_two_ranks(cases)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_ranks_equal_one_with_twice_the_batch(results: list[dict[str, Any]], engine: str) -> None:
-    assert max(result[engine] for result in results) <= 1e-12
+def test_two_ranks_equal_one_with_twice_the_batch(
+    results: list[dict[Any, Any]], engine: str, dtype: torch.dtype
+) -> None:
+    assert max(result[dtype][engine] for result in results) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "case",
     [
@@ -213,19 +249,23 @@ def test_two_ranks_equal_one_with_twice_the_batch(results: list[dict[str, Any]],
         "learnt temperature",
         "late parameter",
         "through the wrapper",
-        "dropout",
+        *(f"{what}, {name}" for what in ("dropout", "LoRA", "LoRA with dropout") for name in CUTS),
     ],
 )
-def test_every_kind_of_step_equals_one_process(results: list[dict[str, Any]], case: str) -> None:
-    assert max(result[case] for result in results) <= 1e-12
+def test_every_kind_of_step_equals_one_process(results: list[dict[Any, Any]], case: str, dtype: torch.dtype) -> None:
+    assert max(result[dtype][case] for result in results) <= TOLERANCE[dtype]
+
+
+def test_seven_negatives_equal_one_process_in_float64(results: list[dict[Any, Any]]) -> None:
+    assert max(result[torch.float64]["7 negatives, one process"] for result in results) <= 1e-12
 
 
 @pytest.mark.parametrize("mutant", [*MUTANTS, "no gather"])
-def test_a_wrong_gather_is_caught(results: list[dict[str, Any]], mutant: str) -> None:
+def test_a_wrong_gather_is_caught(results: list[dict[Any, Any]], mutant: str) -> None:
     assert min(result[mutant] for result in results) > 1e-2
 
 
-def test_equal_mini_batches_run_as_many_forwards_on_every_rank(results: list[dict[str, Any]]) -> None:
+def test_equal_mini_batches_run_as_many_forwards_on_every_rank(results: list[dict[Any, Any]]) -> None:
     (unequal_0, equal_0), (unequal_1, equal_1) = (result["forwards"] for result in results)
     assert unequal_0 < unequal_1
     assert equal_0 == equal_1
