@@ -19,14 +19,15 @@ from embeddings.training import GradCache
 from tests.helpers.contrastive import TinyContextualStep, batch_of, gradient_vector, relative_error, with_context
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.tiny import tiny_bert
+from tests.training.test_gradcache import TOLERANCE
 from tests.training.test_gradcache_stages import OneTower, TruncatedFirstStage
-from tests.training.test_gradcache_two_ranks import ENGINES, StepModule, records
+from tests.training.test_gradcache_two_ranks import CUTS, ENGINES, StepModule, records
 
 NUM_CONTEXT = 7
 
 
-def make_step(gathers: bool, dropout: float = 0.0) -> TinyContextualStep:
-    step = TinyContextualStep(tiny_bert(1, dropout), tiny_bert(2, dropout), context_dropout=dropout).double()
+def make_step(gathers: bool, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> TinyContextualStep:
+    step = TinyContextualStep(tiny_bert(1, dropout), tiny_bert(2, dropout), context_dropout=dropout).to(dtype)
     step.loss = InfoNCE(temperature=0.05, gather_across_devices=gathers)
     return step.train(dropout > 0)
 
@@ -49,8 +50,8 @@ def errors(step: TinyContextualStep, expected: TinyContextualStep) -> tuple[floa
 
 
 @cache
-def reference(num_negatives: int = 1) -> TinyContextualStep:
-    step = make_step(False)
+def reference(num_negatives: int = 1, dtype: torch.dtype = torch.float64) -> TinyContextualStep:
+    step = make_step(False, dtype=dtype)
     step.plain_loss(replace(batch_of(records(num_negatives)), context=shared_context())).loss.backward()
     return step
 
@@ -90,29 +91,30 @@ class WrappedStep:
         return self.encoders.no_sync()
 
 
-def errors_through_the_wrapper(rank: int) -> tuple[float, float]:
+def errors_through_the_wrapper(rank: int, dtype: torch.dtype) -> tuple[float, float]:
     """All graphs may be kept, but the one whose backward synchronises."""
-    step = make_step(True)
+    step = make_step(True, dtype=dtype)
     wrapped = WrappedStep(step)
     GradCache(40, kept_fraction=1.0).step(wrapped, shard(rank), no_sync=wrapped.no_sync)
-    return errors(step, reference())
+    return errors(step, reference(dtype=dtype))
 
 
-def errors_with_dropout(rank: int) -> tuple[float, float]:
+def errors_with_dropout(rank: int, dtype: torch.dtype, engine: GradCache) -> tuple[float, float]:
     """Against the same mini-batches with every graph kept, from the same random state on each rank."""
     steps = []
     for kept_fraction in (None, 1.0):
-        step = make_step(True, dropout=0.1)
+        step = make_step(True, dropout=0.1, dtype=dtype)
         torch.manual_seed(10 + rank)
-        steps.append(under_ddp(step, GradCache(40, kept_fraction=kept_fraction), shard(rank)))
+        under = GradCache(engine.mini_batch_tokens, engine.mini_batch_texts, kept_fraction=kept_fraction)
+        steps.append(under_ddp(step, under, shard(rank)))
     return errors(*steps)
 
 
-def errors_with_own_contexts(rank: int) -> tuple[float, float]:
+def errors_with_own_contexts(rank: int, dtype: torch.dtype) -> tuple[float, float]:
     """Each rank reads its own documents, of which one has two and the other seven; against the plain step under DDP."""
     own = with_context(batch_of(records(1)[4 * rank : 4 * rank + 4]), (2, 7)[rank])
-    cached = under_ddp(make_step(True), GradCache(mini_batch_texts=1), own)
-    return errors(cached, under_ddp(make_step(True), None, own))
+    cached = under_ddp(make_step(True, dtype=dtype), GradCache(mini_batch_texts=1), own)
+    return errors(cached, under_ddp(make_step(True, dtype=dtype), None, own))
 
 
 def num_synchronisations(rank: int) -> int:
@@ -137,14 +139,22 @@ def errors_with_equal_mini_batches(rank: int) -> tuple[float, float]:
     return errors(under_ddp(make_step(True), engine, own), under_ddp(make_step(True), None, own))
 
 
-def cases(rank: int) -> dict[str, Any]:
-    results: dict[str, Any] = {"plain": errors(under_ddp(make_step(True), None, shard(rank)), reference())}
-    for name in ("one text", "uneven", "half kept"):
-        results[name] = errors(under_ddp(make_step(True), ENGINES[name], shard(rank)), reference())
-    results["no negatives"] = errors(under_ddp(make_step(True), ENGINES["uneven"], shard(rank, 0)), reference(0))
-    results["through the wrapper"] = errors_through_the_wrapper(rank)
-    results["dropout"] = errors_with_dropout(rank)
-    results["own contexts"] = errors_with_own_contexts(rank)
+def errors_of_equal_steps(rank: int, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    engines = {"plain": None, **{name: ENGINES[name] for name in (*CUTS, "half kept")}}
+    results = {
+        name: errors(under_ddp(make_step(True, dtype=dtype), engine, shard(rank)), reference(dtype=dtype))
+        for name, engine in engines.items()
+    }
+    step = under_ddp(make_step(True, dtype=dtype), ENGINES["uneven"], shard(rank, 0))
+    results["no negatives"] = errors(step, reference(0, dtype))
+    results["through the wrapper"] = errors_through_the_wrapper(rank, dtype)
+    results |= {f"dropout, {name}": errors_with_dropout(rank, dtype, ENGINES[name]) for name in CUTS}
+    results["own contexts"] = errors_with_own_contexts(rank, dtype)
+    return results
+
+
+def cases(rank: int) -> dict[Any, Any]:
+    results: dict[Any, Any] = {dtype: errors_of_equal_steps(rank, dtype) for dtype in TOLERANCE}
     results["equal mini-batches"] = errors_with_equal_mini_batches(rank)
     for mutant in (OneTower, TruncatedFirstStage):
         with patch("embeddings.training.gradcache._TwoPasses", mutant):
@@ -155,32 +165,37 @@ def cases(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
+def results() -> list[dict[Any, Any]]:
     return run_on_two_ranks(cases)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "case",
     [
         "plain",
-        "one text",
-        "uneven",
+        *CUTS,
         "half kept",
         "no negatives",
         "through the wrapper",
-        "dropout",
+        *(f"dropout, {name}" for name in CUTS),
         "own contexts",
-        "equal mini-batches",
     ],
 )
-def test_both_encoders_have_the_gradient_of_one_process(results: list[dict[str, Any]], case: str) -> None:
-    assert max(max(result[case]) for result in results) <= 1e-12
+def test_both_encoders_have_the_gradient_of_one_process(
+    results: list[dict[Any, Any]], case: str, dtype: torch.dtype
+) -> None:
+    assert max(max(result[dtype][case]) for result in results) <= TOLERANCE[dtype]
+
+
+def test_equal_mini_batches_have_the_gradient_of_the_plain_step(results: list[dict[Any, Any]]) -> None:
+    assert max(max(result["equal mini-batches"]) for result in results) <= 1e-12
 
 
 @pytest.mark.parametrize("mutant", ["OneTower", "TruncatedFirstStage"])
-def test_a_first_stage_that_loses_mini_batches_or_a_tower_is_caught(results: list[dict[str, Any]], mutant: str) -> None:
+def test_a_first_stage_that_loses_mini_batches_or_a_tower_is_caught(results: list[dict[Any, Any]], mutant: str) -> None:
     assert min(result[mutant][0] for result in results) > 1e-2
 
 
-def test_gradients_are_synchronised_once_a_step(results: list[dict[str, Any]]) -> None:
+def test_gradients_are_synchronised_once_a_step(results: list[dict[Any, Any]]) -> None:
     assert [result["synchronisations"] for result in results] == [1, 1]
