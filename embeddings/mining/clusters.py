@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -134,17 +133,16 @@ def cluster_pairs(
     num_shards = -(-num_rows // settings.shard_size)
     with nothing_left_of(Path(output)):
         job, work = ShardedJob(output, fields, num_shards, stem="assignment"), Path(output) / "work"
+        try:
+            if not job.complete:
+                _make(features, settings, job, work, task)
+        except (FileNotFoundError, InputError):
+            # Another task may have finished meanwhile, and removed what this one was at.
+            if not job.complete:
+                raise
         if not job.complete:
-            _learn(features, fields, work / "features", task)
-            runs = _train(features, fields, settings, work / "runs", task)
-            centroids = _best_centroids(runs)
-            job.run(partial(_assign, features, centroids, settings), task)
-            if not job.finish(partial(_merge, job, runs, settings)):
-                return None
-    # What the finished files hold; a kill in between leaves it to the next call.
-    shutil.rmtree(work, ignore_errors=True)
-    for shard in range(num_shards):
-        job.path(shard).unlink(missing_ok=True)
+            return None
+    _remove_parts(job, work)
     return ClusterFolder(output)
 
 
@@ -159,37 +157,67 @@ def require_free(output: str | os.PathLike[str]) -> None:
         raise InputError(str(folder), "something else lies there already", "name a new folder")
 
 
-def _learn(features: PairFeatures, fields: Mapping[str, Any], folder: Path, task: ArrayTask | None) -> None:
+def _make(
+    features: PairFeatures, settings: ClusterSettings, job: ShardedJob, work: Path, task: ArrayTask | None
+) -> None:
+    """Do the task's part of the stages that are left, as long as no other task finishes the job."""
+    with job.lock():
+        # Under the lock, so that no part is opened again that a finished job has removed.
+        if _is_finished(job):
+            return
+        fields = {name: value for name, value in job.fields.items() if name != "num_shards"}
+        learning = ShardedJob(work / "features", {**fields, "kind": "features"}, 1, suffix=".npz")
+        runs_fields = {**fields, "kind": "k-means"}
+        runs = ShardedJob(work / "runs", runs_fields, settings.num_runs, stem="run", suffix=".npz")
+    _learn(features, learning, task)
+    if _is_finished(job):
+        return
+    _train(features, fields["num_clusters"], settings, runs, task)
+    if _is_finished(job):
+        return
+    job.run(partial(_assign, features, _best_centroids(runs), settings), task)
+    job.finish(partial(_merge, job, runs, settings))
+
+
+def _is_finished(job: ShardedJob) -> bool:
+    """Whether any task has finished the job by now."""
+    return job.complete
+
+
+def _remove_parts(job: ShardedJob, work: Path) -> None:
+    """Remove what the finished files hold; a kill in between leaves it to the next call."""
+    paths = [path for path in map(job.path, range(job.num_shards)) if path.exists()]
+    if paths or work.exists():
+        with job.lock():
+            shutil.rmtree(work, ignore_errors=True)
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+
+def _learn(features: PairFeatures, job: ShardedJob, task: ArrayTask | None) -> None:
     """Have one process learn what the features need, and take it from its file."""
 
     def fit(_: int, path: Path) -> None:
         _save(path, features.fit())
 
-    job = ShardedJob(folder, {**fields, "kind": "features"}, 1, suffix=".npz")
     job.run(fit, task, take_over=True)
     with np.load(job.path(0)) as learned:
         features.use(dict(learned))
 
 
 def _train(
-    features: PairFeatures,
-    fields: Mapping[str, Any],
-    settings: ClusterSettings,
-    folder: Path,
-    task: ArrayTask | None,
-) -> ShardedJob:
-    """The runs of k-means, a shard each."""
+    features: PairFeatures, num_clusters: int, settings: ClusterSettings, runs: ShardedJob, task: ArrayTask | None
+) -> None:
+    """Make the runs of k-means, a shard each."""
     vectors = cache(lambda: _training_vectors(features, settings))
 
     def make(run: int, path: Path) -> None:
         found = kmeans_run(
-            vectors(), fields["num_clusters"], run, settings.num_iterations, settings.seed, settings.gpu, "training row"
+            vectors(), num_clusters, run, settings.num_iterations, settings.seed, settings.gpu, "training row"
         )
         _save(path, {"centroids": found.centroids, "objective": np.array(found.objective)})
 
-    job = ShardedJob(folder, {**fields, "kind": "k-means"}, settings.num_runs, stem="run", suffix=".npz")
-    job.run(make, task, take_over=True)
-    return job
+    runs.run(make, task, take_over=True)
 
 
 def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vectors:

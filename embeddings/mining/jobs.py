@@ -166,15 +166,28 @@ class ShardedJob:
             return True
         if self.missing():
             return False
-        with file_lock(self.folder / ".lock"):
+        with self.lock():
             if not self.complete:
                 facts = merge()
                 # What processes that were killed had begun.
-                for pattern in (".*.tmp", ".*.lock", ".lock"):
+                for pattern in (".*.tmp", ".*.lock"):
                     for path in self.folder.glob(pattern):
                         path.unlink(missing_ok=True)
                 write_manifest(self.folder, {**self.fields, **facts, "complete": True})
         return True
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """The lock under which the job is finished, held by one process at a time.
+
+        Its file goes once the job is complete, and not before: whoever comes then holds another, and must find that
+        nothing is left to do.
+        """
+        path = self.folder / ".lock"
+        with file_lock(path):
+            yield
+            if self.complete:
+                path.unlink(missing_ok=True)
 
     def _open(self) -> None:
         manifest = self.folder / "manifest.json"

@@ -194,6 +194,33 @@ def test_tasks_of_an_array_make_the_folder_of_one_process(features, source, tmp_
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("stage", ["_make", "_learn", "_train", "_best_centroids"])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_task_without_shards_lives_with_others_that_finish_meanwhile(stage, after, source, tmp_path, monkeypatch):
+    made = made_vectors(tmp_path / "vectors", source)
+    cluster_pairs(VectorFeatures(made, 6), source, tmp_path / "whole", SETTINGS)
+    real, entered, trained = getattr(clusters, stage), [], []
+
+    def overtaken(*args):
+        if entered:
+            return real(*args)
+        entered.append(stage)
+        found = real(*args) if after else None
+        assert cluster_pairs(VectorFeatures(made, 6), source, tmp_path / "out", SETTINGS) is not None
+        assert not (tmp_path / "out" / "work").exists()
+        trained.clear()
+        return found if after else real(*args)
+
+    run = clusters.kmeans_run
+    monkeypatch.setattr(clusters, stage, overtaken)
+    monkeypatch.setattr(clusters, "kmeans_run", lambda *args: (trained.append(1), run(*args))[1])
+    folder = cluster_pairs(VectorFeatures(made, 6), source, tmp_path / "out", SETTINGS, ArrayTask(8, 9))
+    assert entered == [stage]
+    assert folder.num_clusters == 5
+    assert trained == []
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
 def test_a_finished_folder_is_left_as_it_is(features, source, tmp_path, monkeypatch):
     cluster_pairs(features, source, tmp_path / "out", SETTINGS)
     before = {path: os.stat(path).st_mtime_ns for path in (tmp_path / "out").iterdir()}

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.mining import jobs
 from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
 
 FIELDS = {"kind": "letters", "seed": 3}
@@ -102,6 +103,22 @@ def test_a_job_is_made_finished_and_then_left_as_it_is(tmp_path):
     assert again.finish(lambda: merged.append(2) or {})
     assert merged == [1]
     assert content(tmp_path / "job") == before
+
+
+def test_the_lock_of_finishing_is_there_until_the_job_is_complete(tmp_path, monkeypatch):
+    job = ShardedJob(tmp_path, FIELDS, 1)
+    job.run(write_letter)
+    written, write = [], jobs.write_manifest
+
+    def noted(folder, fields):
+        with file_lock(tmp_path / ".lock", wait=False) as held:
+            written.append((fields["complete"], held))
+        write(folder, fields)
+
+    monkeypatch.setattr(jobs, "write_manifest", noted)
+    assert job.finish()
+    assert written == [(True, False)]
+    assert not (tmp_path / ".lock").exists()
 
 
 def test_tasks_in_any_order_give_the_bytes_of_one_process(tmp_path):
