@@ -40,6 +40,7 @@ _STANDARD = _PROMPT_BLIND | {"mean": "mean_tokens", "weighted_mean": "weightedme
 _OTHER_FLAGS = ("max_tokens", "mean_sqrt_len_tokens")
 _LIBRARY = "sentence_transformers.models."
 _MODEL_FILES = ("config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+_MODULE_FOLDERS = ("Context", "Dense", "Normalize", "Pooling", "ResidualHead")
 _MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "token*", "vocab*", "merges.txt", "special_tokens*")
 
 
@@ -329,7 +330,8 @@ def _exchange(new: Path, target: Path, old: Path) -> None:
 
 def _is_model_file(entry: Path) -> bool:
     if entry.is_dir():
-        return entry.name[:1].isdigit() and "_" in entry.name
+        number, _, kind = entry.name.partition("_")
+        return number.isdecimal() and kind in _MODULE_FOLDERS
     known = (*_MODEL_FILES, *PORTABLE_FILES, *CONTEXTUAL_FILES, TEXT_FILE)
     return entry.name in known or any(entry.match(pattern) for pattern in _MODEL_PATTERNS)
 

@@ -248,3 +248,14 @@ def test_a_file_where_the_model_is_to_lie_is_refused_and_stays(place: str, tmp_p
         embedder.save_pretrained(tmp_path / place)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_beside_the_model_that_begins_with_a_number_stays(tmp_path: Path) -> None:
+    embedder = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
+    embedder.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "2024_plots").mkdir()
+    (tmp_path / "model" / "2024_plots" / "a.png").write_text("mine")
+    (tmp_path / "model" / "2_Dense").mkdir()
+    embedder.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "2024_plots" / "a.png").read_text() == "mine"
+    assert not (tmp_path / "model" / "2_Dense").exists()
