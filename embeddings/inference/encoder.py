@@ -161,7 +161,8 @@ class Encoder:
         """The first-stage vectors of context documents, in their order.
 
         Args:
-            texts: Documents, which the model's `document` prompt goes before.
+            texts: Documents, which the model's `document` prompt goes before; the model reads as many tokens of each
+                as in training.
 
         Returns:
             (M, H) float32.

@@ -79,9 +79,14 @@ def read_context_options(folder: Path) -> dict[str, Any]:
     missing = [name for name in _OPTIONS if not isinstance(settings.get(name), int | float)]
     if missing:
         raise InputError(str(path), f"does not say {missing[0]}", "export the model again")
+    # Directories of before documents had a limit do not say one.
+    max_length = settings.get("context_max_length")
+    if max_length is not None and (not isinstance(max_length, int) or isinstance(max_length, bool)):
+        raise InputError(str(path), f"has context_max_length {max_length!r}, no number", "export the model again")
     modules = read_json(folder / "modules.json", list)
     has_residual = any("ResidualHead" in str(entry) for entry in modules)
-    return {**{name: settings[name] for name in _OPTIONS}, "residual_projection": has_residual}
+    options = {name: settings[name] for name in _OPTIONS}
+    return {**options, "context_max_length": max_length, "residual_projection": has_residual}
 
 
 def load_context_weights(folder: Path, parts: ContextParts) -> None:

@@ -49,6 +49,7 @@ class ContextualEmbedder(Embedder):
         residual_projection: Whether pooled + Linear-ReLU-Linear(pooled) follows the pooling, as released; the paper
             has none.
         context_dropout: Probability of replacing a context vector of a text by the null vector in training.
+        context_max_length: Most tokens that the first stage reads of a context document; None for all.
         normalize: Whether vectors have unit length.
         text: Lengths, prompts and special tokens of the texts this model reads. Lengths are the text's own: context
             and soft prompt do not shorten it.
@@ -71,10 +72,11 @@ class ContextualEmbedder(Embedder):
         num_soft_prompts: int = 8,
         residual_projection: bool = True,
         context_dropout: float = 0.005,
+        context_max_length: int | None = None,
         normalize: bool = True,
         text: TextSettings | None = None,
     ) -> None:
-        _check_options(num_context, num_soft_prompts, context_dropout)
+        _check_options(num_context, num_soft_prompts, context_dropout, context_max_length)
         plain = plain_backbone(backbone)
         hidden_size = int(plain.config.hidden_size)
         super().__init__(backbone, tokenizer, MeanPooling(hidden_size), normalize=normalize, text=text)
@@ -87,7 +89,8 @@ class ContextualEmbedder(Embedder):
         except ValueError as error:
             fix = "take an encoder, or a decoder with `bidirectional: true`"
             raise OptionError("backbone", type(plain).__name__, str(error), fix) from error
-        self.first_stage = FirstStage(first_stage_backbone, int(first.config.hidden_size), self.context_size)
+        first_size = int(first.config.hidden_size)
+        self.first_stage = FirstStage(first_stage_backbone, first_size, self.context_size, context_max_length)
         self.slots = ContextSlots(num_context, self.context_size, context_dropout)
         self.soft_prompt = SoftPrompt(num_soft_prompts, self.context_size)
         self.residual = ResidualProjection(hidden_size) if residual_projection else None
@@ -224,13 +227,17 @@ def load_embedder(
     return kind.from_pretrained(name, revision, device, dtype)
 
 
-def _check_options(num_context: int, num_soft_prompts: int, context_dropout: float) -> None:
+def _check_options(
+    num_context: int, num_soft_prompts: int, context_dropout: float, context_max_length: int | None
+) -> None:
     if num_context < 1:
         raise OptionError("num_context", num_context, "must be >= 1", "the paper uses 512, and 64 in its small setting")
     if num_soft_prompts < 0:
         raise OptionError("num_soft_prompts", num_soft_prompts, "must be >= 0", "the released models use 8")
     if not 0.0 <= context_dropout <= 1.0:
         raise OptionError("context_dropout", context_dropout, "must be in [0, 1]", "the released training uses 0.005")
+    if context_max_length is not None and context_max_length < 1:
+        raise OptionError("context_max_length", context_max_length, "must be >= 1", "leave it out for no limit")
 
 
 def _check_vocabulary(words: Any, tokenizer: PreTrainedTokenizerBase) -> None:

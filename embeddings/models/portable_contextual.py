@@ -68,7 +68,8 @@ class ContextualTransformer(TextTransformer):
         """Choose the documents that every text is read behind from now on, None for none.
 
         Args:
-            texts: Documents of the corpus, never queries; at most as many as the model has slots.
+            texts: Documents of the corpus, never queries; at most as many as the model has slots. Of each the first
+                tokens are read, as many as in training.
             prompt: Put before each, as before any document.
 
         Raises:
@@ -173,13 +174,15 @@ def context_settings(first_stage: FirstStage, slots: ContextSlots, soft_prompt: 
         "num_soft_prompts": soft_prompt.num_soft_prompts,
         "backbone_size": first_stage.pooling.hidden_size,
         "context_size": soft_prompt.context_size,
+        "context_max_length": first_stage.max_length,
     }
 
 
 def _context_parts(backbone: nn.Module, settings: dict[str, Any]) -> tuple[FirstStage, ContextSlots, SoftPrompt]:
     size = settings["context_size"]
     return (
-        FirstStage(backbone, settings["backbone_size"], size),
+        # Directories of before documents had a limit do not say one.
+        FirstStage(backbone, settings["backbone_size"], size, settings.get("context_max_length")),
         ContextSlots(settings["num_context"], size, settings["context_dropout"]),
         SoftPrompt(settings["num_soft_prompts"], size),
     )

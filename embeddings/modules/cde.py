@@ -21,7 +21,8 @@ class ContextSettings:
 
     Args:
         num_context: Context documents, J. The paper uses 512, and 64 in its small setting (§5).
-        max_length: Most tokens of a context document; None leaves documents as long as the data config does.
+        max_length: Most tokens of a context document, in training and in the saved model; None leaves documents as
+            long as the data config does.
         include_negatives: Whether a batch's hard negatives may be context too, as released; they have no part in it
             where a batch has none.
         dropout_fraction: Probability of a null vector in place of a context vector, for each text anew (§5: 0.005).
@@ -98,6 +99,7 @@ class CDEModule(ContrastiveModule):
                 embedder = ContextualEmbedder.from_config(replace(backbone, name=initial_model, revision=None))
                 _check_architecture(embedder, context, initial_model)
         embedder.slots.dropout_fraction = context.dropout_fraction
+        embedder.first_stage.max_length = context.max_length
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
         self.context = context
 

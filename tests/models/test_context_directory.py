@@ -55,8 +55,19 @@ def test_both_stages_lie_in_the_directory_with_their_code(written: Path) -> None
         "num_context": 5,
         "num_soft_prompts": 3,
         "context_dropout": 0.005,
+        "context_max_length": None,
         "residual_projection": True,
     }
+
+
+def test_a_directory_that_does_not_say_a_documents_limit_has_none(tmp_path: Path) -> None:
+    tiny_contextual(context_max_length=4).save_pretrained(tmp_path / "model")
+    assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length == 4
+    file = tmp_path / "model/0_Context/context.json"
+    settings = json.loads(file.read_text())
+    del settings["context_max_length"]
+    file.write_text(json.dumps(settings))
+    assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length is None
 
 
 def test_a_plain_model_takes_a_contextual_ones_place_whole(tmp_path: Path) -> None:
@@ -73,6 +84,8 @@ DAMAGE = {
     "layers cut": lambda d: (d / "0_Context/context.safetensors").write_bytes(b"\x08"),
     "layers of another size": lambda d: edit(d / "0_Context/context.json", num_soft_prompts=4),
     "no size": lambda d: edit(d / "0_Context/context.json", num_context=None),
+    "impossible limit": lambda d: edit(d / "0_Context/context.json", context_max_length=0),
+    "a limit that is no number": lambda d: edit(d / "0_Context/context.json", context_max_length="8"),
     "impossible size": lambda d: edit(d / "0_Context/context.json", num_context=0),
     "settings no JSON": lambda d: (d / "0_Context/context.json").write_text("{"),
     "residual gone": lambda d: shutil.rmtree(d / "2_ResidualHead"),

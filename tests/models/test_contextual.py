@@ -256,6 +256,7 @@ def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path: Path) -> N
         ({"num_context": 0}, "num_context must be >= 1, got 0"),
         ({"num_soft_prompts": -1}, "num_soft_prompts must be >= 0, got -1"),
         ({"context_dropout": 1.5}, r"context_dropout must be in \[0, 1\], got 1.5"),
+        ({"context_max_length": 0}, "context_max_length must be >= 1, got 0"),
     ],
 )
 def test_impossible_numbers_are_refused(options: dict[str, object], says: str) -> None:

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from embeddings.models.first_stage import FirstStage
@@ -37,3 +38,18 @@ def test_vectors_are_not_normalised_and_float32_whatever_the_weights() -> None:
         assert vectors.dtype == torch.float32
         assert torch.nn.functional.cosine_similarity(vectors, exact).min() > 0.99
     assert stage().double()(*tokens).dtype == torch.float64
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("skip", [0, 2, 6])
+def test_a_limit_reads_the_first_tokens_and_pools_the_last_of_them(skip: int) -> None:
+    tokens, first = random_tokens(384, LENGTHS, skip=skip), stage()
+    cut = [tensor[:, :5].clone() for tensor in tokens]
+    for row, length in enumerate(LENGTHS):
+        cut[2][row, min(length, 5) - 1] = True
+    expected, whole = first(*cut), first(*tokens)
+    first.max_length = 5
+    torch.testing.assert_close(first(*tokens), expected)
+    assert (whole - expected)[[0, 2]].abs().max() > 1e-4
+    assert stage().extra_repr() == ""
+    assert first.extra_repr() == "max_length=5"

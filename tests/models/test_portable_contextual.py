@@ -43,6 +43,21 @@ def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tm
 
 
 @torch.no_grad()
+def test_sentence_transformers_reads_as_much_of_a_context_document_as_the_model(tmp_path: Path) -> None:
+    ours = tiny_contextual(context_max_length=4)
+    ours.save_pretrained(tmp_path / "model")
+    vectors = [ours.embed_context(read(ours.tokenizer, CORPUS))]
+    for folder in ("model", "again"):
+        theirs = SentenceTransformer(str(tmp_path / folder), device="cpu", trust_remote_code=True)
+        theirs[0].set_context(CORPUS)
+        vectors.append(theirs[0].context_MH)
+        theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+    torch.testing.assert_close(vectors[1], vectors[0])
+    torch.testing.assert_close(vectors[2], vectors[0])
+    assert (tiny_contextual().embed_context(read(ours.tokenizer, CORPUS)) - vectors[0]).abs().max() > 1e-4
+
+
+@torch.no_grad()
 def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_path: Path) -> None:
     ours = tiny_contextual()
     ours.save_pretrained(tmp_path / "model")

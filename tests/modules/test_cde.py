@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from embeddings.cli.main import main
 from embeddings.common import ContextualStep, ContrastiveBatch, OptionError
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached
+from embeddings.data.tokenize import TextTokenizer
 from embeddings.evaluation import evaluate_folder
 from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, ContextualEmbedder
@@ -111,6 +113,23 @@ def test_a_cut_document_keeps_its_beginning_and_a_pooled_token(bert: str) -> Non
     assert sorted(context.input_ids_T.tolist()) == [6, 9]
     assert context.pooling_mask_T.tolist() == [True, True]
     assert not batch.candidate.pooling_mask_T[0]
+
+
+def test_a_saved_model_reads_as_much_of_a_context_document_as_in_training(bert: str, tmp_path: Path) -> None:
+    module = make(bert, max_length=4).eval()
+    module.embedder.save_pretrained(tmp_path / "model")
+    encoder = Encoder.from_pretrained(str(tmp_path / "model"), device="cpu", precision="float32")
+    documents = ["the quick brown fox jumps over the lazy dog", "a fox", "one two three four five six seven"]
+    tokens = TextTokenizer(module.tokenizer, module.embedder.text)(documents, "document")
+    batch = batch_of([Record([5], [6])] * 3)
+    context = module.choose_context(replace(batch, candidate=tokens), 0)
+    assert context.lengths_N.max() == 4 < tokens.lengths_N.max()
+    with torch.no_grad():
+        trained = sorted(module.embed_context(context).tolist())
+    found = sorted(encoder.encode_context(documents).tolist())
+    np.testing.assert_allclose(found, trained, rtol=0, atol=1e-5)
+    module = CDEModule(BackboneConfig(bert), context=ContextSettings(**CONTEXT), initial_model=str(tmp_path / "model"))
+    assert module.embedder.first_stage.max_length is None
 
 
 def test_an_initial_model_gives_the_weights_and_the_config_the_dropout(bert: str, tmp_path: Path) -> None:
