@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from embeddings.mining.largest import largest_of_rows
+
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
 
@@ -85,11 +87,10 @@ class Bfloat16Scan:
         if first_row != self._tile_row:
             self._take_tile(first_row, tile_TD)
         found = [
-            torch.topk(query_QD @ self._tile_DT, top_k, dim=1, sorted=False)
+            largest_of_rows(query_QD @ self._tile_DT, top_k)
             for query_QD in torch.split(self._query_QD[chunk], _BFLOAT16_QUERIES)
         ]
-        score_QK = torch.cat([scores for scores, _ in found]).float().numpy()
-        return score_QK, torch.cat([rows for _, rows in found]).numpy() + first_row
+        return np.concatenate([scores for scores, _ in found]), np.concatenate([rows for _, rows in found]) + first_row
 
     def bound(self, last_Q: Floats) -> Floats:
         """The last score and all that rounding can have taken from a higher one."""
