@@ -184,13 +184,16 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
         (["--data.init_args.text.document_max_length=129"], "data.text.document_max_length must be <= 128"),
         (["--data.init_args.text.query_max_length=129"], "data.text.query_max_length must be <= 128"),
         (["--data.init_args.text.query_max_length=null"], "data.text.query_max_length: expected int, got null"),
-        (["--data.init_args.sampler.init_args.proportions=null"], "data.sampler.proportions: expected Literal["),
+        (
+            ["--data.init_args.sampler.init_args.proportions=null"],
+            "data.sampler.proportions: expected 'size', 'uniform', 'given', got null; ",
+        ),
         (["--model.init_args.loss.init_args.temperature=null"], "model.loss.temperature: expected float, got null"),
         (["--model.init_args.optimizer=null"], "model.optimizer: expected Callable["),
         (["--trainer.max_steps=null"], "trainer.max_steps: expected int, got null"),
         (["--trainer.accumulate_grad_batches=null"], "trainer.accumulate_grad_batches: expected int, got null"),
         (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val must be >= 0, got -1; "),
-        (["--trainer.gradient_clip_val=nan"], "trainer.gradient_clip_val "),
+        (["--trainer.gradient_clip_val=nan"], "trainer.gradient_clip_val: expected int or float or null, got nan; "),
         (["--trainer.max_ep", "3"], "--trainer.max_ep 3; did you mean --trainer.max_epochs? "),
         (["--trainer.max_s=3"], "did you mean --trainer.max_steps? "),
         (["--conf=a.yaml"], "did you mean --config? "),
@@ -260,6 +263,18 @@ BAD_CONFIGS = {
     "a filter without vectors": (
         lambda c: c["model"]["init_args"]["loss"]["init_args"].update(false_negative_filter={"margin": 0.0}),
         "model.loss.false_negative_filter needs a source",
+    ),
+    "null for a number": (
+        lambda c: c["model"]["init_args"]["loss"]["init_args"].update(temperature=None),
+        "model.loss.temperature: expected float, got null; ",
+    ),
+    "null for a number of the trainer": (
+        lambda c: c["trainer"].update(accumulate_grad_batches=None),
+        "trainer.accumulate_grad_batches: expected int, got null; ",
+    ),
+    "null for a class": (
+        lambda c: c["model"]["init_args"].update(optimizer=None),
+        "model.optimizer: expected Callable[[Iterable[Any]], Optimizer], got null; ",
     ),
     "null in a source": (lambda c: source(c, weight=None), "data.sources.weight: expected float, got null; "),
     "null in a callback": (

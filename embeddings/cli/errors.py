@@ -58,7 +58,7 @@ def reason(message: str) -> str:
     message = _KEY.split(message)[-1] if _KEY.search(message) else message
     single = re.match(r"\s*Expected an? (.*?)\. Got value: (.*?)(?:\. Got value: .*)?$", message, re.DOTALL)
     if single is not None:
-        message = f"expected {_types([f'Expected a {single[1]}'])}, got {single[2]}"
+        message = f"expected {_types([f'Expected a {single[1]}'])}, got {'null' if single[2] == 'None' else single[2]}"
     return f"{'.'.join(keys)}: {message.strip()}" if keys else message
 
 
@@ -85,7 +85,7 @@ def _types(complaints: Iterable[str]) -> str:
 
 
 def with_way_out(message: str, options: Iterable[str]) -> str:
-    """The reason inside a parser's message; where an option is unknown, those that begin like it or the one most like it.
+    """The reason inside a parser's message; where an option is unknown, those like it too.
 
     Args:
         message: What the parser says.

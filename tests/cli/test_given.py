@@ -22,7 +22,7 @@ class Wood:
 
 
 class Shed:
-    def __init__(self, planks: list[Wood], door: Wood | None = None, height: float = 2.0, roof: str = None) -> None:
+    def __init__(self, planks: list[Wood], door: Wood | None = None, height: float = 2.0, roof: str = None) -> None:  # noqa: RUF013
         pass
 
 
