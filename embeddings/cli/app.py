@@ -98,7 +98,7 @@ class TrainerCLI(LightningCLI):
         Raises:
             UserError: If a part refuses it.
         """
-        for part in (self.datamodule, self.model, *self.trainer.callbacks):
+        for part in (self.datamodule, self.model, *self.trainer.callbacks):  # type: ignore[attr-defined]
             check = getattr(part, "check_run", None)
             if check is not None:
                 check(self.trainer, self.model, self.datamodule)

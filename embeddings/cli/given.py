@@ -39,7 +39,7 @@ def signature_of(target: Any) -> Signature | None:
     """The signature of a class or function, None where it cannot be told; a default of null makes a type nullable."""
     try:
         parameters = inspect.signature(target).parameters.values()
-        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
     except (AttributeError, NameError, TypeError, ValueError):
         return None
     types = {
