@@ -76,7 +76,7 @@ def given_mappings(argv: Sequence[str]) -> Iterator[dict[str, Any]]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8") if is_file(path) else path)
         if isinstance(content, dict):
             yield _unfolded(content)
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         value = value if equals else following
         if name.startswith("--") and name != "--config" and value.lstrip().startswith("{"):

@@ -146,3 +146,4 @@ def test_mappings_come_from_files_from_texts_and_from_options(tmp_path):
         {"x": {"y": {"z": {}}}},
         {"v": {"w": 1}},
     ]
+    assert list(given_mappings([])) == []
