@@ -9,6 +9,8 @@ import torch
 
 from embeddings.cli.app import run_trainer
 from embeddings.cli.main import main
+from embeddings.data import SourceConfig
+from embeddings.data.cache import open_cached
 from tests.helpers.runs import run_config, write_config, write_retrieval_folder
 
 
@@ -158,7 +160,6 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
     ("override", "says"),
     [
         (["--data.init_args.batch_size", "0"], "batch_size"),
-        (["--data.init_args.batch_size", "100000"], "batch_size"),
         (["--data.init_args.num_negatives", "-1"], "num_negatives"),
         (["--model.init_args.loss.init_args.temperature", "0"], "temperature must be > 0, got 0.0"),
         (["--model.init_args.loss.init_args.temprature", "0"], "temprature"),
@@ -166,7 +167,7 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
         (["--data.init_args.sources.0.nmae", "x"], "nmae"),
         (["--trainer.stratgy", "ddp"], "stratgy"),
         (["--model.init_args.optimizer.init_args.lr=nan"], "model.optimizer.lr: expected float, got nan; --help"),
-        (["--data.init_args.batch_size=null"], "data.batch_size must be >= 1, got None; "),
+        (["--data.init_args.batch_size=null"], "data.batch_size: expected int, got null; "),
         (
             ["--data.init_args.batchsize=3"],
             "'batchsize' is not accepted by EmbeddingDataModule; did you mean batch_size?",
@@ -182,14 +183,170 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
         (["--trainer.strategy=nope"], "trainer.strategy: nope"),
         (["--data.init_args.text.document_max_length=129"], "data.text.document_max_length must be <= 128"),
         (["--data.init_args.text.query_max_length=129"], "data.text.query_max_length must be <= 128"),
+        (["--data.init_args.text.query_max_length=null"], "data.text.query_max_length: expected int, got null"),
+        (
+            ["--data.init_args.sampler.init_args.proportions=null"],
+            "data.sampler.proportions: expected 'size', 'uniform', 'given', got null; ",
+        ),
+        (["--model.init_args.loss.init_args.temperature=null"], "model.loss.temperature: expected float, got null"),
+        (["--model.init_args.optimizer=null"], "model.optimizer: expected Callable["),
+        (["--trainer.max_steps=null"], "trainer.max_steps: expected int, got null"),
+        (["--trainer.accumulate_grad_batches=null"], "trainer.accumulate_grad_batches: expected int, got null"),
+        (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val must be >= 0, got -1; "),
+        (["--trainer.gradient_clip_val=nan"], "trainer.gradient_clip_val: expected int or float or null, got nan; "),
+        (["--trainer.max_ep", "3"], "--trainer.max_ep 3; did you mean --trainer.max_epochs? "),
+        (["--trainer.max_s=3"], "did you mean --trainer.max_steps? "),
+        (["--conf=a.yaml"], "did you mean --config? "),
+        (["--data.init_args.batch_si=3"], "did you mean batch_size? "),
+        (["--data.init_args={nonsense: {}}"], "data: Option 'nonsense' is not accepted by EmbeddingDataModule"),
+        (["--trainer.max_steps=-1", "--trainer.max_epochs=-1"], "model.schedule.total_steps must be known to decay"),
     ],
 )
 def test_a_bad_option_is_one_line_and_nothing_is_written(override, says, tmp_path, capsys):
     path = write_config(tmp_path, run_config(tmp_path))
-    before = sorted(path for path in tmp_path.rglob("*") if "cache" not in path.parts)
+    before = sorted(tmp_path.rglob("*"))
     capsys.readouterr()
     assert main(["fit", "--config", path, *override]) == 2
     written = capsys.readouterr().err.strip().splitlines()[-1]
     assert written.startswith("error: ")
     assert says in written
-    assert [path for path in sorted(tmp_path.rglob("*")) if "cache" not in path.parts and path not in before] == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def sources(config, *others):
+    """The config's source and others like it."""
+    (first,) = config["data"]["init_args"]["sources"]
+    config["data"]["init_args"]["sources"] = [first, *(first | other for other in others)]
+
+
+def callback(config, name, **options):
+    config["trainer"]["callbacks"] = [{"class_path": f"embeddings.callbacks.{name}", "init_args": options}]
+
+
+def data(config, **options):
+    config["data"]["init_args"] |= options
+
+
+def source(config, **options):
+    config["data"]["init_args"]["sources"][0] |= options
+
+
+def clusters(config, folder):
+    path = "embeddings.data.ClusteredBatchSampler"
+    data(config, sampler={"class_path": path, "init_args": {"clusters": folder}})
+
+
+def empty(config, *place):
+    for key in place:
+        config = config[key]
+    config["nonsense"] = {}
+
+
+BAD_CONFIGS = {
+    "two sources of one name": (lambda c: sources(c, {}), "data.sources must have different names, got 'pairs'"),
+    "the second source is missing": (lambda c: sources(c, {"name": "b", "path": "gone.jsonl"}), "gone.jsonl: no such"),
+    "weights without effect": (lambda c: sources(c, {"name": "b", "weight": 2}), "weight cannot take effect with"),
+    "a prompt as long as the text": (
+        lambda c: source(c, instruction="pad " * 20),
+        "data.text.query_max_length must exceed the",
+    ),
+    "vectors that are not there": (lambda c: source(c, surrogate_vectors="gone"), "gone/index/manifest.json: no"),
+    "clusters that are not there": (lambda c: clusters(c, "gone"), "gone/pairs/manifest.json: no manifest"),
+    "clusters of another source": (lambda c: clusters(c, {"b": "gone"}), "must name the clusters of source 'pairs'"),
+    "a tokenizer that is not there": (lambda c: data(c, tokenizer="gone"), "data.tokenizer gone: "),
+    "a model where a file lies": (lambda c: callback(c, "ExportModel", output="pairs.jsonl"), "which is no folder"),
+    "a model of longer texts than it has positions": (
+        lambda c: callback(c, "ExportModel", output="model", document_max_length=129),
+        "ExportModel.document_max_length must be <= 128, the positions that the backbone has, got 129; ",
+    ),
+    "scores on no folder": (lambda c: callback(c, "RetrievalEvaluation", folder="gone"), "gone"),
+    "a filter without vectors": (
+        lambda c: c["model"]["init_args"]["loss"]["init_args"].update(false_negative_filter={"margin": 0.0}),
+        "model.loss.false_negative_filter needs a source",
+    ),
+    "null for a number": (
+        lambda c: c["model"]["init_args"]["loss"]["init_args"].update(temperature=None),
+        "model.loss.temperature: expected float, got null; ",
+    ),
+    "null for a number of the trainer": (
+        lambda c: c["trainer"].update(accumulate_grad_batches=None),
+        "trainer.accumulate_grad_batches: expected int, got null; ",
+    ),
+    "null for a class": (
+        lambda c: c["model"]["init_args"].update(optimizer=None),
+        "model.optimizer: expected Callable[[Iterable[Any]], Optimizer], got null; ",
+    ),
+    "null in a source": (lambda c: source(c, weight=None), "data.sources.weight: expected float, got null; "),
+    "null in a callback": (
+        lambda c: callback(c, "GradCacheCallback", mini_batch_tokens=None),
+        "trainer.callbacks.mini_batch_tokens: expected int, got null; ",
+    ),
+    "an unknown section": (empty, "Option 'nonsense' is not accepted by fit; "),
+    "an unknown part of the trainer": (
+        lambda c: empty(c, "trainer"),
+        "trainer: Option 'nonsense' is not accepted by T",
+    ),
+    "an unknown argument": (lambda c: empty(c, "data", "init_args"), "data: Option 'nonsense' is not accepted by Emb"),
+    "an unknown argument of a record": (
+        lambda c: empty(c, "model", "init_args", "backbone"),
+        "model.backbone: Option 'nonsense' is not accepted by BackboneConfig",
+    ),
+    "an unknown argument of a record that may be null": (
+        lambda c: empty(c, "data", "init_args", "text"),
+        "data.text: Option 'nonsense' is not accepted by TextSettings",
+    ),
+    "an unknown argument in a list": (
+        lambda c: empty(c, "data", "init_args", "sources", 0),
+        "data.sources: Option 'nonsense' is not accepted by SourceConfig",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_a_bad_config_is_one_line_and_nothing_is_written(name, tmp_path, capsys, monkeypatch):
+    change, says = BAD_CONFIGS[name]
+    config = run_config(tmp_path)
+    change(config)
+    path = write_config(tmp_path, config)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert main(["fit", "--config", path]) == 2
+    written = capsys.readouterr().err.strip().splitlines()[-1]
+    assert written.startswith("error: ")
+    assert says in written
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (["--data.init_args.batch_size=65"], "data.batch_size must not exceed the 64 training rows"),
+        (
+            ["--trainer.max_steps=-1", "--trainer.max_epochs=1", "--model.init_args.schedule.warmup_steps=8"],
+            "model.schedule.warmup_steps must be below the run's 8 optimiser steps",
+        ),
+    ],
+)
+def test_a_refusal_that_needs_the_number_of_rows_leaves_whole_converted_data_alone(override, says, tmp_path, capsys):
+    config = run_config(tmp_path)
+    path = write_config(tmp_path, config)
+    before = set(tmp_path.rglob("*"))
+    assert main(["fit", "--config", path, *override]) == 2
+    assert says in capsys.readouterr().err.strip().splitlines()[-1]
+    left = {path: path.stat().st_mtime_ns for path in set(tmp_path.rglob("*")) - before}
+    assert left
+    # The next run finds all of it, and has nothing to add.
+    given = config["data"]["init_args"]
+    cached = open_cached(SourceConfig(**given["sources"][0]), given["cache_dir"])
+    assert {path: path.stat().st_mtime_ns for path in set(tmp_path.rglob("*")) - before} == left
+    hashes = tmp_path / "cache" / "hashes"
+    folders = {tmp_path / "cache", hashes, cached.folder}
+    assert {path for path in left if path not in folders and path.parent not in {hashes, cached.folder}} == set()
+
+
+def test_a_runs_own_config_is_accepted_again(tmp_path):
+    config = run_config(tmp_path, "mistral")
+    config["trainer"]["max_steps"] = 2
+    folder = Path(fit(tmp_path, config).trainer.log_dir)
+    assert main(["fit", "--config", str(folder / "config.yaml")]) == 0

@@ -25,7 +25,9 @@ class ExportModel(L.Callback):
         document_max_length: The same of a document.
 
     Raises:
-        OptionError: If a length is below 4 tokens, or something else than a folder lies at `output`.
+        OptionError: If a length is below 4 tokens or above the positions of the model, or something else than a folder
+            lies at `output`.
+        UserError: If the module trains no embedder.
     """
 
     def __init__(
@@ -41,10 +43,17 @@ class ExportModel(L.Callback):
         self.document_max_length = document_max_length
         self._with_lengths(TextSettings())
 
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+        """Check the place, and that the model has positions for the lengths that it is to be written with."""
+        require_folder_or_nothing(self.output)
+        embedder, text = embedder_of(module, self), getattr(data, "text", None)
+        lengths = self._with_lengths(text if isinstance(text, TextSettings) else embedder.text)
+        embedder.check_lengths(lengths, "ExportModel")
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check the place before training."""
+        """Check the same before training."""
         if stage == "fit":
-            require_folder_or_nothing(self.output)
+            self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the directory, on rank 0."""

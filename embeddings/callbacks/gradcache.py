@@ -41,14 +41,18 @@ class GradCacheCallback(L.Callback):
     ) -> None:
         self.engine = GradCache(mini_batch_tokens, mini_batch_texts, kept_fraction, kept_gib, equal_mini_batches)
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Hand the engine to the module."""
-        if not hasattr(pl_module, "grad_cache"):
-            name = type(pl_module).__name__
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+        """Check that the module can be cut, and that the strategy is covered."""
+        if not hasattr(module, "grad_cache"):
+            name = type(module).__name__
             raise UserError(f"GradCacheCallback needs a contrastive module, got {name}; remove the callback")
         if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
             name = type(trainer.strategy).__name__
             raise UserError(f"GradCacheCallback runs on one device or under ddp, not {name}; set trainer.strategy: ddp")
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hand the engine to the module."""
+        self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
         module: Any = pl_module
         module.grad_cache = self.engine
 

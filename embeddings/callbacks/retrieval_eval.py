@@ -14,7 +14,7 @@ class RetrievalEvaluation(L.Callback):
     """Scores the model on a retrieval folder every so many optimiser steps and logs `val/ndcg_at_10` and its siblings.
 
     A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same `every_n_train_steps` keeps the
-    best. The folder is read at the start of training, so a mistake in it ends the run before the first step.
+    best. The folder is read first of all, so a mistake in it ends the run before anything is written.
 
     Args:
         folder: A retrieval folder (`corpus.jsonl[.gz]`, `queries.jsonl`, `qrels.tsv`).
@@ -47,13 +47,18 @@ class RetrievalEvaluation(L.Callback):
         self._data: RetrievalFolder | None = None
         self._scored_step = -1
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
         """Read and check the folder."""
-        encoder = Encoder(embedder_of(pl_module, self))
+        encoder = Encoder(embedder_of(module, self))
         if self.context_size:
             require_context_size(encoder, self.context_size)
-        if stage == "fit" and self._data is None:
+        if self._data is None:
             self._data = read_retrieval_folder(self.folder)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Check the same before training."""
+        if stage == "fit":
+            self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the untrained model."""

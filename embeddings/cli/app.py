@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from embeddings.callbacks.run_record import RunRecord
 from embeddings.cli.errors import ConfigError, one_line, reason, with_way_out
+from embeddings.cli.given import Signature, check_names, check_nulls, config_paths, given_mappings, is_file
 from embeddings.cli.recipes import expand_recipe
 from embeddings.common import OptionError, UserError
 
@@ -33,7 +34,7 @@ class ReplacingConfigFile(ActionConfigFile):
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Empty the earlier lists that this config gives anew, then merge it."""
-        text = Path(values).read_text(encoding="utf-8") if _is_file(values) else str(values)
+        text = Path(values).read_text(encoding="utf-8") if is_file(values) else str(values)
         content = yaml.safe_load(text)
         if isinstance(content, dict):
             forget_lists(cfg, content)
@@ -41,7 +42,10 @@ class ReplacingConfigFile(ActionConfigFile):
 
 
 class OneLineParser(LightningArgumentParser):
-    """Lightning's parser with errors that are one line and configs whose lists replace earlier ones."""
+    """Lightning's parser with errors that are one line, no abbreviations, and configs whose lists replace others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
         """Add an argument; a config file is a `ReplacingConfigFile`."""
@@ -72,6 +76,7 @@ class TrainerCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments given, whatever `sys.argv` holds."""
         self.config = parser.parse_args(args)
+        check_given(args, self.config.fit.as_dict())
         check_checkpoint(self.config.fit.ckpt_path)
 
     def instantiate_classes(self) -> None:
@@ -87,16 +92,30 @@ class TrainerCLI(LightningCLI):
                 raise
             raise ConfigError(reason(str(error))) from error
 
+    def before_fit(self) -> None:
+        """Have each part check the run while nothing is read, no rank is started and no file is written.
+
+        Raises:
+            UserError: If a part refuses it.
+        """
+        for part in (self.datamodule, self.model, *self.trainer.callbacks):  # type: ignore[attr-defined]
+            check = getattr(part, "check_run", None)
+            if check is not None:
+                check(self.trainer, self.model, self.datamodule)
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the trainer.
 
         Raises:
-            OptionError: If gradients are to be accumulated over no batch, which Lightning accepts.
+            OptionError: If gradients are to be accumulated over no batch, or clipped to a norm below 0, which Lightning
+                accepts.
             ConfigError: If Lightning refuses an option, or the machine lacks what it asks for.
         """
-        batches = self.config.fit.trainer.accumulate_grad_batches
+        batches, norm = (self.config.fit.trainer[name] for name in ("accumulate_grad_batches", "gradient_clip_val"))
         if batches < 1:
             raise OptionError("trainer.accumulate_grad_batches", batches, "must be >= 1", "1 accumulates nothing")
+        if norm is not None and not norm >= 0:
+            raise OptionError("trainer.gradient_clip_val", norm, "must be >= 0", "leave it out to clip nothing")
         try:
             return super().instantiate_trainer(**kwargs)
         except UserError:
@@ -140,6 +159,18 @@ def make_cli(argv: Sequence[str]) -> TrainerCLI:
         auto_configure_optimizers=False,
         args=lists_as_configs(argv),
     )
+
+
+def check_given(argv: Sequence[str], parsed: dict[str, Any]) -> None:
+    """Check what the parser lets pass: null where a type has none, and unknown names over nothing.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    signature = Signature("fit", {name: L.Trainer if name == "trainer" else Any for name in parsed})
+    for given in given_mappings(argv):
+        check_names(given, parsed, signature)
+    check_nulls(parsed, signature)
 
 
 def check_checkpoint(path: str | None) -> None:
@@ -198,13 +229,6 @@ def _is_list_of_mappings(value: str) -> bool:
     return isinstance(content, list) and any(isinstance(element, dict) for element in content)
 
 
-def _is_file(value: object) -> bool:
-    try:
-        return Path(str(value)).is_file()
-    except OSError:  # a config given as text is too long for a name
-        return False
-
-
 def check_one_method(argv: Sequence[str]) -> None:
     """Refuse two configs that each choose a method: the second would inherit the first's nested arguments in silence.
 
@@ -214,17 +238,6 @@ def check_one_method(argv: Sequence[str]) -> None:
     chosen = [path for path in config_paths(argv) if _chooses_method(path)]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give one method config a run")
-
-
-def config_paths(argv: Sequence[str]) -> list[str]:
-    """The files that `--config` (or `-c`) names, in order."""
-    paths = []
-    for position, word in enumerate(argv):
-        if word in ("--config", "-c") and position + 1 < len(argv):
-            paths.append(argv[position + 1])
-        elif word.startswith("--config="):
-            paths.append(word.removeprefix("--config="))
-    return paths
 
 
 def _chooses_method(path: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser
 
 from embeddings.cli.errors import ConfigError, with_way_out
+from embeddings.cli.given import check_names, check_nulls, given_mappings, signature_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,10 @@ COMMANDS = {
 
 
 class CommandParser(ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, without abbreviations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
@@ -66,7 +70,13 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     for parameter in command.positional:
         annotation = function.__annotations__[parameter]
         parser.add_argument(parameter, type=annotation)
-    options = parser.instantiate(parser.parse_args(underscored(argv)))
+    words = underscored(argv)
+    parsed, signature = parser.parse_args(words), signature_of(function)
+    if signature is not None:
+        for given in given_mappings(words):
+            check_names(given, {}, signature)
+        check_nulls(parsed.as_dict(), signature)
+    options = parser.instantiate(parsed)
     function(**{key: options[key] for key in [*added, *command.positional]})
 
 

@@ -58,7 +58,7 @@ def reason(message: str) -> str:
     message = _KEY.split(message)[-1] if _KEY.search(message) else message
     single = re.match(r"\s*Expected an? (.*?)\. Got value: (.*?)(?:\. Got value: .*)?$", message, re.DOTALL)
     if single is not None:
-        message = f"expected {_types([f'Expected a {single[1]}'])}, got {single[2]}"
+        message = f"expected {_types([f'Expected a {single[1]}'])}, got {'null' if single[2] == 'None' else single[2]}"
     return f"{'.'.join(keys)}: {message.strip()}" if keys else message
 
 
@@ -85,7 +85,7 @@ def _types(complaints: Iterable[str]) -> str:
 
 
 def with_way_out(message: str, options: Iterable[str]) -> str:
-    """The reason inside a parser's message; where an option is unknown, the known one that is written most like it.
+    """The reason inside a parser's message; where an option is unknown, those like it too.
 
     Args:
         message: What the parser says.
@@ -100,9 +100,10 @@ def with_way_out(message: str, options: Iterable[str]) -> str:
         return f"{line}; --help says what each option takes" if "expected " in line[:200] else line
     name = unknown[1] or unknown[2]
     prefix = "" if unknown[1] or owner else "--"
-    alike = get_close_matches(prefix + name, list(options), n=1)
+    whole = [option for option in dict.fromkeys(options) if option.startswith(prefix + name)]
+    alike = whole[:4] or get_close_matches(prefix + name, list(options), n=1)
     where = f" by {owner[1].rpartition('.')[2]}" if owner else ""
-    guess = f"did you mean {alike[0].removeprefix(prefix)}? " if alike else ""
+    guess = f"did you mean {' or '.join(option.removeprefix(prefix) for option in alike)}? " if alike else ""
     return f"{line}{where}; {guess}--help lists the options"
 
 
@@ -118,8 +119,9 @@ def _parameters(class_path: str) -> list[str]:
 def run_guarded(command: Callable[[], None]) -> int:
     """Run a command and return its exit code.
 
-    A `UserError` ends in one line and code 2, a full disk or a refused path in one line and code 74, NaN or Inf in one
-    line and code 70, Ctrl-C in one line and code 130. Any other exception is a defect of ours and keeps its traceback.
+    A `UserError` ends in one line and code 2, a full disk, a refused path or what a library reports of a file or a
+    connection in one line and code 74, NaN or Inf in one line and code 70, Ctrl-C in one line and code 130. Any other
+    exception is a defect of ours and keeps its traceback.
     """
     try:
         command()
@@ -133,11 +135,17 @@ def run_guarded(command: Callable[[], None]) -> int:
             return _report(INTERRUPTED, EXIT_INTERRUPTED)
         raise
     except OSError as error:
-        if error.errno is None:
-            raise
-        where = f"{error.filename}: " if error.filename else ""
-        return _report(f"{where}{error.strerror}; free or allow the path, then run the command again", EXIT_IO)
+        return _report(_io_line(error), EXIT_IO)
     return EXIT_OK
+
+
+def _io_line(error: OSError) -> str:
+    """What failed and the way out; a library that raises without a number says both file and reason in its text."""
+    if error.errno is None:
+        what = str(error) or type(error).__name__
+        return f"{what}; mend the file or the connection that this names, then run the command again"
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}; free or allow the path, then run the command again"
 
 
 def _report(message: str, code: int) -> int:

@@ -1,5 +1,7 @@
 """Errors that people cause, and the exit code each one ends a command with."""
 
+from typing import Any
+
 
 class UserError(ValueError):
     """A mistake that a person can mend: one line that says what is wrong, where, and the way out.
@@ -9,6 +11,10 @@ class UserError(ValueError):
     """
 
     exit_code = 2
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The class and the finished line: a process that gets the error has no parts to make the line of."""
+        return _from_line, (type(self), *self.args)
 
 
 class InputError(UserError):
@@ -54,3 +60,8 @@ class NumericError(RuntimeError):
     """A run whose numbers went wrong (NaN, Inf)."""
 
     exit_code = 70
+
+
+def _from_line(kind: type[UserError], *line: str) -> UserError:
+    """An error that arrives from another process, as it was there."""
+    return kind.__new__(kind, *line)

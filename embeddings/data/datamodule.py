@@ -5,21 +5,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning import LightningDataModule
+from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.fileio import check_manifest
 from embeddings.common.text import TextSettings
 from embeddings.common.types import ContrastiveBatch
 from embeddings.data.collate import ContrastiveCollator
 from embeddings.data.dataset import open_source
+from embeddings.data.files import fill_path, resolve_files
 from embeddings.data.loader import ResumableLoader
 from embeddings.data.mixture import Mixture
-from embeddings.data.prompts import warn_of_unnamed_prompts, with_source_prompts
+from embeddings.data.prompts import check_prompts, warn_of_unnamed_prompts, with_source_prompts
 from embeddings.data.samplers.base import BatchSampler
 from embeddings.data.samplers.blended import BlendedBatchSampler
-from embeddings.data.sources import SourceConfig
+from embeddings.data.sources import SourceConfig, check_names
 from embeddings.data.tokenize import TextTokenizer
 
 SamplerFactory = Callable[[Sequence[int], int, int, Sequence[float]], BatchSampler]
@@ -70,6 +72,7 @@ class EmbeddingDataModule(LightningDataModule):
             # A config's null passes the parser.
             if not isinstance(value, int) or value < least:
                 raise OptionError(f"data.{name}", value, f"must be >= {least}", "see the data configs for usual values")
+        check_names(sources)
         self.sources, self.text = sources, with_source_prompts(text or TextSettings(), sources)
         self.batch_size, self.num_negatives = batch_size, num_negatives
         self.sampler, self.seed = sampler, seed
@@ -77,6 +80,24 @@ class EmbeddingDataModule(LightningDataModule):
         self._mixture: Mixture | None = None
         self._loader: ResumableLoader | None = None
         self._pending_state: dict[str, Any] | None = None
+
+    def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
+        """Check what can be known of files, plan and prompts before a source is read, which may take hours.
+
+        Raises:
+            InputError: If a file, a folder of surrogate vectors, or what the sampler keeps is not there.
+            OptionError: If the sampler's options do not suit the sources, or a prompt leaves no room for a text.
+        """
+        for source in self.sources:
+            if not source.is_hub:
+                resolve_files(source.path)
+            if source.surrogate_vectors is not None:
+                check_manifest(fill_path(source.surrogate_vectors) / "index", {"kind": "pair_index"})
+        # Sizes are not known yet; these suit any batch, so that what is refused is an option.
+        sizes = [self.batch_size * trainer.world_size for _ in self.sources]
+        plan = self.sampler(sizes, self.batch_size, self.seed, [source.weight for source in self.sources])
+        plan.check_sources([source.name for source in self.sources])
+        check_prompts(TextTokenizer(self._base_tokenizer(module), self.text), self.sources)
 
     def prepare_data(self) -> None:
         """Convert the sources, on one rank, where that is still to do, and check that they fill a batch.
@@ -101,13 +122,19 @@ class EmbeddingDataModule(LightningDataModule):
         return self._mixture
 
     @property
+    def has_surrogates(self) -> bool:
+        """Whether any source brings another model's vectors of its pairs."""
+        return any(source.surrogate_vectors is not None for source in self.sources)
+
+    @property
     def batches_per_epoch(self) -> int:
         """Batches of one rank in an epoch of the plan."""
         return len(self._plan())
 
     def text_tokenizer(self) -> TextTokenizer:
         """The tokenizer of training: the one named, or else the trained module's."""
-        return TextTokenizer(self._base_tokenizer(), self.text)
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        return TextTokenizer(self._base_tokenizer(module), self.text)
 
     def train_dataloader(self) -> ResumableLoader:
         """The batches of this rank, from the place where the checkpoint was taken if the run is resumed.
@@ -157,11 +184,15 @@ class EmbeddingDataModule(LightningDataModule):
         plan.identify(self.mixture.identities)
         return plan
 
-    def _base_tokenizer(self) -> PreTrainedTokenizerBase:
+    def _base_tokenizer(self, module: LightningModule | None) -> PreTrainedTokenizerBase:
         if self.tokenizer is not None:
-            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer)
+            try:
+                loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer)
+            except (OSError, ValueError) as error:
+                fix = "name the directory or Hub name of a tokenizer"
+                what = (str(error).splitlines() or [type(error).__name__])[0]
+                raise InputError(f"data.tokenizer {self.tokenizer}", what, fix) from error
             return loaded
-        module = self.trainer.lightning_module if self.trainer is not None else None
         found = getattr(module, "tokenizer", None)
         if not isinstance(found, PreTrainedTokenizerBase):
             rule = "must be given where the trained module has no tokenizer of its own"

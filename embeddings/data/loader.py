@@ -1,12 +1,13 @@
 """A data loader that a killed run can go on with from the very next batch."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import OptionError, UserError
 from embeddings.data.examples import RowDraw
 from embeddings.data.samplers.base import BatchSampler
 
@@ -15,6 +16,33 @@ class Drawable(Protocol):
     """Rows that are read one entry of the plan at a time."""
 
     def __getitem__(self, entry: RowDraw, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """A fault of the data, or of the disk it lies on, on its way out of a worker."""
+
+    error: Exception
+
+
+class _Batches:
+    """The batches of a data set by their entries.
+
+    torch carries an exception out of a worker as the text of its traceback, so a fault is handed over as a value.
+    """
+
+    def __init__(self, dataset: Drawable, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __getitems__(self, entries: list[RowDraw]) -> Any:
+        try:
+            return self.collate_fn([self.dataset[entry] for entry in entries])
+        except (UserError, OSError) as error:
+            return _Fault(error)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -50,9 +78,9 @@ class ResumableLoader(DataLoader[Any]):
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(
-            dataset,  # type: ignore[arg-type]  # torch wants its own class by name and only `[]` of it
+            _Batches(dataset, collate_fn),  # type: ignore[arg-type]  # torch wants its own class and calls this alone
             batch_sampler=batch_sampler,
-            collate_fn=collate_fn,
+            collate_fn=_as_it_is,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
@@ -63,11 +91,18 @@ class ResumableLoader(DataLoader[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of the present epoch that have not been delivered yet, or else of the next epoch."""
+        """The batches of the present epoch that have not been delivered yet, or else of the next epoch.
+
+        Raises:
+            UserError: If data cannot be used; the same from a worker as without one.
+            OSError: If it cannot be read.
+        """
         plan = self.batch_sampler
         if plan.start >= len(plan):
             plan.set_epoch(plan.epoch + 1)
         for batch in super().__iter__():
+            if isinstance(batch, _Fault):
+                raise batch.error
             plan.start += 1
             yield batch
 

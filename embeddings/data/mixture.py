@@ -9,6 +9,7 @@ from embeddings.common.errors import OptionError
 from embeddings.data.dataset import SourceDataset
 from embeddings.data.examples import Example, RowDraw
 from embeddings.data.samplers.base import SourceIdentity
+from embeddings.data.sources import check_names
 
 
 class Mixture:
@@ -27,12 +28,9 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[SourceDataset]) -> None:
-        names = [source.config.name for source in sources]
-        if not names:
+        if not sources:
             raise OptionError("data.sources", [], "must not be empty", "name at least one source")
-        for name in names:
-            if names.count(name) > 1:
-                raise OptionError("data.sources", name, "must have different names", "rename one of them")
+        check_names([source.config for source in sources])
         widths = {source.surrogate_width for source in sources} - {None}
         if len(widths) > 1:
             rule = f"must be of one width in all sources, found {sorted(filter(None, widths))}"

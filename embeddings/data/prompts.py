@@ -6,6 +6,7 @@ from dataclasses import replace
 from embeddings.common.log import logger
 from embeddings.common.text import TextSettings
 from embeddings.data.sources import SourceConfig
+from embeddings.data.tokenize import TextTokenizer
 
 _ROLES = ("query", "document")
 
@@ -40,6 +41,22 @@ def warn_of_unnamed_prompts(text: TextSettings, sources: Sequence[SourceConfig])
             "the sources put different prompts before their queries: encoding uses none unless one is named "
             "(prompt_name: a source's name), or data.text.prompts gives one as `query`"
         )
+
+
+def check_prompts(tokenizer: TextTokenizer, sources: Sequence[SourceConfig]) -> None:
+    """Check that the prompts of all sources leave room for their texts.
+
+    What a record brings as an instruction of its own is known only when it is read.
+
+    Raises:
+        OptionError: If one does not; the message names the limit that it fills.
+    """
+    default = tokenizer.settings.prompts
+    for source in sources:
+        for prompt in source.query_prompts:
+            tokenizer.check_prompt(prompt or default.get("query", ""), "query")
+        for prompt in _document_prompts(source):
+            tokenizer.check_prompt(prompt or default.get("document", ""), "document")
 
 
 def _document_prompts(source: SourceConfig) -> tuple[str, ...]:

@@ -189,6 +189,18 @@ class SourceConfig:
                 raise self.fault("label_texts", {label: text}, "must not hold an empty text", "write the label's text")
 
 
+def check_names(sources: Sequence[SourceConfig]) -> None:
+    """Check that no two sources have one name.
+
+    Raises:
+        OptionError: If two do.
+    """
+    names = [source.name for source in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise OptionError("data.sources", name, "must have different names", "rename one of them")
+
+
 def _unless_refuse(policy: str) -> str | None:
     """A policy that was chosen, or None for the one that stands where nothing was said."""
     return None if policy == "refuse" else policy

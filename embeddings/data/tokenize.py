@@ -76,7 +76,7 @@ class TextTokenizer:
         each = [prompts] * len(texts) if isinstance(prompts, str) else list(prompts)
         limit = self.settings.max_length(role)
         for prompt in set(each):
-            self._check_prompt(prompt, role, limit)
+            self.check_prompt(prompt, role)
         self._backend.enable_truncation(limit - len(self._appended), direction="right")
         joined = [prompt + text for prompt, text in zip(each, texts, strict=True)]
         if self.settings.pool_prompt or not any(each):
@@ -96,7 +96,13 @@ class TextTokenizer:
         # Special tokens before the text cover no characters: their spans end at 0.
         return next((index for index in range(end_of_text) if spans[index][1] > prompt_end), end_of_text)
 
-    def _check_prompt(self, prompt: str, role: TextRole, limit: int) -> None:
+    def check_prompt(self, prompt: str, role: TextRole) -> None:
+        """Check that a prompt leaves room for a token of the text.
+
+        Raises:
+            OptionError: If it does not; the message names the limit.
+        """
+        limit = self.settings.max_length(role)
         if not prompt or (prompt, limit) in self._checked_prompts:
             return
         self._backend.no_truncation()

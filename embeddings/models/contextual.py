@@ -18,7 +18,7 @@ from embeddings.models.context_directory import (
     read_context_options,
 )
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
-from embeddings.models.embedder import Embedder
+from embeddings.models.embedder import Embedder, num_positions
 from embeddings.models.first_stage import FirstStage
 from embeddings.models.hub import resolve_model
 from embeddings.models.lora import plain_backbone
@@ -55,12 +55,15 @@ class ContextualEmbedder(Embedder):
             and soft prompt do not shorten it.
 
     Raises:
-        OptionError: If a number is impossible, the tokenizer has ids that the first stage has no embedding for, or the
-            backbone cannot read a context as a set.
+        OptionError: If a number is impossible, the tokenizer has ids that the first stage has no embedding for, the
+            backbone cannot read a context as a set, or the first stage has fewer positions than `context_max_length`.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §3.2 and §10.4, and the released code. Differs: the residual branch
         starts at zero; the paper's zero-and-residual handling of rotary positions is not offered.
     """
+
+    _LIMITED_BY = "the positions that the backbone has beside context and soft prompt"
+    _SHORTEN = "lower it or num_context"
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class ContextualEmbedder(Embedder):
         except ValueError as error:
             fix = "take an encoder, or a decoder with `bidirectional: true`"
             raise OptionError("backbone", type(plain).__name__, str(error), fix) from error
+        _check_positions(first, context_max_length)
         first_size = int(first.config.hidden_size)
         self.first_stage = FirstStage(first_stage_backbone, first_size, self.context_size, context_max_length)
         self.slots = ContextSlots(num_context, self.context_size, context_dropout)
@@ -110,6 +114,22 @@ class ContextualEmbedder(Embedder):
     def longest_text(self) -> int | None:
         """Most tokens of a text that the second stage has positions for behind a context; None for no limit."""
         return longest_text(self.backbone, self.num_extra_tokens)
+
+    @property
+    def longest_context_document(self) -> int | None:
+        """Most tokens of a context document that the first stage has learned positions for; None for no limit."""
+        return num_positions(self.first_stage.backbone)
+
+    def check_lengths(self, text: TextSettings, owner: str = "data.text") -> None:
+        """Check that both stages have positions for texts of these lengths; documents are read by the first one too."""
+        super().check_lengths(text, owner)
+        limit, read = self.longest_context_document, text.document_max_length
+        if self.first_stage.max_length is not None:
+            read = min(read, self.first_stage.max_length)
+        if limit is not None and read > limit:
+            rule = f"must be <= {limit}, the positions that the first stage has for a context document"
+            fix = "lower it, or set model.context.max_length"
+            raise OptionError(f"{owner}.document_max_length", text.document_max_length, rule, fix)
 
     def embed_context(self, tokens: PaddedTokens) -> Tensor:
         """The vectors of context documents: the first stage.
@@ -238,6 +258,13 @@ def _check_options(
         raise OptionError("context_dropout", context_dropout, "must be in [0, 1]", "the released training uses 0.005")
     if context_max_length is not None and context_max_length < 1:
         raise OptionError("context_max_length", context_max_length, "must be >= 1", "leave it out for no limit")
+
+
+def _check_positions(first_stage_backbone: nn.Module, context_max_length: int | None) -> None:
+    limit = num_positions(first_stage_backbone)
+    if limit is not None and context_max_length is not None and context_max_length > limit:
+        rule = f"must be <= {limit}, the positions that the first stage has"
+        raise OptionError("context_max_length", context_max_length, rule, "lower it")
 
 
 def _check_vocabulary(words: Any, tokenizer: PreTrainedTokenizerBase) -> None:

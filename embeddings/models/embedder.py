@@ -39,6 +39,9 @@ class Embedder(nn.Module):
             that it needs.
     """
 
+    _LIMITED_BY = "the positions that the backbone has"
+    _SHORTEN = "lower it"
+
     def __init__(
         self,
         backbone: nn.Module,
@@ -104,8 +107,23 @@ class Embedder(nn.Module):
     @property
     def longest_text(self) -> int | None:
         """Most tokens of a text that the backbone has learned positions for; None where it sets no such limit."""
-        table = learned_positions(plain_backbone(self.backbone))
-        return None if table is None else table.num_embeddings - first_position(table)
+        return num_positions(self.backbone)
+
+    def check_lengths(self, text: TextSettings, owner: str = "data.text") -> None:
+        """Check that the backbone has positions for texts of these lengths.
+
+        Args:
+            text: The lengths.
+            owner: Whose options they are, for the message.
+
+        Raises:
+            OptionError: If a length is too large; the message names it and the limit.
+        """
+        limit = self.longest_text
+        for name in ("query_max_length", "document_max_length"):
+            if limit is not None and getattr(text, name) > limit:
+                rule = f"must be <= {limit}, {self._LIMITED_BY}"
+                raise OptionError(f"{owner}.{name}", getattr(text, name), rule, self._SHORTEN)
 
     @property
     def device(self) -> torch.device:
@@ -168,6 +186,12 @@ class Embedder(nn.Module):
         """
         parts = ModelParts(self.pooling, self.head, self.normalize, self.text)
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
+
+
+def num_positions(backbone: nn.Module) -> int | None:
+    """Most tokens that a backbone has learned positions for; None where it works by index, without such a limit."""
+    table = learned_positions(plain_backbone(backbone))
+    return None if table is None else table.num_embeddings - first_position(table)
 
 
 def tap_of(backbone: nn.Module, pooling: Pooling) -> AttentionTap | None:

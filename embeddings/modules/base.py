@@ -15,7 +15,6 @@ from embeddings.common import (
     InputError,
     LossOutput,
     NumericError,
-    OptionError,
     Representations,
     TextSettings,
     TokenBatch,
@@ -71,16 +70,27 @@ class ContrastiveModule(L.LightningModule):
         """The backbone's tokenizer, which the data module uses."""
         return self.embedder.tokenizer
 
-    def prepare_data(self) -> None:
-        """Check schedule, optimiser, loss and lengths against the run and the data, before anything is written."""
-        mixture = getattr(getattr(self.trainer, "datamodule", None), "mixture", None)
-        if self.loss.false_negative_filter is not None and getattr(mixture, "surrogate_width", None) is None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+        """Check loss, lengths, optimiser and schedule against what the trainer and the data say of themselves.
+
+        Raises:
+            OptionError: If a filter has no vectors to go by, a text is longer than the backbone has positions, or the
+                schedule does not fit the run.
+            InputError: If the optimiser refuses its options.
+        """
+        if self.loss.false_negative_filter is not None and not getattr(data, "has_surrogates", False):
             raise without_surrogates()
-        self._check_lengths()
+        text = getattr(data, "text", None)
+        if isinstance(text, TextSettings):
+            self.embedder.check_lengths(text)
         self._make_optimizer()
-        total_steps = self._trainer_steps()
-        if total_steps is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._schedule.check(self._schedule.total_steps or total_steps)
+        if trainer.max_steps > 0 or trainer.max_epochs == -1:
+            self._check_schedule(trainer, trainer.max_steps if trainer.max_steps > 0 else None)
+
+    def prepare_data(self) -> None:
+        """Check all of this, and the schedule against the length of the data, before anything of the run is written."""
+        self.check_run(self.trainer, self, getattr(self.trainer, "datamodule", None))
+        self._check_schedule(self.trainer, self._trainer_steps())
 
     def setup(self, stage: str) -> None:
         """Take the text settings from the data module, so that a saved model encodes as it was trained."""
@@ -160,14 +170,9 @@ class ContrastiveModule(L.LightningModule):
         except ValueError as error:
             raise InputError("model.optimizer", str(error), "the method configs hold usual values") from error
 
-    def _check_lengths(self) -> None:
-        text, limit = getattr(getattr(self.trainer, "datamodule", None), "text", None), self.embedder.longest_text
-        if limit is None or not isinstance(text, TextSettings):
-            return
-        for name in ("query_max_length", "document_max_length"):
-            if getattr(text, name) > limit:
-                rule = f"must be <= {limit}, the positions that the backbone has"
-                raise OptionError(f"data.text.{name}", getattr(text, name), rule, "lower it")
+    def _check_schedule(self, trainer: L.Trainer, steps: int | None) -> None:
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._schedule.check(steps)
 
     def _early_scale(self) -> float:
         """The factor that Lightning puts on the returned loss, for the backward passes that run before."""

@@ -71,7 +71,8 @@ class CDEModule(ContrastiveModule):
         seed: Seed of random initial weights, of dropout, and of each step's context.
 
     Raises:
-        OptionError: If the backbones do not fit together, or `initial_model` is of another architecture.
+        OptionError: If the backbones do not fit together, the first one has fewer positions than the context's
+            `max_length`, or `initial_model` is of another architecture.
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §5. Differs: queries and documents of a step read one
         permutation of the context (without GradCache the release draws one for each tower; with it, as here, the
         queries' serves both); all documents of a smaller batch are taken, with null vectors for the rest.
@@ -98,6 +99,7 @@ class CDEModule(ContrastiveModule):
             else:
                 embedder = ContextualEmbedder.from_config(replace(backbone, name=initial_model, revision=None))
                 _check_architecture(embedder, context, initial_model)
+        _check_max_length(embedder, context.max_length)
         embedder.slots.dropout_fraction = context.dropout_fraction
         embedder.first_stage.max_length = context.max_length
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
@@ -159,3 +161,10 @@ def _check_architecture(embedder: ContextualEmbedder, context: ContextSettings, 
         if (asked := getattr(context, name)) != found:
             rule = f"must be what {initial_model} was trained with: {found}"
             raise OptionError(f"model.context.{name}", asked, rule, "repeat that value")
+
+
+def _check_max_length(embedder: ContextualEmbedder, max_length: int | None) -> None:
+    limit = embedder.longest_context_document
+    if limit is not None and max_length is not None and max_length > limit:
+        rule = f"must be <= {limit}, the positions that the first stage has"
+        raise OptionError("model.context.max_length", max_length, rule, "lower it")

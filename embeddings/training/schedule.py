@@ -52,22 +52,27 @@ class Schedule:
             optimizer: Whose learning rates are the peak.
             trainer_steps: The trainer's optimiser steps, used where `total_steps` is None.
         """
-        total_steps = self.total_steps or trainer_steps
-        if total_steps is None:
-            if self.decay != "constant":
-                raise OptionError(
-                    "model.schedule.total_steps", None, "must be known to decay", "set trainer.max_steps or max_epochs"
-                )
-            total_steps = self.warmup_steps + 1
-        steps = total_steps
+        steps = self._length(trainer_steps) or self.warmup_steps + 1
         return LambdaLR(optimizer, lambda step: self.factor(step, steps))
 
-    def check(self, total_steps: int) -> None:
-        """Check that the warm-up ends before a run of `total_steps` does.
+    def check(self, trainer_steps: int | None) -> None:
+        """Check that the run has an end to decay towards, and that the warm-up comes before it.
+
+        Args:
+            trainer_steps: The trainer's optimiser steps, used where `total_steps` is None.
 
         Raises:
             OptionError: If it does not.
         """
-        if 0 < self.warmup_steps >= total_steps:
+        total_steps = self._length(trainer_steps)
+        if total_steps is not None and 0 < self.warmup_steps >= total_steps:
             rule = f"must be below the run's {total_steps} optimiser steps"
             raise OptionError("model.schedule.warmup_steps", self.warmup_steps, rule, "lower it or train longer")
+
+    def _length(self, trainer_steps: int | None) -> int | None:
+        total_steps = self.total_steps or trainer_steps
+        if total_steps is None and self.decay != "constant":
+            raise OptionError(
+                "model.schedule.total_steps", None, "must be known to decay", "set trainer.max_steps or max_epochs"
+            )
+        return total_steps

@@ -1,16 +1,12 @@
 import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor
 
-from embeddings.cli.app import check_one_method, config_paths, run_trainer
+from embeddings.cli.app import check_one_method, run_trainer
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.main import main
 from tests.helpers.runs import run_config, write_config
 
 OFF = {"in_batch_negatives": False}
-
-
-def test_config_paths_are_found_in_every_spelling():
-    assert config_paths(["fit", "--config", "a", "-c", "b", "--config=c", "--x", "d"]) == ["a", "b", "c"]
 
 
 def test_two_method_configs_are_refused_by_name(tmp_path):

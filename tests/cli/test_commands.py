@@ -47,10 +47,38 @@ def test_print_config_shows_the_options(painted, capsys):
     assert painted == []
 
 
-@pytest.mark.parametrize("argv", [[], ["red", "--coats", "many"], ["red", "--brush", "x"], ["red", "blue"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["red", "--coats", "many"],
+        ["red", "--brush", "x"],
+        ["red", "blue"],
+        ["red", "--coat", "3"],
+        ["red", "--coats", "null"],
+    ],
+)
 def test_a_wrong_line_is_refused_before_the_function_runs(painted, argv):
     with pytest.raises(ConfigError):
         run_command("paint", argv)
+    assert painted == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--coat", "3"], r"did you mean --coats\?"),
+        (["--coats", "null"], "coats: expected int, got null; "),
+        (["--config", "null.yaml"], "coats: expected int, got null; give one, or leave the option out"),
+        (["--config", "empty.yaml"], r"^Option 'coat' is not accepted by paint; did you mean coats\?"),
+    ],
+)
+def test_what_the_parser_would_let_pass_is_refused_by_name(painted, argv, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.yaml").write_text("coats: 2\ncoat: {}\n")
+    (tmp_path / "null.yaml").write_text("coats: null\n")
+    with pytest.raises(ConfigError, match=says):
+        run_command("paint", ["red", *argv])
     assert painted == []
 
 

@@ -21,6 +21,8 @@ def raising(error):
         (NumericError("loss is nan at step 3"), 70),
         (OSError(errno.ENOSPC, "No space left on device", "model.safetensors"), 74),
         (PermissionError(errno.EACCES, "Permission denied", "out"), 74),
+        (OSError("We couldn't connect to the hub\nto load this file"), 74),
+        (TimeoutError(), 74),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -30,6 +32,18 @@ def test_each_fault_is_one_line_and_its_own_code(error, code, capsys):
     assert written.out == ""
     assert written.err.startswith("error: ")
     assert written.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError("cannot connect\nto x"), "error: cannot connect to x; mend the file or the connection"),
+        (ConnectionError(), "error: ConnectionError; mend the file or the connection"),
+    ],
+)
+def test_what_a_library_says_of_a_file_is_the_line_where_it_gives_no_number(error, says, capsys):
+    run_guarded(raising(error))
+    assert capsys.readouterr().err.startswith(says)
 
 
 def test_a_defect_of_ours_keeps_its_traceback():
@@ -122,11 +136,13 @@ def test_a_plain_message_is_its_own_reason():
         ("unrecognized arguments: --top_q 3", "did you mean --top_k? --help lists the options"),
         ("unrecognized arguments: --nearduplicates=0.8", "did you mean --near_duplicates?"),
         ("unrecognized arguments: --zzzzzzzz 3", "--zzzzzzzz 3; --help lists the options"),
+        ("unrecognized arguments: --near 3", "did you mean --near_duplicates?"),
+        ("unrecognized arguments: --m=3", "did you mean --margin or --model? --help"),
         ("expected one argument", "expected one argument"),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_one_most_like_it(message, says):
-    line = with_way_out(message, ["--help", "--top_k", "--near_duplicates"])
+    line = with_way_out(message, ["--help", "--top_k", "--near_duplicates", "--margin", "--model", "--margin"])
     assert line.endswith(says) or says in line
     assert line.startswith(message)
 

@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 
 from embeddings.common.errors import InputError, MissingExtraError, NumericError, OptionError, UserError
@@ -22,3 +24,20 @@ def test_missing_extra_names_what_to_install():
 @pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (NumericError, 70)])
 def test_exit_codes_follow_the_table(kind, code):
     assert kind("x").exit_code == code
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserError("x"),
+        InputError("train.jsonl:17", "field 'query' is missing", "map it in `columns`"),
+        OptionError("temperature", 0.0, "must be > 0", "try 0.02"),
+        MissingExtraError("faiss", "cpu"),
+        NumericError("loss is nan"),
+    ],
+)
+def test_an_error_arrives_from_another_process_as_it_was(error):
+    arrived = pickle.loads(pickle.dumps(error))
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert arrived.args == error.args

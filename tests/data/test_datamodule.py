@@ -1,6 +1,7 @@
 """The data module in a config, in a training, and in a training that was killed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
 from lightning.pytorch import LightningModule, Trainer
 
-from embeddings.common import ContrastiveBatch, InputError, OptionError, TextSettings
+from embeddings.common import ContrastiveBatch, InputError, OptionError, TextSettings, UserError
 from embeddings.data.datamodule import EmbeddingDataModule
 from embeddings.data.samplers import BlendedBatchSampler
 from embeddings.data.sources import SourceConfig
@@ -194,6 +195,33 @@ def test_impossible_options_are_refused_at_once(options: dict[str, Any], changes
     with pytest.raises(OptionError, match=message) as raised:
         EmbeddingDataModule(**{**options, **changes})
     assert "\n" not in str(raised.value)
+
+
+def test_two_sources_of_one_name_are_refused_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"data\.sources must have different names, got 'first'"):
+        EmbeddingDataModule(**{**options, "sources": [options["sources"][0]] * 2})
+
+
+@pytest.mark.parametrize(
+    ("first", "changes", "message"),
+    [
+        ({"path": "gone.jsonl"}, {}, r"gone\.jsonl: no such file"),
+        ({"surrogate_vectors": "gone"}, {}, "no manifest lies beside"),
+        ({"weight": 2.0}, {}, r"data\.sources\[\]\.weight cannot take effect"),
+        ({"query_prompt": "q: " * 300}, {}, r"data\.text\.query_max_length must exceed"),
+        ({}, {"tokenizer": "gone"}, r"data\.tokenizer gone: "),
+    ],
+)
+def test_what_needs_no_row_is_refused_before_a_source_is_read(
+    options: dict[str, Any], first: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    trainer, module = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), Ledger(rows_of, TOKENIZER)
+    EmbeddingDataModule(**options).check_run(trainer, module, None)
+    options["sources"][0] = replace(options["sources"][0], **first)
+    with pytest.raises(UserError, match=message) as raised:
+        EmbeddingDataModule(**{**options, **changes}).check_run(trainer, module, None)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_batch_larger_than_the_data_is_refused(options: dict[str, Any]) -> None:

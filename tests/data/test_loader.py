@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from embeddings.common import OptionError
+from embeddings.common import InputError, OptionError
 from embeddings.data.examples import RowDraw
 from embeddings.data.loader import ResumableLoader
 from embeddings.data.samplers import BlendedBatchSampler
@@ -153,3 +153,37 @@ def test_epochs_cut_short_by_the_trainer_begin_at_the_start_of_their_plan(tmp_pa
     limits = {"max_epochs": 3, "limit_train_batches": 4}
     seen = killed_run(tmp_path, [2, 3, 9], lambda: Ledger(lambda batch: batch.tolist()), make, limits)
     assert seen == [batch for epoch in epochs(make(), 3) for batch in epoch[:4]]
+
+
+class Refusing:
+    """A data set with one row that cannot be used."""
+
+    def __init__(self, row: int, error: Exception) -> None:
+        self.row, self.error = row, error
+
+    def __getitem__(self, entry: RowDraw) -> int:
+        if entry.row == self.row:
+            raise self.error
+        return entry.row
+
+
+FAULTS = [
+    InputError("train.jsonl:17", "field 'query' is missing", "add it"),
+    OptionError("data.text.query_max_length", 8, "must exceed the prompt", "raise it"),
+    PermissionError(13, "Permission denied", "rows.arrow"),
+]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_a_fault_of_the_data_arrives_from_a_worker_as_from_the_loop_itself(error: Exception, num_workers: int) -> None:
+    plan, seen = epochs(make(), 1)[0], []
+    loader = ResumableLoader(
+        Refusing(plan[3][1], error), BlendedBatchSampler([15, 9], 4, seed=1), torch.tensor, num_workers=num_workers
+    )
+    with pytest.raises(type(error)) as raised:
+        seen.extend(batch.tolist() for batch in loader)
+    assert type(raised.value) is type(error)
+    assert str(raised.value) == str(error)
+    assert seen == plan[:3]
+    assert loader.state_dict()["delivered"] == 3

@@ -4,9 +4,11 @@ import logging
 
 import pytest
 
-from embeddings.common import TextSettings, instruction_prompt
+from embeddings.common import OptionError, TextSettings, instruction_prompt
 from embeddings.data import SourceConfig
-from embeddings.data.prompts import warn_of_unnamed_prompts, with_source_prompts
+from embeddings.data.prompts import check_prompts, warn_of_unnamed_prompts, with_source_prompts
+from embeddings.data.tokenize import TextTokenizer
+from tests.helpers.tiny import wordpiece_tokenizer
 
 ASK, FIND = instruction_prompt("Answer"), instruction_prompt("Find")
 
@@ -68,3 +70,33 @@ def test_prompts_that_no_encoding_uses_by_itself_are_worth_a_warning(caplog: pyt
             text = with_source_prompts(TextSettings(prompts=given), sources)
             warn_of_unnamed_prompts(text, sources)
         assert len(caplog.records) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "limit"),
+    [
+        ({"instruction": ["Find", "f o x " * 4]}, {}, "query_max_length"),
+        ({"query_prompt": "f o x " * 4}, {}, "query_max_length"),
+        ({"document_prompt": "f o x " * 4}, {}, "document_max_length"),
+        ({}, {"query": "f o x " * 4}, "query_max_length"),
+        ({}, {"document": "f o x " * 4}, "document_max_length"),
+    ],
+)
+def test_a_prompt_that_leaves_no_room_is_refused_before_a_text_is_read(
+    options: dict[str, object], given: dict[str, str], limit: str
+) -> None:
+    lengths = {"query_max_length": 64, "document_max_length": 64}
+    sources = [source("short", query_prompt="q: "), source("long", **options)]
+    check_prompts(TextTokenizer(wordpiece_tokenizer(), TextSettings(**lengths, prompts=given)), sources)
+    lengths[limit] = 14
+    tokenizer = TextTokenizer(wordpiece_tokenizer(), TextSettings(**lengths, prompts=given))
+    with pytest.raises(OptionError, match=rf"data\.text\.{limit} must exceed the \d+ tokens of the prompt"):
+        check_prompts(tokenizer, sources)
+
+
+def test_a_symmetric_sources_prompt_takes_room_from_documents_too() -> None:
+    settings = TextSettings(query_max_length=64, document_max_length=8)
+    with pytest.raises(OptionError, match=r"data\.text\.document_max_length must exceed"):
+        check_prompts(
+            TextTokenizer(wordpiece_tokenizer(), settings), [source("sts", query_prompt="f o x " * 4, symmetric=True)]
+        )

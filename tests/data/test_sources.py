@@ -3,6 +3,7 @@ import pytest
 
 from embeddings.common import OptionError
 from embeddings.data import SourceConfig
+from embeddings.data.sources import check_names
 
 
 class Holder:
@@ -93,3 +94,10 @@ def test_an_impossible_or_idle_option_is_refused_by_name(options, message):
     assert message in str(error.value)
     assert str(error.value).startswith("data.sources")
     assert "\n" not in str(error.value)
+
+
+def test_two_sources_of_one_name_are_refused():
+    sources = [SourceConfig(name, "a.jsonl") for name in ("a", "b", "a")]
+    check_names(sources[:2])
+    with pytest.raises(OptionError, match=r"data\.sources must have different names, got 'a'; rename one"):
+        check_names(sources)

@@ -82,7 +82,7 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_bert(seed: int = 0, dropout: float = 0.0, hidden_size: int = 32) -> PreTrainedModel:
+def tiny_bert(seed: int = 0, dropout: float = 0.0, hidden_size: int = 32, num_positions: int = 128) -> PreTrainedModel:
     """A two-layer random BERT encoder in float32, in evaluation mode."""
     set_seed(seed)
     config = BertConfig(
@@ -91,7 +91,7 @@ def tiny_bert(seed: int = 0, dropout: float = 0.0, hidden_size: int = 32) -> Pre
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=2 * hidden_size,
-        max_position_embeddings=128,
+        max_position_embeddings=num_positions,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )

@@ -257,11 +257,38 @@ def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path: Path) -> N
         ({"num_soft_prompts": -1}, "num_soft_prompts must be >= 0, got -1"),
         ({"context_dropout": 1.5}, r"context_dropout must be in \[0, 1\], got 1.5"),
         ({"context_max_length": 0}, "context_max_length must be >= 1, got 0"),
+        ({"context_max_length": 129}, "context_max_length must be <= 128, the positions that the first stage has"),
     ],
 )
 def test_impossible_numbers_are_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         tiny_contextual(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_positions", "max_length", "longest"),
+    [
+        ("bert", 24, None, 24),  # the first stage reads whole documents
+        ("bert", 24, 20, 128),  # and no more than its limit
+        ("bert", 200, None, 128),
+        ("nomic", 200, None, 120),  # five context vectors and three soft prompts take the second stage's indices
+        ("nomic", 119, None, 119),
+    ],
+)
+def test_the_longest_document_is_what_both_stages_have_positions_for(
+    kind: str, num_positions: int, max_length: int | None, longest: int
+) -> None:
+    embedder = ContextualEmbedder(
+        tiny_bert(num_positions=num_positions),
+        BACKBONES[kind](),
+        wordpiece_tokenizer(),
+        num_context=5,
+        num_soft_prompts=3,
+        context_max_length=max_length,
+    )
+    embedder.check_lengths(TextSettings(query_max_length=40, document_max_length=longest))
+    with pytest.raises(OptionError, match=rf"^mine\.document_max_length must be <= {longest}, the positions that the "):
+        embedder.check_lengths(TextSettings(query_max_length=40, document_max_length=longest + 1), "mine")
 
 
 def test_backbones_that_do_not_fit_are_refused() -> None:

@@ -86,6 +86,16 @@ def test_it_knows_its_device_and_padding() -> None:
     assert build().pad_token_id == wordpiece_tokenizer().pad_token_id
 
 
+@pytest.mark.parametrize("name", ["query_max_length", "document_max_length"])
+def test_texts_longer_than_the_positions_are_refused_by_their_option(name: str) -> None:
+    lengths = {"query_max_length": 128, "document_max_length": 128}
+    build().check_lengths(TextSettings(**lengths))
+    with pytest.raises(
+        OptionError, match=rf"^mine\.{name} must be <= 128, the positions that the backbone has, got 129"
+    ):
+        build().check_lengths(TextSettings(**{**lengths, name: 129}), "mine")
+
+
 @pytest.mark.parametrize(
     ("pooling", "head", "option"),
     [(MeanPooling(16), None, "pooling.hidden_size"), (MeanPooling(32), nn.Linear(16, 4), "head.in_features")],

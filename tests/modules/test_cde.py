@@ -27,6 +27,7 @@ from tests.data.cluster_folders import write_clusters
 from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
 from tests.helpers.runs import backbone_folder, run_config, write_config, write_retrieval_folder
+from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 
 CONTEXT = {"num_context": 6, "num_soft_prompts": 2}
 # One start of two processes for both runs.
@@ -224,18 +225,19 @@ def test_a_surrogates_vectors_reach_the_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "says", "num_workers"),
     [
-        (lambda vectors: 0 * vectors, ": the vector is zero; check"),
-        (lambda vectors: np.nan * vectors, ": the vector is not finite; check"),
-        (lambda vectors: vectors[:, :3], "holds float32 of shape (3, 3), expected float32 of shape (3, 4)"),
+        (lambda vectors: 0 * vectors, ": the vector is zero; check", 0),
+        (lambda vectors: np.nan * vectors, ": the vector is not finite; check", 1),
+        (lambda vectors: vectors[:, :3], "holds float32 of shape (3, 3), expected float32 of shape (3, 4)", 0),
     ],
 )
 def test_damaged_surrogate_vectors_end_a_run_in_one_line(
-    damage: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Any, says: str, num_workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = cde_config(tmp_path)
     data = config["data"]["init_args"]
+    data["num_workers"] = num_workers
     (source,) = data["sources"]
     folder = write_surrogates(tmp_path / "surrogates", open_cached(SourceConfig(**source), data["cache_dir"]))
     for shard in (folder / "documents").glob("vectors-*.npy"):
@@ -249,7 +251,7 @@ def test_damaged_surrogate_vectors_end_a_run_in_one_line(
     assert line.startswith(f"error: {folder / 'documents' / 'vectors-'}")
     assert says in line
     if "shape" in says:
-        assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cache" not in path.parts] == []
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_damaged_clusters_are_refused_before_anything_is_written(
     before = sorted(tmp_path.rglob("*"))
     assert main(["fit", "--config", path]) == 2
     assert f"{name}:2: is no" in capsys.readouterr().err.strip().splitlines()[-1]
-    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cache" not in path.parts] == []
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_filter_without_vectors_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -281,7 +283,7 @@ def test_a_filter_without_vectors_is_refused_before_anything_is_written(tmp_path
     path = write_config(tmp_path, config)
     before = sorted(tmp_path.rglob("*"))
     assert main(["fit", "--config", path]) == 2
-    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cache" not in path.parts] == []
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_two_ranks_train_the_same_weights_with_gradcache_as_without(tmp_path: Path) -> None:
@@ -362,3 +364,58 @@ def test_another_epoch_or_rank_draws_another_context(place: str, bert: str, monk
     assert first == texts(batch, module)
     monkeypatch.setattr(CDEModule, place, property(lambda self: 1))
     assert texts(batch, module) != first
+
+
+@pytest.fixture(scope="module")
+def short_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A backbone of 24 positions."""
+    folder = tmp_path_factory.mktemp("short")
+    return save_backbone(str(folder), tiny_bert(num_positions=24), wordpiece_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("document_max_length", "max_length", "exported", "says"),
+    [
+        (25, None, None, "data.text.document_max_length must be <= 24, the positions that the first stage has for a"),
+        (
+            16,
+            25,
+            None,
+            "model.context.max_length must be <= 24, the positions that the first stage has, got 25; lower it",
+        ),
+        (24, None, 25, "ExportModel.document_max_length must be <= 24, the positions that the first stage has for a"),
+        (129, 24, None, "data.text.document_max_length must be <= 128, the positions that the backbone has beside"),
+    ],
+)
+def test_documents_that_the_first_stage_has_no_positions_for_are_refused_before_anything_is_written(
+    document_max_length: int,
+    max_length: int | None,
+    exported: int | None,
+    says: str,
+    short_bert: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = cde_config(tmp_path, max_length=max_length)
+    config["model"]["init_args"]["first_stage_backbone"] = {"name": short_bert}
+    config["data"]["init_args"]["text"]["document_max_length"] = document_max_length
+    if exported is not None:
+        options = {"output": str(tmp_path / "model"), "document_max_length": exported}
+        config["trainer"]["callbacks"] = [{"class_path": "embeddings.callbacks.ExportModel", "init_args": options}]
+    path = write_config(tmp_path, config)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["fit", "--config", path]) == 2
+    assert says in capsys.readouterr().err.strip().splitlines()[-1]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_longer_documents_than_the_first_stage_has_positions_are_cut_where_the_context_has_a_limit(
+    short_bert: str, tmp_path: Path
+) -> None:
+    config = cde_config(tmp_path, max_length=24)
+    config["model"]["init_args"]["first_stage_backbone"] = {"name": short_bert}
+    config["data"]["init_args"]["text"]["document_max_length"] = 60
+    lines = (tmp_path / "pairs.jsonl").read_text().replace("the ", "the quick brown fox " * 10)
+    (tmp_path / "pairs.jsonl").write_text(lines)
+    config["trainer"]["max_steps"] = 2
+    assert fit(tmp_path, config).trainer.global_step == 2

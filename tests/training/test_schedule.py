@@ -49,9 +49,16 @@ def test_a_warm_up_longer_than_the_run_is_refused():
     Schedule(warmup_steps=49).check(50)
     with pytest.raises(OptionError, match="must be below the run's 50 optimiser steps"):
         Schedule(warmup_steps=50).check(50)
+    Schedule(warmup_steps=50, total_steps=60).check(50)
+    with pytest.raises(OptionError, match="must be below the run's 40 optimiser steps"):
+        Schedule(warmup_steps=45, total_steps=40).check(50)
 
 
 def test_a_decay_without_an_end_is_refused():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     with pytest.raises(OptionError, match=r"set trainer\.max_steps"):
         Schedule().scheduler(optimizer, None)
+    with pytest.raises(OptionError, match=r"set trainer\.max_steps"):
+        Schedule().check(None)
+    Schedule(decay="constant").check(None)
+    Schedule(total_steps=60).check(None)

@@ -71,6 +71,9 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
         """Learn which sources the rows are of; the data module says so once, before anything is drawn."""
 
+    def check_sources(self, names: Sequence[str]) -> None:
+        """Check, before any source is read, that what is kept beside these sources is there."""
+
     @property
     @abstractmethod
     def num_steps(self) -> int:

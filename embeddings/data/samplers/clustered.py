@@ -10,10 +10,11 @@ from typing import Literal
 import numpy as np
 
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.fileio import check_manifest
 from embeddings.common.randomness import derive_seed
 from embeddings.data.files import fill_path
 from embeddings.data.samplers.base import BatchSampler, Rows, SourceIdentity
-from embeddings.data.samplers.cluster_folder import ClusterFolder
+from embeddings.data.samplers.cluster_folder import KIND, ClusterFolder
 from embeddings.data.samplers.packing import PackedClusters, nearest_order, random_order
 from embeddings.data.samplers.permutation import KeyedPermutation
 
@@ -78,6 +79,16 @@ class ClusteredBatchSampler(BatchSampler):
         self._names: tuple[str, ...] = ()
         self._folders: tuple[ClusterFolder, ...] = ()
         self._packed: dict[int, tuple[tuple[int, int], PackedClusters]] = {}
+
+    def check_sources(self, names: Sequence[str]) -> None:
+        """Check that each source has clusters, whatever they are of.
+
+        Raises:
+            InputError: If a folder holds no finished clusters.
+            OptionError: If a source has no clusters.
+        """
+        for path in cluster_paths(self.clusters, names):
+            check_manifest(path, {"kind": KIND, "complete": True})
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
         """Open the clusters of each source.

@@ -93,3 +93,7 @@ def test_impossible_numbers_are_refused_in_one_line() -> None:
         CountingSampler(0)
     with pytest.raises(OptionError, match="goes with num_replicas"):
         CountingSampler(1, rank=0)
+
+
+def test_a_sampler_that_keeps_nothing_beside_the_sources_suits_any() -> None:
+    assert CountingSampler(4).check_sources(["a", "b"]) is None

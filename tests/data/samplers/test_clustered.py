@@ -235,6 +235,16 @@ def test_clusters_of_another_data_set_are_refused_in_one_line(make: Maker, root:
         make(clusters="$NOT_SET_ANYWHERE/clusters")
 
 
+def test_clusters_are_looked_for_by_the_names_of_the_sources_before_these_are_read(root: Path, tmp_path: Path) -> None:
+    sampler = ClusteredBatchSampler([90, 31, 12], 4, clusters=str(root))
+    sampler.check_sources(NAMES)
+    with pytest.raises(InputError, match=r"fourth.manifest\.json: no manifest"):
+        sampler.check_sources([*NAMES, "fourth"])
+    sampler.clusters = {"first": str(root / "first")}
+    with pytest.raises(OptionError, match="must name the clusters of source 'second'"):
+        sampler.check_sources(NAMES)
+
+
 class RowEcho:
     """A data set that answers with what it was asked for."""
 

@@ -1,0 +1,203 @@
+"""What a person gave, against the signatures that it is for: null and empty mappings, which the parser lets pass."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from embeddings.cli.errors import ConfigError
+
+_OF_CLASSES = ("class_path", "init_args", "dict_kwargs")
+# Where types come from that are no class of a person's arguments (`Any` is a class).
+_PLAIN = ("builtins", "typing", "collections.abc", "pathlib")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a class or function takes.
+
+    Args:
+        name: Its name.
+        types: The type of each parameter.
+        is_open: Whether it takes other names too.
+    """
+
+    name: str
+    types: Mapping[str, Any]
+    is_open: bool = False
+
+
+def signature_of(target: Any) -> Signature | None:
+    """The signature of a class or function, None where it cannot be told; a default of null makes a type nullable."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
+    except (AttributeError, NameError, TypeError, ValueError):
+        return None
+    types = {
+        parameter.name: Optional[hint] if parameter.default is None else hint  # noqa: UP045 - made at run time
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for hint in (hints.get(parameter.name, Any),)
+    }
+    return Signature(target.__name__, types, any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters))
+
+
+def config_paths(argv: Sequence[str]) -> list[str]:
+    """The files that `--config` (or `-c`) names, in order."""
+    paths = []
+    for position, word in enumerate(argv):
+        if word in ("--config", "-c") and position + 1 < len(argv):
+            paths.append(argv[position + 1])
+        elif word.startswith("--config="):
+            paths.append(word.removeprefix("--config="))
+    return paths
+
+
+def is_file(value: object) -> bool:
+    """Whether a value names a file; a config may be given as text too."""
+    try:
+        return Path(str(value)).is_file()
+    except OSError:  # text that is too long for a name
+        return False
+
+
+def given_mappings(argv: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The mappings that a line of arguments gives: its configs, and its options whose value is a mapping."""
+    for path in config_paths(argv):
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8") if is_file(path) else path)
+        if isinstance(content, dict):
+            yield _unfolded(content)
+    for word, following in zip(argv, [*argv, ""][1:], strict=True):
+        name, equals, value = word.partition("=")
+        value = value if equals else following
+        if name.startswith("--") and name != "--config" and value.lstrip().startswith("{"):
+            with suppress(yaml.YAMLError):  # a text that only begins like a mapping
+                yield _unfolded({name.removeprefix("--"): yaml.safe_load(value)})
+
+
+def check_nulls(given: Mapping[str, Any], signature: Signature, where: str = "") -> None:
+    """Check that null stands only where a type has it.
+
+    Args:
+        given: Parsed arguments by name, as plain mappings and lists.
+        signature: What they are for.
+        where: The option that they belong to.
+
+    Raises:
+        ConfigError: Naming the first option that has no null.
+    """
+    for name, value in given.items():
+        if name not in signature.types:
+            continue
+        hint, key = signature.types[name], f"{where}.{name}".removeprefix(".")
+        if value is None and not takes_null(hint):
+            raise ConfigError(
+                f"{key}: expected {_type_name(hint)}, got null; give one, or leave the option out for its default"
+            )
+        for inner, _, owner in _nested(value, None, _members(hint)):
+            check_nulls(inner, owner, key)
+
+
+def check_names(given: Mapping[str, Any], parsed: Mapping[str, Any], signature: Signature, where: str = "") -> None:
+    """Check that an empty mapping stands under a name that there is; the parser refuses other unknown names itself.
+
+    Args:
+        given: Arguments by name as a person wrote them.
+        parsed: The same after all configs are merged, which says what classes were chosen.
+        signature: What they are for.
+        where: The option that they belong to.
+
+    Raises:
+        ConfigError: Naming the unknown option, and the known one that is written most like it.
+    """
+    for written, value in given.items():
+        name = written.removesuffix("+")
+        if name in signature.types:
+            key = f"{where}.{name}".removeprefix(".")
+            for inner, chosen, owner in _nested(value, parsed.get(name), _members(signature.types[name])):
+                check_names(inner, chosen, owner, key)
+        elif value == {} and not signature.is_open:
+            alike = get_close_matches(name, signature.types, n=1)
+            guess = f"did you mean {alike[0]}? " if alike else ""
+            place = f"{where}: " if where else ""
+            raise ConfigError(
+                f"{place}Option {name!r} is not accepted by {signature.name}; {guess}--help lists the options"
+            )
+
+
+def takes_null(hint: Any) -> bool:
+    """Whether a type has null among its values."""
+    if hint in (Any, object, None, type(None)) or isinstance(hint, TypeVar):
+        return True
+    if get_origin(hint) is Literal:
+        return None in get_args(hint)
+    return get_origin(hint) in (Union, UnionType) and any(map(takes_null, get_args(hint)))
+
+
+def _unfolded(value: Any) -> Any:
+    """The same with each key of several parts (`a.b`) as a mapping in a mapping."""
+    if isinstance(value, list):
+        return [_unfolded(element) for element in value]
+    if not isinstance(value, dict):
+        return value
+    unfolded: dict[str, Any] = {}
+    for key, content in value.items():
+        first, _, rest = str(key).partition(".")
+        inner, other = _unfolded({rest: content} if rest else content), unfolded.get(first)
+        unfolded[first] = {**other, **inner} if isinstance(inner, dict) and isinstance(other, dict) else inner
+    return unfolded
+
+
+def _nested(
+    value: Any, parsed: Any, hints: Sequence[Any]
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], Signature]]:
+    """The arguments of each class or record inside a value, as given and as parsed, and what takes them."""
+    if isinstance(value, list):
+        others = parsed if isinstance(parsed, list) and len(parsed) == len(value) else [None] * len(value)
+        inner = [member for hint in hints for argument in get_args(hint) for member in _members(argument)]
+        for element, other in zip(value, others, strict=True):
+            yield from _nested(element, other, inner)
+    elif isinstance(value, Mapping):
+        chosen = parsed if isinstance(parsed, Mapping) else {}
+        owner = _owner(value.get("class_path"), chosen.get("class_path"), hints)
+        signature = None if owner is None else signature_of(owner)
+        if signature is not None:
+            yield _arguments(value), _arguments(chosen), signature
+
+
+def _owner(given: Any, parsed: Any, hints: Sequence[Any]) -> Any:
+    """The class whose arguments a mapping holds: the one it names, the one chosen before, or the one of its type."""
+    path = parsed if given is None or "." not in str(given) else given
+    if path is None:
+        return next((hint for hint in hints if isinstance(hint, type) and hint.__module__ not in _PLAIN), None)
+    module, _, name = str(path).rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def _arguments(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a class, which may stand without `init_args` where it was chosen before, or of a record."""
+    found = value.get("init_args", {name: inner for name, inner in value.items() if name not in _OF_CLASSES})
+    return found if isinstance(found, Mapping) else {}
+
+
+def _members(hint: Any) -> list[Any]:
+    """The types that a union is made of, or the type itself."""
+    if get_origin(hint) in (Union, UnionType):
+        return [member for argument in get_args(hint) for member in _members(argument)]
+    return [hint]
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else re.sub(r"(?:\w+\.)+(\w+)", r"\1", str(hint))
