@@ -205,6 +205,19 @@ def test_a_corpus_gives_more_negatives_and_never_the_querys_own_text(tmp_path):
     assert second["negatives"]
 
 
+def test_a_positive_that_the_corpus_holds_behind_a_title_is_never_a_negative(tmp_path):
+    titled = [{"title": row["query"].split()[0], "text": row["positive"]} for row in ROWS]
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [*titled, {"title": "t0", "text": "stranger"}])
+    report = run(tmp_path, "mined.parquet", rules=NegativeRules(43, None), corpus=corpus)
+    assert report.num_documents == 45
+    assert report.removed["own_positive"] == 44
+    for row in pq.read_table(tmp_path / "mined.parquet").to_pylist():
+        (positive,) = row["positive"]
+        assert not {positive, f"{positive.split()[0]} {positive}"} & set(row["negatives"])
+        assert "t0 stranger" in row["negatives"]
+        assert len(row["negatives"]) == 43
+
+
 def test_too_few_documents_leave_nothing_behind(tmp_path):
     with pytest.raises(InputError, match="holds 22 different documents, too few for 22 negatives"):
         run(tmp_path, "deep/mined.parquet", rules=NegativeRules(22, None), vectors=tmp_path / "vectors")
