@@ -120,8 +120,9 @@ def encode_corpus(
 ) -> VectorFolder:
     """Encode a corpus file into a folder, shard by shard.
 
-    After a kill the same call goes on at the first shard that is not whole, and the folder ends up with the same bytes
-    as without the kill. A finished folder is left as it is.
+    After a kill the same call goes on at the first shard that is not whole, with the mini-batches of the first call on
+    however many threads, and the folder ends up with the same bytes as without the kill; with other threads the later
+    vectors may be rounded differently. A finished folder is left as it is.
 
     Args:
         encoder: The model.
@@ -147,19 +148,20 @@ def encode_corpus(
         "corpus_sha256": file_sha256(corpus),
         "model_sha256": embedder_sha256(encoder),
         "precision": str(encoder.dtype).removeprefix("torch."),
-        "mini_batch_tokens": encoder.mini_batch_tokens,
         "prompt_name": prompt_name,
         "shard_size": shard_size,
         "num_documents": num_documents,
         "embedding_dim": encoder.embedding_dim,
         **({"context": None} if context is None else context.manifest_fields()),
     }
+    budget = encoder.mini_batch_tokens
     if (folder / "manifest.json").exists():
-        check_manifest(folder, fields)
+        budget = check_manifest(folder, fields).get("mini_batch_tokens", budget)
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(str(folder), "something else lies there already", "name a new folder")
     else:
-        write_manifest(folder, {**fields, "complete": False})
+        write_manifest(folder, {**fields, "mini_batch_tokens": budget, "complete": False})
+    fields["mini_batch_tokens"], encoder = budget, encoder.with_mini_batch_tokens(budget)
     if context is not None:
         context = context.write(folder)
     shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.fileio import atomic_path, file_sha256, write_manifest_file
+from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest_file
 from embeddings.common.log import logger
 from embeddings.data.cache import CachedSource, open_cached, read_records
 from embeddings.data.record_files import record_schema, record_table
@@ -153,7 +153,8 @@ def mine_negatives(
     which may be deleted once the file is there.
 
     A killed run goes on at the first shard that is not whole. The tasks of an array share the shards, and the last of
-    them writes the file: all ways lead to the same bytes. A finished file made from the same inputs is left as it is.
+    them writes the file: all ways lead to the same bytes, but for the rounding of vectors made on another number of
+    threads (see `encode_pairs`). A finished file made from the same inputs is left as it is.
 
     Args:
         config: A source of pairs.
@@ -202,7 +203,7 @@ def mine_negatives(
             return None
         with file_lock(work / ".merge.lock"):
             # Another task may have been here first.
-            report = _finished(target, fields) or _merge(job, target, read_records(config, source), index, fields)
+            report = _finished(target, fields) or _merge(job, target, read_records(config, source), encoded, fields)
         job.finish()
     return report
 
@@ -222,11 +223,7 @@ def _manifest_fields(
         "source_key": source.folder.name,
         "corpus_sha256": None if corpus is None else _corpus_sha256(Path(corpus)),
         "teachers": [
-            {
-                "model_sha256": embedder_sha256(encoder),
-                "precision": str(encoder.dtype).removeprefix("torch."),
-                "mini_batch_tokens": encoder.mini_batch_tokens,
-            }
+            {"model_sha256": embedder_sha256(encoder), "precision": str(encoder.dtype).removeprefix("torch.")}
             for encoder in encoders
         ],
         "query_prompt_name": teachers.query_prompt_name,
@@ -327,9 +324,10 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
 
 
 def _merge(
-    job: ShardedJob, output: Path, records: Iterator[Record], index: PairIndex, fields: dict[str, Any]
+    job: ShardedJob, output: Path, records: Iterator[Record], vectors: Sequence[PairVectors], fields: dict[str, Any]
 ) -> MiningReport:
     """Write the file and its manifest from the records and the shards."""
+    index = vectors[0].index
     counts: Counter[str] = Counter()
     with atomic_path(output) as temporary:
         with pq.ParquetWriter(temporary, _schema(), compression="zstd") as writer:
@@ -345,8 +343,10 @@ def _merge(
                 name.removeprefix("removed "): count for name, count in counts.items() if name.startswith("removed ")
             },
         }
+        budgets = [check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors]
+        made_of = {"mini_batch_tokens": budgets, "output_sha256": file_sha256(temporary)}
         # The file comes last: where it lies, its manifest does too.
-        write_manifest_file(manifest_path(output), {**fields, **facts, "output_sha256": file_sha256(temporary)})
+        write_manifest_file(manifest_path(output), {**fields, **facts, **made_of})
     report = MiningReport(output, **facts)
     for count, what in (
         (report.num_replaced, "had negatives of their own, which the mined ones replace"),

@@ -89,7 +89,8 @@ def encode_pairs(
 
     After a kill the same call goes on at the first shard that is not whole, and ends with the same bytes. Of the tasks
     of an array each begins with its own shards and goes on with what the others left, so that every task returns with
-    all vectors there.
+    all vectors there. All take the mini-batches of the first, on however many threads: with other threads than the
+    first had, vectors may be rounded differently.
 
     Args:
         encoder: The model.
@@ -119,7 +120,6 @@ def encode_pairs(
         **index.key,
         "model_sha256": embedder_sha256(encoder),
         "precision": str(encoder.dtype).removeprefix("torch."),
-        "mini_batch_tokens": encoder.mini_batch_tokens,
         "embedding_dim": encoder.embedding_dim,
         "shard_size": shard_size,
     }
@@ -127,12 +127,15 @@ def encode_pairs(
         ("query", "queries", index.num_queries, query_prompt_name),
         ("document", "documents", index.num_documents, document_prompt_name),
     )
-    made = []
+    made, budget = [], encoder.mini_batch_tokens
     for role, name, num_rows, prompt_name in roles:
         shards = VectorShards(Path(folder) / name, num_rows, encoder.embedding_dim, shard_size)
         fields = {"kind": f"{role} vectors", "num_rows": num_rows, "prompt_name": prompt_name, **model}
-        job = ShardedJob(shards.folder, fields, shards.num_shards, stem="vectors")
-        make = partial(_encode_shard, encoder, index, shards, role, prompt_name)
+        job = ShardedJob(
+            shards.folder, fields, shards.num_shards, stem="vectors", defaults={"mini_batch_tokens": budget}
+        )
+        budget = job.fields["mini_batch_tokens"]
+        make = partial(_encode_shard, encoder.with_mini_batch_tokens(budget), index, shards, role, prompt_name)
         job.run(make, task, take_over=True)
         job.finish()
         made.append(shards)

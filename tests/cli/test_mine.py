@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from embeddings.cli.main import main
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
@@ -59,6 +60,16 @@ def test_array_tasks_share_the_work_and_the_last_one_reports(mine, capsys, monke
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     assert mine(*options) == 0
     assert "wrote 36 negatives" in capsys.readouterr().out
+
+
+def test_a_task_on_another_number_of_threads_ends_with_the_same_bytes(mine, capsys, monkeypatch):
+    options = ["--num-negatives", "3", "--margin", "null", "--shard-size", "5"]
+    assert mine(*options, "--output", "whole.parquet") == 0
+    for index, threads in (("1", torch.get_num_threads()), ("0", 7)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert mine(*options, "--task-index", index, "--num-tasks", "2") == 0
+    for name in ("{}.parquet", "{}.manifest.json"):
+        assert Path(name.format("mined")).read_bytes() == Path(name.format("whole")).read_bytes()
 
 
 BAD = [

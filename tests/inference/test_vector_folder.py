@@ -67,6 +67,27 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(killed_at, corpus, en
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")
 
 
+def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(corpus, encoder, tmp_path, monkeypatch):
+    encode, seen = Encoder.encode, []
+
+    def killed(self, texts, *args, **options):
+        seen.extend([self.mini_batch_tokens] * (texts != [""]))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return encode(self, texts, *args, **options)
+
+    small, large = encoder.with_mini_batch_tokens(40), encoder.with_mini_batch_tokens(4000)
+    encode_corpus(small, corpus, tmp_path / "whole", shard_size=4)
+    monkeypatch.setattr(Encoder, "encode", killed)
+    with pytest.raises(KeyboardInterrupt):
+        encode_corpus(small, corpus, tmp_path / "resumed", shard_size=4)
+    for resumed in (large, large):
+        encode_corpus(resumed, corpus, tmp_path / "resumed", shard_size=4)
+        assert content(tmp_path / "resumed") == content(tmp_path / "whole")
+    assert seen == [40] * 4
+    assert large.mini_batch_tokens == 4000
+
+
 def test_a_kill_between_documents_and_vectors_leaves_the_shard_open(corpus, encoder, tmp_path, monkeypatch):
     encode_corpus(encoder, corpus, tmp_path / "whole", shard_size=4)
     with monkeypatch.context() as patch:

@@ -98,12 +98,10 @@ def test_a_text_that_is_its_own_document_elsewhere_is_no_rival(tmp_path):
     assert rank_pairs(vectors, tmp_path / "work").tolist() == [0] * 5
 
 
-ASKED = [("one", "a"), (" one", "b"), ("one", "c"), ("two", "d")]
-
-
 @pytest.mark.parametrize("segment_size", [2, 4])
 def test_what_answers_the_same_query_elsewhere_is_no_rival(segment_size, tmp_path):
-    rows = [{"query": query, "positive": text} for query, text in ASKED]
+    asked = [("one", "a"), (" one", "b"), ("one", "c"), ("two", "d")]
+    rows = [{"query": query, "positive": text} for query, text in asked]
     # From the nearest to the farthest of every query.
     angle_of = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}
     query_ND = np.array([[1.0, 0.0]] * 4)

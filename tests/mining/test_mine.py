@@ -36,14 +36,14 @@ def _teachers(monkeypatch):
     know_teachers(monkeypatch)
 
 
-def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), **options):
+def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), load=Teacher, **options):
     path = folder / f"{len(rows)}-pairs.jsonl"
     if not path.exists():
         write_jsonl(path, rows)
     return mine_negatives(
         SourceConfig("pairs", str(path)),
         folder / output,
-        Teachers(models, Teacher),
+        Teachers(models, load),
         rules,
         **{"shard_size": 5, "cache_dir": folder / "cache", **options},
     )
@@ -109,6 +109,16 @@ def test_shard_sizes_tasks_and_kept_vectors_change_no_record(tmp_path):
     for size in (3, 100):
         run(tmp_path, f"{size}.parquet", shard_size=size)
         assert pq.read_table(tmp_path / f"{size}.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
+
+
+def test_tasks_on_other_numbers_of_threads_share_the_work_of_the_first(tmp_path):
+    run(tmp_path, "whole.parquet")
+    few, many = Teacher, partial(Teacher, mini_batch_tokens=512)
+    for index, load in ((1, few), (0, many), (2, many)):
+        run(tmp_path, "parts.parquet", task=ArrayTask(index, 3), load=load)
+    assert outputs(tmp_path, "parts.parquet") == outputs(tmp_path, "whole.parquet")
+    assert run(tmp_path, "parts.parquet", load=many) == run(tmp_path, "parts.parquet", load=few)
+    assert json.loads((tmp_path / "parts.manifest.json").read_text())["mini_batch_tokens"] == [64]
 
 
 def test_a_finished_file_is_left_and_another_input_refused_by_name(tmp_path):

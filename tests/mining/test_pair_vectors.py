@@ -62,6 +62,28 @@ def test_tasks_and_a_resumed_run_give_the_bytes_of_one_process(encoder, tmp_path
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
+def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(encoder, tmp_path, monkeypatch):
+    pairs = source(tmp_path, ROWS)
+    encode, seen = Encoder.encode, []
+
+    def killed(self, texts, *args, **options):
+        seen.extend([self.mini_batch_tokens] * (texts != [""]))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return encode(self, texts, *args, **options)
+
+    small, large = encoder.with_mini_batch_tokens(40), encoder.with_mini_batch_tokens(4000)
+    assert encoder.mini_batch_tokens not in (40, 4000)
+    encode_pairs(small, pairs, tmp_path / "whole", shard_size=2)
+    monkeypatch.setattr(Encoder, "encode", killed)
+    with pytest.raises(KeyboardInterrupt):
+        encode_pairs(small, pairs, tmp_path / "parts", shard_size=2)
+    encode_pairs(large, pairs, tmp_path / "parts", shard_size=2)
+    assert len(seen) > 5
+    assert set(seen) == {40}
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+
+
 def test_a_second_model_shares_the_index(encoder, tmp_path):
     pairs = source(tmp_path, ROWS)
     first = encode_pairs(encoder, pairs, tmp_path / "one")
