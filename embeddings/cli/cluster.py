@@ -1,11 +1,12 @@
 """`cluster`: the rows of a source that lie near each other, for batches that are hard."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from embeddings.data.cache import CachedSource
-    from embeddings.mining.features import PairFeatures
+    from embeddings.mining.features import PairFeatures, RowName
     from embeddings.mining.jobs import ArrayTask
 
 
@@ -62,7 +63,7 @@ def cluster(
     """
     from embeddings.common import OptionError
     from embeddings.data import SourceConfig
-    from embeddings.data.cache import open_cached
+    from embeddings.data.cache import open_cached, record_place
     from embeddings.mining.clusters import CLUSTER_SIZE, ClusterSettings, cluster_pairs, require_free
     from embeddings.mining.faiss_library import load_faiss
     from embeddings.mining.jobs import ArrayTask
@@ -87,7 +88,9 @@ def cluster(
     if features == "bm25" and (model is not None or vectors is not None):
         raise OptionError("features", features, "uses neither model nor vectors", "leave them out")
     load_faiss(gpu)
-    source = open_cached(SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows))
+    config = SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows)
+    source = open_cached(config)
+    row_name = partial(record_place, config, source)
     settings.resolve_num_clusters(len(source.table))
     require_free(output)
     folder = vectors or output.with_name(f"{output.name}.vectors")
@@ -95,9 +98,9 @@ def cluster(
         if model is None:
             from embeddings.mining.sparse_features import Bm25Features
 
-            made: PairFeatures = Bm25Features(source, svd_dim, seed)
+            made: PairFeatures = Bm25Features(source, svd_dim, seed, row_name)
         else:
-            made = _vector_features(model, precision, svd_dim, source, folder, seed, task)
+            made = _vector_features(model, precision, svd_dim, source, folder, seed, task, row_name)
         found = cluster_pairs(made, source, output, settings, task)
     if found is None:
         print(f"this task's part of {output} is done; other tasks have rows to assign yet")
@@ -113,6 +116,7 @@ def _vector_features(
     folder: Path,
     seed: int,
     task: "ArrayTask",
+    row_name: "RowName",
 ) -> "PairFeatures":
     """The surrogate's vectors of a source as features, encoded where they are not there yet."""
     from embeddings.inference import Encoder
@@ -121,4 +125,4 @@ def _vector_features(
 
     encoder = Encoder.from_pretrained(model, precision=precision, show_progress=True)
     check_svd_dim(svd_dim, encoder.embedding_dim)
-    return VectorFeatures(encode_pairs(encoder, source, folder, task=task), svd_dim, seed)
+    return VectorFeatures(encode_pairs(encoder, source, folder, task=task), svd_dim, seed, row_name)

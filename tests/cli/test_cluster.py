@@ -162,8 +162,11 @@ def test_after_a_row_without_a_word_nothing_is_left_and_a_mended_file_works(
         (tmp_path / "clusters").mkdir()
     before = sorted(tmp_path.rglob("*"))
     assert main([*LINE, "--features", "bm25"]) == 2
-    assert "row 5: what it is clustered by is zero" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert "pairs.jsonl:6: what it is clustered by is zero" in capsys.readouterr().err.strip().splitlines()[-1]
     assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "pairs.jsonl").write_text('\n{"query": "!", "positive": "?"}\n' * 4)
+    assert main([*LINE, "--features", "bm25"]) == 2
+    assert "pairs.jsonl:2: neither it nor any other row holds a word" in capsys.readouterr().err.strip().splitlines()[-1]
     write_pairs(tmp_path / "pairs.jsonl", 12)
     assert main([*LINE, "--features", "bm25"]) == 0
 
