@@ -16,7 +16,7 @@ import torch
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
 from embeddings.common.log import logger
-from embeddings.inference.context import CONTEXT_FILE, Context, check_same_context
+from embeddings.inference.context import CONTEXT_FILE, Context, ContextDraw, check_same_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import search_top_k, unit_rows
@@ -185,7 +185,7 @@ def search_corpus(
     queries: Sequence[str],
     top_k: int = 10,
     *,
-    context: Context | None = None,
+    context: Context | ContextDraw | None = None,
 ) -> list[list[Hit]]:
     """The documents with the largest cosines of each query, best first.
 
@@ -195,7 +195,7 @@ def search_corpus(
         queries: Texts to search for.
         top_k: Most documents of a query.
         context: What a contextual model reads queries and documents behind, None for a folder's own, and for no context
-            where the corpus is a file.
+            where the corpus is a file. A draw is encoded for a file alone: with a folder's own it is only compared.
 
     Raises:
         InputError: If the corpus cannot be used, or another model encoded it, or it was encoded with another context.
@@ -212,6 +212,8 @@ def search_corpus(
         documents = [folder.documents(rows) for rows in found.index_QK.tolist()]
     else:
         all_documents = list(read_corpus(corpus))
+        if isinstance(context, ContextDraw):
+            context = context.encoded(encoder)
         query_QD = unit_rows(encoder.encode(queries, None, context, role="query"))
         vectors = encoder.encode([document.text for document in all_documents], None, context, role="document")
         found = search_top_k(query_QD, unit_rows(vectors), top_k, encoder.device)

@@ -7,7 +7,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.inference import vector_folder
-from embeddings.inference.context_choice import choose_context
+from embeddings.inference.context_choice import choose_context, draw_context
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import VectorFolder, embedder_sha256, encode_corpus, search_corpus
 from tests.inference.models import some_texts, tiny_embedder
@@ -277,6 +277,17 @@ def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_
         assert content(tmp_path / name) == before
     with pytest.raises(InputError, match="field 'context' is"):
         encode_corpus(contextual, corpus, tmp_path / "with")
+
+
+def test_a_draw_is_compared_with_the_folders_own_context_and_not_encoded_again(contextual, corpus, tmp_path, monkeypatch):
+    same, other = (draw_context(contextual, corpus, 3, seed) for seed in (2, 1))
+    encode_corpus(contextual, corpus, tmp_path / "out", shard_size=4, context=choose_context(contextual, corpus, 3, 2))
+    (expected,) = search_corpus(contextual, corpus, ["quick fox"], top_k=3, context=same)
+    monkeypatch.setattr(Encoder, "encode_context", lambda *_: pytest.fail("encoded again"))
+    (hits,) = search_corpus(contextual, tmp_path / "out", ["quick fox"], top_k=3, context=same)
+    assert [hit.document_id for hit in hits] == [hit.document_id for hit in expected]
+    with pytest.raises(InputError, match=r"with 3 documents of seed 2 .* asked for is 3 documents of seed 1"):
+        search_corpus(contextual, tmp_path / "out", ["quick fox"], context=other)
 
 
 def test_the_hash_of_a_contextual_model_follows_both_stages(contextual):
