@@ -14,6 +14,8 @@ def encode(
     input: Path,
     output: Path,
     prompt_name: str | None = None,
+    role: Literal["document", "query"] = "document",
+    columns: dict[str, str] | None = None,
     precision: PrecisionName = "auto",
     shard_size: int = 8192,
     context: Path | None = None,
@@ -22,11 +24,16 @@ def encode(
 ) -> None:
     """Encode the texts of a file into a folder of vectors, shard by shard; the same line resumes after a kill.
 
+    The folder can be searched, and gives `mine`, `cluster` and `filter` the vectors of the texts that it holds
+    (`--document-vectors`, `--query-vectors`).
+
     Args:
         model: A model directory or Hub id.
-        input: A JSONL file (`.gz` too) with `text`, and `_id` and `title` where there are any.
+        input: A JSONL file (`.gz` too) or Parquet file with `text`, and `_id` and `title` where there are any.
         output: The folder to write: `vectors-*.npy`, `documents-*.jsonl`, `manifest.json`.
-        prompt_name: Which of the model's prompts goes before each text.
+        prompt_name: Which of the model's prompts goes before each text; the one of the role's name where none is given.
+        role: Whose prompt and length limit hold for the texts.
+        columns: Column of `text`, `_id` or `title`, where it has another name: `{text: query}`.
         precision: Format of matrix products; `auto` is bfloat16 where the hardware has it.
         shard_size: Texts of a shard.
         context: The corpus that a contextual model reads each text in, a file or an encoded folder; the output keeps
@@ -40,7 +47,16 @@ def encode(
     encoder = _encoder(model, precision)
     drawn = _draw(encoder, context, context_size, context_seed)
     chosen = None if drawn is None else drawn.encoded(encoder)
-    folder = encode_corpus(encoder, input, output, prompt_name=prompt_name, shard_size=shard_size, context=chosen)
+    folder = encode_corpus(
+        encoder,
+        input,
+        output,
+        prompt_name=prompt_name,
+        role=role,
+        columns=columns,
+        shard_size=shard_size,
+        context=chosen,
+    )
     print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}")
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from os import PathLike
@@ -16,6 +16,7 @@ import torch
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
 from embeddings.common.log import logger
+from embeddings.common.text import TextRole
 from embeddings.inference.context import CONTEXT_FILE, Context, ContextDraw, check_same_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
@@ -115,6 +116,8 @@ def encode_corpus(
     output: str | PathLike[str],
     *,
     prompt_name: str | None = None,
+    role: TextRole = "document",
+    columns: Mapping[str, str] | None = None,
     shard_size: int = SHARD_SIZE,
     context: Context | None = None,
 ) -> VectorFolder:
@@ -128,7 +131,9 @@ def encode_corpus(
         encoder: The model.
         corpus: A corpus file (see `read_corpus`).
         output: The folder to write.
-        prompt_name: Prompt put before each document, None for the model's `document` prompt if it has one.
+        prompt_name: Prompt put before each document, None for the model's prompt of the role's name if it has one.
+        role: Whose length limit and prompt hold: `query` for a file of queries.
+        columns: Column of a field of the file (see `read_corpus`), for fields whose column has another name.
         shard_size: Documents of a shard: what a kill costs at most.
         context: What a contextual model reads each document behind (see `choose_context`), None for no context. The
             folder keeps it, `context.npy` and its documents' ids in the manifest, and a search takes it from there.
@@ -141,11 +146,13 @@ def encode_corpus(
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
     folder = Path(output)
     # Whatever is wrong with the corpus or the prompt is found before anything is written.
-    num_documents = sum(1 for _ in read_corpus(corpus))
-    encoder.encode([""], prompt_name, context, role="document")
+    num_documents = sum(1 for _ in read_corpus(corpus, columns))
+    encoder.encode([""], prompt_name, context, role=role)
     fields = {
         "kind": "vectors",
         "corpus_sha256": file_sha256(corpus),
+        "columns": dict(sorted((columns or {}).items())),
+        "role": role,
         "model_sha256": embedder_sha256(encoder),
         "precision": str(encoder.dtype).removeprefix("torch."),
         "prompt_name": prompt_name,
@@ -165,11 +172,11 @@ def encode_corpus(
     if context is not None:
         context = context.write(folder)
     shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size)
-    documents = read_corpus(corpus)
+    documents = read_corpus(corpus, columns)
     shard = 0
     while shard_documents := list(islice(documents, shard_size)):
         if not shards.path(shard).exists():
-            vectors = encoder.encode([d.text for d in shard_documents], prompt_name, context, role="document")
+            vectors = encoder.encode([d.text for d in shard_documents], prompt_name, context, role=role)
             _write_shard(shards, shard, shard_documents, vectors)
             logger.info("encoded %d of %d documents", shard * shard_size + len(shard_documents), num_documents)
         shard += 1

@@ -22,6 +22,7 @@ from embeddings.data.record_files import record_schema, record_table
 from embeddings.data.records import Record
 from embeddings.data.sources import SourceConfig
 from embeddings.inference.vector_folder import SHARD_SIZE, embedder_sha256
+from embeddings.mining.encoded_texts import EncodedTexts
 from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.ivf import build_ivf
 from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
@@ -56,19 +57,24 @@ class Teachers:
         load: Gives the encoder of a name. One of them is kept at a time.
         query_prompt_name: Prompt put before each query, None for a model's `query` prompt if it has one.
         document_prompt_name: The same for documents.
+        encoded: What each of them has encoded already, in their order; none at all where nothing has been.
 
     Raises:
-        OptionError: If there is none, or one comes twice.
+        OptionError: If there is none, or one comes twice, or what is encoded is of more or fewer models.
     """
 
     models: Sequence[str]
     load: "Callable[[str], Encoder]"
     query_prompt_name: str | None = None
     document_prompt_name: str | None = None
+    encoded: Sequence[EncodedTexts] = ()
 
     def __post_init__(self) -> None:
         if not self.models or len(set(self.models)) < len(self.models):
             raise OptionError("model", list(self.models), "must name one model or several different ones", "correct it")
+        if self.encoded and len(self.encoded) != len(self.models):
+            rule = f"must be one folder for each of the {len(self.models)} models"
+            raise OptionError("query_vectors and document_vectors", len(self.encoded), rule, "name one a model, in order")
         object.__setattr__(self, "load", lru_cache(maxsize=1)(self.load))
 
 
@@ -274,6 +280,7 @@ def _encode(
             query_prompt_name=teachers.query_prompt_name,
             document_prompt_name=teachers.document_prompt_name,
             shard_size=shard_size,
+            encoded=teachers.encoded[place] if teachers.encoded else None,
             task=task,
         )
         for place, model in enumerate(teachers.models)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from embeddings.cli.main import main
+from embeddings.inference import Encoder
 from embeddings.mining.centroids import nearest_centroids
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.helpers.runs import backbone_folder, write_pairs
@@ -46,6 +47,22 @@ def test_a_file_of_pairs_becomes_clusters_and_the_same_line_again_changes_nothin
     before = content(output)
     assert main(line) == 0
     assert content(output) == before
+
+
+def test_what_encode_made_is_not_encoded_again(pairs, model, tmp_path, monkeypatch, capsys):
+    for role, column in (("query", "query"), ("document", "positive")):
+        line = ["encode", "--model", model, "--input", str(pairs), "--output", str(tmp_path / role), "--role", role]
+        assert main([*line, "--columns", f"{{text: {column}}}"]) == 0
+    real = Encoder.encode
+    monkeypatch.setattr(
+        Encoder, "encode", lambda self, texts, *a, **o: pytest.fail("again") if any(texts) else real(self, texts, *a, **o)
+    )
+    given = ["--query-vectors", str(tmp_path / "query"), "--document-vectors", str(tmp_path / "document")]
+    line = ["cluster", "--input", str(pairs), "--output", str(tmp_path / "clusters"), "--num_clusters", "4"]
+    assert main([*line, "--model", model, "--num_iterations", "2", *given]) == 0
+    assert "wrote 4 clusters of 40 rows" in capsys.readouterr().out
+    assert main([*line, "--features", "bm25", *given[:2]]) == 2
+    assert "uses neither model nor vectors" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_tasks_share_the_work(pairs, tmp_path, capsys):

@@ -77,6 +77,24 @@ def test_a_source_is_filtered_and_the_counts_are_printed(model, tmp_path, capsys
     assert [row["query"] for row in kept] == [f"topic {row} q" for row in range(8)]
 
 
+def test_what_encode_made_is_not_encoded_again(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "pairs.jsonl", pairs(6))
+    for role, column in (("query", "query"), ("document", "positive")):
+        line = ["encode", "--model", model, "--input", "pairs.jsonl", "--output", role, "--role", role]
+        assert main([*line, "--columns", f"{{text: {column}}}"]) == 0
+    real = Encoder.encode
+    monkeypatch.setattr(
+        Encoder, "encode", lambda self, texts, *a, **o: pytest.fail("again") if any(texts) else real(self, texts, *a, **o)
+    )
+    given = ["--query-vectors", "query", "--document-vectors", "document"]
+    line = ["filter", "--input", "pairs.jsonl", "--output", "kept.parquet"]
+    assert main([*line, "--model", model, "--top-k", "6", *given]) == 0
+    assert "wrote 6 records to kept.parquet" in capsys.readouterr().out
+    assert main([*line, *given[:2]]) == 2
+    assert "model must be given" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

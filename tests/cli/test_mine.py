@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from embeddings.cli.main import main
+from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from tests.data.rows import write_jsonl
 from tests.helpers.runs import backbone_folder, write_pairs
 
 
@@ -111,6 +113,37 @@ def test_a_missing_faiss_is_named_with_its_extra(mine, tmp_path, capsys, monkeyp
     assert mine() == 2
     assert "faiss is not installed; run: pip install -e '.[cpu]'" in capsys.readouterr().err
     assert sorted((tmp_path / "work").rglob("*")) == before
+
+
+def test_what_encode_made_is_not_encoded_again(mine, model, tmp_path, capsys, monkeypatch):
+    rows = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
+    extra = [{"title": "the", "text": f"stranger {row}"} for row in range(3)]
+    write_jsonl(Path("corpus.jsonl"), [*extra, *({"text": row["positive"]} for row in rows[::-1])])
+    options = ["--num-negatives", "3", "--margin", "null", "--corpus", "corpus.jsonl"]
+    assert mine(*options, "--output", "plain.parquet") == 0
+    encode = ["encode", "--model", model, "--shard-size", "5"]
+    assert main([*encode, "--input", "corpus.jsonl", "--output", "d"]) == 0
+    assert main([*encode, "--input", "pairs.jsonl", "--columns", "{text: query}", "--role", "query", "--output", "q"]) == 0
+    real = Encoder.encode
+    monkeypatch.setattr(
+        Encoder, "encode", lambda self, texts, *a, **o: pytest.fail("again") if any(texts) else real(self, texts, *a, **o)
+    )
+    assert mine(*options, "--query-vectors", "q", "--document-vectors", "[d]") == 0
+    plain, made = (pq.read_table(name).to_pylist() for name in ("plain.parquet", "mined.parquet"))
+    assert [row["negatives"] for row in made] == [row["negatives"] for row in plain]
+    before = sorted((tmp_path / "work").rglob("*"))
+    capsys.readouterr()
+    for given, says in (
+        (["--query-vectors", "d"], "d/manifest.json: field 'role' is 'document', expected 'query'"),
+        (["--document-vectors", "nowhere"], "nowhere/manifest.json: no manifest"),
+        (["--document-vectors", "[d, d]"], "document_vectors must be a folder for each of the 1 models"),
+        (["--document-vectors", "d", "--document-prompt-name", "nope"], "prompt_name"),
+    ):
+        assert mine(*options, *given, "--output", "other.parquet") == 2
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert line.startswith("error: ")
+        assert says in line
+        assert sorted((tmp_path / "work").rglob("*")) == before
 
 
 @pytest.fixture(scope="module")

@@ -125,6 +125,16 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
     assert content(tmp_path / "out") == before
 
 
+def test_queries_are_encoded_with_their_own_prompt_and_length(corpus, encoder, tmp_path):
+    folder = encode_corpus(encoder, corpus, tmp_path / "out", role="query", columns={"title": "none"})
+    expected = encoder.encode(some_texts(11), role="query")
+    np.testing.assert_allclose(np.concatenate(list(folder.vectors())), expected, rtol=0, atol=1e-6)
+    assert np.abs(expected - encoder.encode(some_texts(11), "query", role="document")).max() > 1e-3
+    for option, says in (({}, "'columns' is"), ({"columns": {"title": "none"}}, "'role' is 'query'")):
+        with pytest.raises(InputError, match=f"field {says}"):
+            encode_corpus(encoder, corpus, tmp_path / "out", **option)
+
+
 def test_a_folder_with_something_else_in_it_is_refused(corpus, encoder, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
