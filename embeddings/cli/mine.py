@@ -113,7 +113,7 @@ def _encoded_texts(
     for name, given in (("query_vectors", queries), ("document_vectors", documents)):
         folders = [given] if isinstance(given, Path) else given
         if folders is not None and len(folders) != num_models:
-            rule = f"must be a folder for each of the {num_models} models"
+            rule = f"must be as many folders as there are models ({num_models})"
             raise OptionError(name, list(map(str, folders)), rule, "name them in the order of the models")
         columns.append(folders or [None] * num_models)
     return [EncodedTexts(*pair) for pair in zip(*columns, strict=True)]

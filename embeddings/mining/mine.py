@@ -73,8 +73,8 @@ class Teachers:
         if not self.models or len(set(self.models)) < len(self.models):
             raise OptionError("model", list(self.models), "must name one model or several different ones", "correct it")
         if self.encoded and len(self.encoded) != len(self.models):
-            rule = f"must be one folder for each of the {len(self.models)} models"
-            raise OptionError("query_vectors and document_vectors", len(self.encoded), rule, "name one a model, in order")
+            rule = f"must be as many folders as there are models ({len(self.models)})"
+            raise OptionError("encoded", len(self.encoded), rule, "name them in the order of the models")
         object.__setattr__(self, "load", lru_cache(maxsize=1)(self.load))
 
 

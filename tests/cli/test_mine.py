@@ -136,7 +136,7 @@ def test_what_encode_made_is_not_encoded_again(mine, model, tmp_path, capsys, mo
     for given, says in (
         (["--query-vectors", "d"], "d/manifest.json: field 'role' is 'document', expected 'query'"),
         (["--document-vectors", "nowhere"], "nowhere/manifest.json: no manifest"),
-        (["--document-vectors", "[d, d]"], "document_vectors must be a folder for each of the 1 models"),
+        (["--document-vectors", "[d, d]"], "document_vectors must be as many folders as there are models (1)"),
         (["--document-vectors", "d", "--document-prompt-name", "nope"], "prompt_name"),
     ):
         assert mine(*options, *given, "--output", "other.parquet") == 2

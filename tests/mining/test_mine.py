@@ -11,6 +11,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.data import RowDraw, SourceConfig, open_source
+from embeddings.mining.encoded_texts import EncodedTexts
 from embeddings.mining.jobs import ArrayTask
 from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
 from embeddings.mining.negatives import NegativeRules
@@ -258,6 +259,11 @@ def test_impossible_search_options_are_refused(options, says):
 def test_teachers_are_one_or_several_different_ones(models):
     with pytest.raises(OptionError, match="must name one model or several different ones"):
         Teachers(models, Teacher)
+
+
+def test_what_is_encoded_already_goes_with_the_models():
+    with pytest.raises(OptionError, match=r"encoded must be as many folders as there are models \(2\), got 1"):
+        Teachers(["a", "b"], Teacher, encoded=[EncodedTexts()])
 
 
 def test_the_manifest_says_what_the_file_is_made_of(tmp_path):
