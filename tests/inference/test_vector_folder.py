@@ -289,7 +289,7 @@ def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_
         encode_corpus(contextual, corpus, tmp_path / "with")
 
 
-def test_a_draw_is_compared_with_the_folders_own_context_and_not_encoded_again(contextual, corpus, tmp_path, monkeypatch):
+def test_a_draw_is_compared_with_the_folders_context_and_not_encoded(contextual, corpus, tmp_path, monkeypatch):
     same, other = (draw_context(contextual, corpus, 3, seed) for seed in (2, 1))
     encode_corpus(contextual, corpus, tmp_path / "out", shard_size=4, context=choose_context(contextual, corpus, 3, 2))
     (expected,) = search_corpus(contextual, corpus, ["quick fox"], top_k=3, context=same)
