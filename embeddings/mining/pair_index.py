@@ -300,7 +300,7 @@ def _slots(hash_E: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
 
 
 def equal_hashes(hash_E: Int64s, part: int = PART) -> Iterator[tuple[Int64s, npt.NDArray[np.bool_]]]:
-    """The entries sorted by hash, a part at a time, and where in this order the hash of each begins and ends."""
+    """The entries sorted by hash, a part of them at a time; equal hashes lie in one part, in the order of the entries.
 
     Args:
         hash_E: Hashes, evenly spread over 64 bits, (entries,) int64.

@@ -70,9 +70,10 @@ def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(e
     encode, seen = Encoder.encode, []
 
     def killed(self, texts, *args, **options):
-        seen.extend([self.mini_batch_tokens] * (texts != [""]))
-        if len(seen) == 2:
-            raise KeyboardInterrupt
+        if any(texts):
+            seen.append(self.mini_batch_tokens)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
         return encode(self, texts, *args, **options)
 
     small, large = encoder.with_mini_batch_tokens(40), encoder.with_mini_batch_tokens(4000)
