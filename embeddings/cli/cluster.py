@@ -1,11 +1,13 @@
 """`cluster`: the rows of a source that lie near each other, for batches that are hard."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from embeddings.data.cache import CachedSource
-    from embeddings.mining.features import PairFeatures
+    from embeddings.mining.encoded_texts import EncodedTexts
+    from embeddings.mining.features import PairFeatures, RowName
     from embeddings.mining.jobs import ArrayTask
 
 
@@ -24,6 +26,8 @@ def cluster(
     columns: dict[str, str] | None = None,
     suspect_rows: Literal["refuse", "leave_out", "keep"] = "refuse",
     vectors: Path | None = None,
+    query_vectors: Path | None = None,
+    document_vectors: Path | None = None,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     seed: int = 0,
     shard_size: int = 65_536,
@@ -53,6 +57,9 @@ def cluster(
         suspect_rows: What becomes of records that contradict themselves.
         vectors: Folder of the input's vectors by the same model, written where they are not there yet; by default
             `OUTPUT.vectors`.
+        query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it by their text
+            are not encoded again.
+        document_vectors: The same of documents.
         precision: Format of matrix products of the model.
         seed: Decides every random choice.
         shard_size: Records that are assigned at once.
@@ -62,8 +69,9 @@ def cluster(
     """
     from embeddings.common import OptionError
     from embeddings.data import SourceConfig
-    from embeddings.data.cache import open_cached
+    from embeddings.data.cache import open_cached, record_place
     from embeddings.mining.clusters import CLUSTER_SIZE, ClusterSettings, cluster_pairs, require_free
+    from embeddings.mining.encoded_texts import EncodedTexts
     from embeddings.mining.faiss_library import load_faiss
     from embeddings.mining.jobs import ArrayTask
     from embeddings.mining.outputs import nothing_left_of
@@ -84,10 +92,13 @@ def cluster(
     )
     if features == "vectors" and model is None:
         raise OptionError("model", None, "must be given", "name a model directory, or use --features bm25")
-    if features == "bm25" and (model is not None or vectors is not None):
+    encoded = EncodedTexts(query_vectors, document_vectors)
+    if features == "bm25" and (model is not None or vectors is not None or encoded != EncodedTexts()):
         raise OptionError("features", features, "uses neither model nor vectors", "leave them out")
     load_faiss(gpu)
-    source = open_cached(SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows))
+    config = SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows)
+    source = open_cached(config)
+    row_name = partial(record_place, config, source)
     settings.resolve_num_clusters(len(source.table))
     require_free(output)
     folder = vectors or output.with_name(f"{output.name}.vectors")
@@ -95,9 +106,9 @@ def cluster(
         if model is None:
             from embeddings.mining.sparse_features import Bm25Features
 
-            made: PairFeatures = Bm25Features(source, svd_dim, seed)
+            made: PairFeatures = Bm25Features(source, svd_dim, seed, row_name)
         else:
-            made = _vector_features(model, precision, svd_dim, source, folder, seed, task)
+            made = _vector_features(model, precision, svd_dim, source, folder, encoded, seed, task, row_name)
         found = cluster_pairs(made, source, output, settings, task)
     if found is None:
         print(f"this task's part of {output} is done; other tasks have rows to assign yet")
@@ -111,8 +122,10 @@ def _vector_features(
     svd_dim: int | None,
     source: "CachedSource",
     folder: Path,
+    encoded: "EncodedTexts",
     seed: int,
     task: "ArrayTask",
+    row_name: "RowName",
 ) -> "PairFeatures":
     """The surrogate's vectors of a source as features, encoded where they are not there yet."""
     from embeddings.inference import Encoder
@@ -121,4 +134,5 @@ def _vector_features(
 
     encoder = Encoder.from_pretrained(model, precision=precision, show_progress=True)
     check_svd_dim(svd_dim, encoder.embedding_dim)
-    return VectorFeatures(encode_pairs(encoder, source, folder, task=task), svd_dim, seed)
+    vectors = encode_pairs(encoder, source, folder, encoded=encoded, task=task)
+    return VectorFeatures(vectors, svd_dim, seed, row_name)

@@ -23,6 +23,8 @@ def filter_records(
     columns: dict[str, str] | None = None,
     suspect_rows: Literal["refuse", "leave_out", "keep"] = "refuse",
     vectors: Path | None = None,
+    query_vectors: Path | None = None,
+    document_vectors: Path | None = None,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     seed: int = 0,
     shard_size: int = 65_536,
@@ -50,6 +52,9 @@ def filter_records(
         columns: Column of a field, for fields whose column has another name.
         suspect_rows: What becomes of records that contradict themselves.
         vectors: Folder of the input's vectors by the same model, written where they are not there yet.
+        query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it by their text
+            are not encoded again.
+        document_vectors: The same of documents.
         precision: Format of matrix products.
         seed: Seed of which records are compared with each other.
         shard_size: Records of a shard.
@@ -60,14 +65,16 @@ def filter_records(
     from embeddings.data import SourceConfig
     from embeddings.inference import Encoder
     from embeddings.mining.decontaminate import Decontaminator
+    from embeddings.mining.encoded_texts import EncodedTexts
     from embeddings.mining.filter import FilterRules, filter_pairs
     from embeddings.mining.jobs import ArrayTask
 
     task = ArrayTask.resolve(task_index, num_tasks)
     top_k = 2 if model is not None and top_k is None else top_k
     rules = FilterRules(remove_copies, near_duplicates, shingle, top_k, segment_size, seed)
-    if model is None and (top_k is not None or vectors is not None):
-        raise OptionError("model", None, "must be given for top_k and vectors to take effect", "name a model directory")
+    if model is None and any(given is not None for given in (top_k, vectors, query_vectors, document_vectors)):
+        rule = "must be given for top_k and vectors to take effect"
+        raise OptionError("model", None, rule, "name a model directory")
     if decontaminate is None and bm25_threshold is not None:
         rule = "needs evaluation texts to compare with"
         raise OptionError("bm25_threshold", bm25_threshold, rule, "give --decontaminate FOLDER")
@@ -82,6 +89,7 @@ def filter_records(
         decontaminator=decontaminator,
         encoder=None if model is None else Encoder.from_pretrained(model, precision=precision, show_progress=True),
         vectors=vectors,
+        encoded=EncodedTexts(query_vectors, document_vectors),
         shard_size=shard_size,
         task=task,
     )

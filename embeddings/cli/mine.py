@@ -1,9 +1,11 @@
 """`mine`: hard negatives for the records of a training set."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from embeddings.mining.encoded_texts import EncodedTexts
     from embeddings.mining.mine import MiningReport
 
 
@@ -27,6 +29,8 @@ def mine(
     columns: dict[str, str] | None = None,
     suspect_rows: Literal["refuse", "leave_out", "keep"] = "refuse",
     vectors: Path | None = None,
+    query_vectors: Path | list[Path] | None = None,
+    document_vectors: Path | list[Path] | None = None,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     seed: int = 0,
     shard_size: int = 8192,
@@ -58,6 +62,9 @@ def mine(
         columns: Column of a field, for fields whose column has another name.
         suspect_rows: What becomes of records that contradict themselves.
         vectors: Folder of the vectors, written where they are not there yet; the folder of work where none is given.
+        query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it by their text
+            are not encoded again. Of several models one folder each, as `[FOLDER, FOLDER]`.
+        document_vectors: The same of documents, such as `encode` made of the corpus.
         precision: Format of matrix products.
         seed: Seed of the draw and of the lists.
         shard_size: Records of a shard.
@@ -74,11 +81,13 @@ def mine(
     def load(name: str) -> Encoder:
         return Encoder.from_pretrained(name, precision=precision, show_progress=True)
 
+    models = [model] if isinstance(model, str) else model
+    encoded = _encoded_texts(query_vectors, document_vectors, len(models))
     load_faiss(gpu)
     report = mine_negatives(
         SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows),
         output,
-        Teachers([model] if isinstance(model, str) else model, load, query_prompt_name, document_prompt_name),
+        Teachers(models, load, query_prompt_name, document_prompt_name, encoded),
         NegativeRules(num_negatives, margin, absolute_margin, first_rank, last_rank, choice, seed),
         search=SearchOptions(index, num_probes, num_lists, gpu, seed),
         corpus=corpus,
@@ -87,6 +96,27 @@ def mine(
         task=ArrayTask.resolve(task_index, num_tasks),
     )
     print("this task's shards are there, others are missing yet" if report is None else table(report))
+
+
+def _encoded_texts(
+    queries: Path | list[Path] | None, documents: Path | list[Path] | None, num_models: int
+) -> "list[EncodedTexts]":
+    """The folders of each model, or none at all.
+
+    Raises:
+        OptionError: If there are more folders or fewer than models.
+    """
+    from embeddings.common import OptionError
+    from embeddings.mining.encoded_texts import EncodedTexts
+
+    columns: list[Sequence[Path | None]] = []
+    for name, given in (("query_vectors", queries), ("document_vectors", documents)):
+        folders = [given] if isinstance(given, Path) else given
+        if folders is not None and len(folders) != num_models:
+            rule = f"must be as many folders as there are models ({num_models})"
+            raise OptionError(name, list(map(str, folders)), rule, "name them in the order of the models")
+        columns.append(folders or [None] * num_models)
+    return [EncodedTexts(*pair) for pair in zip(*columns, strict=True)]
 
 
 def table(report: "MiningReport") -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from embeddings.inference import Context, Encoder
+    from embeddings.inference import ContextDraw, Encoder
 
 PrecisionName = Literal["auto", "float32", "bfloat16"]
 
@@ -14,6 +14,8 @@ def encode(
     input: Path,
     output: Path,
     prompt_name: str | None = None,
+    role: Literal["document", "query"] = "document",
+    columns: dict[str, str] | None = None,
     precision: PrecisionName = "auto",
     shard_size: int = 8192,
     context: Path | None = None,
@@ -22,11 +24,16 @@ def encode(
 ) -> None:
     """Encode the texts of a file into a folder of vectors, shard by shard; the same line resumes after a kill.
 
+    The folder can be searched, and gives `mine`, `cluster` and `filter` the vectors of the texts that it holds
+    (`--document-vectors`, `--query-vectors`).
+
     Args:
         model: A model directory or Hub id.
-        input: A JSONL file (`.gz` too) with `text`, and `_id` and `title` where there are any.
+        input: A JSONL file (`.gz` too) or Parquet file with `text`, and `_id` and `title` where there are any.
         output: The folder to write: `vectors-*.npy`, `documents-*.jsonl`, `manifest.json`.
-        prompt_name: Which of the model's prompts goes before each text.
+        prompt_name: Which of the model's prompts goes before each text; the one of the role's name where none is given.
+        role: Whose prompt and length limit hold for the texts.
+        columns: Column of `text`, `_id` or `title`, where it has another name: `{text: query}`.
         precision: Format of matrix products; `auto` is bfloat16 where the hardware has it.
         shard_size: Texts of a shard.
         context: The corpus that a contextual model reads each text in, a file or an encoded folder; the output keeps
@@ -38,8 +45,18 @@ def encode(
     from embeddings.inference import encode_corpus
 
     encoder = _encoder(model, precision)
-    drawn = _context(encoder, context, context_size, context_seed)
-    folder = encode_corpus(encoder, input, output, prompt_name=prompt_name, shard_size=shard_size, context=drawn)
+    drawn = _draw(encoder, context, context_size, context_seed)
+    chosen = None if drawn is None else drawn.encoded(encoder)
+    folder = encode_corpus(
+        encoder,
+        input,
+        output,
+        prompt_name=prompt_name,
+        role=role,
+        columns=columns,
+        shard_size=shard_size,
+        context=chosen,
+    )
     print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}")
 
 
@@ -74,7 +91,7 @@ def search(
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
     encoder = _encoder(model, precision)
-    drawn = _context(encoder, context, context_size, context_seed)
+    drawn = _draw(encoder, context, context_size, context_seed)
     (hits,) = search_corpus(encoder, corpus, [query], top_k, context=drawn)
     for hit in hits:
         print(f"{hit.score:.3f}  {hit.document_id}\n       {' '.join(hit.text.split())[:160]}")
@@ -128,10 +145,10 @@ def _encoder(model: str, precision: PrecisionName) -> "Encoder":
     return Encoder.from_pretrained(model, precision=precision, show_progress=True)
 
 
-def _context(encoder: "Encoder", source: Path | None, size: int | None, seed: int) -> "Context | None":
-    """The context drawn from a corpus, or None where none is named."""
+def _draw(encoder: "Encoder", source: Path | None, size: int | None, seed: int) -> "ContextDraw | None":
+    """The context documents drawn from a corpus, or None where none is named."""
     from embeddings.common import OptionError
-    from embeddings.inference import choose_context
+    from embeddings.inference import draw_context
 
     if source is None:
         if size is not None:
@@ -139,4 +156,4 @@ def _context(encoder: "Encoder", source: Path | None, size: int | None, seed: in
                 "context_size", size, "needs a corpus to draw from", "name one with --context, or drop it"
             )
         return None
-    return choose_context(encoder, source, size, seed)
+    return draw_context(encoder, source, size, seed)

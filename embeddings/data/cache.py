@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[Record]
     Raises:
         InputError: If the source can no longer be read, or is not what was converted.
     """
+    for _, record in _read(config, cached):
+        yield record
+
+
+def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
+    """File and row of a record of a source of pairs, as messages name them; the source is read up to it.
+
+    Raises:
+        InputError: If the source can no longer be read, or is not what was converted.
+    """
+    return next(islice(_read(config, cached), row, None))[0]
+
+
+def _read(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
     assert layout(config.conversion) == "records"
     files = (
         []
@@ -118,8 +133,7 @@ def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[Record]
     if not config.is_hub and [{"sha256": file.sha256} for file in files] != cached.inputs:
         raise InputError(f"source {config.name!r}", "its files have changed since the work began", "begin again")
     readers = _readers(config, [file.path for file in files], cached.inputs[0])
-    for _, record in usable_records(config, _with_progress(f"reading {config.name}", readers), Facts()):
-        yield record
+    yield from usable_records(config, _with_progress(f"reading {config.name}", readers), Facts())
     _require_current(files)
 
 

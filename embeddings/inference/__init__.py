@@ -1,8 +1,8 @@
 """Floor 2: texts to vectors, and the nearest documents of a query, by vector or by word."""
 
 from embeddings.inference.bm25 import BM25
-from embeddings.inference.context import Context
-from embeddings.inference.context_choice import choose_context, require_context_size, sample_context
+from embeddings.inference.context import Context, ContextDraw
+from embeddings.inference.context_choice import choose_context, draw_context, require_context_size, sample_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.precision import Precision
@@ -13,6 +13,7 @@ from embeddings.inference.vector_shards import VectorShards
 __all__ = [
     "BM25",
     "Context",
+    "ContextDraw",
     "Document",
     "Encoder",
     "Hit",
@@ -21,6 +22,7 @@ __all__ = [
     "VectorFolder",
     "VectorShards",
     "choose_context",
+    "draw_context",
     "encode_corpus",
     "read_corpus",
     "require_context_size",

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from embeddings.common.fileio import atomic_path, check_manifest, file_sha256
 from embeddings.common.randomness import numpy_generator
 from embeddings.inference.corpus import Document
 from embeddings.inference.vector_shards import save_vectors
+
+if TYPE_CHECKING:
+    from embeddings.inference.encoder import Encoder
 
 CONTEXT_FILE = "context.npy"
 
@@ -73,7 +76,35 @@ class Context:
         return cls(ids, summary["documents_sha256"], summary["seed"], np.load(path))
 
 
-def check_same_context(folder: Path, found: Context | None, asked: Context) -> None:
+@dataclass(frozen=True)
+class ContextDraw:
+    """Context documents that were drawn and not encoded yet: what they are is all it takes to compare two contexts.
+
+    Attributes:
+        documents: The documents in the order they were drawn in, M of them.
+        seed: Seed that they were drawn with.
+    """
+
+    documents: tuple[Document, ...]
+    seed: int
+
+    def summary(self) -> dict[str, Any]:
+        """What `Context.summary` says of these documents."""
+        sha256 = documents_sha256(self.documents)
+        return {"num_documents": len(self.documents), "seed": self.seed, "documents_sha256": sha256}
+
+    def encoded(self, encoder: "Encoder") -> Context:
+        """The context, with the vectors that a model's first stage makes of the documents.
+
+        Raises:
+            OptionError: If the model takes no context.
+            NumericError: If a vector is not finite.
+        """
+        vector_MH = encoder.encode_context([document.text for document in self.documents])
+        return context_of(self.documents, vector_MH, self.seed)
+
+
+def check_same_context(folder: Path, found: Context | None, asked: Context | ContextDraw) -> None:
     """Refuse to search vectors that were made with one context by queries that would be made with another.
 
     Raises:
@@ -81,8 +112,8 @@ def check_same_context(folder: Path, found: Context | None, asked: Context) -> N
     """
     if found is not None and found.summary() == asked.summary():
         return
-    was = "without a context" if found is None else f"with {_describe(found)}"
-    what = f"was encoded {was}, asked for is {_describe(asked)}"
+    was = "without a context" if found is None else f"with {_describe(found.summary())}"
+    what = f"was encoded {was}, asked for is {_describe(asked.summary())}"
     raise InputError(str(folder), what, "leave --context out to search with the folder's own, or encode it again")
 
 
@@ -131,5 +162,5 @@ def context_of(documents: Sequence[Document], vector_MH: npt.NDArray[np.float32]
     return Context(ids, documents_sha256(documents), seed, vector_MH)
 
 
-def _describe(context: Context) -> str:
-    return f"{len(context)} documents of seed {context.seed} ({context.documents_sha256[:8]})"
+def _describe(summary: dict[str, Any]) -> str:
+    return f"{summary['num_documents']} documents of seed {summary['seed']} ({summary['documents_sha256'][:8]})"

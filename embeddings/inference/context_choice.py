@@ -8,18 +8,17 @@ from pathlib import Path
 import numpy as np
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.inference.context import Context, context_of, sample_rows
+from embeddings.inference.context import Context, ContextDraw, sample_rows
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import VectorFolder
 
 
-def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> Context:
-    """The context that a corpus gives a contextual model.
+def draw_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> ContextDraw:
+    """The documents that a corpus gives a contextual model for its context.
 
-    The documents are drawn from the corpus, never from queries, without replacement; a corpus smaller than `size` is
-    drawn from evenly, each document as often as any other or once more. Their first-stage vectors are computed here,
-    once, and the context keeps them.
+    They are drawn from the corpus, never from queries, without replacement; a corpus smaller than `size` is drawn from
+    evenly, each document as often as any other or once more.
 
     Args:
         encoder: The model.
@@ -40,7 +39,19 @@ def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | No
         documents = folder.documents(sample_rows(folder.num_documents, size, seed).tolist())
     else:
         documents = _documents_of_file(path, size, seed)
-    return _encoded(encoder, documents, seed)
+    return ContextDraw(tuple(documents), seed)
+
+
+def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> Context:
+    """The context that a corpus gives a contextual model: what `draw_context` draws.
+
+    The documents' first-stage vectors are computed here, once, and the context keeps them.
+
+    Raises:
+        InputError: If the corpus cannot be used or is empty.
+        OptionError: If the model takes no context, or none of this size.
+    """
+    return draw_context(encoder, source, size, seed).encoded(encoder)
 
 
 def sample_context(encoder: Encoder, texts: Sequence[str], size: int | None = None, seed: int = 0) -> Context:
@@ -53,7 +64,7 @@ def sample_context(encoder: Encoder, texts: Sequence[str], size: int | None = No
     if not texts:
         raise OptionError("context", 0, "must hold at least one document", "leave it out for no context")
     rows = sample_rows(len(texts), size, seed).tolist()
-    return _encoded(encoder, [Document(str(row), texts[row]) for row in rows], seed)
+    return ContextDraw(tuple(Document(str(row), texts[row]) for row in rows), seed).encoded(encoder)
 
 
 def require_context_size(encoder: Encoder, size: int | None) -> int:
@@ -83,7 +94,3 @@ def _documents_of_file(path: Path, size: int, seed: int) -> list[Document]:
     wanted[rows] = True
     drawn = dict(zip(np.unique(rows).tolist(), compress(read_corpus(path), wanted), strict=True))
     return [drawn[row] for row in rows.tolist()]
-
-
-def _encoded(encoder: Encoder, documents: Sequence[Document], seed: int) -> Context:
-    return context_of(documents, encoder.encode_context([document.text for document in documents]), seed)

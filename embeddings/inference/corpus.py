@@ -5,8 +5,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from embeddings.common.errors import InputError
+from embeddings.common.errors import InputError, OptionError
 from embeddings.data.readers import open_reader
+
+_FIELDS = ("_id", "title", "text")
 
 
 class Document(NamedTuple):
@@ -21,19 +23,30 @@ class Document(NamedTuple):
     text: str
 
 
-def read_corpus(path: str | PathLike[str]) -> Iterator[Document]:
+def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = None) -> Iterator[Document]:
     """The documents of a JSONL file, gzipped or not, or of a Parquet file.
 
     A row is `_id`, `title`, `text` as in BEIR, or anything with a `text`: a missing id is the number of the document
     from 0, a missing title is none.
 
+    Args:
+        path: The file.
+        columns: Column of `_id`, `title` or `text`, for those whose column has another name.
+
     Raises:
         InputError: If the file or a row cannot be used, or an id occurs twice; the message names file and row.
+        OptionError: If a column is given for something else.
     """
+    for name in columns or ():
+        if name not in _FIELDS:
+            raise OptionError("columns", name, "must be the column of _id, title or text", "write {text: COLUMN}")
+    id_column, title_column, text_column = ((columns or {}).get(name, name) for name in _FIELDS)
     seen: set[str] = set()
-    for number, (where, fields) in enumerate(open_reader(Path(path), ("_id", "title", "text"), ("text",))):
-        document_id = identifier_field(where, {"_id": number, **fields}, "_id")
-        title, text = text_field(where, {"title": "", **fields}, "title"), text_field(where, fields, "text")
+    reader = open_reader(Path(path), (id_column, title_column, text_column), (text_column,))
+    for number, (where, fields) in enumerate(reader):
+        document_id = identifier_field(where, {id_column: number, **fields}, id_column)
+        title = text_field(where, {title_column: "", **fields}, title_column)
+        text = text_field(where, fields, text_column)
         if document_id in seen:
             raise InputError(where, f"the id {document_id!r} occurs a second time", "give each document its own")
         seen.add(document_id)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -36,8 +37,9 @@ class Encoder:
     token budget; vectors return to the order of the texts. A text that occurs twice in a call is computed once. The
     next block is tokenised while the current one is computed.
 
-    Determinism: the same texts give the same bits, whatever was encoded before. Another set of texts puts a text
-    beside other neighbours, which changes its vector by rounding only.
+    Determinism: the same texts give the same bits, whatever was encoded before, with one token budget and one number of
+    threads. Another set of texts or another budget puts a text beside other neighbours, and with other threads the
+    libraries may sum in another order: either changes its vector by rounding only.
 
     Args:
         embedder: The model; it stays where it is unless `device` says otherwise, and its mode is left as found.
@@ -74,6 +76,12 @@ class Encoder:
         self.mini_batch_tokens = mini_batch_tokens
         self.show_progress = show_progress
         self._tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
+
+    def with_mini_batch_tokens(self, mini_batch_tokens: int) -> Self:
+        """This encoder with another token budget, on the same model; the budget decides how vectors are rounded."""
+        other = copy(self)
+        other.mini_batch_tokens = mini_batch_tokens
+        return other
 
     @classmethod
     def from_pretrained(

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from os import PathLike
@@ -16,7 +16,8 @@ import torch
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
 from embeddings.common.log import logger
-from embeddings.inference.context import CONTEXT_FILE, Context, check_same_context
+from embeddings.common.text import TextRole
+from embeddings.inference.context import CONTEXT_FILE, Context, ContextDraw, check_same_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import search_top_k, unit_rows
@@ -115,19 +116,24 @@ def encode_corpus(
     output: str | PathLike[str],
     *,
     prompt_name: str | None = None,
+    role: TextRole = "document",
+    columns: Mapping[str, str] | None = None,
     shard_size: int = SHARD_SIZE,
     context: Context | None = None,
 ) -> VectorFolder:
     """Encode a corpus file into a folder, shard by shard.
 
-    After a kill the same call goes on at the first shard that is not whole, and the folder ends up with the same bytes
-    as without the kill. A finished folder is left as it is.
+    After a kill the same call goes on at the first shard that is not whole, with the mini-batches of the first call on
+    however many threads, and the folder ends up with the same bytes as without the kill; with other threads the later
+    vectors may be rounded differently. A finished folder is left as it is.
 
     Args:
         encoder: The model.
         corpus: A corpus file (see `read_corpus`).
         output: The folder to write.
-        prompt_name: Prompt put before each document, None for the model's `document` prompt if it has one.
+        prompt_name: Prompt put before each document, None for the model's prompt of the role's name if it has one.
+        role: Whose length limit and prompt hold: `query` for a file of queries.
+        columns: Column of a field of the file (see `read_corpus`), for fields whose column has another name.
         shard_size: Documents of a shard: what a kill costs at most.
         context: What a contextual model reads each document behind (see `choose_context`), None for no context. The
             folder keeps it, `context.npy` and its documents' ids in the manifest, and a search takes it from there.
@@ -140,34 +146,37 @@ def encode_corpus(
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
     folder = Path(output)
     # Whatever is wrong with the corpus or the prompt is found before anything is written.
-    num_documents = sum(1 for _ in read_corpus(corpus))
-    encoder.encode([""], prompt_name, context, role="document")
+    num_documents = sum(1 for _ in read_corpus(corpus, columns))
+    encoder.encode([""], prompt_name, context, role=role)
     fields = {
         "kind": "vectors",
         "corpus_sha256": file_sha256(corpus),
+        "columns": dict(sorted((columns or {}).items())),
+        "role": role,
         "model_sha256": embedder_sha256(encoder),
         "precision": str(encoder.dtype).removeprefix("torch."),
-        "mini_batch_tokens": encoder.mini_batch_tokens,
         "prompt_name": prompt_name,
         "shard_size": shard_size,
         "num_documents": num_documents,
         "embedding_dim": encoder.embedding_dim,
         **({"context": None} if context is None else context.manifest_fields()),
     }
+    budget = encoder.mini_batch_tokens
     if (folder / "manifest.json").exists():
-        check_manifest(folder, fields)
+        budget = check_manifest(folder, fields).get("mini_batch_tokens", budget)
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(str(folder), "something else lies there already", "name a new folder")
     else:
-        write_manifest(folder, {**fields, "complete": False})
+        write_manifest(folder, {**fields, "mini_batch_tokens": budget, "complete": False})
+    fields["mini_batch_tokens"], encoder = budget, encoder.with_mini_batch_tokens(budget)
     if context is not None:
         context = context.write(folder)
     shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size)
-    documents = read_corpus(corpus)
+    documents = read_corpus(corpus, columns)
     shard = 0
     while shard_documents := list(islice(documents, shard_size)):
         if not shards.path(shard).exists():
-            vectors = encoder.encode([d.text for d in shard_documents], prompt_name, context, role="document")
+            vectors = encoder.encode([d.text for d in shard_documents], prompt_name, context, role=role)
             _write_shard(shards, shard, shard_documents, vectors)
             logger.info("encoded %d of %d documents", shard * shard_size + len(shard_documents), num_documents)
         shard += 1
@@ -183,7 +192,7 @@ def search_corpus(
     queries: Sequence[str],
     top_k: int = 10,
     *,
-    context: Context | None = None,
+    context: Context | ContextDraw | None = None,
 ) -> list[list[Hit]]:
     """The documents with the largest cosines of each query, best first.
 
@@ -193,7 +202,7 @@ def search_corpus(
         queries: Texts to search for.
         top_k: Most documents of a query.
         context: What a contextual model reads queries and documents behind, None for a folder's own, and for no context
-            where the corpus is a file.
+            where the corpus is a file. A draw is encoded for a file alone: with a folder's own it is only compared.
 
     Raises:
         InputError: If the corpus cannot be used, or another model encoded it, or it was encoded with another context.
@@ -210,6 +219,8 @@ def search_corpus(
         documents = [folder.documents(rows) for rows in found.index_QK.tolist()]
     else:
         all_documents = list(read_corpus(corpus))
+        if isinstance(context, ContextDraw):
+            context = context.encoded(encoder)
         query_QD = unit_rows(encoder.encode(queries, None, context, role="query"))
         vectors = encoder.encode([document.text for document in all_documents], None, context, role="document")
         found = search_top_k(query_QD, unit_rows(vectors), top_k, encoder.device)

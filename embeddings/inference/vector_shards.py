@@ -60,12 +60,16 @@ class VectorShards:
             )
         return vector_ND
 
-    def take(self, row_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Some unit vectors in the order given, (n, D) float32; each shard that holds some of them is read once.
+    def take(self, row_N: npt.NDArray[np.int64], unit: bool = True) -> npt.NDArray[np.float32]:
+        """Some vectors in the order given, (n, D) float32; each shard that holds some of them is read once.
+
+        Args:
+            row_N: Their rows, (n,) int64.
+            unit: Whether they must be of unit length.
 
         Raises:
-            InputError: If a shard is missing or damaged, or one of the vectors is zero, not finite or not of unit
-                length; the message names the shard and the row in it.
+            InputError: If a shard is missing or damaged, or one of the vectors is zero, not finite or (where `unit` is
+                set) not of unit length; the message names the shard and the row in it.
         """
         vector_ND = np.empty((len(row_N), self.embedding_dim), dtype=np.float32)
         order_N = np.argsort(row_N, kind="stable")
@@ -74,7 +78,7 @@ class VectorShards:
             shard, place_n = int(shard_N[start]), order_N[start:stop]
             row_n = row_N[place_n] % self.shard_size
             vector_nD = self.load(shard)[row_n]
-            require_directions(vector_nD, str(self.path(shard)), unit=True, row_N=row_n)
+            require_directions(vector_nD, str(self.path(shard)), unit=unit, row_N=row_n)
             vector_ND[place_n] = vector_nD
         return vector_ND
 

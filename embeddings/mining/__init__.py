@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from embeddings.mining.consistency import rank_pairs
     from embeddings.mining.decontaminate import Decontaminator, EvaluationTexts, find_contaminated
     from embeddings.mining.duplicates import find_duplicates
+    from embeddings.mining.encoded_texts import EncodedTexts
     from embeddings.mining.features import PairFeatures, VectorFeatures
     from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs
     from embeddings.mining.ivf import IvfSearch, build_ivf
@@ -27,6 +28,7 @@ __all__ = [
     "ClusterSettings",
     "Decontaminator",
     "DocumentSearch",
+    "EncodedTexts",
     "EvaluationTexts",
     "ExactSearch",
     "FilterReport",
@@ -64,6 +66,7 @@ __getattr__ = lazy_names(
         "ClusterSettings": "clusters",
         "Decontaminator": "decontaminate",
         "DocumentSearch": "knn",
+        "EncodedTexts": "encoded_texts",
         "EvaluationTexts": "decontaminate",
         "ExactSearch": "knn",
         "FilterReport": "filter",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from embeddings.common.randomness import derive_seed
 from embeddings.data.samplers.permutation import KeyedPermutation
 from embeddings.inference.vector_shards import VectorShards
 from embeddings.mining.jobs import ArrayTask, ShardedJob
+from embeddings.mining.pair_index import PairIndex, concatenated_ranges
 from embeddings.mining.pair_vectors import PairVectors
 from embeddings.mining.verdicts import save_array
 
@@ -76,9 +78,9 @@ def rank_pairs(
     """For each pair, how many documents of its segment lie nearer to its query than its own document does.
 
     A pair is consistent at `top_k` where this number is below `top_k`: ties count in its favour. The documents of a
-    segment are the different positives of its records, so that the same text under another query is no rival; of a
-    record with several positives the nearest counts, and the others are no rivals. All documents are compared, none is
-    approximated. The segments are the job's shards.
+    segment are the different positives of its records, so that the same text under another query is no rival; nor is
+    what any record of the source names as a positive of the same query text. Of a record with several positives the
+    nearest counts. All documents are compared, none is approximated. The segments are the job's shards.
 
     Args:
         vectors: Unit vectors of the source's queries and documents.
@@ -102,7 +104,7 @@ def rank_pairs(
 
     Source: Nussbaum et al. 2024 (Nomic Embed), arXiv:2402.01613, and Nussbaum and Duderstadt 2025 (Nomic Embed v2),
         arXiv:2502.07972, section 4.2: segments of 1M pairs, kept if the document is among the 2 nearest.
-        Differs: random segments of one source, ties, several positives.
+        Differs: random segments of one source, ties, several positives, positives of the same query elsewhere.
     """
     require_segment_size(segment_size)
     num_rows = vectors.num_queries
@@ -170,19 +172,50 @@ def segment_ranks(vectors: PairVectors, row_N: _Int64s, device: torch.device) ->
             column_e = torch.from_numpy(column_E[part : min(part + _QUERY_TILE, last)] - start)
             score_e = (query_ND[owner_e] * tile_TD[column_e]).sum(dim=1)
             own_N.scatter_reduce_(0, owner_e, score_e, "amax")
+    known = _KnownColumns(vectors.index, row_N, document_M)
     count_N = torch.zeros(len(row_N), dtype=torch.int32)
-    for _, tile_TD in _tiles(vectors.document_shards, document_M):
+    for first, tile_TD in _tiles(vectors.document_shards, document_M):
         tile_DT = tile_TD.to(device).T
         for start in range(0, len(row_N), _QUERY_TILE):
             part_N = slice(start, start + _QUERY_TILE)
-            count_N[part_N] += _num_nearer(query_ND[part_N].to(device), tile_DT, own_N[part_N].to(device)).cpu()
+            places = known.within(part_N, first, len(tile_TD))
+            found_n = _num_rivals(query_ND[part_N].to(device), tile_DT, own_N[part_N].to(device), places)
+            count_N[part_N] += found_n.cpu()
     ranks: npt.NDArray[np.int32] = count_N.numpy()
     return ranks
 
 
-def _num_nearer(query_ND: Tensor, tile_DT: Tensor, own_N: Tensor) -> Tensor:
-    """How many documents of a tile score above each query's own, (n,) int32."""
-    return (query_ND @ tile_DT > own_N[:, None] + TIE).sum(dim=1, dtype=torch.int32)
+def _num_rivals(query_ND: Tensor, tile_DT: Tensor, own_N: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
+    """How many documents of a tile score above each query's own, without those in `known` places, (n,) int32."""
+    is_nearer_NT = query_ND @ tile_DT > own_N[:, None] + TIE
+    is_nearer_NT[known] = False
+    return is_nearer_NT.sum(dim=1, dtype=torch.int32)
+
+
+class _KnownColumns:
+    """Which documents of a segment are positives of each query, by any record of the source with the query's text.
+
+    Args:
+        index: The source's queries and documents.
+        row_N: The segment's rows, (n,).
+        document_M: The segment's documents, ascending, (m,).
+    """
+
+    def __init__(self, index: PairIndex, row_N: _Int64s, document_M: npt.NDArray[Any]) -> None:
+        known = index.known_positives(row_N)
+        column_P = np.minimum(np.searchsorted(document_M, known.row_P), len(document_M) - 1)
+        is_here_P = document_M[column_P] == known.row_P
+        self._width, self._group_N = len(document_M), known.group_Q
+        # Ascending by group and column, so that those of a group in a tile lie side by side.
+        self._key_P = known.group_P[is_here_P] * self._width + column_P[is_here_P]
+
+    def within(self, part: slice, first: int, width: int) -> tuple[Tensor, Tensor]:
+        """The places in a tile, `width` columns from `first`, that are known of some queries: rows and columns."""
+        least_n = self._group_N[part] * self._width + first
+        start_n, stop_n = np.searchsorted(self._key_P, least_n), np.searchsorted(self._key_P, least_n + width)
+        row_K = np.repeat(np.arange(len(least_n)), stop_n - start_n)
+        column_K = self._key_P[concatenated_ranges(start_n, stop_n)] - least_n[row_K]
+        return torch.from_numpy(row_K), torch.from_numpy(column_K)
 
 
 def _tiles(shards: VectorShards, row_M: _Int64s) -> Iterator[tuple[int, Tensor]]:

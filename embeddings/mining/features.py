@@ -1,6 +1,7 @@
 """What pairs are clustered by: query and document side by side, in both orders, at unit length."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from embeddings.mining.pair_vectors import PairVectors
 
 Int64s = NDArray[np.int64]
 Vectors = NDArray[np.float32]
+# What a message calls a row of the source.
+RowName = Callable[[int], str]
 
 # More rows than this move the axes of a few hundred dimensions by nothing that matters.
 MAX_FITTED_ROWS = 1 << 17
@@ -70,6 +73,7 @@ class VectorFeatures(PairFeatures):
         vectors: The surrogate's unit vectors.
         svd_dim: Width to reduce to, or None.
         seed: Decides which rows the axes are computed of, where there are more than 131,072.
+        row_name: What a message calls a row, such as its file and line; None for its number.
 
     Precision: second moments in float64; products with the axes in float32.
     Raises:
@@ -78,8 +82,11 @@ class VectorFeatures(PairFeatures):
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix; reduction as in the released code.
     """
 
-    def __init__(self, vectors: PairVectors, svd_dim: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, vectors: PairVectors, svd_dim: int | None = None, seed: int = 0, row_name: RowName | None = None
+    ) -> None:
         check_svd_dim(svd_dim, vectors.embedding_dim)
+        self._row_name = row_name
         self._vectors, self._svd_dim, self._seed = vectors, svd_dim, seed
         self._axes: Vectors | None = None
         self.num_rows = vectors.num_queries
@@ -114,13 +121,13 @@ class VectorFeatures(PairFeatures):
         if self._svd_dim is None:
             return vectors
         assert self._axes is not None, "use(fit()) comes first"
-        return unit_features(vectors @ self._axes, rows)
+        return unit_features(vectors @ self._axes, rows, self._row_name)
 
     def _concatenated(self, rows: Int64s, swapped: bool) -> Vectors:
         vectors = self._vectors
         documents = np.asarray(vectors.positive_rows[vectors.positive_offsets[rows]], dtype=np.int64)
         sides = [vectors.query_shards.take(rows), vectors.document_shards.take(documents)]
-        return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows)
+        return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows, self._row_name)
 
 
 def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
@@ -134,12 +141,13 @@ def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
         raise OptionError("svd_dim", svd_dim, rule, "128 is usual")
 
 
-def unit_features(vectors: Vectors, rows: Int64s) -> Vectors:
+def unit_features(vectors: Vectors, rows: Int64s, row_name: RowName | None = None) -> Vectors:
     """The vectors at unit length.
 
     Args:
         vectors: (n, d) float32.
         rows: The source's row of each, for the message.
+        row_name: What the message calls a row; None for its number.
 
     Raises:
         InputError: If a vector is zero, NaN or infinite; the message names its row.
@@ -148,7 +156,9 @@ def unit_features(vectors: Vectors, rows: Int64s) -> Vectors:
     bad = np.flatnonzero(~(np.isfinite(length_N1[:, 0]) & (length_N1[:, 0] > 0)))
     if len(bad):
         kind = "zero" if length_N1[bad[0], 0] == 0 else "not finite"
-        raise InputError(f"row {rows[bad[0]]}", f"what it is clustered by is {kind}", "check its texts and the model")
+        row = int(rows[bad[0]])
+        where = f"row {row}" if row_name is None else row_name(row)
+        raise InputError(where, f"what it is clustered by is {kind}", "check its texts and the model")
     return np.asarray(vectors / length_N1, dtype=np.float32)
 
 

@@ -20,6 +20,7 @@ from embeddings.inference.vector_folder import embedder_sha256
 from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segment_size
 from embeddings.mining.decontaminate import EQUAL, SIMILAR, Decontaminator, find_contaminated
 from embeddings.mining.duplicates import COPY, NEAR_COPY, find_duplicates
+from embeddings.mining.encoded_texts import EncodedTexts
 from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
 from embeddings.mining.outputs import finished_manifest, manifest_path, nothing_left_of
 from embeddings.mining.pair_vectors import encode_pairs
@@ -98,6 +99,7 @@ def filter_pairs(
     decontaminator: Decontaminator | None = None,
     encoder: "Encoder | None" = None,
     vectors: str | os.PathLike[str] | None = None,
+    encoded: EncodedTexts | None = None,
     shard_size: int = SHARD_ROWS,
     task: ArrayTask | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -121,6 +123,7 @@ def filter_pairs(
         encoder: The model that judges consistency, where `rules.top_k` is given.
         vectors: Folder of the source's vectors, to share them with other jobs of the same source and model; None for
             one in the folder of work.
+        encoded: Folders that `encode` wrote with the same model: a text that lies there keeps that vector.
         shard_size: Records of a shard of the rules that need no vectors.
         task: Which shards are this process's; None for all.
         cache_dir: Folder of converted sources.
@@ -150,6 +153,7 @@ def filter_pairs(
             decontaminator=decontaminator,
             encoder=encoder,
             vectors=folder,
+            encoded=encoded,
             shard_size=shard_size,
             task=task,
         )
@@ -171,6 +175,7 @@ def find_reasons(
     decontaminator: Decontaminator | None,
     encoder: "Encoder | None",
     vectors: Path,
+    encoded: EncodedTexts | None,
     shard_size: int,
     task: ArrayTask | None,
 ) -> npt.NDArray[np.uint8]:
@@ -196,7 +201,7 @@ def find_reasons(
         _take_out(reason_N, found_N == SIMILAR, 4)
     if encoder is not None and rules.top_k is not None and (reason_N == KEPT).any():
         rank_N = rank_pairs(
-            encode_pairs(encoder, source, vectors, task=task),
+            encode_pairs(encoder, source, vectors, encoded=encoded, task=task),
             work / "consistency",
             is_considered_N=reason_N == KEPT,
             segment_size=rules.segment_size,

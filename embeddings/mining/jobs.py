@@ -92,6 +92,7 @@ class ShardedJob:
         num_shards: Number of shards.
         stem: Name of a shard's file before its number.
         suffix: Name of a shard's file after its number.
+        defaults: Fields that the first process decides: the others, and later calls, take them from the manifest.
 
     Raises:
         InputError: If the folder holds something else, or a job with other fields; the message names the field.
@@ -105,10 +106,11 @@ class ShardedJob:
         *,
         stem: str = "shard",
         suffix: str = ".npy",
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.num_shards, self.stem, self.suffix = Path(folder), num_shards, stem, suffix
         self.fields: dict[str, Any] = json.loads(json.dumps({**fields, "num_shards": num_shards}))
-        self._open()
+        self._open(defaults or {})
 
     def path(self, shard: int) -> Path:
         """The file of a shard."""
@@ -189,19 +191,18 @@ class ShardedJob:
             if self.complete:
                 path.unlink(missing_ok=True)
 
-    def _open(self) -> None:
+    def _open(self, defaults: Mapping[str, Any]) -> None:
         manifest = self.folder / "manifest.json"
-        if manifest.exists():
-            check_manifest(self.folder, self.fields)
-            return
-        if self.folder.exists() and (not self.folder.is_dir() or _visible(self.folder)):
-            raise InputError(str(self.folder), "something else lies there already", "name a new folder")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(self.folder / ".lock"):
-            if not manifest.exists():
-                write_manifest(self.folder, {**self.fields, "complete": False})
-        # Another process may have come first, with other fields.
-        check_manifest(self.folder, self.fields)
+        if not manifest.exists():
+            if self.folder.exists() and (not self.folder.is_dir() or _visible(self.folder)):
+                raise InputError(str(self.folder), "something else lies there already", "name a new folder")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with file_lock(self.folder / ".lock"):
+                if not manifest.exists():
+                    write_manifest(self.folder, {**self.fields, **defaults, "complete": False})
+        # Whoever came first may have had other fields.
+        found = check_manifest(self.folder, self.fields)
+        self.fields |= {name: found.get(name, value) for name, value in defaults.items()}
 
     def _make(self, shard: int, make: MakeShard, wait: bool, bar: "tqdm[Any]") -> bool:
         """Make one shard unless it is there; False if another process is at it and `wait` is not set."""

@@ -15,13 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.fileio import atomic_path, file_sha256, write_manifest_file
+from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest_file
 from embeddings.common.log import logger
 from embeddings.data.cache import CachedSource, open_cached, read_records
 from embeddings.data.record_files import record_schema, record_table
 from embeddings.data.records import Record
 from embeddings.data.sources import SourceConfig
 from embeddings.inference.vector_folder import SHARD_SIZE, embedder_sha256
+from embeddings.mining.encoded_texts import EncodedTexts
 from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.ivf import build_ivf
 from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
@@ -56,19 +57,24 @@ class Teachers:
         load: Gives the encoder of a name. One of them is kept at a time.
         query_prompt_name: Prompt put before each query, None for a model's `query` prompt if it has one.
         document_prompt_name: The same for documents.
+        encoded: What each of them has encoded already, in their order; none at all where nothing has been.
 
     Raises:
-        OptionError: If there is none, or one comes twice.
+        OptionError: If there is none, or one comes twice, or what is encoded is of more or fewer models.
     """
 
     models: Sequence[str]
     load: "Callable[[str], Encoder]"
     query_prompt_name: str | None = None
     document_prompt_name: str | None = None
+    encoded: Sequence[EncodedTexts] = ()
 
     def __post_init__(self) -> None:
         if not self.models or len(set(self.models)) < len(self.models):
             raise OptionError("model", list(self.models), "must name one model or several different ones", "correct it")
+        if self.encoded and len(self.encoded) != len(self.models):
+            rule = f"must be as many folders as there are models ({len(self.models)})"
+            raise OptionError("encoded", len(self.encoded), rule, "name them in the order of the models")
         object.__setattr__(self, "load", lru_cache(maxsize=1)(self.load))
 
 
@@ -153,7 +159,8 @@ def mine_negatives(
     which may be deleted once the file is there.
 
     A killed run goes on at the first shard that is not whole. The tasks of an array share the shards, and the last of
-    them writes the file: all ways lead to the same bytes. A finished file made from the same inputs is left as it is.
+    them writes the file: all ways lead to the same bytes, but for the rounding of vectors made on another number of
+    threads (see `encode_pairs`). A finished file made from the same inputs is left as it is.
 
     Args:
         config: A source of pairs.
@@ -202,7 +209,7 @@ def mine_negatives(
             return None
         with file_lock(work / ".merge.lock"):
             # Another task may have been here first.
-            report = _finished(target, fields) or _merge(job, target, read_records(config, source), index, fields)
+            report = _finished(target, fields) or _merge(job, target, read_records(config, source), encoded, fields)
         job.finish()
     return report
 
@@ -222,11 +229,7 @@ def _manifest_fields(
         "source_key": source.folder.name,
         "corpus_sha256": None if corpus is None else _corpus_sha256(Path(corpus)),
         "teachers": [
-            {
-                "model_sha256": embedder_sha256(encoder),
-                "precision": str(encoder.dtype).removeprefix("torch."),
-                "mini_batch_tokens": encoder.mini_batch_tokens,
-            }
+            {"model_sha256": embedder_sha256(encoder), "precision": str(encoder.dtype).removeprefix("torch.")}
             for encoder in encoders
         ],
         "query_prompt_name": teachers.query_prompt_name,
@@ -277,6 +280,7 @@ def _encode(
             query_prompt_name=teachers.query_prompt_name,
             document_prompt_name=teachers.document_prompt_name,
             shard_size=shard_size,
+            encoded=teachers.encoded[place] if teachers.encoded else None,
             task=task,
         )
         for place, model in enumerate(teachers.models)
@@ -327,9 +331,10 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
 
 
 def _merge(
-    job: ShardedJob, output: Path, records: Iterator[Record], index: PairIndex, fields: dict[str, Any]
+    job: ShardedJob, output: Path, records: Iterator[Record], vectors: Sequence[PairVectors], fields: dict[str, Any]
 ) -> MiningReport:
     """Write the file and its manifest from the records and the shards."""
+    index = vectors[0].index
     counts: Counter[str] = Counter()
     with atomic_path(output) as temporary:
         with pq.ParquetWriter(temporary, _schema(), compression="zstd") as writer:
@@ -345,8 +350,10 @@ def _merge(
                 name.removeprefix("removed "): count for name, count in counts.items() if name.startswith("removed ")
             },
         }
+        budgets = [check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors]
+        made_of = {"mini_batch_tokens": budgets, "output_sha256": file_sha256(temporary)}
         # The file comes last: where it lies, its manifest does too.
-        write_manifest_file(manifest_path(output), {**fields, **facts, "output_sha256": file_sha256(temporary)})
+        write_manifest_file(manifest_path(output), {**fields, **facts, **made_of})
     report = MiningReport(output, **facts)
     for count, what in (
         (report.num_replaced, "had negatives of their own, which the mined ones replace"),

@@ -1,6 +1,7 @@
 """Which documents a source of pairs has: each text once, numbered by first appearance, with its pairs' positives."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,8 @@ class PairIndex:
         self._query_order: Int64s = self._mapped("query_order")
         self._query_slots: Int64s = self._mapped("query_slots")
         self._corpus = Table(self.folder) if self.fields["corpus_sha256"] else None
+        self._twin_slots: Int64s | None = self._mapped("twin_slots") if self._corpus else None
+        self._twin_rows: Int64s | None = self._mapped("twin_rows") if self._corpus else None
 
     def _mapped(self, name: str) -> Any:
         try:
@@ -102,17 +105,24 @@ class PairIndex:
         row = int(np.searchsorted(self.positive_offsets, entry, side="right")) - 1
         return self.source.table.positives(row)[entry - int(self.positive_offsets[row])]
 
-    def known_positives(self, queries: range) -> KnownPositives:
+    def known_positives(self, rows: Int64s) -> KnownPositives:
         """All documents that some row of the source names as a positive of the same query text.
 
+        Where the extra corpus holds a text behind a title and a positive is the text alone, or the other way round,
+        both documents are known positives.
+
         Args:
-            queries: Rows, one after another.
+            rows: Rows of the queries, (Q,) int64.
         """
-        slot_G2, group_Q = np.unique(self._query_slots[queries.start : queries.stop], axis=0, return_inverse=True)
+        slot_G2, group_Q = np.unique(self._query_slots[rows], axis=0, return_inverse=True)
         row_R = self._query_order[concatenated_ranges(slot_G2[:, 0], slot_G2[:, 1])]
         start_R, stop_R = self.positive_offsets[row_R], self.positive_offsets[row_R + 1]
         group_P = np.repeat(np.repeat(np.arange(len(slot_G2)), slot_G2[:, 1] - slot_G2[:, 0]), stop_R - start_R)
         row_P = self.positive_rows[concatenated_ranges(start_R, stop_R)].astype(np.int64)
+        if self._twin_slots is not None and self._twin_rows is not None:
+            start_P, stop_P = self._twin_slots[row_P].T
+            group_P = np.append(group_P, np.repeat(group_P, stop_P - start_P))
+            row_P = np.append(row_P, self._twin_rows[concatenated_ranges(start_P, stop_P)])
         group_P, row_P = np.divmod(np.unique(group_P * self.num_documents + row_P), self.num_documents)
         return KnownPositives(group_Q.reshape(-1).astype(np.int64), group_P, row_P)
 
@@ -143,12 +153,18 @@ def index_pairs(
         check_manifest(target, key)
         return PairIndex(target, source)
     with staged_folder(target) as stage:
-        hashes = stage / "hashes.bin"
+        hashes, bodies = stage / "hashes.bin", stage / "bodies.bin"
         with open(hashes, "wb") as file:
             num_positives = _write_rows(source.table, stage, file)
             if corpus is not None:
-                write_table(stage, _hashed_corpus(Path(corpus), file))
-        num_documents = _write_documents(stage, hashes, num_positives)
+                with open(bodies, "wb") as body_file:
+                    write_table(stage, _hashed_corpus(Path(corpus), file, body_file))
+        num_texts = hashes.stat().st_size // 8
+        if corpus is not None:
+            with open(hashes, "ab") as file, open(bodies, "rb") as body_file:
+                shutil.copyfileobj(body_file, file)
+            bodies.unlink()
+        num_documents = _write_documents(stage, hashes, num_positives, num_texts)
         write_manifest(
             stage,
             {**key, "num_queries": len(source.table), "num_documents": num_documents},
@@ -180,17 +196,15 @@ def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
     order = create(stage / "query_order.npy", shape=(len(table),))
     slots = create(stage / "query_slots.npy", shape=(len(table), 2))
     done = 0
-    for row_n, is_first_n in equal_hashes(query_hashes):
+    for row_n, slot_n2 in _slots(query_hashes):
         order[done : done + len(row_n)] = row_n
-        edges = np.append(np.flatnonzero(is_first_n), len(row_n)) + done
-        group_n = np.cumsum(is_first_n) - 1
-        slots[row_n] = np.stack([edges[group_n], edges[group_n + 1]], axis=1)
+        slots[row_n] = slot_n2
         done += len(row_n)
     return total
 
 
-def _hashed_corpus(path: Path, hashes: IO[bytes]) -> Iterator[StoredRow]:
-    """The documents of a corpus file as rows to store; their hashes are written on the way."""
+def _hashed_corpus(path: Path, hashes: IO[bytes], bodies: IO[bytes]) -> Iterator[StoredRow]:
+    """The documents of a corpus file as rows to store; hashes with and without title are written on the way."""
     left_out = 0
     for where, fields in open_reader(path, ("title", "text"), ("text",)):
         title, body = text_field(where, {"title": "", **fields}, "title"), text_field(where, fields, "text")
@@ -200,20 +214,24 @@ def _hashed_corpus(path: Path, hashes: IO[bytes]) -> Iterator[StoredRow]:
             left_out += 1
             continue
         np.array([text_hash(text)], np.int64).tofile(hashes)
+        np.array([text_hash(body if body.strip() else text)], np.int64).tofile(bodies)
         yield StoredRow(text)
     if left_out:
         logger.warning("%s: %d documents without text are left out", path, left_out)
 
 
-def _write_documents(stage: Path, hashes_path: Path, num_positives: int) -> int:
-    """Write the document of each positive, and the hash and entry of each document; returns their number."""
+def _write_documents(stage: Path, hashes_path: Path, num_positives: int, num_texts: int) -> int:
+    """Write the document of each positive, and the hash, entry and twins of each document; returns their number.
+
+    Entries are the positives, the texts of the corpus (up to `num_texts`), and the bodies of these.
+    """
     total = hashes_path.stat().st_size // 8
     hash_E: Int64s = np.memmap(hashes_path, np.int64, "r", shape=(total,))
-    scratch = {name: stage / f"{name}.bin" for name in ("first", "number")}
-    first_E, number_E = (np.memmap(path, np.int64, "w+", shape=(total,)) for path in scratch.values())
+    scratch = {stage / "first.bin": total, stage / "number.bin": num_texts}
+    first_E, number_E = (np.memmap(path, np.int64, "w+", shape=(size,)) for path, size in scratch.items())
     for entry_n, is_first_n in equal_hashes(hash_E):
         first_E[entry_n] = entry_n[is_first_n][np.cumsum(is_first_n) - 1]
-    blocks = [(start, min(start + BLOCK, total)) for start in range(0, total, BLOCK)]
+    blocks = [(start, min(start + BLOCK, num_texts)) for start in range(0, num_texts, BLOCK)]
     num_documents = sum(int(np.count_nonzero(first_E[start:stop] == np.arange(start, stop))) for start, stop in blocks)
     width = np.int32 if num_documents <= np.iinfo(np.int32).max else np.int64
     create = partial(open_memmap, mode="w+")
@@ -231,9 +249,54 @@ def _write_documents(stage: Path, hashes_path: Path, num_positives: int) -> int:
         # A text's first entry never lies behind it, so its number is known by now.
         rows_P[start:stop] = number_E[first_B][: max(0, num_positives - start)]
         done = end
-    for path in (hashes_path, *scratch.values()):
+    if total > num_texts:
+        _write_twins(stage, hash_D, first_E, number_E, num_positives)
+    for path in (hashes_path, *scratch):
         path.unlink()
     return num_documents
+
+
+def _write_twins(stage: Path, hash_D: Int64s, first_E: Int64s, number_E: Int64s, num_positives: int) -> None:
+    """Write which documents are one text with and without its title: those of `d` are `twin_rows[slice(*slots[d])]`.
+
+    Args:
+        stage: The index to be.
+        hash_D: Hash of each document, (D,).
+        first_E: First entry with the same hash, of the positives, the texts of the corpus and then their bodies, (E,).
+        number_E: Document of each entry that is a first one, of the positives and texts, (texts,).
+        num_positives: Entries that are positives.
+    """
+    num_texts, path = len(number_E), stage / "twins.bin"
+    with open(path, "wb") as file:
+        for start in range(num_texts, len(first_E), BLOCK):
+            body_B = first_E[start : min(start + BLOCK, len(first_E))]
+            text_B = first_E[num_positives + start - num_texts :][: len(body_B)]
+            is_document_B = body_B < num_texts
+            pair_n2 = np.stack([number_E[body_B[is_document_B]], number_E[text_B[is_document_B]]], axis=1)
+            pair_n2 = pair_n2[pair_n2[:, 0] != pair_n2[:, 1]]
+            pair_n2 = np.concatenate([pair_n2, pair_n2[:, ::-1]])
+            np.column_stack([hash_D[pair_n2[:, 0]], pair_n2]).tofile(file)
+    num_pairs = path.stat().st_size // 24
+    slots_D2 = open_memmap(stage / "twin_slots.npy", "w+", np.int64, (len(hash_D), 2))
+    row_P = open_memmap(stage / "twin_rows.npy", "w+", np.int64, (num_pairs,))
+    if num_pairs:
+        pair_P3: Int64s = np.memmap(path, np.int64, "r", shape=(num_pairs, 3))
+        done = 0
+        for pair_n, slot_n2 in _slots(pair_P3[:, 0]):
+            row_P[done : done + len(pair_n)] = pair_P3[pair_n, 2]
+            slots_D2[pair_P3[pair_n, 1]] = slot_n2
+            done += len(pair_n)
+    path.unlink()
+
+
+def _slots(hash_E: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+    """The entries sorted by hash, a part at a time, and where in this order the hash of each begins and ends."""
+    done = 0
+    for entry_n, is_first_n in equal_hashes(hash_E):
+        edges = np.append(np.flatnonzero(is_first_n), len(entry_n)) + done
+        group_n = np.cumsum(is_first_n) - 1
+        yield entry_n, np.stack([edges[group_n], edges[group_n + 1]], axis=1)
+        done += len(entry_n)
 
 
 def equal_hashes(hash_E: Int64s, part: int = PART) -> Iterator[tuple[Int64s, npt.NDArray[np.bool_]]]:

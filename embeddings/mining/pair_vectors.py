@@ -18,11 +18,14 @@ from embeddings.data.cache import CachedSource
 from embeddings.inference.search import unit_rows
 from embeddings.inference.vector_folder import SHARD_SIZE, embedder_sha256
 from embeddings.inference.vector_shards import VectorShards, save_vectors
+from embeddings.mining.encoded_texts import EncodedFolder, EncodedTexts, FoundVectors
 from embeddings.mining.jobs import ArrayTask, ShardedJob
 from embeddings.mining.pair_index import PairIndex, index_pairs
 
 if TYPE_CHECKING:
     from embeddings.inference.encoder import Encoder
+
+_FOLDERS: dict[TextRole, str] = {"query": "queries", "document": "documents"}
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,15 @@ def encode_pairs(
     query_prompt_name: str | None = None,
     document_prompt_name: str | None = None,
     shard_size: int = SHARD_SIZE,
+    encoded: EncodedTexts | None = None,
     task: ArrayTask | None = None,
 ) -> PairVectors:
     """Encode the queries and documents of a source, shard by shard; what is there already is kept.
 
     After a kill the same call goes on at the first shard that is not whole, and ends with the same bytes. Of the tasks
     of an array each begins with its own shards and goes on with what the others left, so that every task returns with
-    all vectors there.
+    all vectors there. All take the mini-batches of the first, on however many threads: with other threads than the
+    first had, vectors may be rounded differently.
 
     Args:
         encoder: The model.
@@ -100,41 +105,42 @@ def encode_pairs(
         query_prompt_name: Prompt put before each query, None for the model's `query` prompt if it has one.
         document_prompt_name: The same for documents.
         shard_size: Vectors of a shard: what a kill costs at most.
+        encoded: Folders that `encode` wrote with the same model: a text that lies there keeps that vector.
         task: Which shards are this process's; None for all.
 
     Raises:
         InputError: If the source holds no pairs, a vector is zero, or the folder holds something else, or was made
-            with other options.
+            with other options; or if an encoded folder was made in another way, or holds none of the texts.
         OptionError: If `shard_size` is not positive, or a prompt is not the model's.
     """
     if shard_size < 1:
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
     if index is not None and corpus is not None:
         raise OptionError("corpus", str(corpus), "belongs to the index, which is there already", "give one of them")
-    # A prompt that the model does not have is found before anything is written.
-    encoder.encode([""], query_prompt_name, role="query")
-    encoder.encode([""], document_prompt_name, role="document")
-    index = index or index_pairs(source, Path(folder) / "index", corpus)
     model = {
-        **index.key,
         "model_sha256": embedder_sha256(encoder),
         "precision": str(encoder.dtype).removeprefix("torch."),
-        "mini_batch_tokens": encoder.mini_batch_tokens,
         "embedding_dim": encoder.embedding_dim,
-        "shard_size": shard_size,
     }
-    roles: tuple[tuple[TextRole, str, int, str | None], ...] = (
-        ("query", "queries", index.num_queries, query_prompt_name),
-        ("document", "documents", index.num_documents, document_prompt_name),
-    )
-    made = []
-    for role, name, num_rows, prompt_name in roles:
-        shards = VectorShards(Path(folder) / name, num_rows, encoder.embedding_dim, shard_size)
-        fields = {"kind": f"{role} vectors", "num_rows": num_rows, "prompt_name": prompt_name, **model}
-        job = ShardedJob(shards.folder, fields, shards.num_shards, stem="vectors")
-        make = partial(_encode_shard, encoder, index, shards, role, prompt_name)
-        job.run(make, task, take_over=True)
-        job.finish()
+    sides = []
+    for role, prompt_name in zip(_FOLDERS, (query_prompt_name, document_prompt_name), strict=True):
+        # A prompt that the model does not have is found before anything is written.
+        encoder.encode([""], prompt_name, role=role)
+        sides.append(_Side(role, prompt_name, (encoded or EncodedTexts()).open(role, prompt_name, model)))
+    index = index or index_pairs(source, Path(folder) / "index", corpus)
+    made, budget = [], encoder.mini_batch_tokens
+    for side in sides:
+        shards = VectorShards(Path(folder) / side.name, side.num_rows(index), encoder.embedding_dim, shard_size)
+        fields = {**index.key, **model, **side.fields, "num_rows": shards.num_rows, "shard_size": shard_size}
+        defaults = {"mini_batch_tokens": budget, "encoded": side.identity}
+        job = ShardedJob(shards.folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
+        budget = job.fields["mini_batch_tokens"]
+        if not job.complete:
+            check_manifest(shards.folder, {"encoded": side.identity})
+            found = side.found(index, shards.folder)
+            make = partial(_encode_shard, encoder.with_mini_batch_tokens(budget), index, shards, side, found)
+            job.run(make, task, take_over=True)
+            job.finish()
         made.append(shards)
     return PairVectors(index, *made)
 
@@ -146,7 +152,7 @@ def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairV
         InputError: If there are none, or they are of another source, or queries and documents are not of one width.
     """
     made = []
-    for role, name in (("query", "queries"), ("document", "documents")):
+    for role, name in _FOLDERS.items():
         fields = check_manifest(Path(folder) / name, {"kind": f"{role} vectors", **index.key, "complete": True})
         made.append(
             VectorShards(Path(folder) / name, fields["num_rows"], fields["embedding_dim"], fields["shard_size"])
@@ -154,18 +160,54 @@ def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairV
     return PairVectors(index, *made)
 
 
+@dataclass(frozen=True)
+class _Side:
+    """The queries of a source or its documents, and how they are encoded."""
+
+    role: TextRole
+    prompt_name: str | None
+    encoded: EncodedFolder | None
+
+    @property
+    def name(self) -> str:
+        return _FOLDERS[self.role]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {"kind": f"{self.role} vectors", "prompt_name": self.prompt_name}
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        return None if self.encoded is None else self.encoded.identity
+
+    def num_rows(self, index: PairIndex) -> int:
+        return index.num_queries if self.role == "query" else index.num_documents
+
+    def text(self, index: PairIndex, row: int) -> str:
+        return index.query_text(row) if self.role == "query" else index.document_text(row)
+
+    def found(self, index: PairIndex, folder: Path) -> FoundVectors | None:
+        if self.encoded is None:
+            return None
+        hash_N = index.query_hashes if self.role == "query" else index.document_hashes
+        return self.encoded.find(hash_N, folder / "encoded_rows.npy")
+
+
 def _encode_shard(
     encoder: "Encoder",
     index: PairIndex,
     shards: VectorShards,
-    role: TextRole,
-    prompt_name: str | None,
+    side: _Side,
+    found: FoundVectors | None,
     shard: int,
     path: Path,
 ) -> None:
-    """Encode the texts of one shard to `path`, as unit vectors."""
-    text_of = index.query_text if role == "query" else index.document_text
+    """Write the unit vectors of one shard to `path`: those that were found, and the other texts encoded."""
     rows = shards.rows(shard)
-    vector_ND = encoder.encode([text_of(row) for row in rows], prompt_name, role=role)
-    require_directions(vector_ND, f"{shards.folder.name} of {index.source.folder.name}", rows.start)
+    vector_ND = np.empty((len(rows), shards.embedding_dim), np.float32)
+    left_n = np.arange(len(rows)) if found is None else found.fill(vector_ND, rows)
+    if len(left_n):
+        texts = [side.text(index, rows[place]) for place in left_n.tolist()]
+        vector_ND[left_n] = encoder.encode(texts, side.prompt_name, role=side.role)
+    require_directions(vector_ND, f"{side.name} of {index.source.folder.name}", rows.start)
     save_vectors(path, unit_rows(vector_ND))

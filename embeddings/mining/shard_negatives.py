@@ -63,7 +63,8 @@ class ShardMiner:
         query_TQD = [np.array(vectors.query_shards.load(shard)) for vectors in self.vectors]
         for vectors, query_QD in zip(self.vectors, query_TQD, strict=True):
             require_directions(query_QD, str(vectors.query_shards.path(shard)), unit=True)
-        known = self.index.known_positives(queries)
+        row_Q = np.arange(queries.start, queries.stop)
+        known = self.index.known_positives(row_Q)
         most_known = int(np.bincount(known.group_P).max())
         top_k = min(self.rules.last_rank + 1 + min(most_known, MOST_OWN_TEXTS), self.index.num_documents)
         found = [search.search(query_QD, top_k) for search, query_QD in zip(self.searches, query_TQD, strict=True)]
@@ -75,7 +76,7 @@ class ShardMiner:
         offsets = self.index.positive_offsets[queries.start : queries.stop + 1]
         positive_TP = self._positive_scores(query_TQD, offsets)
         facts = QueryFacts(
-            number_Q=np.arange(queries.start, queries.stop),
+            number_Q=row_Q,
             hash_Q=np.asarray(self.index.query_hashes[queries.start : queries.stop]),
             group_Q=known.group_Q,
             known_group_P=known.group_P,

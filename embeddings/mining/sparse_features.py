@@ -10,7 +10,15 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.randomness import derive_seed
 from embeddings.data.cache import CachedSource
 from embeddings.inference.search import unit_rows
-from embeddings.mining.features import MAX_FITTED_ROWS, Int64s, PairFeatures, Vectors, sample_rows, unit_features
+from embeddings.mining.features import (
+    MAX_FITTED_ROWS,
+    Int64s,
+    PairFeatures,
+    RowName,
+    Vectors,
+    sample_rows,
+    unit_features,
+)
 
 DEFAULT_DIM = 128
 _NUM_HASHES = 1 << 18
@@ -29,6 +37,7 @@ class Bm25Features(PairFeatures):
         source: A converted source of pairs.
         svd_dim: Width that each text is reduced to; the features are twice as wide. None: 128, or what the rows allow.
         seed: Decides which rows are learned of, and the SVD's random start.
+        row_name: What a message calls a row, such as its file and line; None for its number.
 
     Precision: weights and SVD in float64, projections in float32.
     Raises:
@@ -39,10 +48,12 @@ class Bm25Features(PairFeatures):
     with k1 1.2, b 0.75. Differs: which sparse features CDE uses is not stated.
     """
 
-    def __init__(self, source: CachedSource, svd_dim: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, source: CachedSource, svd_dim: int | None = None, seed: int = 0, row_name: RowName | None = None
+    ) -> None:
         if source.classes is not None:
             raise InputError(str(source.folder), "the source holds labelled texts, no pairs", "use conversion: pairs")
-        self._table, self._seed = source.table, seed
+        self._table, self._seed, self._row_name = source.table, seed, row_name
         self.num_rows = len(source.table)
         most = min(2 * min(self.num_rows, MAX_FITTED_ROWS), _NUM_HASHES)
         if svd_dim is not None and not 1 <= svd_dim <= most:
@@ -66,7 +77,8 @@ class Bm25Features(PairFeatures):
         frequency = np.bincount(counts.indices, minlength=_NUM_HASHES)
         terms = np.flatnonzero(frequency)
         if not len(terms):
-            raise InputError("row 0", "neither it nor any other row holds a word", "use --features vectors")
+            where = "row 0" if self._row_name is None else self._row_name(0)
+            raise InputError(where, "neither it nor any other row holds a word", "use --features vectors")
         num_texts = counts.shape[0]
         learned: dict[str, NDArray[Any]] = {
             "terms": terms,
@@ -89,7 +101,7 @@ class Bm25Features(PairFeatures):
         """The features of some rows (see `PairFeatures.rows`)."""
         assert self._learned, "use(fit()) comes first"
         sides = [self._reduced(texts) for texts in self._texts(rows)]
-        return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows)
+        return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows, self._row_name)
 
     def _reduced(self, texts: Sequence[str]) -> Vectors:
         weights = _bm25_weights(_term_counts(texts), self._learned)

@@ -8,6 +8,7 @@ from embeddings.cli.main import main
 from embeddings.mining.centroids import nearest_centroids
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.helpers.runs import backbone_folder, write_pairs
+from tests.inference.models import encode_nothing_more
 
 pytest.importorskip("faiss")
 
@@ -46,6 +47,19 @@ def test_a_file_of_pairs_becomes_clusters_and_the_same_line_again_changes_nothin
     before = content(output)
     assert main(line) == 0
     assert content(output) == before
+
+
+def test_what_encode_made_is_not_encoded_again(pairs, model, tmp_path, monkeypatch, capsys):
+    for role, column in (("query", "query"), ("document", "positive")):
+        line = ["encode", "--model", model, "--input", str(pairs), "--output", str(tmp_path / role), "--role", role]
+        assert main([*line, "--columns", f"{{text: {column}}}"]) == 0
+    encode_nothing_more(monkeypatch)
+    given = ["--query-vectors", str(tmp_path / "query"), "--document-vectors", str(tmp_path / "document")]
+    line = ["cluster", "--input", str(pairs), "--output", str(tmp_path / "clusters"), "--num_clusters", "4"]
+    assert main([*line, "--model", model, "--num_iterations", "2", *given]) == 0
+    assert "wrote 4 clusters of 40 rows" in capsys.readouterr().out
+    assert main([*line, "--features", "bm25", *given[:2]]) == 2
+    assert "uses neither model nor vectors" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_tasks_share_the_work(pairs, tmp_path, capsys):
@@ -162,8 +176,11 @@ def test_after_a_row_without_a_word_nothing_is_left_and_a_mended_file_works(
         (tmp_path / "clusters").mkdir()
     before = sorted(tmp_path.rglob("*"))
     assert main([*LINE, "--features", "bm25"]) == 2
-    assert "row 5: what it is clustered by is zero" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert "pairs.jsonl:6: what it is clustered by is zero" in capsys.readouterr().err.strip().splitlines()[-1]
     assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "pairs.jsonl").write_text('\n{"query": "!", "positive": "?"}\n' * 4)
+    assert main([*LINE, "--features", "bm25"]) == 2
+    assert "pairs.jsonl:2: neither it nor any other row holds a word" in capsys.readouterr().err
     write_pairs(tmp_path / "pairs.jsonl", 12)
     assert main([*LINE, "--features", "bm25"]) == 0
 

@@ -12,7 +12,7 @@ from embeddings.cli.main import main
 from embeddings.inference import Encoder
 from tests.data.rows import pairs, write_jsonl
 from tests.helpers.runs import write_retrieval_folder
-from tests.inference.models import tiny_embedder
+from tests.inference.models import encode_nothing_more, tiny_embedder
 from tests.mining.filter_world import topic_vectors
 
 
@@ -75,6 +75,21 @@ def test_a_source_is_filtered_and_the_counts_are_printed(model, tmp_path, capsys
         ]
     kept = pq.read_table("kept.parquet").to_pylist()
     assert [row["query"] for row in kept] == [f"topic {row} q" for row in range(8)]
+
+
+def test_what_encode_made_is_not_encoded_again(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "pairs.jsonl", pairs(6))
+    for role, column in (("query", "query"), ("document", "positive")):
+        line = ["encode", "--model", model, "--input", "pairs.jsonl", "--output", role, "--role", role]
+        assert main([*line, "--columns", f"{{text: {column}}}"]) == 0
+    encode_nothing_more(monkeypatch)
+    given = ["--query-vectors", "query", "--document-vectors", "document"]
+    line = ["filter", "--input", "pairs.jsonl", "--output", "kept.parquet"]
+    assert main([*line, "--model", model, "--top-k", "6", *given]) == 0
+    assert "wrote 6 records to kept.parquet" in capsys.readouterr().out
+    assert main([*line, *given[:2]]) == 2
+    assert "model must be given" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

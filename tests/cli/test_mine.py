@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from embeddings.cli.main import main
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from tests.data.rows import write_jsonl
 from tests.helpers.runs import backbone_folder, write_pairs
+from tests.inference.models import encode_nothing_more
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,16 @@ def test_array_tasks_share_the_work_and_the_last_one_reports(mine, capsys, monke
     assert "wrote 36 negatives" in capsys.readouterr().out
 
 
+def test_a_task_on_another_number_of_threads_ends_with_the_same_bytes(mine, capsys, monkeypatch):
+    options = ["--num-negatives", "3", "--margin", "null", "--shard-size", "5"]
+    assert mine(*options, "--output", "whole.parquet") == 0
+    for index, threads in (("1", torch.get_num_threads()), ("0", 7)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert mine(*options, "--task-index", index, "--num-tasks", "2") == 0
+    for name in ("{}.parquet", "{}.manifest.json"):
+        assert Path(name.format("mined")).read_bytes() == Path(name.format("whole")).read_bytes()
+
+
 BAD = [
     (["--margin", "0"], "margin must lie in (0, 1]"),
     (["--margin", "1.2"], "margin must lie in (0, 1]"),
@@ -100,6 +113,35 @@ def test_a_missing_faiss_is_named_with_its_extra(mine, tmp_path, capsys, monkeyp
     assert mine() == 2
     assert "faiss is not installed; run: pip install -e '.[cpu]'" in capsys.readouterr().err
     assert sorted((tmp_path / "work").rglob("*")) == before
+
+
+def test_what_encode_made_is_not_encoded_again(mine, model, tmp_path, capsys, monkeypatch):
+    rows = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
+    extra = [{"title": "the", "text": f"stranger {row}"} for row in range(3)]
+    write_jsonl(Path("corpus.jsonl"), [*extra, *({"text": row["positive"]} for row in rows[::-1])])
+    options = ["--num-negatives", "3", "--margin", "null", "--corpus", "corpus.jsonl"]
+    assert mine(*options, "--output", "plain.parquet") == 0
+    encode = ["encode", "--model", model, "--shard-size", "5"]
+    assert main([*encode, "--input", "corpus.jsonl", "--output", "d"]) == 0
+    queries = ["--input", "pairs.jsonl", "--columns", "{text: query}", "--role", "query", "--output", "q"]
+    assert main([*encode, *queries]) == 0
+    encode_nothing_more(monkeypatch)
+    assert mine(*options, "--query-vectors", "q", "--document-vectors", "[d]") == 0
+    plain, made = (pq.read_table(name).to_pylist() for name in ("plain.parquet", "mined.parquet"))
+    assert [row["negatives"] for row in made] == [row["negatives"] for row in plain]
+    before = sorted((tmp_path / "work").rglob("*"))
+    capsys.readouterr()
+    for given, says in (
+        (["--query-vectors", "d"], "d/manifest.json: field 'role' is 'document', expected 'query'"),
+        (["--document-vectors", "nowhere"], "nowhere/manifest.json: no manifest"),
+        (["--document-vectors", "[d, d]"], "document_vectors must be as many folders as there are models (1)"),
+        (["--document-vectors", "d", "--document-prompt-name", "nope"], "prompt_name"),
+    ):
+        assert mine(*options, *given, "--output", "other.parquet") == 2
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert line.startswith("error: ")
+        assert says in line
+        assert sorted((tmp_path / "work").rglob("*")) == before
 
 
 @pytest.fixture(scope="module")

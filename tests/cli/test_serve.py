@@ -3,6 +3,7 @@ import json
 import pytest
 
 from embeddings.cli.main import main
+from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.helpers.runs import backbone_folder, write_retrieval_folder
 from tests.models.contextual_models import tiny_contextual
@@ -37,7 +38,7 @@ def contextual(tmp_path_factory):
     return str(folder)
 
 
-def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path, capsys):
+def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path, capsys, monkeypatch):
     corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), str(tmp_path / "vectors")
     encode = ["encode", "--model", contextual, "--input", corpus, "--output", vectors, "--precision", "float32"]
     assert main([*encode, "--context", corpus, "--context-size", "3", "--context_seed", "1"]) == 0
@@ -53,6 +54,10 @@ def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path,
         found.append([line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")])
     assert found[0] == found[1] == found[2]
     assert found[0] != found[3]
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "encode_context", lambda *_: pytest.fail("encoded again"))
+        assert main(["search", "--model", contextual, *own, *given, "--precision", "float32", "fox"]) == 0
+    capsys.readouterr()
     before = sorted(tmp_path.rglob("*"))
     assert main(["search", "--model", contextual, *own, "--context", corpus, "--context-size", "3", "fox"]) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]

@@ -8,7 +8,7 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.data import SourceConfig, cache, conversions
-from embeddings.data.cache import cache_folder, open_cached, read_records
+from embeddings.data.cache import cache_folder, open_cached, read_records, record_place
 from embeddings.data.table import ROWS_FILE
 from tests.data.rows import labelled, pairs, write_jsonl
 
@@ -200,6 +200,16 @@ def test_records_are_read_with_all_fields_and_in_the_rows_of_the_table(policy, t
     assert [record.query for record in records] == [cached.table.query(row) for row in range(len(cached.table))]
     assert [record.score for record in records if record.query != "q"] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert len(records) == 5 + (policy == "keep")
+
+
+def test_the_place_of_a_record_is_its_file_and_line(tmp_path):
+    suspect = {"query": "q", "positive": "q"}
+    for name, rows in (("a", [*pairs(2), suspect, *pairs(1, "x ")]), ("b", pairs(2, "y "))):
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    config = SourceConfig("s", [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], suspect_rows="leave_out")
+    cached = open_cached(config, tmp_path / "cache")
+    places = [record_place(config, cached, row).rpartition("/")[2] for row in range(len(cached.table))]
+    assert places == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:4", "b.jsonl:1", "b.jsonl:2"]
 
 
 def test_records_of_a_file_that_is_no_longer_the_converted_one_are_refused(tmp_path):

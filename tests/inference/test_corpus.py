@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from embeddings.common import InputError
+from embeddings.common import InputError, OptionError
 from embeddings.inference.corpus import Document, identifier_field, read_corpus, text_field
 
 
@@ -34,6 +34,17 @@ def test_title_and_text_are_joined_by_a_space(tmp_path):
 def test_rows_without_ids_are_numbered_from_0(tmp_path):
     documents = read_corpus(write(tmp_path / "corpus.jsonl", [{"text": "x"}, {"text": "y"}]))
     assert [document.document_id for document in documents] == ["0", "1"]
+
+
+def test_columns_may_have_other_names(tmp_path):
+    rows = [{"id": "a", "query": "x", "title": "T"}, {"id": "b", "query": "y", "text": "no"}]
+    path = write(tmp_path / "corpus.jsonl", rows)
+    found = list(read_corpus(path, {"text": "query", "_id": "id", "title": "heading"}))
+    assert found == [Document("a", "x"), Document("b", "y")]
+    with pytest.raises(InputError, match=r"corpus\.jsonl:1: field 'answer' is missing"):
+        list(read_corpus(path, {"text": "answer"}))
+    with pytest.raises(OptionError, match="columns must be the column of _id, title or text, got 'query'"):
+        list(read_corpus(path, {"query": "text"}))
 
 
 def test_a_gzipped_corpus_reads_the_same(tmp_path):

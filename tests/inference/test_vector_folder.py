@@ -7,7 +7,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.inference import vector_folder
-from embeddings.inference.context_choice import choose_context
+from embeddings.inference.context_choice import choose_context, draw_context
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import VectorFolder, embedder_sha256, encode_corpus, search_corpus
 from tests.inference.models import some_texts, tiny_embedder
@@ -67,6 +67,28 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(killed_at, corpus, en
     assert content(tmp_path / "resumed") == content(tmp_path / "whole")
 
 
+def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(corpus, encoder, tmp_path, monkeypatch):
+    encode, seen = Encoder.encode, []
+
+    def killed(self, texts, *args, **options):
+        if any(texts):
+            seen.append(self.mini_batch_tokens)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+        return encode(self, texts, *args, **options)
+
+    small, large = encoder.with_mini_batch_tokens(40), encoder.with_mini_batch_tokens(4000)
+    encode_corpus(small, corpus, tmp_path / "whole", shard_size=4)
+    monkeypatch.setattr(Encoder, "encode", killed)
+    with pytest.raises(KeyboardInterrupt):
+        encode_corpus(small, corpus, tmp_path / "resumed", shard_size=4)
+    for resumed in (large, large):
+        encode_corpus(resumed, corpus, tmp_path / "resumed", shard_size=4)
+        assert content(tmp_path / "resumed") == content(tmp_path / "whole")
+    assert seen == [40] * 4
+    assert large.mini_batch_tokens == 4000
+
+
 def test_a_kill_between_documents_and_vectors_leaves_the_shard_open(corpus, encoder, tmp_path, monkeypatch):
     encode_corpus(encoder, corpus, tmp_path / "whole", shard_size=4)
     with monkeypatch.context() as patch:
@@ -102,6 +124,16 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
     with pytest.raises(InputError, match="field 'corpus_sha256' is"):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     assert content(tmp_path / "out") == before
+
+
+def test_queries_are_encoded_with_their_own_prompt_and_length(corpus, encoder, tmp_path):
+    folder = encode_corpus(encoder, corpus, tmp_path / "out", role="query", columns={"title": "none"})
+    expected = encoder.encode(some_texts(11), role="query")
+    np.testing.assert_allclose(np.concatenate(list(folder.vectors())), expected, rtol=0, atol=1e-6)
+    assert np.abs(expected - encoder.encode(some_texts(11), "query", role="document")).max() > 1e-3
+    for option, says in (({}, "'columns' is"), ({"columns": {"title": "none"}}, "'role' is 'query'")):
+        with pytest.raises(InputError, match=f"field {says}"):
+            encode_corpus(encoder, corpus, tmp_path / "out", **option)
 
 
 def test_a_folder_with_something_else_in_it_is_refused(corpus, encoder, tmp_path):
@@ -256,6 +288,17 @@ def test_another_context_is_refused_and_nothing_changes(contextual, corpus, tmp_
         assert content(tmp_path / name) == before
     with pytest.raises(InputError, match="field 'context' is"):
         encode_corpus(contextual, corpus, tmp_path / "with")
+
+
+def test_a_draw_is_compared_with_the_folders_context_and_not_encoded(contextual, corpus, tmp_path, monkeypatch):
+    same, other = (draw_context(contextual, corpus, 3, seed) for seed in (2, 1))
+    encode_corpus(contextual, corpus, tmp_path / "out", shard_size=4, context=choose_context(contextual, corpus, 3, 2))
+    (expected,) = search_corpus(contextual, corpus, ["quick fox"], top_k=3, context=same)
+    monkeypatch.setattr(Encoder, "encode_context", lambda *_: pytest.fail("encoded again"))
+    (hits,) = search_corpus(contextual, tmp_path / "out", ["quick fox"], top_k=3, context=same)
+    assert [hit.document_id for hit in hits] == [hit.document_id for hit in expected]
+    with pytest.raises(InputError, match=r"with 3 documents of seed 2 .* asked for is 3 documents of seed 1"):
+        search_corpus(contextual, tmp_path / "out", ["quick fox"], context=other)
 
 
 def test_the_hash_of_a_contextual_model_follows_both_stages(contextual):

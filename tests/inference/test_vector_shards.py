@@ -64,3 +64,8 @@ def test_a_taken_vector_without_direction_is_named_by_shard_and_row(value, kind,
     shards.take(np.array([24, 22]))
     with pytest.raises(InputError, match=rf"vectors-00002\.npy:3: the vector is {kind}; check its text and the model"):
         shards.take(np.array([59, 23, 0]))
+    if kind.startswith("of length"):
+        np.testing.assert_array_equal(shards.take(np.array([23]), unit=False), vectors[23:24])
+    else:
+        with pytest.raises(InputError, match=kind):
+            shards.take(np.array([23]), unit=False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError
+from embeddings.common.mini_batches import take_texts
 from embeddings.losses import InfoNCE, SurrogateFilter
 from embeddings.losses.masks import CandidateFacts, QueryFacts, is_negative_mask, query_index
 from embeddings.losses.surrogate_filter import surrogate_false_negatives, surrogate_vectors
@@ -103,6 +104,35 @@ def test_the_loss_leaves_out_what_the_filter_names(rule: SurrogateFilter, both: 
     loss = filtered(query, candidate, batch).loss.item()
     assert loss == pytest.approx(dense_loss(query, candidate, batch, rule, both).item(), rel=1e-12)
     assert loss != pytest.approx(InfoNCE(0.1, directions=directions)(query, candidate, batch).loss.item(), rel=1e-3)
+
+
+def permuted(batch: ContrastiveBatch, order_C: Tensor) -> ContrastiveBatch:
+    """The batch with its candidates in another order."""
+    assert batch.surrogate_candidate_CS is not None
+    return replace(
+        batch,
+        candidate=take_texts(batch.candidate, order_C),
+        positive_index_B=torch.argsort(order_C)[batch.positive_index_B],
+        owner_C=batch.owner_C[order_C],
+        candidate_hash_C=batch.candidate_hash_C[order_C],
+        candidate_label_C=batch.candidate_label_C[order_C],
+        surrogate_candidate_CS=batch.surrogate_candidate_CS[order_C],
+    )
+
+
+@pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
+def test_a_query_finds_its_positive_in_whatever_column_it_lies(rule: SurrogateFilter) -> None:
+    batch, order_C = with_surrogates(random_batch(9, 2)), torch.randperm(27, generator=torch.Generator().manual_seed(1))
+    shuffled = permuted(batch, order_C)
+    assert (shuffled.positive_index_B != batch.positive_index_B).all()
+    expected = torch.tensor(loop_reference(batch, rule))
+    assert found_mask(shuffled, rule) == expected[:, order_C].tolist()
+    query, candidate = torch.randn(9, 5, dtype=torch.float64), torch.randn(27, 5, dtype=torch.float64)
+    directions: Any
+    for directions in ("query_to_document", "both"):
+        loss = InfoNCE(0.1, directions=directions, tile_size=2, false_negative_filter=rule)
+        found = loss(query, candidate[order_C], shuffled).loss.item()
+        assert found == pytest.approx(loss(query, candidate, batch).loss.item(), rel=1e-12)
 
 
 def test_planted_duplicates_are_negatives_without_the_filter_and_none_with_it() -> None:

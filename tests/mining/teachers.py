@@ -11,9 +11,12 @@ from embeddings.common.fileio import text_hash
 class Teacher:
     """A text's vector is that of its topic, its first word, and `spread` times one of its own."""
 
-    def __init__(self, name="teacher", spread=0.6, width=16):
+    def __init__(self, name="teacher", spread=0.6, width=16, mini_batch_tokens=64):
         self.name, self.spread, self.embedding_dim = name, spread, width
-        self.dtype, self.mini_batch_tokens = torch.float32, 64
+        self.dtype, self.mini_batch_tokens = torch.float32, mini_batch_tokens
+
+    def with_mini_batch_tokens(self, mini_batch_tokens):
+        return Teacher(self.name, self.spread, self.embedding_dim, mini_batch_tokens)
 
     def encode(self, texts, prompt_name=None, context=None, role=None):
         found = np.empty((len(texts), self.embedding_dim), np.float32)

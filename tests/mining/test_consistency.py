@@ -21,9 +21,9 @@ NUM_ROWS, WIDTH = 50, 4
 
 
 def some_rows():
-    """Records of one, two or three positives, some of which several records share."""
+    """Records of one, two or three positives; records share positives, and queries too."""
     return [
-        {"query": f"q {row}", "positive": [f"d {(row * step) % 37}" for step in range(1, 2 + row % 3)]}
+        {"query": f"q {row % 31}", "positive": [f"d {(row * step) % 37}" for step in range(1, 2 + row % 3)]}
         for row in range(NUM_ROWS)
     ]
 
@@ -61,7 +61,8 @@ def loop_ranks(members, query_ND, vector_of):
     ranks = {}
     for row in members:
         own = max(int(query_ND[row] @ vector_of[text]) for text in rows[row]["positive"])
-        ranks[row] = sum(int(query_ND[row] @ vector_of[text]) > own for text in documents)
+        known = {text for other in rows if other["query"] == rows[row]["query"] for text in other["positive"]}
+        ranks[row] = sum(int(query_ND[row] @ vector_of[text]) > own for text in documents - known)
     return ranks
 
 
@@ -95,6 +96,19 @@ def test_a_text_that_is_its_own_document_elsewhere_is_no_rival(tmp_path):
     rows.append({"query": "q 4", "positive": "  one text\n"})
     vectors = pair_vectors(tmp_path, rows, np.eye(5, WIDTH) + 0.1, lambda _: np.ones(WIDTH))
     assert rank_pairs(vectors, tmp_path / "work").tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("segment_size", [2, 4])
+def test_what_answers_the_same_query_elsewhere_is_no_rival(segment_size, tmp_path):
+    asked = [("one", "a"), (" one", "b"), ("one", "c"), ("two", "d")]
+    rows = [{"query": query, "positive": text} for query, text in asked]
+    # From the nearest to the farthest of every query.
+    angle_of = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}
+    query_ND = np.array([[1.0, 0.0]] * 4)
+    vector_of = {text: np.array([np.cos(angle), np.sin(angle)]) for text, angle in angle_of.items()}
+    vectors = pair_vectors(tmp_path, rows, query_ND, vector_of.__getitem__)
+    found = rank_pairs(vectors, tmp_path / "work", segment_size=segment_size)
+    assert found.tolist() == [0, 0, 0, segment_size - 1]
 
 
 def test_an_equal_vector_in_another_tile_is_a_tie(tmp_path, monkeypatch):

@@ -83,6 +83,8 @@ def test_a_row_without_direction_is_named(value, kind, tmp_path):
         made.rows(np.arange(10, 40))
     with pytest.raises(InputError, match=f"row 5: what it is clustered by is {kind}"):
         unit_features(np.full((1, 4), value, np.float32), np.array([5]))
+    with pytest.raises(InputError, match=f"file:5: what it is clustered by is {kind}"):
+        unit_features(np.full((1, 4), value, np.float32), np.array([5]), "file:{}".format)
 
 
 @pytest.mark.parametrize("svd_dim", [0, 17])

@@ -105,6 +105,18 @@ def test_a_job_is_made_finished_and_then_left_as_it_is(tmp_path):
     assert content(tmp_path / "job") == before
 
 
+def test_the_first_process_decides_a_default_and_the_others_take_it(tmp_path):
+    first = ShardedJob(tmp_path / "job", FIELDS, 1, defaults={"budget": 64})
+    second = ShardedJob(tmp_path / "job", FIELDS, 1, defaults={"budget": 512})
+    assert first.fields["budget"] == second.fields["budget"] == 64
+    second.run(write_letter)
+    second.finish()
+    assert json.loads((tmp_path / "job" / "manifest.json").read_text())["budget"] == 64
+    assert ShardedJob(tmp_path / "job", FIELDS, 1, defaults={"budget": 8}).fields["budget"] == 64
+    with pytest.raises(InputError, match="field 'seed'"):
+        ShardedJob(tmp_path / "job", {**FIELDS, "seed": 4}, 1, defaults={"budget": 64})
+
+
 def test_the_lock_of_finishing_is_there_until_the_job_is_complete(tmp_path, monkeypatch):
     job = ShardedJob(tmp_path, FIELDS, 1)
     job.run(write_letter)

@@ -11,6 +11,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.data import RowDraw, SourceConfig, open_source
+from embeddings.mining.encoded_texts import EncodedTexts
 from embeddings.mining.jobs import ArrayTask
 from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
 from embeddings.mining.negatives import NegativeRules
@@ -36,14 +37,14 @@ def _teachers(monkeypatch):
     know_teachers(monkeypatch)
 
 
-def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), **options):
+def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), load=Teacher, **options):
     path = folder / f"{len(rows)}-pairs.jsonl"
     if not path.exists():
         write_jsonl(path, rows)
     return mine_negatives(
         SourceConfig("pairs", str(path)),
         folder / output,
-        Teachers(models, Teacher),
+        Teachers(models, load),
         rules,
         **{"shard_size": 5, "cache_dir": folder / "cache", **options},
     )
@@ -109,6 +110,16 @@ def test_shard_sizes_tasks_and_kept_vectors_change_no_record(tmp_path):
     for size in (3, 100):
         run(tmp_path, f"{size}.parquet", shard_size=size)
         assert pq.read_table(tmp_path / f"{size}.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
+
+
+def test_tasks_on_other_numbers_of_threads_share_the_work_of_the_first(tmp_path):
+    run(tmp_path, "whole.parquet")
+    few, many = Teacher, partial(Teacher, mini_batch_tokens=512)
+    for index, load in ((1, few), (0, many), (2, many)):
+        run(tmp_path, "parts.parquet", task=ArrayTask(index, 3), load=load)
+    assert outputs(tmp_path, "parts.parquet") == outputs(tmp_path, "whole.parquet")
+    assert run(tmp_path, "parts.parquet", load=many) == run(tmp_path, "parts.parquet", load=few)
+    assert json.loads((tmp_path / "parts.manifest.json").read_text())["mini_batch_tokens"] == [64]
 
 
 def test_a_finished_file_is_left_and_another_input_refused_by_name(tmp_path):
@@ -205,6 +216,19 @@ def test_a_corpus_gives_more_negatives_and_never_the_querys_own_text(tmp_path):
     assert second["negatives"]
 
 
+def test_a_positive_that_the_corpus_holds_behind_a_title_is_never_a_negative(tmp_path):
+    titled = [{"title": row["query"].split()[0], "text": row["positive"]} for row in ROWS]
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [*titled, {"title": "t0", "text": "stranger"}])
+    report = run(tmp_path, "mined.parquet", rules=NegativeRules(43, None), corpus=corpus)
+    assert report.num_documents == 45
+    assert report.removed["own_positive"] == 44
+    for row in pq.read_table(tmp_path / "mined.parquet").to_pylist():
+        (positive,) = row["positive"]
+        assert not {positive, f"{positive.split()[0]} {positive}"} & set(row["negatives"])
+        assert "t0 stranger" in row["negatives"]
+        assert len(row["negatives"]) == 43
+
+
 def test_too_few_documents_leave_nothing_behind(tmp_path):
     with pytest.raises(InputError, match="holds 22 different documents, too few for 22 negatives"):
         run(tmp_path, "deep/mined.parquet", rules=NegativeRules(22, None), vectors=tmp_path / "vectors")
@@ -235,6 +259,11 @@ def test_impossible_search_options_are_refused(options, says):
 def test_teachers_are_one_or_several_different_ones(models):
     with pytest.raises(OptionError, match="must name one model or several different ones"):
         Teachers(models, Teacher)
+
+
+def test_what_is_encoded_already_goes_with_the_models():
+    with pytest.raises(OptionError, match=r"encoded must be as many folders as there are models \(2\), got 1"):
+        Teachers(["a", "b"], Teacher, encoded=[EncodedTexts()])
 
 
 def test_the_manifest_says_what_the_file_is_made_of(tmp_path):

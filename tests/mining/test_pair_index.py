@@ -88,11 +88,48 @@ def test_ranges_follow_one_another():
 @pytest.mark.parametrize("rows", [range(4), range(1, 2), range(2, 4)])
 def test_known_positives_are_those_of_all_rows_with_the_same_query(rows, tmp_path):
     index = index_pairs(source(tmp_path, [*ROWS, {"query": " q0 ", "positive": "z"}]), tmp_path / "index")
-    known = index.known_positives(rows)
+    known = index.known_positives(np.arange(rows.start, rows.stop))
     found = [known.row_P[known.group_P == group].tolist() for group in known.group_Q.tolist()]
     # Documents: a 0, b 1, c 2, q1 3, z 4.
     assert found == [[[0, 1, 3, 4], [0, 1], [2], [0, 1, 3, 4]][row] for row in rows]
     assert len(known.row_P) == sum(map(len, {tuple(rows) for rows in found}))
+
+
+TITLED = [
+    {"title": "T", "text": "a"},
+    {"title": "", "text": "c"},
+    {"title": "U", "text": " a\n"},
+    {"title": "q1", "text": " "},
+    {"title": "V", "text": "b"},
+    {"title": "V", "text": "b"},
+    {"title": "W", "text": "nobody asks"},
+    {"text": "nobody asks"},
+]
+
+
+@pytest.mark.parametrize("block", [1, 3, 1 << 16])
+@pytest.mark.parametrize("part", [1, 1 << 22])
+def test_a_text_behind_a_title_is_known_where_the_text_alone_is_and_the_other_way_round(
+    block, part, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(pair_index, "BLOCK", block)
+    monkeypatch.setattr(pair_index.equal_hashes, "__defaults__", (part,))
+    rows = [*ROWS, {"query": "titled", "positive": "V b"}]
+    index = index_pairs(source(tmp_path, rows), tmp_path / "index", write_jsonl(tmp_path / "corpus.jsonl", TITLED))
+    known = index.known_positives(np.arange(5))
+    found = [
+        {index.document_text(row).strip() for row in known.row_P[known.group_P == group].tolist()}
+        for group in known.group_Q.tolist()
+    ]
+    assert found == [
+        {"a", "b", "q1", "T a", "U  a", "V b"},
+        {"b", "a", "T a", "U  a", "V b"},
+        {"c"},
+        {"a", "b", "q1", "T a", "U  a", "V b"},
+        {"V b", "b"},
+    ]
+    assert len(np.unique(np.stack([known.group_P, known.row_P]), axis=1).T) == len(known.row_P)
+    assert not any(path.suffix == ".bin" for path in (tmp_path / "index").iterdir())
 
 
 def test_a_finished_index_is_opened_and_another_input_refused(tmp_path, monkeypatch):

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.inference import Encoder
+from embeddings.inference import Encoder, encode_corpus
 from embeddings.inference.vector_folder import SHARD_SIZE
+from embeddings.inference.vector_shards import save_vectors
+from embeddings.mining.encoded_texts import EncodedTexts
 from embeddings.mining.jobs import ArrayTask
 from embeddings.mining.pair_vectors import encode_pairs, open_pair_vectors
+from tests.data.rows import write_jsonl
 from tests.inference.models import some_texts, tiny_embedder
 from tests.mining.test_pair_index import source
 
@@ -62,6 +65,29 @@ def test_tasks_and_a_resumed_run_give_the_bytes_of_one_process(encoder, tmp_path
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
+def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(encoder, tmp_path, monkeypatch):
+    pairs = source(tmp_path, ROWS)
+    encode, seen = Encoder.encode, []
+
+    def killed(self, texts, *args, **options):
+        if any(texts):
+            seen.append(self.mini_batch_tokens)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+        return encode(self, texts, *args, **options)
+
+    small, large = encoder.with_mini_batch_tokens(40), encoder.with_mini_batch_tokens(4000)
+    assert encoder.mini_batch_tokens not in (40, 4000)
+    encode_pairs(small, pairs, tmp_path / "whole", shard_size=2)
+    monkeypatch.setattr(Encoder, "encode", killed)
+    with pytest.raises(KeyboardInterrupt):
+        encode_pairs(small, pairs, tmp_path / "parts", shard_size=2)
+    encode_pairs(large, pairs, tmp_path / "parts", shard_size=2)
+    assert len(seen) > 5
+    assert set(seen) == {40}
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+
+
 def test_a_second_model_shares_the_index(encoder, tmp_path):
     pairs = source(tmp_path, ROWS)
     first = encode_pairs(encoder, pairs, tmp_path / "one")
@@ -101,3 +127,64 @@ def test_unfinished_vectors_are_not_opened(encoder, tmp_path):
     manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
     with pytest.raises(InputError, match="'complete' is False"):
         open_pair_vectors(tmp_path / "out", vectors.index)
+
+
+@pytest.fixture
+def folders(encoder, tmp_path):
+    """What `encode` made of the queries and of some documents, one of them no positive."""
+    queries = write_jsonl(tmp_path / "queries.jsonl", [{"question": row["query"]} for row in ROWS[::-1]])
+    texts = [TEXTS[7], "a stranger", TEXTS[11], f" {TEXTS[9]} "]
+    documents = write_jsonl(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
+    encode_corpus(encoder, queries, tmp_path / "q", role="query", columns={"text": "question"}, shard_size=4)
+    encode_corpus(encoder, documents, tmp_path / "d", shard_size=3)
+    return EncodedTexts(tmp_path / "q", tmp_path / "d")
+
+
+def test_texts_that_encode_has_encoded_keep_their_vectors(folders, encoder, tmp_path, monkeypatch):
+    pairs = source(tmp_path, ROWS)
+    plain = encode_pairs(encoder, pairs, tmp_path / "plain", shard_size=4)
+    encode, seen = Encoder.encode, []
+    monkeypatch.setattr(Encoder, "encode", lambda self, *a, **o: (seen.extend(a[0]), encode(self, *a, **o))[1])
+    made = encode_pairs(encoder, pairs, tmp_path / "made", shard_size=4, encoded=folders)
+    assert sorted(text for text in seen if text) == sorted([TEXTS[6], TEXTS[8], TEXTS[10]])
+    for found, expected in ((made.queries(), plain.queries()), (made.documents(), plain.documents())):
+        np.testing.assert_allclose(np.concatenate(list(found)), np.concatenate(list(expected)), atol=1e-6)
+    last = np.load(tmp_path / "q" / "vectors-00001.npy")[1:]
+    np.testing.assert_array_equal(made.query_shards.load(0)[:1], unit(last))
+
+
+def test_tasks_and_a_kill_change_no_byte_of_vectors_that_encode_made(folders, encoder, tmp_path, monkeypatch):
+    pairs = source(tmp_path, ROWS)
+    encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=2, encoded=folders)
+    with monkeypatch.context() as patch:
+        patch.setattr("embeddings.mining.pair_vectors.save_vectors", interrupted_at(5))
+        with pytest.raises(KeyboardInterrupt):
+            encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, encoded=folders, task=ArrayTask(1, 2))
+    with pytest.raises(InputError, match="field 'encoded' is"):
+        encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2)
+    for index in (1, 0):
+        encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, encoded=folders, task=ArrayTask(index, 2))
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+    # What is whole needs no folder any more.
+    encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2)
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+
+
+def interrupted_at(last_call):
+    """`save_vectors`, interrupted at one of its calls."""
+    calls = []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == last_call:
+            raise KeyboardInterrupt
+        save_vectors(*args)
+
+    return interrupted
+
+
+def test_a_folder_of_another_model_leaves_nothing_behind(folders, tmp_path):
+    other = Encoder(tiny_embedder(), precision="float32")
+    with pytest.raises(InputError, match=r"q/manifest.json: field 'model_sha256' is"):
+        encode_pairs(other, source(tmp_path, ROWS), tmp_path / "out", encoded=folders)
+    assert not (tmp_path / "out").exists()

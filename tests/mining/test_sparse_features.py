@@ -76,10 +76,15 @@ def test_few_words_leave_axes_at_zero(tmp_path):
 
 def test_a_row_with_words_on_one_side_has_a_direction_and_one_without_any_is_named(tmp_path):
     rows = [{"query": "up", "positive": "down"}, {"query": "?!", "positive": "up"}, {"query": "?!", "positive": "..."}]
-    made = fitted(open_cached(SourceConfig("s", str(write_jsonl(tmp_path / "s.jsonl", rows)))), svd_dim=2)
+    made_of = open_cached(SourceConfig("s", str(write_jsonl(tmp_path / "s.jsonl", rows))))
+    made = fitted(made_of, svd_dim=2)
     assert made.rows(np.arange(2)).shape == (2, 4)
     with pytest.raises(InputError, match="row 2: what it is clustered by is zero"):
         made.rows(np.arange(3))
+    named = Bm25Features(made_of, svd_dim=2, row_name="file:{}".format)
+    named.use(named.fit())
+    with pytest.raises(InputError, match="file:2: what it is clustered by is zero"):
+        named.rows(np.arange(3))
 
 
 def test_a_source_without_any_word_is_refused(tmp_path):

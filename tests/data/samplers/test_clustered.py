@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -101,6 +101,27 @@ def test_seed_and_epoch_decide_the_batches(make: Maker, order: str) -> None:
     assert list(make(seed=3, order=order)) == list(make(seed=3, order=order))
     assert rows_of(make(seed=3, order=order)) != rows_of(make(seed=4, order=order))
     assert rows_of(make(seed=3, order=order), 0) != rows_of(make(seed=3, order=order), 1)
+
+
+@pytest.mark.parametrize("order", ["nearest", "random"])
+def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(
+    root: Path, order: Literal["nearest", "random"]
+) -> None:
+    folder = str(root / "first")
+    sampler = ClusteredBatchSampler([90, 90], 4, clusters={"left": folder, "right": folder}, order=order)
+    sampler.identify([SourceIdentity(name, "key of first") for name in ("left", "right")])
+    batches = rows_of(sampler)
+    of_side = [[[row % 90 for row in batch] for batch in batches if batch[0] // 90 == side] for side in (0, 1)]
+    left, right = map(sorted, of_side)
+    assert len(left) == len(right) == 22
+    assert left != right
+
+
+def test_another_batch_size_is_packed_anew(make: Maker) -> None:
+    sampler = make(4)
+    assert rows_of(sampler) == rows_of(make(4))
+    sampler.batch_size = 6
+    assert rows_of(sampler) == rows_of(make(6))
 
 
 def test_any_batch_is_found_without_the_ones_before_it(make: Maker) -> None:
