@@ -104,11 +104,17 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
 def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[Record]:
     """The records of a source of pairs as their author wrote them, row by row as its converted form numbers them.
 
-    What converted rows leave out (`score`, `id`, the label's text) is read from the source itself.
+    What converted rows leave out (`score`, `id`, `language`, the label's text) is read from the source itself.
 
     Raises:
         InputError: If the source can no longer be read, or is not what was converted.
     """
+    for _, record in read_located_records(config, cached):
+        yield record
+
+
+def read_located_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
+    """The same, each with its file and row for messages."""
     assert layout(config.conversion) == "records"
     files = (
         []
@@ -118,8 +124,7 @@ def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[Record]
     if not config.is_hub and [{"sha256": file.sha256} for file in files] != cached.inputs:
         raise InputError(f"source {config.name!r}", "its files have changed since the work began", "begin again")
     readers = _readers(config, [file.path for file in files], cached.inputs[0])
-    for _, record in usable_records(config, _with_progress(f"reading {config.name}", readers), Facts()):
-        yield record
+    yield from usable_records(config, _with_progress(f"reading {config.name}", readers), Facts())
     _require_current(files)
 
 
