@@ -24,6 +24,7 @@ def cluster(
     columns: dict[str, str] | None = None,
     suspect_rows: Literal["refuse", "leave_out", "keep"] = "refuse",
     vectors: Path | None = None,
+    negatives: bool = False,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     seed: int = 0,
     shard_size: int = 65_536,
@@ -52,7 +53,9 @@ def cluster(
         columns: Column of a field, for fields whose column has another name.
         suspect_rows: What becomes of records that contradict themselves.
         vectors: Folder of the input's vectors by the same model, written where they are not there yet; by default
-            `OUTPUT.vectors`.
+            `OUTPUT.vectors`. Training reads it as a source's `surrogate_vectors`.
+        negatives: Whether the records' negatives get vectors too, so that training can filter false negatives among
+            them; clusters are the same either way.
         precision: Format of matrix products of the model.
         seed: Decides every random choice.
         shard_size: Records that are assigned at once.
@@ -86,6 +89,8 @@ def cluster(
         raise OptionError("model", None, "must be given", "name a model directory, or use --features bm25")
     if features == "bm25" and (model is not None or vectors is not None):
         raise OptionError("features", features, "uses neither model nor vectors", "leave them out")
+    if features == "bm25" and negatives:
+        raise OptionError("negatives", True, "has no effect on words, which need no vectors", "leave it out")
     load_faiss(gpu)
     source = open_cached(SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows))
     settings.resolve_num_clusters(len(source.table))
@@ -97,7 +102,7 @@ def cluster(
 
             made: PairFeatures = Bm25Features(source, svd_dim, seed)
         else:
-            made = _vector_features(model, precision, svd_dim, source, folder, seed, task)
+            made = _vector_features(model, precision, svd_dim, source, folder, negatives, seed, task)
         found = cluster_pairs(made, source, output, settings, task)
     if found is None:
         print(f"this task's part of {output} is done; other tasks have rows to assign yet")
@@ -111,6 +116,7 @@ def _vector_features(
     svd_dim: int | None,
     source: "CachedSource",
     folder: Path,
+    negatives: bool,
     seed: int,
     task: "ArrayTask",
 ) -> "PairFeatures":
@@ -121,4 +127,4 @@ def _vector_features(
 
     encoder = Encoder.from_pretrained(model, precision=precision, show_progress=True)
     check_svd_dim(svd_dim, encoder.embedding_dim)
-    return VectorFeatures(encode_pairs(encoder, source, folder, task=task), svd_dim, seed)
+    return VectorFeatures(encode_pairs(encoder, source, folder, negatives=negatives, task=task), svd_dim, seed)

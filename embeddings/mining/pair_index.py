@@ -1,7 +1,7 @@
-"""Which documents a source of pairs has: each text once, numbered by first appearance, with its pairs' positives."""
+"""Which documents a source of pairs has: each text once, numbered by first appearance, and which are whose."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -43,8 +43,9 @@ class KnownPositives(NamedTuple):
 class PairIndex:
     """Queries and documents of a source of pairs, by row.
 
-    A query is a row of the source. A document is a text that is the positive of some row, or a text of the extra
-    corpus; texts that are equal but for outer white space are one document. Everything stays on disk.
+    A query is a row of the source. A document is a text that is the positive of some row, or its negative where these
+    were asked for, or a text of the extra corpus; texts that are equal but for outer white space are one document.
+    Everything stays on disk.
 
     Attributes:
         folder: Where the index lies.
@@ -53,6 +54,8 @@ class PairIndex:
         num_documents: Different texts.
         positive_offsets: The positives of query `i` are entries `offsets[i]` to `offsets[i + 1]`, (rows + 1,) int64.
         positive_rows: Documents, (entries,) int32, or int64 where there are more than 2^31.
+        negative_offsets: The same of the negatives, in the rows' order; None where these are no documents.
+        negative_rows: Their documents, or None.
         document_hashes: `text_hash` of each document, (documents,) int64.
         query_hashes: `text_hash` of each query, (rows,) int64.
 
@@ -67,6 +70,9 @@ class PairIndex:
         self.num_documents: int = self.fields["num_documents"]
         self.positive_offsets: Int64s = self._mapped("positive_offsets")
         self.positive_rows: npt.NDArray[Any] = self._mapped("positive_rows")
+        with_negatives = bool(self.fields.get("negatives"))
+        self.negative_offsets: Int64s | None = self._mapped("negative_offsets") if with_negatives else None
+        self.negative_rows: npt.NDArray[Any] | None = self._mapped("negative_rows") if with_negatives else None
         self.document_hashes: Int64s = self._mapped("document_hashes")
         self.query_hashes: Int64s = self._mapped("query_hashes")
         self._entries: Int64s = self._mapped("document_entries")
@@ -82,8 +88,9 @@ class PairIndex:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What tells this index from others, for manifests: the source's content key and the corpus's hash."""
-        return {name: self.fields[name] for name in ("source_key", "corpus_sha256")}
+        """What tells this index from others, for manifests: the source's content key, and which documents it has."""
+        # Indices of before negatives could be documents do not say that theirs are none.
+        return {name: self.fields.get(name) for name in ("source_key", "corpus_sha256", "negatives")}
 
     def positives(self, query: int) -> npt.NDArray[Any]:
         """The documents that are a query's positives, in the row's order."""
@@ -95,12 +102,16 @@ class PairIndex:
 
     def document_text(self, document: int) -> str:
         """The text of a document, as it first appeared."""
-        entry = int(self._entries[document])
-        if entry >= len(self.positive_rows):
-            assert self._corpus is not None
-            return self._corpus.query(entry - len(self.positive_rows))
-        row = int(np.searchsorted(self.positive_offsets, entry, side="right")) - 1
-        return self.source.table.positives(row)[entry - int(self.positive_offsets[row])]
+        table, entry = self.source.table, int(self._entries[document])
+        for offsets, texts_of in ((self.positive_offsets, table.positives), (self.negative_offsets, table.negatives)):
+            if offsets is None:
+                continue
+            if entry < offsets[-1]:
+                row = int(np.searchsorted(offsets, entry, side="right")) - 1
+                return texts_of(row)[entry - int(offsets[row])]
+            entry -= int(offsets[-1])
+        assert self._corpus is not None
+        return self._corpus.query(entry)
 
     def known_positives(self, queries: range) -> KnownPositives:
         """All documents that some row of the source names as a positive of the same query text.
@@ -118,7 +129,10 @@ class PairIndex:
 
 
 def index_pairs(
-    source: CachedSource, folder: str | os.PathLike[str], corpus: str | os.PathLike[str] | None = None
+    source: CachedSource,
+    folder: str | os.PathLike[str],
+    corpus: str | os.PathLike[str] | None = None,
+    negatives: bool = False,
 ) -> PairIndex:
     """Number the documents of a source of pairs; an index that is there already is opened.
 
@@ -130,25 +144,36 @@ def index_pairs(
         folder: The folder to make, whole or not at all.
         corpus: A file of more documents (`text`, and `title` where there is one), or None. Its empty texts are left
             out.
+        negatives: Whether the rows' negatives are documents too, after the positives and before the corpus.
 
     Raises:
-        InputError: If the source's rows are no pairs, the corpus cannot be used, or the folder holds another index.
+        InputError: If the source's rows are no pairs, none has the negatives asked for, the corpus cannot be used, or
+            the folder holds another index.
     """
     target = Path(folder)
     if source.classes is not None:
         raise InputError(str(source.folder), "the source holds labelled texts, no pairs", "use conversion: pairs")
     corpus_sha256 = file_sha256(corpus) if corpus is not None else None
-    key = {"kind": "pair_index", "source_key": source.folder.name, "corpus_sha256": corpus_sha256}
+    key = {
+        "kind": "pair_index",
+        "source_key": source.folder.name,
+        "corpus_sha256": corpus_sha256,
+        "negatives": True if negatives else None,
+    }
     if target.exists():
         check_manifest(target, key)
         return PairIndex(target, source)
     with staged_folder(target) as stage:
         hashes = stage / "hashes.bin"
         with open(hashes, "wb") as file:
-            num_positives = _write_rows(source.table, stage, file)
+            sizes = {"positive": _write_rows(source.table, stage, file)}
+            if negatives:
+                sizes["negative"] = _write_texts(source.table.negatives, len(source.table), stage / "negative", file)
+                if not sizes["negative"]:
+                    raise InputError(str(source.folder), "no row has negatives", "leave out the option negatives")
             if corpus is not None:
                 write_table(stage, _hashed_corpus(Path(corpus), file))
-        num_documents = _write_documents(stage, hashes, num_positives)
+        num_documents = _write_documents(stage, hashes, sizes)
         write_manifest(
             stage,
             {**key, "num_queries": len(source.table), "num_documents": num_documents},
@@ -163,20 +188,9 @@ def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
     rows sorted so that these are neighbours, `query_slots` where a row's neighbours begin and end there).
     """
     create = partial(open_memmap, mode="w+", dtype=np.int64)
-    offsets = create(stage / "positive_offsets.npy", shape=(len(table) + 1,))
     query_hashes = create(stage / "query_hashes.npy", shape=(len(table),))
-    total = 0
-    for start in range(0, len(table), BLOCK):
-        stop = min(start + BLOCK, len(table))
-        counts, found = np.empty(stop - start, np.int64), []
-        for row in range(start, stop):
-            positives = table.positives(row)
-            query_hashes[row] = text_hash(table.query(row))
-            counts[row - start] = len(positives)
-            found += [text_hash(text) for text in positives]
-        offsets[start + 1 : stop + 1] = total + np.cumsum(counts)
-        total += len(found)
-        np.array(found, np.int64).tofile(hashes)
+    for row in range(len(table)):
+        query_hashes[row] = text_hash(table.query(row))
     order = create(stage / "query_order.npy", shape=(len(table),))
     slots = create(stage / "query_slots.npy", shape=(len(table), 2))
     done = 0
@@ -186,6 +200,23 @@ def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
         group_n = np.cumsum(is_first_n) - 1
         slots[row_n] = np.stack([edges[group_n], edges[group_n + 1]], axis=1)
         done += len(row_n)
+    return _write_texts(table.positives, len(table), stage / "positive", hashes)
+
+
+def _write_texts(texts_of: Callable[[int], list[str]], num_rows: int, path: Path, hashes: IO[bytes]) -> int:
+    """Write where the texts of each row begin (`PATH_offsets.npy`), and their hashes; returns their number."""
+    offsets = open_memmap(path.with_name(f"{path.name}_offsets.npy"), "w+", np.int64, (num_rows + 1,))
+    total = 0
+    for start in range(0, num_rows, BLOCK):
+        stop = min(start + BLOCK, num_rows)
+        counts, found = np.empty(stop - start, np.int64), []
+        for row in range(start, stop):
+            texts = texts_of(row)
+            counts[row - start] = len(texts)
+            found += [text_hash(text) for text in texts]
+        offsets[start + 1 : stop + 1] = total + np.cumsum(counts)
+        total += len(found)
+        np.array(found, np.int64).tofile(hashes)
     return total
 
 
@@ -205,8 +236,17 @@ def _hashed_corpus(path: Path, hashes: IO[bytes]) -> Iterator[StoredRow]:
         logger.warning("%s: %d documents without text are left out", path, left_out)
 
 
-def _write_documents(stage: Path, hashes_path: Path, num_positives: int) -> int:
-    """Write the document of each positive, and the hash and entry of each document; returns their number."""
+def _write_documents(stage: Path, hashes_path: Path, sizes: dict[str, int]) -> int:
+    """Write the document of each positive and negative, and the hash and entry of each document.
+
+    Args:
+        stage: The folder to write in.
+        hashes_path: The hashes of all entries; the file is removed.
+        sizes: Number of entries by kind, `positive` first and then `negative`; those of the corpus come after them.
+
+    Returns:
+        The number of documents.
+    """
     total = hashes_path.stat().st_size // 8
     hash_E: Int64s = np.memmap(hashes_path, np.int64, "r", shape=(total,))
     scratch = {name: stage / f"{name}.bin" for name in ("first", "number")}
@@ -217,7 +257,7 @@ def _write_documents(stage: Path, hashes_path: Path, num_positives: int) -> int:
     num_documents = sum(int(np.count_nonzero(first_E[start:stop] == np.arange(start, stop))) for start, stop in blocks)
     width = np.int32 if num_documents <= np.iinfo(np.int32).max else np.int64
     create = partial(open_memmap, mode="w+")
-    rows_P = create(stage / "positive_rows.npy", dtype=width, shape=(num_positives,))
+    kinds = [create(stage / f"{kind}_rows.npy", dtype=width, shape=(size,)) for kind, size in sizes.items()]
     hash_D = create(stage / "document_hashes.npy", dtype=np.int64, shape=(num_documents,))
     entry_D = create(stage / "document_entries.npy", dtype=np.int64, shape=(num_documents,))
     done = 0
@@ -229,7 +269,12 @@ def _write_documents(stage: Path, hashes_path: Path, num_positives: int) -> int:
         entry_D[done:end] = start + np.flatnonzero(new_B)
         hash_D[done:end] = hash_E[start:stop][new_B]
         # A text's first entry never lies behind it, so its number is known by now.
-        rows_P[start:stop] = number_E[first_B][: max(0, num_positives - start)]
+        rows_B, first = number_E[first_B], 0
+        for rows_P in kinds:
+            begin, last = max(start, first), min(stop, first + len(rows_P))
+            if begin < last:
+                rows_P[begin - first : last - first] = rows_B[begin - start : last - start]
+            first += len(rows_P)
         done = end
     for path in (hashes_path, *scratch.values()):
         path.unlink()

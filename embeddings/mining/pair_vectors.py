@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.directions import require_directions
+from embeddings.common.directions import CHECKED, require_directions
 from embeddings.common.errors import OptionError
 from embeddings.common.fileio import check_manifest
 from embeddings.common.text import TextRole
@@ -80,6 +80,7 @@ def encode_pairs(
     *,
     index: PairIndex | None = None,
     corpus: str | os.PathLike[str] | None = None,
+    negatives: bool = False,
     query_prompt_name: str | None = None,
     document_prompt_name: str | None = None,
     shard_size: int = SHARD_SIZE,
@@ -97,6 +98,7 @@ def encode_pairs(
         folder: The folder to write: `index/`, `queries/` and `documents/`.
         index: The source's index where it is there already, as for a second model; None to make `index/`.
         corpus: A file of more documents (see `index_pairs`), or None; belongs to the index.
+        negatives: Whether the rows' negatives are documents too (see `index_pairs`); belongs to the index.
         query_prompt_name: Prompt put before each query, None for the model's `query` prompt if it has one.
         document_prompt_name: The same for documents.
         shard_size: Vectors of a shard: what a kill costs at most.
@@ -109,12 +111,13 @@ def encode_pairs(
     """
     if shard_size < 1:
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
-    if index is not None and corpus is not None:
-        raise OptionError("corpus", str(corpus), "belongs to the index, which is there already", "give one of them")
+    for name, value in (("corpus", corpus), ("negatives", negatives or None)):
+        if index is not None and value is not None:
+            raise OptionError(name, str(value), "belongs to the index, which is there already", "give one of them")
     # A prompt that the model does not have is found before anything is written.
     encoder.encode([""], query_prompt_name, role="query")
     encoder.encode([""], document_prompt_name, role="document")
-    index = index or index_pairs(source, Path(folder) / "index", corpus)
+    index = index or index_pairs(source, Path(folder) / "index", corpus, negatives)
     model = {
         **index.key,
         "model_sha256": embedder_sha256(encoder),
@@ -134,7 +137,8 @@ def encode_pairs(
         job = ShardedJob(shards.folder, fields, shards.num_shards, stem="vectors")
         make = partial(_encode_shard, encoder, index, shards, role, prompt_name)
         job.run(make, task, take_over=True)
-        job.finish()
+        # Each shard's vectors were checked as it was made, so training need not read them through.
+        job.finish(lambda: {CHECKED: True})
         made.append(shards)
     return PairVectors(index, *made)
 
