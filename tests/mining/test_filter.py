@@ -173,8 +173,8 @@ def mixed_source(folder):
     return SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows))), rows
 
 
-def by_language(config, output, task=None):
-    rules = FilterRules(top_k=2, segment_size=3, segment_by="language")
+def by_language(config, output, task=None, segment_size=3):
+    rules = FilterRules(top_k=2, segment_size=segment_size, segment_by="language")
     return filter_pairs(config, output, rules, encoder=Encoder(tiny_embedder(), precision="float32"), task=task)
 
 
@@ -184,7 +184,7 @@ def test_records_of_one_language_are_rivals_of_each_other_alone(tmp_path, monkey
     encoder = Encoder(tiny_embedder(), precision="float32")
     report = filter_pairs(config, tmp_path / "whole.parquet", FilterRules(top_k=2), encoder=encoder)
     assert report.removed["inconsistent"] == 4
-    report = by_language(config, tmp_path / "parted.parquet")
+    report = by_language(config, tmp_path / "parted.parquet", segment_size=100)
     assert report.removed == {"copies": 0, "inconsistent": 0}
     # The languages are there for the next job over the records.
     assert [row["language"] for row in pq.read_table(report.output).to_pylist()] == [row["language"] for row in rows]
