@@ -28,6 +28,7 @@ def cluster(
     vectors: Path | None = None,
     query_vectors: Path | None = None,
     document_vectors: Path | None = None,
+    negatives: bool = False,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     seed: int = 0,
     shard_size: int = 65_536,
@@ -56,10 +57,12 @@ def cluster(
         columns: Column of a field, for fields whose column has another name.
         suspect_rows: What becomes of records that contradict themselves.
         vectors: Folder of the input's vectors by the same model, written where they are not there yet; by default
-            `OUTPUT.vectors`.
+            `OUTPUT.vectors`. Training reads it as a source's `surrogate_vectors`.
         query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it by their text
             are not encoded again.
         document_vectors: The same of documents.
+        negatives: Whether the records' negatives get vectors too, so that training can filter false negatives among
+            them; clusters are the same either way.
         precision: Format of matrix products of the model.
         seed: Decides every random choice.
         shard_size: Records that are assigned at once.
@@ -95,6 +98,8 @@ def cluster(
     encoded = EncodedTexts(query_vectors, document_vectors)
     if features == "bm25" and (model is not None or vectors is not None or encoded != EncodedTexts()):
         raise OptionError("features", features, "uses neither model nor vectors", "leave them out")
+    if features == "bm25" and negatives:
+        raise OptionError("negatives", True, "has no effect on words, which need no vectors", "leave it out")
     load_faiss(gpu)
     config = SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows)
     source = open_cached(config)
@@ -108,7 +113,7 @@ def cluster(
 
             made: PairFeatures = Bm25Features(source, svd_dim, seed, row_name)
         else:
-            made = _vector_features(model, precision, svd_dim, source, folder, encoded, seed, task, row_name)
+            made = _vector_features(model, precision, svd_dim, source, folder, encoded, negatives, seed, task, row_name)
         found = cluster_pairs(made, source, output, settings, task)
     if found is None:
         print(f"this task's part of {output} is done; other tasks have rows to assign yet")
@@ -123,6 +128,7 @@ def _vector_features(
     source: "CachedSource",
     folder: Path,
     encoded: "EncodedTexts",
+    negatives: bool,
     seed: int,
     task: "ArrayTask",
     row_name: "RowName",
@@ -134,5 +140,5 @@ def _vector_features(
 
     encoder = Encoder.from_pretrained(model, precision=precision, show_progress=True)
     check_svd_dim(svd_dim, encoder.embedding_dim)
-    vectors = encode_pairs(encoder, source, folder, encoded=encoded, task=task)
+    vectors = encode_pairs(encoder, source, folder, negatives=negatives, encoded=encoded, task=task)
     return VectorFeatures(vectors, svd_dim, seed, row_name)

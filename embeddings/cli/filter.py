@@ -14,6 +14,7 @@ def filter_records(
     model: str | None = None,
     top_k: int | None = None,
     segment_size: int = 1_000_000,
+    segment_by: Literal["source", "language"] = "source",
     remove_copies: bool = True,
     near_duplicates: float | None = None,
     shingle: Literal["word", "character"] = "word",
@@ -34,7 +35,8 @@ def filter_records(
     """Keep the training records that are worth training on; the same line resumes after a kill.
 
     The rules, in this order: copies, near-copies, records equal or similar to evaluation texts, and records whose query
-    has other documents nearer to it than its own. Input is one source, such as one language.
+    has other documents nearer to it than its own. Input is one source; where it holds several languages, records of one
+    are compared with each other alone with `--segment-by language`.
 
     Args:
         input: A file, a glob, a list of these, or `hub:organisation/name`, of records with `query` and `positive`.
@@ -42,6 +44,8 @@ def filter_records(
         model: A model directory or Hub id that judges consistency; no model, no such rule.
         top_k: Keep a pair whose document is among this many nearest to its query; 2 where a model is given.
         segment_size: Records that are compared with each other for consistency.
+        segment_by: Compare records of the whole source, or those of one `language` (a field that every record then has;
+            `--columns {language: lang}` where its column has another name).
         remove_copies: Whether a record with an earlier one's query and positives goes.
         near_duplicates: Similarity from which query and positives are those of an earlier record, 0.5 to 1.
         shingle: Compare near-copies by runs of 3 words, or of 5 characters (languages without spaces).
@@ -71,10 +75,11 @@ def filter_records(
 
     task = ArrayTask.resolve(task_index, num_tasks)
     top_k = 2 if model is not None and top_k is None else top_k
-    rules = FilterRules(remove_copies, near_duplicates, shingle, top_k, segment_size, seed)
-    if model is None and any(given is not None for given in (top_k, vectors, query_vectors, document_vectors)):
-        rule = "must be given for top_k and vectors to take effect"
+    given = (top_k, vectors, query_vectors, document_vectors)
+    if model is None and (segment_by != "source" or any(value is not None for value in given)):
+        rule = "must be given for top_k, segment_by and vectors to take effect"
         raise OptionError("model", None, rule, "name a model directory")
+    rules = FilterRules(remove_copies, near_duplicates, shingle, top_k, segment_size, seed, segment_by)
     if decontaminate is None and bm25_threshold is not None:
         rule = "needs evaluation texts to compare with"
         raise OptionError("bm25_threshold", bm25_threshold, rule, "give --decontaminate FOLDER")

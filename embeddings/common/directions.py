@@ -7,6 +7,8 @@ from embeddings.common.errors import InputError
 
 # Of the squared length, after rounding to float32.
 UNIT_TOLERANCE = 1e-3
+# What a manifest says of a folder whose every vector was checked before it was written.
+CHECKED = "directions_checked"
 
 
 def require_directions(

@@ -105,12 +105,12 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
 def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[Record]:
     """The records of a source of pairs as their author wrote them, row by row as its converted form numbers them.
 
-    What converted rows leave out (`score`, `id`, the label's text) is read from the source itself.
+    What converted rows leave out (`score`, `id`, `language`, the label's text) is read from the source itself.
 
     Raises:
         InputError: If the source can no longer be read, or is not what was converted.
     """
-    for _, record in _read(config, cached):
+    for _, record in read_located_records(config, cached):
         yield record
 
 
@@ -120,10 +120,11 @@ def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
     Raises:
         InputError: If the source can no longer be read, or is not what was converted.
     """
-    return next(islice(_read(config, cached), row, None))[0]
+    return next(islice(read_located_records(config, cached), row, None))[0]
 
 
-def _read(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
+def read_located_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
+    """The records as `read_records` gives them, each with its file and row for messages."""
     assert layout(config.conversion) == "records"
     files = (
         []

@@ -76,10 +76,15 @@ class ContrastiveCollator:
             return None, None
         query_BS = torch.full((len(examples), self.surrogate_width), math.nan)
         candidate_CS = torch.full((num_candidates, self.surrogate_width), math.nan)
+        first = len(examples)
         for row, (example, choice) in enumerate(zip(examples, chosen, strict=True)):
+            last = first + min(len(example.negatives), self.num_negatives)
             if example.surrogate_query is not None and example.surrogate_positives is not None:
                 query_BS[row] = torch.tensor(example.surrogate_query)
                 candidate_CS[row] = torch.tensor(example.surrogate_positives[choice])
+            if example.surrogate_negatives is not None:
+                candidate_CS[first:last] = torch.tensor(example.surrogate_negatives(last - first))
+            first = last
         return query_BS, candidate_CS
 
 

@@ -109,6 +109,9 @@ class EmbeddingDataModule(LightningDataModule):
         self.setup()
         self._plan()
         warn_of_unnamed_prompts(self.text, self.sources)
+        if self.num_negatives:
+            for source in self.mixture.sources:
+                source.warn_of_unscored_negatives()
 
     def setup(self, stage: str | None = None) -> None:
         """Open the converted sources, once."""

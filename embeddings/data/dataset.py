@@ -1,6 +1,7 @@
 """One source as a data set of examples."""
 
 import os
+from functools import partial
 
 from embeddings.common.errors import InputError
 from embeddings.common.log import logger
@@ -76,6 +77,18 @@ class SourceDataset:
         """Width of the surrogate's vectors, S, or None where the source has none."""
         return None if self._surrogates is None else self._surrogates.width
 
+    def warn_of_unscored_negatives(self) -> None:
+        """Say so where hard negatives have no vectors by the surrogate, so that a filter leaves them where they are."""
+        if self._surrogates is None or self._surrogates.has_negatives:
+            return
+        if any(levels.size for levels in self.cached.table.negative_levels()):
+            logger.warning(
+                "source %s: its hard negatives have no vectors in %s, so a filter of false negatives leaves those of "
+                "other queries in; encode them too (`cluster --negatives true`)",
+                self.config.name,
+                self._surrogates.folder,
+            )
+
     def __getitem__(self, entry: RowDraw) -> Example:
         """The example of a row of this source; `source` is 0."""
         index = self._stored_index(entry.row)
@@ -100,6 +113,11 @@ class SourceDataset:
             in_batch_negatives=self.config.in_batch_negatives,
             surrogate_query=None if self._surrogates is None else self._surrogates.query(index),
             surrogate_positives=None if self._surrogates is None else self._surrogates.positives(index),
+            surrogate_negatives=(
+                partial(self._surrogates.negatives, index)
+                if self._surrogates is not None and self._surrogates.has_negatives
+                else None
+            ),
         )
 
     def _stored_index(self, row: int) -> int:

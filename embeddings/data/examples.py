@@ -1,5 +1,6 @@
 """What samplers ask for and what data sets answer with: the contract inside the data floor."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ class Example:
         in_batch_negatives: Whether other queries' candidates may serve as negatives.
         surrogate_query: Vector of the query by another model, (S,) float32, or None where the source has none.
         surrogate_positives: The same of each positive, (P, S) float32.
+        surrogate_negatives: Gives the same of the first n negatives, (n, S) float32; None where they have none.
     """
 
     row: int
@@ -60,3 +62,4 @@ class Example:
     in_batch_negatives: bool = True
     surrogate_query: npt.NDArray[np.float32] | None = field(default=None, compare=False)
     surrogate_positives: npt.NDArray[np.float32] | None = field(default=None, compare=False)
+    surrogate_negatives: Callable[[int], npt.NDArray[np.float32]] | None = field(default=None, compare=False)

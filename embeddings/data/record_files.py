@@ -61,6 +61,7 @@ def record_schema(graded: bool) -> pa.Schema:
             ("label", pa.string()),
             ("score", pa.float64()),
             ("id", pa.string()),
+            ("language", pa.string()),
         ]
     )
 
@@ -81,4 +82,5 @@ def _fields(record: Record, graded: bool) -> dict[str, Any]:
         "label": record.label,
         "score": record.score,
         "id": record.id,
+        "language": record.language,
     }

@@ -9,7 +9,7 @@ from embeddings.common.errors import InputError
 from embeddings.data.examples import Negative
 
 NUM_LEVELS = 4
-RECORD_FIELDS = ("query", "positive", "negatives", "instruction", "label", "score", "id")
+RECORD_FIELDS = ("query", "positive", "negatives", "instruction", "label", "score", "id", "language")
 LABELLED_FIELDS = ("text", "label")
 SCORED_FIELDS = ("sentence1", "sentence2", "score")
 
@@ -26,6 +26,7 @@ class Record:
         score: How relevant the positive is, in the source's own unit, or None.
         id: The source's own name of the record, or None.
         instruction: What this query is for, in place of the source's instruction, or None.
+        language: What language its texts are in, as the source calls it, or None.
     """
 
     query: str
@@ -35,6 +36,7 @@ class Record:
     score: float | None = None
     id: str | None = None
     instruction: str | None = None
+    language: str | None = None
 
     @property
     def suspicion(self) -> str | None:
@@ -68,9 +70,9 @@ class ScoredPair(NamedTuple):
 def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Record:
     """The record that a row holds. Columns that are not asked for are ignored.
 
-    A missing or null `negatives`, `instruction`, `label`, `score` or `id` means that there is none, unless `columns`
-    maps the field: a mapping that finds no column is refused, and a column that another field is mapped to is that
-    field's alone. Negatives with levels come out hardest first, in the row's order within a level.
+    A missing or null `negatives`, `instruction`, `label`, `score`, `id` or `language` means that there is none, unless
+    `columns` maps the field: a mapping that finds no column is refused, and a column that another field is mapped to is
+    that field's alone. Negatives with levels come out hardest first, in the row's order within a level.
 
     Args:
         fields: The row by column name.
@@ -88,8 +90,9 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
         negatives=row.negatives(row.optional("negatives")),
         label=None if (label := row.optional("label")) is None else row.label(label),
         score=None if (score := row.optional("score")) is None else row.number("score", score),
-        id=None if (name := row.optional("id")) is None else row.identifier(name),
+        id=None if (name := row.optional("id")) is None else row.identifier("id", name),
         instruction=None if (text := row.optional("instruction")) is None else row.text("instruction", text),
+        language=None if (name := row.optional("language")) is None else row.identifier("language", name),
     )
 
 
@@ -204,9 +207,9 @@ class _Row:
             raise self.fault(f"{name} is {shown}, expected a finite number", "give it a number, or leave the row out")
         return float(value)
 
-    def identifier(self, value: Any) -> str:
+    def identifier(self, name: str, value: Any) -> str:
         """A text, or a whole number as text."""
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else self.text("id", value)
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else self.text(name, value)
 
     def fault(self, what: str, fix: str) -> InputError:
         """The error of this row."""

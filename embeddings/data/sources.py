@@ -31,7 +31,8 @@ class SourceConfig:
     """One source of training data: where it lies, how its rows become examples, and which prompts they carry.
 
     Conversions:
-        pairs: Records with `query`, `positive`, and maybe `negatives`, `instruction`, `label`, `score`, `id`.
+        pairs: Records with `query`, `positive`, and maybe `negatives`, `instruction`, `label`, `score`, `id`,
+            `language`.
         class_by_example: Rows `text`, `label`. A random text of the same class is the positive, random texts of other
             classes are the negatives, drawn anew each epoch (NV-Embed: multi-class classification and clustering).
         class_by_label: The same rows; the label's text is the positive, other labels' texts are the negatives.
@@ -69,7 +70,8 @@ class SourceConfig:
             is the query itself: refuse the source at the first, leave such rows out, or keep them (the losses mask
             such negatives; a positive that is the query is told from it by dropout alone).
         surrogate_vectors: Folder of another model's vectors of this source's pairs, for a loss that filters false
-            negatives by them; hard negatives have none. Environment variables are filled in.
+            negatives by them; `cluster --vectors` writes it, hard negatives included with `--negatives true`.
+            Environment variables are filled in.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.

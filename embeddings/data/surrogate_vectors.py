@@ -1,58 +1,75 @@
 """Vectors of a source's pairs by another model, as the jobs over a corpus leave them, read row by row in training."""
 
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
-from embeddings.common.directions import UNIT_TOLERANCE, require_directions
+from embeddings.common.directions import CHECKED, UNIT_TOLERANCE, require_directions
 from embeddings.common.errors import InputError
 from embeddings.common.fileio import check_manifest
 
 # Files that a process holds mapped at once: a system allows some 65,000 maps, and large sources have more shards.
 _MAPPED_SHARDS = 512
+_CHECKED_ROWS = 8192
+_PROGRESS_DELAY_SECONDS = 2.0
 _FIX = "encode the pairs of this source again"
 
 Vectors = npt.NDArray[np.float32]
 
 
 class SurrogateVectors:
-    """The unit vectors of a source's queries and positives, memory-mapped.
+    """The unit vectors of a source's queries, positives and, where they were encoded too, negatives, memory-mapped.
 
-    The folder holds `index/` (which documents are whose positives), `queries/` and `documents/` (shards of vectors).
-    It travels to another process by its name and is opened there again. Opening reads the header of every shard, some
-    0.1 ms each; a vector is checked when it is read, 1 microsecond each, so that no shard is read for one row's sake.
+    The folder holds `index/` (which documents are whose positives and negatives), `queries/` and `documents/` (shards
+    of vectors). It travels to another process by its name and is opened there again.
+
+    Opening reads the header of every shard, some 0.1 ms each, and all vectors of the shards that nobody vouches for:
+    the manifest says that the job checked each vector before writing it, and a shard that is as new as the manifest, or
+    one of a folder made otherwise, is read through once. A vector is checked again when it is drawn, 1 microsecond.
 
     Args:
         folder: The folder of the vectors.
         source_key: Content key of the source they must be of (the name of its converted folder).
+        check_vectors: Whether to read such shards; False where another process of the run has.
 
     Raises:
-        InputError: If the folder is of another source, not complete, or damaged; later, at a vector that is zero, not
-            finite or not of unit length. The message names the shard and the row in it.
+        InputError: If the folder is of another source, not complete, or damaged, or a vector is zero, not finite or not
+            of unit length. The message names the shard and the row in it.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], source_key: str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], source_key: str, check_vectors: bool = True) -> None:
         self.folder, self.source_key = Path(folder), source_key
-        check_manifest(self.folder / "index", {"kind": "pair_index", "source_key": source_key})
-        self._offsets = _mapped(self.folder / "index" / "positive_offsets.npy")
-        self._documents = _mapped(self.folder / "index" / "positive_rows.npy")
+        index = self.folder / "index"
+        fields = check_manifest(index, {"kind": "pair_index", "source_key": source_key})
+        self._positives = _Entries.of(index, "positive")
+        self._negatives = _Entries.of(index, "negative") if fields.get("negatives") else None
         self._query_shards = _Shards(self.folder / "queries", "query vectors", source_key)
         self._document_shards = _Shards(self.folder / "documents", "document vectors", source_key)
         if self._query_shards.width != self._document_shards.width:
             raise InputError(str(self.folder), "queries and documents are not of one width", _FIX)
+        if check_vectors:
+            self._query_shards.check()
+            self._document_shards.check()
 
-    def __reduce__(self) -> tuple[type["SurrogateVectors"], tuple[Path, str]]:
-        """The folder and the key alone."""
-        return SurrogateVectors, (self.folder, self.source_key)
+    def __reduce__(self) -> tuple[type["SurrogateVectors"], tuple[Path, str, bool]]:
+        """The folder and the key alone; its vectors are checked by now."""
+        return SurrogateVectors, (self.folder, self.source_key, False)
 
     @property
     def width(self) -> int:
         """Width of the vectors, S."""
         return self._query_shards.width
+
+    @property
+    def has_negatives(self) -> bool:
+        """Whether the rows' negatives have vectors."""
+        return self._negatives is not None
 
     def query(self, row: int) -> Vectors:
         """The vector of the query of a row, (S,)."""
@@ -60,8 +77,35 @@ class SurrogateVectors:
 
     def positives(self, row: int) -> Vectors:
         """The vectors of a row's positives in their order, (P, S)."""
-        documents = self._documents[self._offsets[row] : self._offsets[row + 1]]
-        return np.stack([self._document_shards[int(document)] for document in documents])
+        return self._documents(self._positives.documents(row))
+
+    def negatives(self, row: int, most: int) -> Vectors:
+        """The vectors of a row's first negatives in their order, (N, S), N <= `most`; only these are read."""
+        assert self._negatives is not None, "has_negatives says no"
+        return self._documents(self._negatives.documents(row)[:most])
+
+    def _documents(self, documents: Sequence[int]) -> Vectors:
+        found = np.empty((len(documents), self.width), np.float32)
+        for place, document in enumerate(documents):
+            found[place] = self._document_shards[document]
+        return found
+
+
+class _Entries(NamedTuple):
+    """The documents of every row, one row's after another's, memory-mapped."""
+
+    offsets: npt.NDArray[np.int64]
+    rows: npt.NDArray[Any]
+
+    @classmethod
+    def of(cls, index: Path, kind: str) -> "_Entries":
+        """The `positive` or `negative` documents of an index."""
+        return cls(_mapped(index / f"{kind}_offsets.npy"), _mapped(index / f"{kind}_rows.npy"))
+
+    def documents(self, row: int) -> list[int]:
+        """The documents of a row in their order."""
+        found: list[int] = self.rows[self.offsets[row] : self.offsets[row + 1]].tolist()
+        return found
 
 
 class _Shards:
@@ -69,8 +113,9 @@ class _Shards:
         fields = check_manifest(folder, {"kind": kind, "source_key": source_key, "complete": True})
         self.folder, self.width = folder, int(fields["embedding_dim"])
         self.num_rows, self.shard_size = int(fields["num_rows"]), int(fields["shard_size"])
-        for shard in range(-(-self.num_rows // self.shard_size)):
-            self._check_header(shard)
+        self._vouched_ns = (folder / "manifest.json").stat().st_mtime_ns if fields.get(CHECKED) else 0
+        # Shards whose vectors nobody vouches for: written by other hands, or after the manifest.
+        self._unchecked = [s for s in range(-(-self.num_rows // self.shard_size)) if not self._is_vouched_for(s)]
         self._load = lru_cache(_MAPPED_SHARDS)(self._map)
 
     def __getitem__(self, row: int) -> Vectors:
@@ -84,11 +129,24 @@ class _Shards:
             require_directions(vector[None], str(self.folder / _file(shard)), place, unit=True)
         return vector
 
+    def check(self) -> None:
+        """Read every vector that nobody vouches for, with progress and the time left on standard error."""
+        with tqdm(self._unchecked, f"checking {self.folder}", unit="shard", delay=_PROGRESS_DELAY_SECONDS) as shards:
+            for shard in shards:
+                vector_ND = self._map(shard)
+                for start in range(0, len(vector_ND), _CHECKED_ROWS):
+                    block_nD = vector_ND[start : start + _CHECKED_ROWS]
+                    require_directions(block_nD, str(self.folder / _file(shard)), start, unit=True)
+
     def _map(self, shard: int) -> Vectors:
         return np.asarray(_mapped(self.folder / _file(shard)))
 
-    def _check_header(self, shard: int) -> None:
-        """Check that a shard is there, of the size and shape that it should have, without reading its vectors."""
+    def _is_vouched_for(self, shard: int) -> bool:
+        """Check that a shard is there, of the size and shape that it should have, without reading its vectors.
+
+        Returns:
+            Whether it is older than a manifest that says its vectors were checked.
+        """
         path = self.folder / _file(shard)
         expected = (min(self.shard_size, self.num_rows - shard * self.shard_size), self.width)
         try:
@@ -96,7 +154,8 @@ class _Shards:
                 major, _ = np.lib.format.read_magic(file)
                 read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
                 shape, _, dtype = read(file)
-                num_bytes = os.fstat(file.fileno()).st_size - file.tell()
+                stat = os.fstat(file.fileno())
+                num_bytes = stat.st_size - file.tell()
         except (OSError, EOFError, ValueError):
             raise InputError(str(path), "is missing or damaged", _FIX) from None
         if shape != expected or dtype != np.float32:
@@ -104,6 +163,7 @@ class _Shards:
             raise InputError(str(path), what, _FIX)
         if num_bytes != 4 * expected[0] * expected[1]:
             raise InputError(str(path), "is missing or damaged", _FIX)
+        return stat.st_mtime_ns < self._vouched_ns
 
 
 def _file(shard: int) -> str:

@@ -125,6 +125,11 @@ class Table:
         columns, place = self._find(index)
         return columns.positives[place]
 
+    def negatives(self, index: int) -> list[str]:
+        """The negatives at `index` alone."""
+        columns, place = self._find(index)
+        return columns.negatives[place]
+
     def labels(self) -> NDArray[np.int32]:
         """The label of every row, (rows,)."""
         return np.concatenate(

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_ITERATIONS = 1000
-# scikit-learn's C. Its default of 1 is too much penalty for vectors of unit length: on Banking77, where it was chosen, it
-# costs two points (MiniLM, 0.929 against 0.908); on CLINC150's 150 intents, which had no part in it, 0.955 against 0.944,
-# and on TREC's 6 coarse labels 0.898 against 0.904.
+# scikit-learn's C. Its default of 1 is too much penalty for vectors of unit length: on Banking77, where it was chosen,
+# it costs two points (MiniLM, 0.929 against 0.908); on CLINC150's 150 intents, which had no part in it, 0.955 against
+# 0.944, and on TREC's 6 coarse labels 0.898 against 0.904.
 INVERSE_PENALTY = 10.0
 
 

@@ -20,8 +20,9 @@ class SurrogateFilter:
     """Which candidates a surrogate's scores take out of a query's negatives.
 
     With f the cosine of the surrogate's vectors, candidate d' is no negative of query q with the positive d if
-    f(q, d') >= f(q, d) + margin or f(q, d') >= threshold. A text without a vector is never taken out, and where the
-    own positive has none, the margin takes nothing out.
+    f(q, d') >= f(q, d) + margin or f(q, d') >= threshold. Hard negatives of any query are candidates like all others
+    (but see `spare_own_negatives`). A text without a vector is never taken out, and where the own positive has none,
+    the margin takes nothing out.
 
     Args:
         margin: The boundary term of the paper, relative to the own positive's score, no unit; None for no such rule.
@@ -32,7 +33,8 @@ class SurrogateFilter:
 
     Raises:
         OptionError: If there is no rule at all, or a bound that is no cosine's.
-    Source: Morris and Rush 2024, arXiv:2410.02525, Eq. 4; threshold and the sparing of hard negatives as released.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.1, Eq. 4, which takes any document of the batch out, hard
+        negatives too; threshold and the sparing of the query's own hard negatives as released.
     """
 
     margin: float | None = 0.0

@@ -111,7 +111,8 @@ def cluster_pairs(
             shard of vectors is damaged. A folder that this call made is removed again.
         OptionError: If there are more clusters than rows, or no GPU where one is asked for.
 
-    Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix.
+    Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 (Eq. 3) and §5. Differs: k-means by cosine, as released,
+        where §4.1 has Euclidean distances.
     """
     settings = settings or ClusterSettings()
     assert features.num_rows == len(source.table)

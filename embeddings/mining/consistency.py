@@ -2,9 +2,11 @@
 
 import hashlib
 import os
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +67,44 @@ class Segments:
         return self.row_N[positions].astype(np.int64)
 
 
+class GroupedSegments:
+    """The same, cut from each group of records by itself, group after group: no segment holds two languages, say.
+
+    Determinism: (row_N, group_N, segment_size, seed) → the members of each segment.
+
+    Args:
+        row_N: Rows of the source to compare, in order, (n,).
+        group_N: The group of each, (n,) uint16. A small group makes one small segment, with few rivals.
+        segment_size: Most records of a segment.
+        seed: Key of the permutations.
+    """
+
+    def __init__(
+        self, row_N: npt.NDArray[np.uint32], group_N: npt.NDArray[np.uint16], segment_size: int, seed: int
+    ) -> None:
+        self.row_N = row_N
+        order_N = np.argsort(group_N, kind="stable")
+        starts = np.flatnonzero(np.diff(group_N[order_N])) + 1
+        parts = np.split(row_N[order_N], starts) if len(row_N) else []
+        self._parts = [Segments(part_n, segment_size, seed) for part_n in parts]
+        self._stops = list(accumulate(map(len, self._parts)))
+
+    def __len__(self) -> int:
+        """Number of segments."""
+        return self._stops[-1] if self._stops else 0
+
+    def members(self, segment: int) -> _Int64s:
+        """The rows of a segment, in order."""
+        part = bisect_right(self._stops, segment)
+        return self._parts[part].members(segment - (self._stops[part - 1] if part else 0))
+
+
 def rank_pairs(
     vectors: PairVectors,
     folder: str | os.PathLike[str],
     *,
     is_considered_N: npt.NDArray[np.bool_] | None = None,
+    group_N: npt.NDArray[np.uint16] | None = None,
     segment_size: int = SEGMENT_SIZE,
     seed: int = 0,
     device: str | torch.device = "cpu",
@@ -86,6 +121,8 @@ def rank_pairs(
         vectors: Unit vectors of the source's queries and documents.
         folder: The folder to work in.
         is_considered_N: Which records take part, (rows,); None for all. The others are nobody's rivals.
+        group_N: The group of each record, (rows,), such as its language: only records of one group share a segment.
+            None for one group.
         segment_size: Most records of a segment.
         seed: Seed of what records share a segment (`Segments`).
         device: Where vectors are multiplied.
@@ -104,12 +141,16 @@ def rank_pairs(
 
     Source: Nussbaum et al. 2024 (Nomic Embed), arXiv:2402.01613, and Nussbaum and Duderstadt 2025 (Nomic Embed v2),
         arXiv:2502.07972, section 4.2: segments of 1M pairs, kept if the document is among the 2 nearest.
-        Differs: random segments of one source, ties, several positives, positives of the same query elsewhere.
+        Differs: segments are random within a source, or within each group of it; ties, several positives, positives of
+            the same query elsewhere.
     """
     require_segment_size(segment_size)
     num_rows = vectors.num_queries
     is_considered_N = np.ones(num_rows, dtype=np.bool_) if is_considered_N is None else is_considered_N
-    segments = Segments(np.flatnonzero(is_considered_N).astype(np.uint32), segment_size, seed)
+    row_N = np.flatnonzero(is_considered_N).astype(np.uint32)
+    segments: Segments | GroupedSegments = Segments(row_N, segment_size, seed)
+    if group_N is not None:
+        segments = GroupedSegments(row_N, group_N[row_N], segment_size, seed)
     made = check_manifest(vectors.document_shards.folder, {})
     fields = {
         "kind": "consistency",
@@ -122,6 +163,7 @@ def rank_pairs(
         ],
         "num_rows": num_rows,
         "rows_sha256": hashlib.sha256(segments.row_N.tobytes()).hexdigest(),
+        "groups_sha256": None if group_N is None else hashlib.sha256(group_N[row_N].tobytes()).hexdigest(),
         "segment_size": segment_size,
         "seed": seed,
     }
@@ -224,11 +266,13 @@ def _tiles(shards: VectorShards, row_M: _Int64s) -> Iterator[tuple[int, Tensor]]
         yield start, torch.from_numpy(shards.take(row_M[start : start + _DOCUMENT_TILE]))
 
 
-def _write_ranks(vectors: PairVectors, segments: Segments, device: torch.device, segment: int, path: Path) -> None:
+def _write_ranks(
+    vectors: PairVectors, segments: Segments | GroupedSegments, device: torch.device, segment: int, path: Path
+) -> None:
     save_array(path, segment_ranks(vectors, segments.members(segment), device))
 
 
-def _join(job: ShardedJob, segments: Segments, num_rows: int) -> dict[str, int]:
+def _join(job: ShardedJob, segments: Segments | GroupedSegments, num_rows: int) -> dict[str, int]:
     """Write the ranks of all segments as one array; returns how many records were ranked."""
     rank_N = np.full(num_rows, NOT_RANKED, dtype=np.int32)
     for segment in range(job.num_shards):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, file_sha256, write_manifest_file
 from embeddings.data.cache import CachedSource, open_cached, read_records
+from embeddings.data.languages import read_languages
 from embeddings.data.near_duplicates import NearDuplicates, Shingle
 from embeddings.data.record_files import has_levels, write_records
 from embeddings.data.records import Record
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 # In the order in which they are applied: what one rule takes out, the rules after it do not see.
 RULES = ("copies", "near-copies", "equal to an evaluation text", "similar to an evaluation text", "inconsistent")
-REASONS = "reasons.npy"
+REASONS, LANGUAGES = "reasons.npy", "languages.npy"
+SegmentBy = Literal["source", "language"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class FilterRules:
             its pair to be consistent; Nomic uses 2. None for no rule.
         segment_size: Most records that are compared with each other for consistency; Nomic uses 1,000,000.
         seed: Seed of which records share a segment.
+        segment_by: Whether all records of the source may share a segment, or only those of one `language`, a field that
+            every record then needs. Nomic cuts segments per language.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
@@ -61,6 +65,7 @@ class FilterRules:
     top_k: int | None = None
     segment_size: int = SEGMENT_SIZE
     seed: int = 0
+    segment_by: SegmentBy = "source"
 
     def __post_init__(self) -> None:
         if self.near_duplicates is not None:
@@ -70,6 +75,8 @@ class FilterRules:
         if self.top_k is not None and self.top_k < 1:
             raise OptionError("top_k", self.top_k, "must be >= 1", "the paper uses 2")
         require_segment_size(self.segment_size)
+        if self.segment_by != "source" and self.top_k is None:
+            raise OptionError("segment_by", self.segment_by, "has no effect without top_k", "give a model and top_k")
 
 
 class FilterReport(NamedTuple):
@@ -107,9 +114,10 @@ def filter_pairs(
     """Write the records of a source that stay, with all their fields and in their order, to a Parquet file.
 
     The file is a source again (`query`, `positive`, `negatives` with levels where they have some, `instruction`,
-    `label`, `score`, `id`; other columns are left behind). Beside `NAME.parquet` lies `NAME.manifest.json`, and the
-    folder `NAME.parquet.work`, which may be deleted once the file is there: keys and vectors in shards, and
-    `reasons.npy`, which holds for each record the number of the rule that took it out, from 1, and 0 for none.
+    `label`, `score`, `id`, `language`; other columns are left behind). Beside `NAME.parquet` lies `NAME.manifest.json`,
+    and the folder `NAME.parquet.work`, which may be deleted once the file is there: keys and vectors in shards,
+    `languages.npy` where segments are cut by language, and `reasons.npy`, which holds for each record the number of the
+    rule that took it out, from 1, and 0 for none.
 
     A killed run goes on at the first shard that is not whole; the last step, one pass over the source, begins anew. The
     tasks of an array share the shards, and one of them writes the file: all ways lead to the same bytes. A finished
@@ -128,7 +136,8 @@ def filter_pairs(
         task: Which shards are this process's; None for all.
         cache_dir: Folder of converted sources.
 
-    Memory: 2 bytes a record, and what the rules need, one after the other (`find_duplicates`, `rank_pairs`).
+    Memory: 2 bytes a record, as many for its language, and what the rules need, one after the other
+    (`find_duplicates`, `rank_pairs`).
 
     Raises:
         OptionError: If an option is impossible or cannot take effect, or no rule is asked for.
@@ -150,6 +159,7 @@ def filter_pairs(
             source,
             work,
             rules,
+            language_N=_languages(config, source, work) if rules.segment_by == "language" else None,
             decontaminator=decontaminator,
             encoder=encoder,
             vectors=folder,
@@ -172,6 +182,7 @@ def find_reasons(
     work: Path,
     rules: FilterRules,
     *,
+    language_N: npt.NDArray[np.uint16] | None,
     decontaminator: Decontaminator | None,
     encoder: "Encoder | None",
     vectors: Path,
@@ -181,7 +192,8 @@ def find_reasons(
 ) -> npt.NDArray[np.uint8]:
     """The rule that takes each record out, by its place in `RULES` from 1, and 0 where it stays, (rows,) uint8.
 
-    Arguments as in `filter_pairs`; `work` is the folder to work in. Vectors are made only if a record is left to judge.
+    Arguments as in `filter_pairs`; `work` is the folder to work in, `language_N` the language of each record, (rows,),
+    where only those of one are compared. Vectors are made only if a record is left to judge.
     """
     reason_N = np.full(len(source.table), KEPT, dtype=np.uint8)
     if rules.remove_copies:
@@ -204,6 +216,7 @@ def find_reasons(
             encode_pairs(encoder, source, vectors, encoded=encoded, task=task),
             work / "consistency",
             is_considered_N=reason_N == KEPT,
+            group_N=language_N,
             segment_size=rules.segment_size,
             seed=rules.seed,
             device=encoder.device,
@@ -211,6 +224,19 @@ def find_reasons(
         )
         _take_out(reason_N, rank_N >= rules.top_k, 5)
     return reason_N
+
+
+def _languages(config: SourceConfig, source: CachedSource, work: Path) -> npt.NDArray[np.uint16]:
+    """The language of each record, read once and kept in the folder of work."""
+    path = work / LANGUAGES
+    if not path.exists():
+        with atomic_path(path) as temporary:
+            save_array(temporary, read_languages(config, source))
+    try:
+        language_N: npt.NDArray[np.uint16] = np.load(path)
+    except (OSError, EOFError, ValueError):
+        raise InputError(str(path), "is empty or damaged", "delete the file and run again") from None
+    return language_N
 
 
 def _take_out(reason_N: npt.NDArray[np.uint8], is_found_N: npt.NDArray[np.bool_], reason: int) -> None:
@@ -248,12 +274,14 @@ def _manifest_fields(
     source: CachedSource, rules: FilterRules, decontaminator: Decontaminator | None, encoder: "Encoder | None"
 ) -> dict[str, Any]:
     """What decides the file's bytes."""
+    # Files of before there was a choice say nothing of it, and are as good.
+    chosen = {name: value for name, value in asdict(rules).items() if (name, value) != ("segment_by", "source")}
     return {
         "kind": "filtered pairs",
         "source_key": source.folder.name,
         "inputs": source.inputs,
         "num_records": len(source.table),
-        "rules": asdict(rules),
+        "rules": chosen,
         "evaluation": None if decontaminator is None else decontaminator.fields,
         "model_sha256": None if encoder is None else embedder_sha256(encoder),
         "precision": None if encoder is None else str(encoder.dtype).removeprefix("torch."),

@@ -25,7 +25,7 @@ def largest_of_rows(score_QT: Tensor, top_k: int) -> tuple[npt.NDArray[np.float3
     num_columns = score_QT.shape[1] // _STRIPES
     if num_columns <= top_k:
         return _of_few(score_QT.float().numpy(), top_k)
-    striped = score_QT[:, : _STRIPES * num_columns].unflatten(1, (_STRIPES, num_columns))
+    striped = score_QT[:, : _STRIPES * num_columns].view(-1, _STRIPES, num_columns)
     _, column_QK = _of_few(striped.amax(dim=1).float().numpy(), top_k)
     taken_QSK = torch.from_numpy(column_QK)[:, None, :].expand(-1, _STRIPES, -1)
     score_QC = torch.cat([striped.gather(2, taken_QSK).flatten(1), score_QT[:, _STRIPES * num_columns :]], dim=1)

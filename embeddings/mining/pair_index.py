@@ -1,8 +1,8 @@
-"""Which documents a source of pairs has: each text once, numbered by first appearance, with its pairs' positives."""
+"""Which documents a source of pairs has: each text once, numbered by first appearance, and which are whose."""
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -44,8 +44,9 @@ class KnownPositives(NamedTuple):
 class PairIndex:
     """Queries and documents of a source of pairs, by row.
 
-    A query is a row of the source. A document is a text that is the positive of some row, or a text of the extra
-    corpus; texts that are equal but for outer white space are one document. Everything stays on disk.
+    A query is a row of the source. A document is a text that is the positive of some row, or its negative where these
+    were asked for, or a text of the extra corpus; texts that are equal but for outer white space are one document.
+    Everything stays on disk.
 
     Attributes:
         folder: Where the index lies.
@@ -54,6 +55,8 @@ class PairIndex:
         num_documents: Different texts.
         positive_offsets: The positives of query `i` are entries `offsets[i]` to `offsets[i + 1]`, (rows + 1,) int64.
         positive_rows: Documents, (entries,) int32, or int64 where there are more than 2^31.
+        negative_offsets: The same of the negatives, in the rows' order; None where these are no documents.
+        negative_rows: Their documents, or None.
         document_hashes: `text_hash` of each document, (documents,) int64.
         query_hashes: `text_hash` of each query, (rows,) int64.
 
@@ -68,6 +71,9 @@ class PairIndex:
         self.num_documents: int = self.fields["num_documents"]
         self.positive_offsets: Int64s = self._mapped("positive_offsets")
         self.positive_rows: npt.NDArray[Any] = self._mapped("positive_rows")
+        with_negatives = bool(self.fields.get("negatives"))
+        self.negative_offsets: Int64s | None = self._mapped("negative_offsets") if with_negatives else None
+        self.negative_rows: npt.NDArray[Any] | None = self._mapped("negative_rows") if with_negatives else None
         self.document_hashes: Int64s = self._mapped("document_hashes")
         self.query_hashes: Int64s = self._mapped("query_hashes")
         self._entries: Int64s = self._mapped("document_entries")
@@ -85,8 +91,9 @@ class PairIndex:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What tells this index from others, for manifests: the source's content key and the corpus's hash."""
-        return {name: self.fields[name] for name in ("source_key", "corpus_sha256")}
+        """What tells this index from others, for manifests: the source's content key, and which documents it has."""
+        # Indices of before negatives could be documents do not say that theirs are none.
+        return {name: self.fields.get(name) for name in ("source_key", "corpus_sha256", "negatives")}
 
     def positives(self, query: int) -> npt.NDArray[Any]:
         """The documents that are a query's positives, in the row's order."""
@@ -98,12 +105,16 @@ class PairIndex:
 
     def document_text(self, document: int) -> str:
         """The text of a document, as it first appeared."""
-        entry = int(self._entries[document])
-        if entry >= len(self.positive_rows):
-            assert self._corpus is not None
-            return self._corpus.query(entry - len(self.positive_rows))
-        row = int(np.searchsorted(self.positive_offsets, entry, side="right")) - 1
-        return self.source.table.positives(row)[entry - int(self.positive_offsets[row])]
+        table, entry = self.source.table, int(self._entries[document])
+        for offsets, texts_of in ((self.positive_offsets, table.positives), (self.negative_offsets, table.negatives)):
+            if offsets is None:
+                continue
+            if entry < offsets[-1]:
+                row = int(np.searchsorted(offsets, entry, side="right")) - 1
+                return texts_of(row)[entry - int(offsets[row])]
+            entry -= int(offsets[-1])
+        assert self._corpus is not None
+        return self._corpus.query(entry)
 
     def known_positives(self, rows: Int64s) -> KnownPositives:
         """All documents that some row of the source names as a positive of the same query text.
@@ -128,7 +139,10 @@ class PairIndex:
 
 
 def index_pairs(
-    source: CachedSource, folder: str | os.PathLike[str], corpus: str | os.PathLike[str] | None = None
+    source: CachedSource,
+    folder: str | os.PathLike[str],
+    corpus: str | os.PathLike[str] | None = None,
+    negatives: bool = False,
 ) -> PairIndex:
     """Number the documents of a source of pairs; an index that is there already is opened.
 
@@ -140,22 +154,33 @@ def index_pairs(
         folder: The folder to make, whole or not at all.
         corpus: A file of more documents (`text`, and `title` where there is one), or None. Its empty texts are left
             out.
+        negatives: Whether the rows' negatives are documents too, after the positives and before the corpus.
 
     Raises:
-        InputError: If the source's rows are no pairs, the corpus cannot be used, or the folder holds another index.
+        InputError: If the source's rows are no pairs, none has the negatives asked for, the corpus cannot be used, or
+            the folder holds another index.
     """
     target = Path(folder)
     if source.classes is not None:
         raise InputError(str(source.folder), "the source holds labelled texts, no pairs", "use conversion: pairs")
     corpus_sha256 = file_sha256(corpus) if corpus is not None else None
-    key = {"kind": "pair_index", "source_key": source.folder.name, "corpus_sha256": corpus_sha256}
+    key = {
+        "kind": "pair_index",
+        "source_key": source.folder.name,
+        "corpus_sha256": corpus_sha256,
+        "negatives": True if negatives else None,
+    }
     if target.exists():
         check_manifest(target, key)
         return PairIndex(target, source)
     with staged_folder(target) as stage:
         hashes, bodies = stage / "hashes.bin", stage / "bodies.bin"
         with open(hashes, "wb") as file:
-            num_positives = _write_rows(source.table, stage, file)
+            sizes = {"positive": _write_rows(source.table, stage, file)}
+            if negatives:
+                sizes["negative"] = _write_texts(source.table.negatives, len(source.table), stage / "negative", file)
+                if not sizes["negative"]:
+                    raise InputError(str(source.folder), "no row has negatives", "leave out the option negatives")
             if corpus is not None:
                 with open(bodies, "wb") as body_file:
                     write_table(stage, _hashed_corpus(Path(corpus), file, body_file))
@@ -164,7 +189,7 @@ def index_pairs(
             with open(hashes, "ab") as file, open(bodies, "rb") as body_file:
                 shutil.copyfileobj(body_file, file)
             bodies.unlink()
-        num_documents = _write_documents(stage, hashes, num_positives, num_texts)
+        num_documents = _write_documents(stage, hashes, sizes, num_texts)
         write_manifest(
             stage,
             {**key, "num_queries": len(source.table), "num_documents": num_documents},
@@ -179,20 +204,9 @@ def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
     rows sorted so that these are neighbours, `query_slots` where a row's neighbours begin and end there).
     """
     create = partial(open_memmap, mode="w+", dtype=np.int64)
-    offsets = create(stage / "positive_offsets.npy", shape=(len(table) + 1,))
     query_hashes = create(stage / "query_hashes.npy", shape=(len(table),))
-    total = 0
-    for start in range(0, len(table), BLOCK):
-        stop = min(start + BLOCK, len(table))
-        counts, found = np.empty(stop - start, np.int64), []
-        for row in range(start, stop):
-            positives = table.positives(row)
-            query_hashes[row] = text_hash(table.query(row))
-            counts[row - start] = len(positives)
-            found += [text_hash(text) for text in positives]
-        offsets[start + 1 : stop + 1] = total + np.cumsum(counts)
-        total += len(found)
-        np.array(found, np.int64).tofile(hashes)
+    for row in range(len(table)):
+        query_hashes[row] = text_hash(table.query(row))
     order = create(stage / "query_order.npy", shape=(len(table),))
     slots = create(stage / "query_slots.npy", shape=(len(table), 2))
     done = 0
@@ -200,6 +214,23 @@ def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
         order[done : done + len(row_n)] = row_n
         slots[row_n] = slot_n2
         done += len(row_n)
+    return _write_texts(table.positives, len(table), stage / "positive", hashes)
+
+
+def _write_texts(texts_of: Callable[[int], list[str]], num_rows: int, path: Path, hashes: IO[bytes]) -> int:
+    """Write where the texts of each row begin (`PATH_offsets.npy`), and their hashes; returns their number."""
+    offsets = open_memmap(path.with_name(f"{path.name}_offsets.npy"), "w+", np.int64, (num_rows + 1,))
+    total = 0
+    for start in range(0, num_rows, BLOCK):
+        stop = min(start + BLOCK, num_rows)
+        counts, found = np.empty(stop - start, np.int64), []
+        for row in range(start, stop):
+            texts = texts_of(row)
+            counts[row - start] = len(texts)
+            found += [text_hash(text) for text in texts]
+        offsets[start + 1 : stop + 1] = total + np.cumsum(counts)
+        total += len(found)
+        np.array(found, np.int64).tofile(hashes)
     return total
 
 
@@ -220,10 +251,17 @@ def _hashed_corpus(path: Path, hashes: IO[bytes], bodies: IO[bytes]) -> Iterator
         logger.warning("%s: %d documents without text are left out", path, left_out)
 
 
-def _write_documents(stage: Path, hashes_path: Path, num_positives: int, num_texts: int) -> int:
-    """Write the document of each positive, and the hash, entry and twins of each document; returns their number.
+def _write_documents(stage: Path, hashes_path: Path, sizes: dict[str, int], num_texts: int) -> int:
+    """Write the document of each positive and negative, and the hash, entry and twins of each document.
 
-    Entries are the positives, the texts of the corpus (up to `num_texts`), and the bodies of these.
+    Args:
+        stage: The folder to write in.
+        hashes_path: The hashes of all entries; the file is removed.
+        sizes: Number of entries by kind, `positive` first and then `negative`; the texts of the corpus come after them.
+        num_texts: Entries of these kinds and of the corpus; behind them come the bodies of the corpus's texts.
+
+    Returns:
+        The number of documents.
     """
     total = hashes_path.stat().st_size // 8
     hash_E: Int64s = np.memmap(hashes_path, np.int64, "r", shape=(total,))
@@ -235,7 +273,7 @@ def _write_documents(stage: Path, hashes_path: Path, num_positives: int, num_tex
     num_documents = sum(int(np.count_nonzero(first_E[start:stop] == np.arange(start, stop))) for start, stop in blocks)
     width = np.int32 if num_documents <= np.iinfo(np.int32).max else np.int64
     create = partial(open_memmap, mode="w+")
-    rows_P = create(stage / "positive_rows.npy", dtype=width, shape=(num_positives,))
+    kinds = [create(stage / f"{kind}_rows.npy", dtype=width, shape=(size,)) for kind, size in sizes.items()]
     hash_D = create(stage / "document_hashes.npy", dtype=np.int64, shape=(num_documents,))
     entry_D = create(stage / "document_entries.npy", dtype=np.int64, shape=(num_documents,))
     done = 0
@@ -247,30 +285,35 @@ def _write_documents(stage: Path, hashes_path: Path, num_positives: int, num_tex
         entry_D[done:end] = start + np.flatnonzero(new_B)
         hash_D[done:end] = hash_E[start:stop][new_B]
         # A text's first entry never lies behind it, so its number is known by now.
-        rows_P[start:stop] = number_E[first_B][: max(0, num_positives - start)]
+        rows_B, first = number_E[first_B], 0
+        for rows_P in kinds:
+            begin, last = max(start, first), min(stop, first + len(rows_P))
+            if begin < last:
+                rows_P[begin - first : last - first] = rows_B[begin - start : last - start]
+            first += len(rows_P)
         done = end
     if total > num_texts:
-        _write_twins(stage, hash_D, first_E, number_E, num_positives)
+        _write_twins(stage, hash_D, first_E, number_E, sum(sizes.values()))
     for path in (hashes_path, *scratch):
         path.unlink()
     return num_documents
 
 
-def _write_twins(stage: Path, hash_D: Int64s, first_E: Int64s, number_E: Int64s, num_positives: int) -> None:
+def _write_twins(stage: Path, hash_D: Int64s, first_E: Int64s, number_E: Int64s, corpus_start: int) -> None:
     """Write which documents are one text with and without its title: those of `d` are `twin_rows[slice(*slots[d])]`.
 
     Args:
         stage: The index to be.
         hash_D: Hash of each document, (D,).
-        first_E: First entry with the same hash, of the positives, the texts of the corpus and then their bodies, (E,).
-        number_E: Document of each entry that is a first one, of the positives and texts, (texts,).
-        num_positives: Entries that are positives.
+        first_E: First entry with the same hash, of the rows' texts, the corpus's and then its bodies, (E,).
+        number_E: Document of each entry that is a first one and no body, (texts,).
+        corpus_start: First entry of the corpus.
     """
     num_texts, path = len(number_E), stage / "twins.bin"
     with open(path, "wb") as file:
         for start in range(num_texts, len(first_E), BLOCK):
             body_B = first_E[start : min(start + BLOCK, len(first_E))]
-            text_B = first_E[num_positives + start - num_texts :][: len(body_B)]
+            text_B = first_E[corpus_start + start - num_texts :][: len(body_B)]
             is_document_B = body_B < num_texts
             pair_n2 = np.stack([number_E[body_B[is_document_B]], number_E[text_B[is_document_B]]], axis=1)
             pair_n2 = pair_n2[pair_n2[:, 0] != pair_n2[:, 1]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.directions import require_directions
+from embeddings.common.directions import CHECKED, require_directions
 from embeddings.common.errors import OptionError
 from embeddings.common.fileio import check_manifest
 from embeddings.common.text import TextRole
@@ -83,6 +83,7 @@ def encode_pairs(
     *,
     index: PairIndex | None = None,
     corpus: str | os.PathLike[str] | None = None,
+    negatives: bool = False,
     query_prompt_name: str | None = None,
     document_prompt_name: str | None = None,
     shard_size: int = SHARD_SIZE,
@@ -102,6 +103,7 @@ def encode_pairs(
         folder: The folder to write: `index/`, `queries/` and `documents/`.
         index: The source's index where it is there already, as for a second model; None to make `index/`.
         corpus: A file of more documents (see `index_pairs`), or None; belongs to the index.
+        negatives: Whether the rows' negatives are documents too (see `index_pairs`); belongs to the index.
         query_prompt_name: Prompt put before each query, None for the model's `query` prompt if it has one.
         document_prompt_name: The same for documents.
         shard_size: Vectors of a shard: what a kill costs at most.
@@ -115,8 +117,9 @@ def encode_pairs(
     """
     if shard_size < 1:
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
-    if index is not None and corpus is not None:
-        raise OptionError("corpus", str(corpus), "belongs to the index, which is there already", "give one of them")
+    for name, value in (("corpus", corpus), ("negatives", negatives or None)):
+        if index is not None and value is not None:
+            raise OptionError(name, str(value), "belongs to the index, which is there already", "give one of them")
     model = {
         "model_sha256": embedder_sha256(encoder),
         "precision": str(encoder.dtype).removeprefix("torch."),
@@ -127,7 +130,7 @@ def encode_pairs(
         # A prompt that the model does not have is found before anything is written.
         encoder.encode([""], prompt_name, role=role)
         sides.append(_Side(role, prompt_name, (encoded or EncodedTexts()).open(role, prompt_name, model)))
-    index = index or index_pairs(source, Path(folder) / "index", corpus)
+    index = index or index_pairs(source, Path(folder) / "index", corpus, negatives)
     made, budget = [], encoder.mini_batch_tokens
     for side in sides:
         shards = VectorShards(Path(folder) / side.name, side.num_rows(index), encoder.embedding_dim, shard_size)
@@ -140,7 +143,8 @@ def encode_pairs(
             found = side.found(index, shards.folder)
             make = partial(_encode_shard, encoder.with_mini_batch_tokens(budget), index, shards, side, found)
             job.run(make, task, take_over=True)
-            job.finish()
+            # Each shard's vectors were checked as it was made, so training need not read them through.
+            job.finish(lambda: {CHECKED: True})
         made.append(shards)
     return PairVectors(index, *made)
 

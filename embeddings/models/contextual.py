@@ -58,8 +58,9 @@ class ContextualEmbedder(Embedder):
         OptionError: If a number is impossible, the tokenizer has ids that the first stage has no embedding for, the
             backbone cannot read a context as a set, or the first stage has fewer positions than `context_max_length`.
 
-    Source: Morris and Rush 2024, arXiv:2410.02525, §3.2 and §10.4, and the released code. Differs: the residual branch
-        starts at zero; the paper's zero-and-residual handling of rotary positions is not offered.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (Eq. 5 and 6) and §10.4, and the released code. Differs: the
+        residual branch starts at zero; context tokens take part in attention unrotated, as released, and not zeroed as
+        §10.4 has it (see `states_behind_context`); a context document is one vector, never several as tried in §10.11.
     """
 
     _LIMITED_BY = "the positions that the backbone has beside context and soft prompt"
@@ -183,7 +184,7 @@ class ContextualEmbedder(Embedder):
         """The contextual model of a directory to train on: both backbones are loaded as the config says.
 
         Args:
-            config: The directory as `name`, and dtype, attention and checkpointing of the backbones.
+            config: The directory as `name`, and dtype, attention, dropout and checkpointing of the backbones.
 
         Returns:
             The embedder in training mode.
@@ -197,12 +198,19 @@ class ContextualEmbedder(Embedder):
         return embedder
 
     @classmethod
-    def _of_directory(cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Self:
+    def _of_directory(
+        cls,
+        folder: Path,
+        backbone: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        dropout: float | None = None,
+    ) -> Self:
         options = read_context_options(folder)
         parts = read_model_directory(folder, backbone, tokenizer, contextual=True)
         if type(parts.pooling) is not MeanPooling or parts.head is not None:
             raise InputError(str(folder), "has another pooling than the mean, or a head", "export the model again")
-        first = load_model(folder / CONTEXT_FOLDER, backbone.dtype, backbone.config._attn_implementation)
+        attention = backbone.config._attn_implementation
+        first = load_model(folder / CONTEXT_FOLDER, backbone.dtype, attention, dropout=dropout)
         try:
             embedder = cls(first, backbone, tokenizer, normalize=parts.normalize, text=parts.text, **options)
         except OptionError as error:

@@ -159,7 +159,7 @@ class Embedder(nn.Module):
         """The model of a sentence-transformers directory to train on: its backbone is loaded as the config says.
 
         Args:
-            config: The directory as `name`, and dtype, attention and checkpointing of the backbone.
+            config: The directory as `name`, and dtype, attention, dropout and checkpointing of the backbone.
 
         Returns:
             The embedder in training mode.
@@ -168,10 +168,17 @@ class Embedder(nn.Module):
             InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
         """
         backbone, tokenizer = load_backbone(config)
-        return cls._of_directory(resolve_model(config.name, config.revision), backbone, tokenizer)
+        return cls._of_directory(resolve_model(config.name, config.revision), backbone, tokenizer, config.dropout)
 
     @classmethod
-    def _of_directory(cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Self:
+    def _of_directory(
+        cls,
+        folder: Path,
+        backbone: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        dropout: float | None = None,
+    ) -> Self:
+        """The embedder around a backbone that was loaded with this dropout; None for the directory's own."""
         parts = read_model_directory(folder, backbone, tokenizer)
         try:
             return cls(backbone, tokenizer, parts.pooling, head=parts.head, normalize=parts.normalize, text=parts.text)

@@ -21,7 +21,7 @@ class FirstStage(nn.Module):
         context_size: Width of the second stage's word embeddings, H.
         max_length: Most tokens that are read of a document, its first ones; None for all.
 
-    Source: Morris and Rush 2024, arXiv:2410.02525, §3.2; the projection is the released code's, not the paper's.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2; the projection is the released code's, not the paper's.
     """
 
     def __init__(

@@ -38,8 +38,10 @@ def states_behind_context(
         States of the last layer at the text's tokens, (N, L, H).
 
     Precision: the prefix takes the dtype of the word embeddings; leaving learned positions out is exact to rounding.
-    Source: Morris and Rush 2024, arXiv:2410.02525, §3.2 and §10.4; the released rotary code, which leaves context
-        tokens unrotated. Differs: §10.4 as printed (context tokens zeroed within attention) is not offered.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §10.4; the released rotary code, which leaves context
+        tokens unrotated. Differs: §10.4 as printed sets context tokens to zero within attention and carries them past
+        it by a residual. Their keys and values would be zero then, so no text could read them, and one context would
+        do what any other of its size does; the release zeroes them for the rotation alone.
     """
     model = plain_model(backbone)
     words: Any = model.get_input_embeddings()

@@ -21,8 +21,8 @@ class ContextSlots(nn.Module):
         context_size: Width of a context vector, H.
         dropout_fraction: Probability of replacing one slot of one text in training. The released training uses 0.005.
 
-    Source: Morris and Rush 2024, arXiv:2410.02525, §3.2 (sequence dropout, Figure 16); the null vector's start,
-        N(0, 0.01), is the released code's.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (sequence dropout), §5 (its fraction) and Figure 16; the null
+        vector's start, N(0, 0.01), is the released code's.
     """
 
     def __init__(self, num_context: int, context_size: int, dropout_fraction: float = 0.005) -> None:

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from embeddings.cli.main import main
+from embeddings.data import RowDraw, SourceConfig, open_source
+from embeddings.inference import Encoder
 from embeddings.mining.centroids import nearest_centroids
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.helpers.runs import backbone_folder, write_pairs
@@ -62,6 +64,25 @@ def test_what_encode_made_is_not_encoded_again(pairs, model, tmp_path, monkeypat
     assert "uses neither model nor vectors" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
+def test_vectors_of_hard_negatives_are_written_where_they_are_asked_for_and_change_no_cluster(pairs, model, tmp_path):
+    ids = []
+    for negatives in ("false", "true"):
+        line = ["cluster", "--input", str(pairs), "--output", str(tmp_path / negatives), "--cluster_size", "8"]
+        line += ["--model", model, "--precision", "float32", "--num_iterations", "3", "--negatives", negatives]
+        assert main(line) == 0
+        ids.append(np.load(tmp_path / negatives / "cluster_ids.npy").tolist())
+    assert ids[0] == ids[1]
+    records = [json.loads(line) for line in pairs.read_text().splitlines()]
+    source = open_source(SourceConfig("a", str(pairs), surrogate_vectors=str(tmp_path / "true.vectors")))
+    encoder = Encoder.from_pretrained(model, precision="float32")
+    for row in (0, 7, 39):
+        expected = encoder.encode(records[row]["negatives"], role="document")
+        expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+        np.testing.assert_allclose(source[RowDraw(row, 0)].surrogate_negatives(2), expected, atol=1e-5)
+    source = open_source(SourceConfig("a", str(pairs), surrogate_vectors=str(tmp_path / "false.vectors")))
+    assert source[RowDraw(0, 0)].surrogate_negatives is None
+
+
 def test_tasks_share_the_work(pairs, tmp_path, capsys):
     output = tmp_path / "clusters"
     line = ["cluster", "--input", str(pairs), "--output", str(output), "--features", "bm25", "--num_clusters", "4"]
@@ -80,6 +101,8 @@ def test_tasks_share_the_work(pairs, tmp_path, capsys):
         (["--features", "bm25", "--cluster_size", "4", "--num_clusters", "4"], "takes the place of cluster_size"),
         (["--features", "bm25", "--svd_dim", "900"], "svd_dim must lie in 1 … 80"),
         (["--features", "bm25", "--model", "MODEL"], "uses neither model nor vectors"),
+        (["--features", "bm25", "--negatives", "true"], "negatives has no effect on words"),
+        (["--model", "MODEL", "--negatives", "true", "--input", "bare.jsonl"], "no row has negatives"),
         (["--features", "bm25", "--input", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--features", "bm25", "--output", "taken"], "something else lies there already"),
         (["--features", "bm25", "--gpu", "true"], "gpu needs"),
@@ -97,8 +120,9 @@ def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path.parent / f"{tmp_path.name}-cache"))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
+    write_pairs(tmp_path / "bare.jsonl", 12, num_negatives=0)
     before = sorted(tmp_path.rglob("*"))
-    line = ["cluster", "--input", str(pairs), "--output", "clusters"]
+    line = ["cluster", "--input", str(pairs), "--output", "clusters", "--num_iterations", "1"]
     capsys.readouterr()
     assert main([*line, *(model if word == "MODEL" else word for word in options)]) == 2
     (printed,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]

@@ -92,6 +92,26 @@ def test_what_encode_made_is_not_encoded_again(model, tmp_path, capsys, monkeypa
     assert "model must be given" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
+def test_segments_by_a_column_of_languages(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Encoder, "encode", topic_vectors)
+    # A topic has one document in each language, so its rivals are all of other languages.
+    rows = [
+        {"query": f"topic {row} q {language}", "positive": f"topic {row} d {language}", "lang": language}
+        for row in range(6)
+        for language in ("de", "fr", "sw", "en", "ja")
+    ]
+    write_jsonl(tmp_path / "pairs.jsonl", rows)
+    command = ["filter", "--model", model, "--input", "pairs.jsonl", "--top-k", "1", "--columns", "{language: lang}"]
+    removed = []
+    for name in ("source", "language"):
+        assert main([*command, "--output", f"{name}.parquet", "--segment-by", name]) == 0
+        removed.append(30 - len(pq.read_table(f"{name}.parquet")))
+    assert removed[0] > 0
+    assert removed[1] == 0
+    assert pq.read_table("language.parquet").column("language").to_pylist() == [row["lang"] for row in rows]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -100,6 +120,9 @@ def test_what_encode_made_is_not_encoded_again(model, tmp_path, capsys, monkeypa
         (["--input", "good.jsonl", "--near-duplicates", "2"], "near_duplicates must lie between 0.5 and 1"),
         (["--input", "good.jsonl", "--top-k", "2"], "model must be given"),
         (["--input", "good.jsonl", "--vectors", "v"], "model must be given"),
+        (["--input", "good.jsonl", "--segment-by", "language"], "model must be given for top_k, segment_by"),
+        (["--input", "good.jsonl", "--model", "MODEL", "--segment-by", "language"], "jsonl:1: the record has no l"),
+        (["--input", "good.jsonl", "--model", "MODEL", "--segment-by", "word"], "segment"),
         (["--input", "good.jsonl", "--bm25-threshold", "0.5"], "bm25_threshold needs evaluation texts"),
         (["--input", "good.jsonl", "--decontaminate", "nowhere"], "nowhere"),
         (["--input", "good.jsonl", "--decontaminate", "[eval]", "--bm25-threshold", "7"], "bm25_threshold must lie"),

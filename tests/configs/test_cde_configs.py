@@ -15,17 +15,17 @@ from tests.configs.test_nv_embed_configs import flat
 from tests.configs.test_nv_embed_tables import CONFIGS, read
 from tests.helpers.runs import backbone_folder
 
-# §5: (small setting, unsupervised phase, supervised phase).
-METHODS = ("cde_small", "cde_unsupervised", "cde_supervised")
+# §5, §6: small setting and large one, each in its unsupervised phase and its supervised one.
+METHODS = ("cde_small", "cde_small_supervised", "cde_unsupervised", "cde_supervised")
 PAPER = {
-    "trainer.max_epochs": (3, 3, 4),
-    "model.init_args.optimizer.class_path": ("torch.optim.Adam",) * 3,
-    "model.init_args.optimizer.init_args.lr": (2e-5,) * 3,
-    "model.init_args.schedule.warmup_steps": (1000,) * 3,
-    "model.init_args.schedule.decay": ("linear",) * 3,
-    "model.init_args.loss.init_args.temperature": (0.02,) * 3,
-    "model.init_args.context.num_context": (64, 512, 512),
-    "model.init_args.context.dropout_fraction": (0.005,) * 3,
+    "trainer.max_epochs": (3, 3, 3, 4),
+    "model.init_args.optimizer.class_path": ("torch.optim.Adam",) * 4,
+    "model.init_args.optimizer.init_args.lr": (2e-5,) * 4,
+    "model.init_args.schedule.warmup_steps": (1000,) * 4,
+    "model.init_args.schedule.decay": ("linear",) * 4,
+    "model.init_args.loss.init_args.temperature": (0.02,) * 4,
+    "model.init_args.context.num_context": (64, 64, 512, 512),
+    "model.init_args.context.dropout_fraction": (0.005,) * 4,
 }
 
 
@@ -40,26 +40,31 @@ def test_methods_hold_section_5(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "differs"),
+    ("other", "name", "differs"),
     [
-        ("cde_small", {"backbone.name", "backbone.gradient_checkpointing", "context.num_context"}),
-        ("cde_supervised", {"initial_model"}),
+        ("cde_unsupervised", "cde_small", {"backbone.name", "backbone.gradient_checkpointing", "context.num_context"}),
+        ("cde_unsupervised", "cde_supervised", {"initial_model"}),
+        ("cde_small", "cde_small_supervised", {"initial_model"}),
     ],
 )
-def test_methods_differ_from_the_unsupervised_phase_where_they_say_so(name: str, differs: set[str]) -> None:
-    one, other = flat(method("cde_unsupervised")), flat(method(name))
-    found = {key for key in one | other if one.get(key) != other.get(key)} - {
-        "trainer.callbacks+",
-        "trainer.max_epochs",
-    }
+def test_a_method_differs_from_another_where_it_says_so(other: str, name: str, differs: set[str]) -> None:
+    one, two = flat(method(other)), flat(method(name))
+    found = {key for key in one | two if one.get(key) != two.get(key)} - {"trainer.callbacks+", "trainer.max_epochs"}
     assert found == {f"model.init_args.{key}" for key in differs}
+
+
+@pytest.mark.parametrize("phase", ["cde_small", "cde_unsupervised"])
+def test_a_supervised_phase_starts_where_the_unsupervised_one_was_exported(phase: str) -> None:
+    later = {"cde_small": "cde_small_supervised", "cde_unsupervised": "cde_supervised"}[phase]
+    (export,) = method(phase)["trainer"]["callbacks+"]
+    assert export["init_args"]["output"] == method(later)["model"]["init_args"]["initial_model"]
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_built_on_a_tiny_stand_in(name: str, tmp_path: Any) -> None:
     config = {"model": method(name)["model"]}
     init_args = config["model"]["init_args"]
-    init_args["backbone"]["name"] = backbone_folder(tmp_path / "backbone")
+    init_args["backbone"]["name"] = backbone_folder(tmp_path / "backbone", dropout=0.1)
     init_args["context"]["num_context"] = 8
     if "initial_model" in init_args:
         start = {**init_args, "initial_model": None}
@@ -69,6 +74,7 @@ def test_a_method_is_built_on_a_tiny_stand_in(name: str, tmp_path: Any) -> None:
     assert isinstance(module, CDEModule)
     assert module.embedder.num_extra_tokens == 8 + 8
     assert module.embedder.residual is not None
+    assert {part.p for part in module.modules() if isinstance(part, torch.nn.Dropout)} == {0.0}
     assert module.embedder.slots.dropout_fraction == 0.005
     assert module.loss.false_negative_filter == SurrogateFilter(margin=0.0)
     assert not module.loss.gather_across_devices
@@ -101,4 +107,5 @@ def test_data_holds_clustered_batches_of_prefixed_texts_with_surrogates(phase: s
         assert source.surrogate_vectors.endswith(f"vectors/{source.name}")
     prompts = with_source_prompts(TextSettings(), sources).prompts
     assert (prompts["query"], prompts["document"]) == ("search_query: ", "search_document: ")
-    assert set(read(CONFIGS / "data" / "cde_short.yaml")["data"]["init_args"]["text"].values()) == {64}
+    short = read(CONFIGS / "data" / "cde_short.yaml")["data"]["init_args"]
+    assert (set(short["text"].values()), short["num_negatives"]) == ({64}, 0)

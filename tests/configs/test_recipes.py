@@ -21,8 +21,11 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
     if name.startswith("cde"):
         # A rank's own documents fill the places of its context.
         assert printed["data"]["init_args"]["batch_size"] >= printed["model"]["init_args"]["context"]["num_context"]
-        lengths = {"cde_small_h100x1": 64}.get(name, 512)
-        assert printed["data"]["init_args"]["text"]["document_max_length"] == lengths
+        is_small = name.startswith("cde_small")
+        assert printed["model"]["init_args"]["context"]["num_context"] == (64 if is_small else 512)
+        assert printed["data"]["init_args"]["text"]["document_max_length"] == (64 if is_small else 512)
+        # One hard negative in the best large model, none in the small setting (§6, §10.5).
+        assert printed["data"]["init_args"]["num_negatives"] == (name == "cde_supervised_h100x8")
     if name.startswith("nv_embed"):
         # The scale's batch survives the data file that comes after it: 8 ranks of 16 are the paper's 128.
         assert (printed["data"]["init_args"]["batch_size"], printed["trainer"]["devices"]) == (16, 8)
@@ -38,7 +41,8 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
 
 
 def test_a_row_without_a_value_is_not_called_measured():
-    assert len(RECIPES) >= 6
+    assert len(RECIPES) >= 7
+    assert sum(name.startswith("cde") for name in RECIPES) >= 4
     for row in RECIPES.values():
         assert row["status"] in {"planned", "measured", "out of memory", "superseded"}
         assert (row["status"] == "measured") == bool(row["value"])

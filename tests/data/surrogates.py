@@ -22,20 +22,25 @@ def number_of(vectors: Any) -> Any:
     return (vectors[..., 0] / vectors[..., 1]).round(decimals=4)
 
 
-def write_surrogates(folder: Path, source: CachedSource, width: int = 4, shard_size: int = 3) -> Path:
-    """Unit vectors that tell what they are of (`number_of`): query i is `i + 0.25`, a document its number by text."""
+def write_surrogates(
+    folder: Path, source: CachedSource, width: int = 4, shard_size: int = 3, negatives: bool = False
+) -> Path:
+    """Unit vectors that tell what they are of (`number_of`): query i is `i + 0.25`, a document its number by text.
+
+    Positives are numbered first, then, where they are asked for, the negatives.
+    """
     rows = [source.table.row(index) for index in range(len(source.table))]
+    texts = {"positive": [row.positives for row in rows]}
+    texts |= {"negative": [row.negatives for row in rows]} if negatives else {}
     numbers: dict[str, int] = {}
-    for row in rows:
-        for text in row.positives:
-            numbers.setdefault(text, len(numbers))
     key = {"source_key": source.folder.name}
     (folder / "index").mkdir(parents=True)
-    offsets = np.cumsum([0, *(len(row.positives) for row in rows)])
-    np.save(folder / "index" / "positive_offsets.npy", offsets.astype(np.int64))
-    flat = [numbers[text] for row in rows for text in row.positives]
-    np.save(folder / "index" / "positive_rows.npy", np.array(flat, np.int32))
-    write_manifest(folder / "index", {"kind": "pair_index", **key})
+    for kind, texts_of_rows in texts.items():
+        flat = [numbers.setdefault(text, len(numbers)) for texts_of_row in texts_of_rows for text in texts_of_row]
+        offsets = np.cumsum([0, *map(len, texts_of_rows)])
+        np.save(folder / "index" / f"{kind}_offsets.npy", offsets.astype(np.int64))
+        np.save(folder / "index" / f"{kind}_rows.npy", np.array(flat, np.int32))
+    write_manifest(folder / "index", {"kind": "pair_index", "negatives": negatives or None, **key})
     for name, kind, values in (
         ("queries", "query vectors", np.arange(len(rows)) + 0.25),
         ("documents", "document vectors", np.arange(len(numbers))),

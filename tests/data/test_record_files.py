@@ -7,13 +7,13 @@ from embeddings.data import Negative, SourceConfig, record_files
 from embeddings.data.cache import open_cached
 from embeddings.data.readers import open_reader
 from embeddings.data.record_files import has_levels, write_records
-from embeddings.data.records import Record, parse_record
+from embeddings.data.records import RECORD_FIELDS, Record, parse_record
 from tests.data.rows import pairs, write_jsonl
 
 PLAIN = [
     Record("a query", ("a positive",)),
     Record("q", ("p", "r", "東京 é\n"), (Negative("n"), Negative("m")), "a class", -0.5, "id 7", "what it is for"),
-    Record("third", ("x",), (Negative("n"),), label="1", score=1e-300),
+    Record("third", ("x",), (Negative("n"),), label="1", score=1e-300, language="sw"),
 ]
 GRADED = [*PLAIN[:1], Record("q", ("p",), (Negative("n", 1), Negative("m", 1), Negative("o", 4)), id="2")]
 
@@ -24,8 +24,8 @@ def test_every_field_is_read_back_as_it_was(records, graded, group_rows, tmp_pat
     monkeypatch.setattr(record_files, "GROUP_ROWS", group_rows)
     path = tmp_path / "records.parquet"
     assert write_records(path, iter(records), graded) == len(records)
-    fields = ("query", "positive", "negatives", "instruction", "label", "score", "id")
-    assert [parse_record(row, {}, where) for where, row in open_reader(path, fields, ("query",))] == records
+    rows = open_reader(path, RECORD_FIELDS, ("query",))
+    assert [parse_record(row, {}, where) for where, row in rows] == records
     cached = open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
     assert [cached.table.row(row).query for row in range(len(records))] == [record.query for record in records]
     assert has_levels(cached.table, "a") is graded

@@ -11,13 +11,13 @@ GOOD = {"query": "q", "positive": "p"}
 
 def test_a_record_holds_every_field_it_was_given():
     row = {**GOOD, "negatives": ["hard", "easy"], "label": 3, "score": 2, "id": 17, "other": float("nan")}
-    row["instruction"] = "find"
+    row |= {"instruction": "find", "language": "de"}
     negatives = (Negative("hard"), Negative("easy"))
-    assert parse_record(row, {}, "f:1") == Record("q", ("p",), negatives, "3", 2.0, "17", "find")
+    assert parse_record(row, {}, "f:1") == Record("q", ("p",), negatives, "3", 2.0, "17", "find", "de")
 
 
 def test_optional_fields_may_be_missing_or_null():
-    null = dict.fromkeys(("negatives", "instruction", "label", "score", "id"))
+    null = dict.fromkeys(("negatives", "instruction", "label", "score", "id", "language"))
     assert parse_record(GOOD, {}, "f:1") == parse_record({**GOOD, **null}, {}, "f:1") == Record("q", ("p",))
 
 
@@ -75,6 +75,8 @@ def test_negatives_with_levels_come_hardest_first_and_keep_their_order_within_a_
         ({"score": "4"}, "score is text, expected a finite number"),
         ({"score": True}, "score is true or false, expected a finite number"),
         ({"id": []}, "id is a list, expected text"),
+        ({"language": ["de"]}, "language is a list, expected text"),
+        ({"language": " "}, "language is white space"),
     ],
 )
 def test_a_fault_names_row_and_field_on_one_line(change, message):

@@ -1,15 +1,20 @@
 import json
+import math
+import os
 import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.fileio import text_hash
-from embeddings.data import Mixture, RowDraw, SourceConfig, SourceDataset, surrogate_vectors
+from embeddings.common.directions import CHECKED
+from embeddings.common.fileio import text_hash, write_manifest
+from embeddings.data import EmbeddingDataModule, Mixture, RowDraw, SourceConfig, SourceDataset, surrogate_vectors
 from embeddings.data.collate import ContrastiveCollator
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import TextSettings, TextTokenizer
+from embeddings.losses import InfoNCE, SurrogateFilter
 from tests.data.rows import dataset, pairs
 from tests.data.surrogates import number_of, write_surrogates
 from tests.helpers.tiny import wordpiece_tokenizer
@@ -58,6 +63,69 @@ def test_the_vectors_that_the_jobs_write_are_read(plain, tmp_path):
     for row in range(8):
         np.testing.assert_array_equal(vectors.query(row), queries[row])
         np.testing.assert_array_equal(vectors.positives(row), documents[written.index.positives(row)])
+
+
+def test_the_jobs_vouch_for_every_vector_they_write(plain, tmp_path):
+    from embeddings.inference import Encoder
+    from embeddings.mining.pair_vectors import encode_pairs
+    from tests.inference.models import tiny_embedder
+
+    encode_pairs(Encoder(tiny_embedder(), precision="float32"), plain.cached, tmp_path / "s", negatives=True)
+    for name in ("queries", "documents"):
+        assert json.loads((tmp_path / "s" / name / "manifest.json").read_text())[CHECKED] is True
+    vectors = SurrogateVectors(tmp_path / "s", plain.cached.folder.name)
+    assert vectors.negatives(3, 5).shape == (1, vectors.width)
+
+
+def test_hard_negatives_have_the_vectors_of_their_texts_as_many_as_are_drawn(tmp_path):
+    rows = [
+        {"query": f"query {row}", "positive": f"positive {row}", "negatives": [f"n {row + k}" for k in range(row % 4)]}
+        for row in range(8)
+    ]
+    plain = dataset(tmp_path, rows)
+    source = with_vectors(plain, write_surrogates(tmp_path / "s", plain.cached, negatives=True))
+    # Documents: eight positives, then the negatives by first appearance.
+    number = {text: 8 + place for place, text in enumerate(dict.fromkeys(n for row in rows for n in row["negatives"]))}
+    assert len(number) == 9
+    for num_negatives in (0, 1, 2, 5):
+        collate = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), num_negatives, 4)
+        chosen = (3, 0, 6)
+        batch = collate([source[RowDraw(row, 0)] for row in chosen])
+        drawn = [text for row in chosen for text in rows[row]["negatives"][:num_negatives]]
+        assert number_of(batch.surrogate_candidate_CS).tolist() == [*chosen, *(number[text] for text in drawn)]
+        assert batch.candidate_hash_C[3:].tolist() == [text_hash(text) for text in drawn]
+    assert source[RowDraw(0, 0)].surrogate_negatives(7).shape == (0, 4)
+
+
+def test_the_filter_takes_out_other_queries_hard_negatives_and_spares_a_querys_own(tmp_path):
+    rows = [
+        {"query": "query 0", "positive": "positive 0", "negatives": ["copy of 1", "own copy of 0"]},
+        {"query": "query 1", "positive": "positive 1", "negatives": ["copy of 0", "own copy of 1"]},
+    ]
+    plain = dataset(tmp_path, rows)
+    folder = write_surrogates(tmp_path / "s", plain.cached, width=2, shard_size=9, negatives=True)
+    # Two positives, then the negatives of row 0 and of row 1: which query each of them answers.
+    answers = [0, 1, 1, 0, 0, 1]
+    np.save(folder / "queries" / "vectors-00000.npy", np.eye(2, dtype=np.float32))
+    np.save(folder / "documents" / "vectors-00000.npy", np.eye(2, dtype=np.float32)[answers])
+    source = with_vectors(plain, folder)
+    collate = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 2, 2)
+    batch = collate([source[RowDraw(row, 0)] for row in range(2)])
+    vectors = torch.eye(2, dtype=torch.float64)
+    # Scores are 1 where a document answers and 0 elsewhere: beside the positive, three others score 0 and two score 1.
+    for rule, num_left in ((None, 2), (SurrogateFilter(), 1), (SurrogateFilter(spare_own_negatives=False), 0)):
+        loss = InfoNCE(1.0, false_negative_filter=rule)(vectors, vectors[answers], batch).loss.item()
+        assert loss == pytest.approx(math.log(1 + num_left + 3 / math.e))
+
+
+@pytest.mark.parametrize(("has_vectors", "num_negatives"), [(False, 1), (False, 0), (True, 1)])
+def test_hard_negatives_that_no_filter_can_reach_are_told_of(has_vectors, num_negatives, plain, tmp_path, caplog):
+    folder = write_surrogates(tmp_path / "s", plain.cached, negatives=has_vectors)
+    config = SourceConfig(plain.config.name, plain.config.path, suspect_rows="keep", surrogate_vectors=str(folder))
+    module = EmbeddingDataModule([config], batch_size=2, num_negatives=num_negatives, cache_dir=str(tmp_path / "cache"))
+    with caplog.at_level("WARNING"):
+        module.prepare_data()
+    assert ("cluster --negatives true" in caplog.text) == (num_negatives > 0 and not has_vectors)
 
 
 def test_a_batch_carries_the_vectors_of_queries_and_drawn_positives(plain, tmp_path, monkeypatch):
@@ -134,10 +202,38 @@ def test_a_vector_without_direction_is_named_by_shard_and_row(role, value, kind,
     vectors = np.load(path)
     vectors[2] = value
     np.save(path, vectors)
-    source = with_vectors(plain, tmp_path / "s")
-    assert source[RowDraw(0, 0)].surrogate_query is not None
-    with pytest.raises(InputError, match=rf"{role}/vectors-00001\.npy:2: the vector is {kind}; check its text"):
-        [source[RowDraw(row, 0)] for row in range(8)]
+    expected = rf"{role}/vectors-00001\.npy:2: the vector is {kind}; check its text"
+    with pytest.raises(InputError, match=expected):
+        with_vectors(plain, tmp_path / "s")
+    # What goes wrong after the start is found when it is drawn.
+    opened = SurrogateVectors(tmp_path / "s", plain.cached.folder.name, check_vectors=False)
+    assert (opened.query(0) @ opened.query(0), opened.positives(0).shape) == (pytest.approx(1), (2, 4))
+    with pytest.raises(InputError, match=expected):
+        [(opened.query(row), opened.positives(row)) for row in range(8)]
+
+
+def test_vectors_that_the_job_checked_are_not_read_again_but_those_written_later_are(plain, tmp_path, monkeypatch):
+    folder = write_surrogates(tmp_path / "s", plain.cached)
+    for name in ("queries", "documents"):
+        manifest = json.loads((folder / name / "manifest.json").read_text())
+        write_manifest(folder / name, {**manifest, CHECKED: True})
+        os.utime(folder / name / "manifest.json", ns=(2 * 10**18, 2 * 10**18))
+    read, real = [], surrogate_vectors._Shards._map
+    monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda self, shard: read.append(shard) or real(self, shard))
+    with_vectors(plain, folder)
+    assert read == []
+    path = folder / "documents" / "vectors-00002.npy"
+    np.save(path, 0 * np.load(path))
+    os.utime(path, ns=(3 * 10**18, 3 * 10**18))
+    with pytest.raises(InputError, match=r"documents/vectors-00002\.npy:0: the vector is zero"):
+        with_vectors(plain, folder)
+    assert read == [2]
+
+
+def test_a_worker_does_not_read_again_what_its_parent_checked(plain, tmp_path, monkeypatch):
+    vectors = SurrogateVectors(write_surrogates(tmp_path / "s", plain.cached), plain.cached.folder.name)
+    monkeypatch.setattr(surrogate_vectors._Shards, "_map", lambda *_: pytest.fail("read"))
+    assert pickle.loads(pickle.dumps(vectors)).width == 4
 
 
 def test_sources_of_different_widths_are_refused(plain, tmp_path):

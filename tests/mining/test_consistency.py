@@ -11,7 +11,7 @@ from embeddings.data.cache import open_cached
 from embeddings.inference.search import unit_rows
 from embeddings.inference.vector_shards import VectorShards, save_vectors
 from embeddings.mining import consistency
-from embeddings.mining.consistency import NOT_RANKED, Segments, rank_pairs, require_segment_size
+from embeddings.mining.consistency import NOT_RANKED, GroupedSegments, Segments, rank_pairs, require_segment_size
 from embeddings.mining.jobs import ArrayTask
 from embeddings.mining.pair_index import index_pairs
 from embeddings.mining.pair_vectors import PairVectors
@@ -185,6 +185,55 @@ def test_neighbours_share_a_segment_as_seldom_as_strangers_and_another_seed_part
         of_row.append(segment_N)
         assert abs((segment_N[1:] == segment_N[:-1]).mean() - 0.1) < 0.01
     assert abs((of_row[0] == of_row[1]).mean() - 0.1) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("groups", "segment_size", "sizes"),
+    [([], 2, []), ([7], 2, [1]), ([3] * 10, 10, [10]), ([2, 0, 2, 0, 2], 2, [2, 1, 2]), ([1, 0] * 6, 4, [3, 3, 3, 3])],
+)
+def test_a_segment_holds_one_group_and_every_row_is_in_one(groups, segment_size, sizes):
+    row_N = np.arange(100, 100 + len(groups), dtype=np.uint32)
+    segments = GroupedSegments(row_N, np.array(groups, np.uint16), segment_size, seed=0)
+    members = [segments.members(segment).tolist() for segment in range(len(segments))]
+    assert sorted(map(len, members)) == sorted(sizes)
+    assert sorted(row for rows in members for row in rows) == row_N.tolist()
+    for rows in members:
+        assert rows == sorted(rows)
+        assert len({groups[row - 100] for row in rows}) == 1
+
+
+def test_one_group_is_cut_as_the_source_is():
+    row_N = np.arange(20, dtype=np.uint32)
+    plain, grouped = Segments(row_N, 7, seed=3), GroupedSegments(row_N, np.full(20, 5, np.uint16), 7, seed=3)
+    assert len(plain) == len(grouped) == 3
+    assert all((plain.members(segment) == grouped.members(segment)).all() for segment in range(3))
+
+
+@pytest.mark.parametrize("considered", [None, np.arange(NUM_ROWS) % 7 != 0])
+def test_only_records_of_one_group_are_rivals(considered, tmp_path):
+    vectors, query_ND, vector_of = rounded_vectors(tmp_path)
+    group_N = (np.arange(NUM_ROWS) * 5 % 3).astype(np.uint16)
+    found = rank_pairs(vectors, tmp_path / "work", is_considered_N=considered, group_N=group_N)
+    expected = dict.fromkeys(range(NUM_ROWS), NOT_RANKED)
+    for group in range(3):
+        is_member_N = (group_N == group) & (True if considered is None else considered)
+        expected |= loop_ranks(np.flatnonzero(is_member_N).tolist(), query_ND, vector_of)
+    assert found.tolist() == list(expected.values())
+    whole = rank_pairs(vectors, tmp_path / "whole", is_considered_N=considered)
+    assert found.tolist() != whole.tolist()
+    with pytest.raises(InputError, match="field 'groups_sha256'"):
+        rank_pairs(vectors, tmp_path / "work", is_considered_N=considered)
+
+
+def test_tasks_share_the_segments_of_all_groups(tmp_path):
+    vectors, *_ = rounded_vectors(tmp_path)
+    options = {"group_N": (np.arange(NUM_ROWS) % 4).astype(np.uint16), "segment_size": 5}
+    whole = rank_pairs(vectors, tmp_path / "whole", **options).tolist()
+    for index in (1, 0):
+        parts = rank_pairs(vectors, tmp_path / "parts", **options, task=ArrayTask(index, 2))
+    assert parts.tolist() == whole
+    for path in (tmp_path / "whole").glob("*.npy"):
+        assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes()
 
 
 def test_a_segment_of_one_is_refused():

@@ -13,6 +13,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.data import SourceConfig, open_source
 from embeddings.data.records import parse_record
 from embeddings.inference import Encoder
+from embeddings.mining import consistency, filter
 from embeddings.mining.decontaminate import Decontaminator, EvaluationTexts
 from embeddings.mining.filter import RULES, FilterRules, filter_pairs
 from embeddings.mining.jobs import ArrayTask
@@ -140,14 +141,15 @@ def test_something_else_at_the_output_is_left_alone(tmp_path):
     assert not (tmp_path / "kept.parquet.work").exists()
 
 
-def test_what_goes_by_an_earlier_rule_is_nobodys_rival(tmp_path, monkeypatch):
-    def directions(self, texts, *args, **options):
-        """Each text lies at the angle that its last word names."""
-        angle_N = np.radians([float(text.split()[-1]) if text else 0.0 for text in texts])
-        vector_ND = np.zeros((len(texts), 32), np.float32)
-        vector_ND[:, 0], vector_ND[:, 1] = np.cos(angle_N), np.sin(angle_N)
-        return vector_ND
+def directions(self, texts, *args, **options):
+    """Each text lies at the angle that its last word names."""
+    angle_N = np.radians([float(text.split()[-1]) if text else 0.0 for text in texts])
+    vector_ND = np.zeros((len(texts), 32), np.float32)
+    vector_ND[:, 0], vector_ND[:, 1] = np.cos(angle_N), np.sin(angle_N)
+    return vector_ND
 
+
+def test_what_goes_by_an_earlier_rule_is_nobodys_rival(tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", directions)
     rows = [{"query": "q 0", "positive": "d 20"}, {"query": "q 90", "positive": "d 91"}]
     rivals = [{"query": "test 50", "positive": "d 5"}, {"query": "test 60", "positive": "d 6"}]
@@ -158,6 +160,73 @@ def test_what_goes_by_an_earlier_rule_is_nobodys_rival(tmp_path, monkeypatch):
     options["decontaminator"] = Decontaminator(EvaluationTexts(["Test 50", "Test 60"], []))
     report = filter_pairs(config, tmp_path / "without.parquet", FilterRules(top_k=2), **options)
     assert report.removed == {"copies": 0, "equal to an evaluation text": 2, "inconsistent": 0}
+
+
+def mixed_source(folder):
+    """Records of two languages, mixed; between a German query and its document lie two French documents."""
+    angles = [("de", 0, 20), ("fr", 7, 8), ("fr", 12, 11)]
+    rows = [
+        {"query": f"{language} q {start + query}", "positive": f"{language} d {start + own}", "language": language}
+        for start in (0, 90, 180, 270)
+        for language, query, own in angles
+    ]
+    return SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows))), rows
+
+
+def by_language(config, output, task=None, segment_size=3):
+    rules = FilterRules(top_k=2, segment_size=segment_size, segment_by="language")
+    return filter_pairs(config, output, rules, encoder=Encoder(tiny_embedder(), precision="float32"), task=task)
+
+
+def test_records_of_one_language_are_rivals_of_each_other_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(Encoder, "encode", directions)
+    config, rows = mixed_source(tmp_path)
+    encoder = Encoder(tiny_embedder(), precision="float32")
+    report = filter_pairs(config, tmp_path / "whole.parquet", FilterRules(top_k=2), encoder=encoder)
+    assert report.removed["inconsistent"] == 4
+    report = by_language(config, tmp_path / "parted.parquet", segment_size=100)
+    assert report.removed == {"copies": 0, "inconsistent": 0}
+    # The languages are there for the next job over the records.
+    assert [row["language"] for row in pq.read_table(report.output).to_pylist()] == [row["language"] for row in rows]
+    assert json.loads((tmp_path / "parted.manifest.json").read_text())["rules"]["segment_by"] == "language"
+    assert "segment_by" not in json.loads((tmp_path / "whole.manifest.json").read_text())["rules"]
+
+
+def test_a_killed_run_by_language_and_an_array_of_them_give_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(Encoder, "encode", directions)
+    config, _ = mixed_source(tmp_path)
+    expected = by_language(config, tmp_path / "whole" / "kept.parquet").output.read_bytes()
+    for index in (1, 0):
+        by_language(config, tmp_path / "array" / "kept.parquet", ArrayTask(index, 2))
+    assert (tmp_path / "array" / "kept.parquet").read_bytes() == expected
+    killed = tmp_path / "killed" / "kept.parquet"
+    with monkeypatch.context() as patch:
+        real, calls = consistency._write_ranks, []
+
+        def stopping(*args):
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            real(*args)
+
+        patch.setattr(consistency, "_write_ranks", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            by_language(config, killed)
+    monkeypatch.setattr(filter, "read_languages", lambda *_: pytest.fail("read again"))
+    by_language(config, killed)
+    assert killed.read_bytes() == expected
+    for path in (tmp_path / "whole" / "kept.parquet.work").rglob("*.npy"):
+        assert path.read_bytes() == (killed.parent / path.relative_to(tmp_path / "whole")).read_bytes()
+
+
+def test_a_record_without_a_language_is_named_and_nothing_is_written(tmp_path):
+    config, rows = mixed_source(tmp_path)
+    del rows[4]["language"]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    before = files(tmp_path).keys()
+    with pytest.raises(InputError, match=r"a\.jsonl:5: the record has no language"):
+        by_language(config, tmp_path / "kept.parquet")
+    assert {path for path in files(tmp_path) if "cache" not in path.parts} == before
 
 
 def test_copies_alone_need_no_model(tmp_path):
@@ -188,8 +257,6 @@ def test_when_no_record_would_stay_one_line_says_so(tmp_path):
 
 def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
-    from embeddings.mining import filter
-
     real = filter.find_reasons
     monkeypatch.setattr(
         filter,
@@ -209,6 +276,7 @@ def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch)
         ({"top_k": 0}, "top_k must be >= 1, got 0"),
         ({"segment_size": 1}, "segment_size must be >= 2, got 1"),
         ({"top_k": 2}, "top_k needs a model to judge by"),
+        ({"segment_by": "language"}, "segment_by has no effect without top_k"),
         ({"remove_copies": False}, "leaves no rule to filter by"),
     ],
 )

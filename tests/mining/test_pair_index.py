@@ -65,6 +65,49 @@ def test_the_index_equals_a_loop_over_the_texts(corpus, block, tmp_path, monkeyp
     assert not any(name.endswith(".bin") for name in names)
 
 
+@pytest.mark.parametrize("corpus", [None, CORPUS])
+@pytest.mark.parametrize("block", [1, 2, 3, 1 << 16])
+def test_negatives_are_documents_where_they_are_asked_for(corpus, block, tmp_path, monkeypatch):
+    monkeypatch.setattr(pair_index, "BLOCK", block)
+    given = [["x", "c "], [], ["a", "y", "x"], ["z"]]
+    rows = [{**row, "negatives": texts} for row, texts in zip(ROWS, given, strict=True)]
+    path = write_jsonl(tmp_path / "corpus.jsonl", corpus) if corpus else None
+    index = index_pairs(source(tmp_path, rows), tmp_path / "index", path, negatives=True)
+    documents, positives = reference(ROWS, [{"text": text} for texts in given for text in texts] + (corpus or []))
+    assert (index.num_queries, index.num_documents) == (4, len(documents))
+    assert [index.positives(row).tolist() for row in range(4)] == positives
+    assert [index.document_text(number).strip() for number in range(len(documents))] == documents
+    found = [index.negative_rows[slice(*index.negative_offsets[row : row + 2])].tolist() for row in range(4)]
+    assert found == [[documents.index(text.strip()) for text in texts] for texts in given]
+
+
+def test_an_index_with_negatives_is_not_taken_for_one_without(tmp_path):
+    pairs = source(tmp_path, [{**row, "negatives": ["n"]} for row in ROWS])
+    index = index_pairs(pairs, tmp_path / "with", negatives=True)
+    with pytest.raises(InputError, match="field 'negatives' is True, expected None"):
+        index_pairs(pairs, tmp_path / "with")
+    without = index_pairs(pairs, tmp_path / "without")
+    with pytest.raises(InputError, match="field 'negatives' is None, expected True"):
+        index_pairs(pairs, tmp_path / "without", negatives=True)
+    assert index.key != without.key
+    assert without.negative_rows is None
+
+
+def test_negatives_that_no_row_has_are_refused_and_leave_nothing(tmp_path):
+    with pytest.raises(InputError, match="no row has negatives; leave out the option negatives"):
+        index_pairs(source(tmp_path), tmp_path / "index", negatives=True)
+    assert not (tmp_path / "index").exists()
+
+
+def test_an_index_of_before_negatives_could_be_documents_is_still_good(tmp_path):
+    pairs = source(tmp_path)
+    key = index_pairs(pairs, tmp_path / "index").key
+    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    del manifest["negatives"]
+    (tmp_path / "index" / "manifest.json").write_text(json.dumps(manifest))
+    assert index_pairs(pairs, tmp_path / "index").key == key
+
+
 @pytest.mark.parametrize("part", [1, 4, 32, 1000])
 def test_equal_hashes_are_neighbours_in_one_part_whatever_its_size(part):
     generator = np.random.default_rng(0)

@@ -45,6 +45,16 @@ def test_another_context_changes_every_vector(kind: str) -> None:
         assert (embedder(TOKENS, a) - embedder(TOKENS, b)).abs().amax(1).min() > 1e-5
 
 
+def test_dropout_of_a_config_holds_in_both_stages(tmp_path: Path) -> None:
+    embedder = tiny_contextual()
+    embedder.save_pretrained(tmp_path / "model")
+    for dropout in (0.25, None):
+        again = ContextualEmbedder.from_config(BackboneConfig(str(tmp_path / "model"), dropout=dropout))
+        for backbone in (again.backbone, again.first_stage.backbone):
+            found = {part.p for part in backbone.modules() if isinstance(part, torch.nn.Dropout)}
+            assert found == {dropout or 0.0}
+
+
 @torch.no_grad()
 def test_a_context_of_null_vectors_is_no_context() -> None:
     embedder = tiny_contextual()

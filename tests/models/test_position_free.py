@@ -100,6 +100,25 @@ def test_a_rotary_context_has_index_0_and_the_text_begins_behind_the_soft_prompt
 
 
 @torch.no_grad()
+def test_a_context_zeroed_within_attention_as_printed_in_10_4_could_not_be_read() -> None:
+    """Why the literal variant is not offered: in place of a context, any other would do."""
+    backbone, (context, soft) = tiny_nomic(), prefix()
+
+    def zeroed(_: object, inputs: tuple[torch.Tensor, ...], options: dict[str, torch.Tensor]) -> object:
+        states = inputs[0] if inputs else options.pop("hidden_states")
+        hidden = torch.cat([torch.zeros_like(states[:, :6]), states[:, 6:]], dim=1)
+        return (hidden, *inputs[1:]), options
+
+    other = context.roll(1, 2)
+    as_released = [states_behind_context(backbone, each, soft, IDS, SEEN) for each in (context, other)]
+    for layer in backbone.layers:
+        layer.self_attn.register_forward_pre_hook(zeroed, with_kwargs=True)
+    as_printed = [states_behind_context(backbone, each, soft, IDS, SEEN) for each in (context, other)]
+    assert spread(*as_printed) == 0
+    assert spread(*as_released) > 1e-3
+
+
+@torch.no_grad()
 def test_a_window_holds_among_the_texts_tokens_and_for_no_other() -> None:
     backbone, (context, soft) = tiny_modernbert(), prefix()
     seen: list[torch.Tensor] = []
