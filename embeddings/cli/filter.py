@@ -52,7 +52,7 @@ def filter_records(
         columns: Column of a field, for fields whose column has another name.
         suspect_rows: What becomes of records that contradict themselves.
         vectors: Folder of the input's vectors by the same model, written where they are not there yet.
-        query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it, by their text,
+        query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it by their text
             are not encoded again.
         document_vectors: The same of documents.
         precision: Format of matrix products.

@@ -62,7 +62,7 @@ def mine(
         columns: Column of a field, for fields whose column has another name.
         suspect_rows: What becomes of records that contradict themselves.
         vectors: Folder of the vectors, written where they are not there yet; the folder of work where none is given.
-        query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it, by their text,
+        query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it by their text
             are not encoded again. Of several models one folder each, as `[FOLDER, FOLDER]`.
         document_vectors: The same of documents, such as `encode` made of the corpus.
         precision: Format of matrix products.

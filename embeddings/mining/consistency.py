@@ -210,7 +210,7 @@ class _KnownColumns:
         self._key_P = known.group_P[is_here_P] * self._width + column_P[is_here_P]
 
     def within(self, part: slice, first: int, width: int) -> tuple[Tensor, Tensor]:
-        """The places in a tile, `width` columns from `first`, that are known of some queries: their rows and columns."""
+        """The places in a tile, `width` columns from `first`, that are known of some queries: rows and columns."""
         least_n = self._group_N[part] * self._width + first
         start_n, stop_n = np.searchsorted(self._key_P, least_n), np.searchsorted(self._key_P, least_n + width)
         row_K = np.repeat(np.arange(len(least_n)), stop_n - start_n)

@@ -204,7 +204,7 @@ def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
 
 
 def _hashed_corpus(path: Path, hashes: IO[bytes], bodies: IO[bytes]) -> Iterator[StoredRow]:
-    """The documents of a corpus file as rows to store; their hashes, and those without titles, are written on the way."""
+    """The documents of a corpus file as rows to store; hashes with and without title are written on the way."""
     left_out = 0
     for where, fields in open_reader(path, ("title", "text"), ("text",)):
         title, body = text_field(where, {"title": "", **fields}, "title"), text_field(where, fields, "text")
@@ -290,7 +290,7 @@ def _write_twins(stage: Path, hash_D: Int64s, first_E: Int64s, number_E: Int64s,
 
 
 def _slots(hash_E: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
-    """The entries sorted by hash, a part at a time, and for each where in this order its hash begins and ends, (n, 2)."""
+    """The entries sorted by hash, a part at a time, and where in this order the hash of each begins and ends."""
     done = 0
     for entry_n, is_first_n in equal_hashes(hash_E):
         edges = np.append(np.flatnonzero(is_first_n), len(entry_n)) + done

@@ -10,7 +10,15 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.randomness import derive_seed
 from embeddings.data.cache import CachedSource
 from embeddings.inference.search import unit_rows
-from embeddings.mining.features import MAX_FITTED_ROWS, Int64s, PairFeatures, RowName, Vectors, sample_rows, unit_features
+from embeddings.mining.features import (
+    MAX_FITTED_ROWS,
+    Int64s,
+    PairFeatures,
+    RowName,
+    Vectors,
+    sample_rows,
+    unit_features,
+)
 
 DEFAULT_DIM = 128
 _NUM_HASHES = 1 << 18

@@ -12,7 +12,7 @@ from embeddings.cli.main import main
 from embeddings.inference import Encoder
 from tests.data.rows import pairs, write_jsonl
 from tests.helpers.runs import write_retrieval_folder
-from tests.inference.models import tiny_embedder
+from tests.inference.models import encode_nothing_more, tiny_embedder
 from tests.mining.filter_world import topic_vectors
 
 
@@ -83,10 +83,7 @@ def test_what_encode_made_is_not_encoded_again(model, tmp_path, capsys, monkeypa
     for role, column in (("query", "query"), ("document", "positive")):
         line = ["encode", "--model", model, "--input", "pairs.jsonl", "--output", role, "--role", role]
         assert main([*line, "--columns", f"{{text: {column}}}"]) == 0
-    real = Encoder.encode
-    monkeypatch.setattr(
-        Encoder, "encode", lambda self, texts, *a, **o: pytest.fail("again") if any(texts) else real(self, texts, *a, **o)
-    )
+    encode_nothing_more(monkeypatch)
     given = ["--query-vectors", "query", "--document-vectors", "document"]
     line = ["filter", "--input", "pairs.jsonl", "--output", "kept.parquet"]
     assert main([*line, "--model", model, "--top-k", "6", *given]) == 0

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from embeddings.cli.main import main
-from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.data.rows import write_jsonl
 from tests.helpers.runs import backbone_folder, write_pairs
+from tests.inference.models import encode_nothing_more
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +123,9 @@ def test_what_encode_made_is_not_encoded_again(mine, model, tmp_path, capsys, mo
     assert mine(*options, "--output", "plain.parquet") == 0
     encode = ["encode", "--model", model, "--shard-size", "5"]
     assert main([*encode, "--input", "corpus.jsonl", "--output", "d"]) == 0
-    assert main([*encode, "--input", "pairs.jsonl", "--columns", "{text: query}", "--role", "query", "--output", "q"]) == 0
-    real = Encoder.encode
-    monkeypatch.setattr(
-        Encoder, "encode", lambda self, texts, *a, **o: pytest.fail("again") if any(texts) else real(self, texts, *a, **o)
-    )
+    queries = ["--input", "pairs.jsonl", "--columns", "{text: query}", "--role", "query", "--output", "q"]
+    assert main([*encode, *queries]) == 0
+    encode_nothing_more(monkeypatch)
     assert mine(*options, "--query-vectors", "q", "--document-vectors", "[d]") == 0
     plain, made = (pq.read_table(name).to_pylist() for name in ("plain.parquet", "mined.parquet"))
     assert [row["negatives"] for row in made] == [row["negatives"] for row in plain]

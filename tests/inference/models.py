@@ -1,10 +1,13 @@
 """A tiny embedding model for the tests of everything after training."""
 
 from functools import cache
+from typing import Any
 
+import pytest
 import torch
 
 from embeddings.common import TextSettings
+from embeddings.inference.encoder import Encoder
 from embeddings.models.embedder import Embedder
 from embeddings.models.pooling import MeanPooling
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
@@ -48,3 +51,15 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
         picks = torch.randint(len(WORDS), (num_words,), generator=generator).tolist()
         texts.append(f"{row} " + " ".join(WORDS[pick] for pick in picks))
     return texts
+
+
+def encode_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let encoders refuse every text but the empty one, which asks whether they know a prompt."""
+    encode = Encoder.encode
+
+    def refusing(self: Encoder, texts: list[str], *args: Any, **options: Any) -> Any:
+        if any(texts):
+            pytest.fail(f"{len(texts)} texts are encoded again")
+        return encode(self, texts, *args, **options)
+
+    monkeypatch.setattr(Encoder, "encode", refusing)

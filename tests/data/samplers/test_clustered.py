@@ -104,12 +104,15 @@ def test_seed_and_epoch_decide_the_batches(make: Maker, order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["nearest", "random"])
-def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(root: Path, order: Literal["nearest", "random"]) -> None:
+def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(
+    root: Path, order: Literal["nearest", "random"]
+) -> None:
     folder = str(root / "first")
     sampler = ClusteredBatchSampler([90, 90], 4, clusters={"left": folder, "right": folder}, order=order)
     sampler.identify([SourceIdentity(name, "key of first") for name in ("left", "right")])
     batches = rows_of(sampler)
-    left, right = (sorted([row % 90 for row in batch] for batch in batches if batch[0] // 90 == side) for side in (0, 1))
+    of_side = [[[row % 90 for row in batch] for batch in batches if batch[0] // 90 == side] for side in (0, 1)]
+    left, right = map(sorted, of_side)
     assert len(left) == len(right) == 22
     assert left != right
 
