@@ -1,0 +1,1 @@
+"""Floor 3: training records that a language model writes."""
