@@ -23,6 +23,7 @@ class Reply:
         headers: More headers.
         body: The whole body, as it is.
         seconds: Time before anything is sent.
+        trickle_seconds: Time between the tenths of the body.
         hangs_up: Whether the connection ends without a response.
         finish_reason: Why the model stopped.
         refusal: The model's refusal.
@@ -36,6 +37,7 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes | None = None
     seconds: float = 0.0
+    trickle_seconds: float = 0.0
     hangs_up: bool = False
     finish_reason: str = "stop"
     refusal: str | None = None
@@ -166,8 +168,11 @@ class ChatServer:
             handler.send_header(name, value)
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
-        handler.wfile.write(body)
-        handler.wfile.flush()
+        step = -(-len(body) // 10) if reply.trickle_seconds else len(body)
+        for start in range(0, len(body), max(1, step)):
+            handler.wfile.write(body[start : start + step])
+            handler.wfile.flush()
+            time.sleep(reply.trickle_seconds)
         if reply.status == 200:
             with self._lock:
                 self.served.append((prompt, seed))

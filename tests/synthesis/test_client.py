@@ -127,6 +127,11 @@ def test_a_slow_answer_is_waited_for_only_so_long():
     assert ask(Reply("x", seconds=0.05))[0].content == "x"
 
 
+def test_an_answer_that_trickles_in_is_waited_for_no_longer():
+    with pytest.raises(UnansweredError, match=r"no answer in 0\.3 s"):
+        ask(Reply("x", trickle_seconds=0.08), timeout_seconds=0.3)
+
+
 def test_a_server_that_is_not_there_is_no_connection():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
