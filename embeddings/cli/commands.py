@@ -42,6 +42,7 @@ COMMANDS = {
     "cluster": Command("embeddings.cli.cluster:cluster", "rows that lie near each other, for batches that are hard"),
     "mine": Command("embeddings.cli.mine:mine", "hard negatives for training records"),
     "filter": Command("embeddings.cli.filter:filter_records", "the training records that are worth training on"),
+    "synthesize": Command("embeddings.cli.synthesize:synthesize", "training records that a language model writes"),
     "export": Command("embeddings.cli.export:export", "a training checkpoint to a model directory"),
     "show": Command("embeddings.cli.show:show", "pictures of a run or a model", ("what",)),
 }

@@ -1,0 +1,245 @@
+"""Many requests at once: what the journal has not is asked, and each answer is kept before the next request."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from embeddings.common.errors import InputError, OptionError, UserError
+from embeddings.synthesis.answers import Answer
+from embeddings.synthesis.client import ChatClient, EndpointError, Request, UnansweredError
+from embeddings.synthesis.journal import Journal
+from embeddings.synthesis.pace import Pace
+
+_MAX_BACKOFF_SECONDS = 60.0
+_MAX_RETRY_AFTER_SECONDS = 600.0
+# What an endpoint puts around a prompt, in tokens; a tokenizer of bytes makes no more tokens than bytes of the rest.
+_PROMPT_OVERHEAD = 64
+_PROGRESS_DELAY_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How an endpoint is used.
+
+    Args:
+        concurrency: Requests under way at once.
+        requests_per_minute: Most requests a minute, retries included; None for any number.
+        tokens_per_minute: Tokens a minute; None for any number.
+        max_retries: Times that a request is tried again, each after a longer wait, before the job stops.
+        backoff_seconds: Wait before the first retry; it doubles up to a minute, and half of it is drawn.
+
+    Raises:
+        OptionError: If a value is impossible.
+    """
+
+    concurrency: int = 8
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_retries: int = 8
+    backoff_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise OptionError("concurrency", self.concurrency, "must be >= 1", "8 is the default")
+        if self.max_retries < 0:
+            raise OptionError("max_retries", self.max_retries, "must be >= 0", "8 is the default")
+        Pace(self.requests_per_minute, self.tokens_per_minute)
+
+
+@dataclass(frozen=True)
+class Spending:
+    """What the answers may cost.
+
+    Args:
+        token_budget: Most tokens of prompts and answers, those of earlier runs in the same folder included; None for
+            any number.
+        price_per_million_prompt_tokens: In whatever currency the report is to be.
+        price_per_million_completion_tokens: The same of answers.
+
+    Raises:
+        OptionError: If a value is impossible, or one price is given without the other.
+    """
+
+    token_budget: int | None = None
+    price_per_million_prompt_tokens: float | None = None
+    price_per_million_completion_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_budget is not None and self.token_budget < 1:
+            raise OptionError("token_budget", self.token_budget, "must be >= 1", "leave it out for any number")
+        prices = {
+            "price_per_million_prompt_tokens": self.price_per_million_prompt_tokens,
+            "price_per_million_completion_tokens": self.price_per_million_completion_tokens,
+        }
+        for name, price in prices.items():
+            if price is not None and not 0 <= price < float("inf"):
+                raise OptionError(name, price, "must be >= 0", "leave it out for no cost report")
+        if (self.price_per_million_prompt_tokens is None) != (self.price_per_million_completion_tokens is None):
+            given = next(name for name, price in prices.items() if price is not None)
+            raise OptionError(given, prices[given], "needs the other price", "give both or neither")
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether the endpoint must say how many tokens it used."""
+        return self.token_budget is not None or self.price_per_million_prompt_tokens is not None
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
+        """The price of so many tokens, or None where there are no prices."""
+        if self.price_per_million_prompt_tokens is None or self.price_per_million_completion_tokens is None:
+            return None
+        prompts = prompt_tokens * self.price_per_million_prompt_tokens
+        return (prompts + completion_tokens * self.price_per_million_completion_tokens) / 1e6
+
+
+class Asker:
+    """Gets answers from an endpoint into a journal.
+
+    No request with an answer in the journal is made again. A request that fails is tried again after a wait that grows,
+    or that the endpoint asks for. Where the job has to stop, what is under way is waited for and kept.
+
+    Guarantees: with a token budget, no request goes out that could exceed it, given that the endpoint's tokenizer makes
+        at most one token a byte: what is under way is counted in full before it is known.
+
+    Attributes:
+        retries: Requests tried again, by what had happened.
+        exhausted: Whether the budget has kept a request from going out.
+    """
+
+    def __init__(self, client: ChatClient, journal: Journal, traffic: Traffic, spending: Spending) -> None:
+        self.client, self.journal, self.traffic, self.spending = client, journal, traffic, spending
+        self.retries: Counter[str] = Counter()
+        self.exhausted = False
+        self._pace = Pace(traffic.requests_per_minute, traffic.tokens_per_minute)
+        self._reserved = 0
+        self._failure: UserError | None = None
+        # One event loop for the job, since connections belong to one.
+        self._runner, self._connection = asyncio.Runner(), AsyncExitStack()
+        self._is_connected = False
+
+    def __enter__(self) -> Self:
+        """Nothing: the first request connects."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let go of the connections."""
+        if self._is_connected:
+            self._runner.run(self._connection.aclose())
+        self._runner.close()
+
+    def ask_all(self, requests: Iterable[Request], total: int, title: str) -> None:
+        """Ask what has no answer yet, with progress and the time left on standard error.
+
+        Args:
+            requests: What to ask, drawn one by one as others are answered.
+            total: How many they are.
+            title: What the progress bar calls them.
+
+        Raises:
+            InputError: If the endpoint does not know the address, the key or the model, or refuses the first request.
+            EndpointError: If a request went unanswered to the last retry.
+        """
+        with tqdm(total=total, desc=title, unit="answer", delay=_PROGRESS_DELAY_SECONDS) as bar:
+            left = self._unanswered(requests, bar)
+            # Where everything is answered there is nobody to connect to.
+            if (first := next(left, None)) is not None:
+                self._runner.run(self._run(chain([first], left), bar))
+        if self._failure is not None:
+            raise self._failure
+
+    def _unanswered(self, requests: Iterable[Request], bar: "tqdm[Any]") -> Iterator[Request]:
+        """The requests that the journal has no answer to; the others count as done before the clock began."""
+        for request in requests:
+            if request.key in self.journal:
+                bar.initial += 1
+                bar.update()
+            else:
+                yield request
+
+    async def _run(self, requests: Iterator[Request], bar: "tqdm[Any]") -> None:
+        self._stopped, self._settled = asyncio.Event(), asyncio.Condition()
+        if not self._is_connected:
+            await self._connection.enter_async_context(self.client.connected())
+            self._is_connected = True
+        await asyncio.gather(*(self._work(requests, bar) for _ in range(self.traffic.concurrency)))
+
+    async def _work(self, requests: Iterator[Request], bar: "tqdm[Any]") -> None:
+        """Take requests, one after another, until none is left or the job has to stop."""
+        for request in requests:
+            reserve = len(request.prompt.encode()) + _PROMPT_OVERHEAD + self.client.sampling.max_answer_tokens
+            if self._stopped.is_set() or not await self._reserved_for(reserve):
+                return
+            try:
+                self._keep(request, await self._answer(request))
+                bar.update()
+            except UserError as error:
+                self._failure = self._failure or error
+                self._stopped.set()
+                self._pace.stop()
+                return
+            finally:
+                self._reserved -= reserve
+                async with self._settled:
+                    self._settled.notify_all()
+
+    async def _reserved_for(self, num_tokens: int) -> bool:
+        """Wait until the budget has room for so many tokens, and take them; False if it never will."""
+        budget = self.spending.token_budget
+        async with self._settled:
+            while budget is not None and self._spent + self._reserved + num_tokens > budget:
+                if not self._reserved or self._stopped.is_set():
+                    self.exhausted = True
+                    return False
+                await self._settled.wait()
+            self._reserved += num_tokens
+        return True
+
+    @property
+    def _spent(self) -> int:
+        return self.journal.prompt_tokens + self.journal.completion_tokens
+
+    def _keep(self, request: Request, answer: Answer) -> None:
+        """Put an answer into the journal and on the account."""
+        if answer.refused is not None and answer.prompt_tokens is None and not self.journal.num_answers:
+            # Nothing was ever answered: it is not this prompt that is at fault.
+            fix = "check the model and the options of the request"
+            raise InputError(self.client.endpoint, f"refuses the request ({answer.refused})", fix)
+        self.journal.append(request.key, answer)
+        if answer.refused is None and answer.prompt_tokens is None and self.spending.needs_counts:
+            fix = "leave token_budget and the prices out"
+            raise InputError(self.client.endpoint, "does not say how many tokens an answer took", fix)
+        self._pace.spend((answer.prompt_tokens or 0) + (answer.completion_tokens or 0))
+
+    async def _answer(self, request: Request) -> Answer:
+        """The answer to one request, tried as often as is allowed."""
+        for retry in count():
+            await self._pace.turn()
+            if self._failure is not None:
+                raise self._failure
+            try:
+                return await self.client.ask(request)
+            except UnansweredError as failure:
+                if failure.is_final or retry >= self.traffic.max_retries:
+                    tried = f" (tried {retry + 1} times)" if retry else ""
+                    fix = "check the endpoint and its account; the same line goes on where it stopped"
+                    raise EndpointError(self.client.endpoint, f"{failure}{tried}", fix) from None
+                self.retries[failure.kind] += 1
+                await self._back_off(retry, failure.retry_after_seconds)
+        raise AssertionError
+
+    async def _back_off(self, retry: int, retry_after_seconds: float | None) -> None:
+        """Wait before a retry, or until the job stops; what the endpoint asks for holds for every request."""
+        if retry_after_seconds is not None:
+            seconds = min(retry_after_seconds, _MAX_RETRY_AFTER_SECONDS)
+            self._pace.pause(seconds)
+        else:
+            longest = min(_MAX_BACKOFF_SECONDS, self.traffic.backoff_seconds * 2.0**retry)
+            seconds = longest * random.uniform(0.5, 1.0)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), seconds)

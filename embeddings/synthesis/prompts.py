@@ -1,0 +1,113 @@
+"""Prompts: templates of the package or of the user, filled with what is drawn by the seed."""
+
+import hashlib
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import permutations
+from pathlib import Path
+
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.randomness import derive_seed
+from embeddings.synthesis.categories import MGH, Category, Method
+
+_FOLDER = Path(__file__).parent / "templates"
+
+
+class Templates:
+    """The prompts of one method.
+
+    A template is a text file with placeholders such as `$task`. `brainstorm_CATEGORY.txt` takes `examples` and
+    `num_tasks`; `example_CATEGORY.txt` takes `task`, `language`, and the placeholders of the category; `negatives.txt`
+    takes `query` and `positive`.
+
+    Args:
+        method: Whose prompts.
+        folder: The user's templates; a file that is not there is the package's.
+        languages: What `language` is drawn from.
+
+    Determinism: a prompt is a pure function of its arguments and the templates.
+
+    Raises:
+        OptionError: If `folder` is no folder, or languages are given and the method has none.
+        InputError: If a template is not UTF-8, or takes something that it does not get.
+    """
+
+    def __init__(self, method: Method, folder: Path | None = None, languages: Sequence[str] | None = None) -> None:
+        if folder is not None and not folder.is_dir():
+            raise OptionError("templates", str(folder), "must be a folder", "leave it out for the package's templates")
+        if languages is not None and not method.has_languages:
+            raise OptionError(
+                "languages", list(languages), f"has no effect on {method.name}", "its prompts are English"
+            )
+        if languages is not None and not all(language.strip() for language in languages or [""]):
+            raise OptionError(
+                "languages", list(languages), "must name at least one language", "leave it out for English"
+            )
+        self.method, self.folder = method, folder
+        self.languages = tuple(languages or ("English",))
+        self._texts: dict[str, string.Template] = {}
+        for category in method.categories:
+            self._read(f"brainstorm_{category.name}.txt", {"examples", "num_tasks"}, ("num_tasks",))
+            known = {"task", *category.placeholders, *(["language"] if method.has_languages else [])}
+            self._read(f"example_{category.name}.txt", known, ("task",))
+        if method is MGH:
+            self._read("negatives.txt", {"query", "positive"}, ("query", "positive"))
+
+    @property
+    def sha256(self) -> str:
+        """A hash of all templates, of the reference tasks and of the languages."""
+        digest = hashlib.sha256(repr(self.languages).encode())
+        for name, template in sorted(self._texts.items()):
+            digest.update(f"{name}\0{template.template}\0".encode())
+        for category in self.method.categories:
+            digest.update("\n".join(reference_tasks(category)).encode())
+        return digest.hexdigest()
+
+    def brainstorm(self, category: Category, seed: int, call: int) -> str:
+        """The prompt of one list of tasks; the tasks that it shows are drawn by (seed, category, call)."""
+        pairs = list(permutations(reference_tasks(category), 2))
+        shown = pairs[derive_seed(seed, "references", category.name, call) % len(pairs)]
+        examples = "\n".join(f"- {task}" for task in shown)
+        values = {"examples": examples, "num_tasks": str(self.method.tasks_per_list)}
+        return self._texts[f"brainstorm_{category.name}.txt"].substitute(values)
+
+    def example(self, category: Category, task: str, seed: int, index: int) -> str:
+        """The prompt of one example; its placeholders are drawn by (seed, category, index)."""
+        values = {"task": task, **self.drawn(category, seed, index)}
+        return self._texts[f"example_{category.name}.txt"].substitute(values)
+
+    def drawn(self, category: Category, seed: int, index: int) -> dict[str, str]:
+        """The value of each placeholder of one example, each drawn by itself."""
+        choices: Mapping[str, Sequence[str]] = {**category.placeholders, "language": self.languages}
+        return {
+            name: values[derive_seed(seed, "placeholder", category.name, index, name) % len(values)]
+            for name, values in choices.items()
+        }
+
+    def negatives(self, query: str, positive: str) -> str:
+        """The prompt of four negatives for a pair that exists."""
+        return self._texts["negatives.txt"].substitute(query=query, positive=positive)
+
+    def _read(self, name: str, known: Iterable[str], required: Iterable[str]) -> None:
+        path = _FOLDER / self.method.name / name
+        if self.folder is not None and (self.folder / name).is_file():
+            path = self.folder / name
+        try:
+            template = string.Template(path.read_text(encoding="utf-8").strip())
+        except UnicodeDecodeError:
+            raise InputError(str(path), "is not UTF-8", "save it as UTF-8") from None
+        if not template.is_valid():
+            raise InputError(str(path), "holds a $ that begins no placeholder", "write $$ for the sign itself")
+        found = set(template.get_identifiers())
+        if unknown := sorted(found - set(known)):
+            raise InputError(
+                str(path), f"takes ${unknown[0]}, which it does not get", f"use {', '.join(sorted(known))}"
+            )
+        if missing := sorted(set(required) - found):
+            raise InputError(str(path), f"does not hold ${missing[0]}", "put it where the prompt needs it")
+        self._texts[name] = template
+
+
+def reference_tasks(category: Category) -> list[str]:
+    """The tasks that brainstorming prompts of a category show, two of them each."""
+    return (_FOLDER / "reference_tasks" / f"{category.name}.txt").read_text(encoding="utf-8").splitlines()

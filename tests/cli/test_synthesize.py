@@ -1,0 +1,207 @@
+"""`synthesize` through the command line: records out, and one line and a code for what cannot be."""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+import pytest
+
+from embeddings.cli.main import main
+from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from tests.helpers.chat_server import Reply, answers_badly, answers_well, chat_server
+from tests.helpers.runs import backbone_folder
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path, monkeypatch):
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def run(endpoint, *options):
+    return main(["synthesize", "--endpoint", endpoint, "--model", "m", "--output", "out", *options])
+
+
+def test_records_a_report_and_what_they_cost(work, capsys):
+    with chat_server(answers_badly) as server:
+        options = ["--num-examples", "20", "--num-tasks", "10", "--method", "nv_embed", "--seed=4"]
+        prices = ["--price-per-million-prompt-tokens", "2.5", "--price-per-million-completion-tokens", "10"]
+        assert run(server.endpoint, *options, *prices) == 0
+        printed = capsys.readouterr().out
+        assert run(server.endpoint, *options, *prices) == 0
+        assert capsys.readouterr().out == printed
+        spent = len(server.requests)
+    assert f"{spent} answers, " in printed
+    assert "  rejected: not json" in printed
+    assert "\ncost 0." in printed
+    names = {path.name for path in (work / "out").iterdir()}
+    assert names >= {"short_long.jsonl", "long_short.jsonl", "short_short.jsonl", "tasks.jsonl", "manifest.json"}
+    manifest = json.loads((work / "out" / "manifest.json").read_text())
+    assert (manifest["complete"], manifest["model"], manifest["report"]["num_answers"]) == (True, "m", spent)
+
+
+def test_the_key_is_written_nowhere(work, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+    with chat_server() as server:
+        assert run(server.endpoint, "--num-examples", "3") == 0
+        assert server.headers[0]["authorization"] == "Bearer sk-very-secret"
+    written = b"".join(path.read_bytes() for path in work.rglob("*") if path.is_file())
+    assert b"very-secret" not in written
+    assert "very-secret" not in str(capsys.readouterr())
+
+
+def test_pairs_get_new_negatives(work, capsys):
+    rows = [{"question": f"question {n}", "positive": f"answer {n}", "negatives": ["old"]} for n in range(4)]
+    (work / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with chat_server() as server:
+        assert run(server.endpoint, "--regenerate-negatives", "pairs.jsonl", "--columns", "{query: question}") == 0
+    assert "wrote 4 records to out/records.jsonl" in capsys.readouterr().out
+    first = json.loads((work / "out" / "records.jsonl").read_text().splitlines()[0])
+    assert (first["query"], first["positive"]) == ("question 0", ["answer 0"])
+    assert [negative["level"] for negative in first["negatives"]] == [1, 2, 3, 4]
+
+
+def test_a_dry_run_prints_prompts_and_needs_neither_server_nor_client(work, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    assert run("http://nowhere.invalid/v1", "--dry-run", "true", "--languages", "[Thai]") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("=== ") == 10
+    assert "Query and documents are in Thai" in printed
+    (work / "pairs.jsonl").write_text('{"query": "a question", "positive": "its answer"}\n')
+    assert run("http://nowhere.invalid/v1", "--dry-run", "true", "--regenerate-negatives", "pairs.jsonl") == 0
+    assert "its answer" in capsys.readouterr().out
+    assert not (work / "out").exists()
+
+
+def test_a_budget_says_how_to_go_on(capsys):
+    with chat_server() as server:
+        options = ["--num-examples", "30", "--max-answer-tokens", "300"]
+        assert run(server.endpoint, *options, "--token-budget", "9000") == 0
+        assert "the same line with a larger token_budget goes on" in capsys.readouterr().out
+        assert run(server.endpoint, *options) == 0
+    assert "token budget" not in capsys.readouterr().out
+
+
+def test_an_interrupted_run_ends_with_130_and_the_same_line_goes_on(work, capsys):
+    def interrupting(prompt, seed, count):
+        if len(server.requests) == 13:
+            os.kill(os.getpid(), signal.SIGINT)
+        reply = answers_well(prompt, seed, count)
+        reply.seconds = 0.02
+        return reply
+
+    with chat_server(interrupting) as server:
+        options = ["--num-examples", "30", "--num-tasks", "5", "--concurrency", "4"]
+        assert run(server.endpoint, *options) == 130
+        lines = (work / "out" / "journal.jsonl").read_text().splitlines()
+        assert 0 < len(lines) < 35
+        assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: interrupted")
+        server.behaviour = answers_well
+        before = len(server.requests)
+        assert run(server.endpoint, *options) == 0
+        assert len(server.requests) - before == 35 - len(lines)
+
+
+def test_a_server_that_goes_away_ends_with_74_and_keeps_what_it_said(work, capsys):
+    def behaviour(prompt, seed, count):
+        gone = len(server.requests) > 9
+        return Reply(status=503, error="overloaded") if gone else answers_well(prompt, seed, count)
+
+    with chat_server(behaviour) as server:
+        options = ["--num-examples", "20", "--num-tasks", "5", "--max-retries", "0", "--concurrency", "1"]
+        assert run(server.endpoint, *options) == 74
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith(f"error: {server.endpoint}: status 503 (overloaded)")
+        assert "the same line goes on where it stopped" in error
+        assert len((work / "out" / "journal.jsonl").read_text().splitlines()) == 9
+
+
+def test_no_server_at_all_ends_with_74_and_nothing_is_written(work, capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert run(f"http://127.0.0.1:{port}/v1", "--max-retries", "0") == 74
+    assert "no connection" in capsys.readouterr().err
+    assert list(work.iterdir()) == []
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_a_server_that_will_not_ends_with_2_and_nothing_is_written(status, work, capsys):
+    with chat_server(lambda prompt, seed, count: Reply(status=status, error="unknown model")) as server:
+        assert run(server.endpoint) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert f"status {status}" in error[-1]
+    assert "unknown model" in error[-1]
+    assert list(work.iterdir()) == []
+
+
+def test_a_judge_says_how_similar_the_levels_are_and_is_loaded_before_anything_is_asked(work, tmp_path, capsys):
+    backbone, tokenizer = load_backbone(BackboneConfig(backbone_folder(tmp_path / "backbone")))
+    Embedder(backbone, tokenizer, MeanPooling(32)).save_pretrained(tmp_path / "model")
+    with chat_server() as server:
+        assert run(server.endpoint, "--judge", "nowhere") == 2
+        assert "nowhere" in capsys.readouterr().err
+        assert (server.requests, list(work.iterdir())) == ([], [])
+        assert run(server.endpoint, "--num-examples", "6", "--judge", str(tmp_path / "model")) == 0
+    printed = capsys.readouterr().out
+    assert f"mean cosine with the query by {tmp_path / 'model'}, 6 records:" in printed
+    assert all(f"\n  level {level}     " in printed for level in range(1, 5))
+    assert "similarity falls from level to level in " in printed
+
+
+BAD = [
+    (["--endpoint", "localhost"], "endpoint must be an address"),
+    (["--num-examples", "0"], "num_examples must be >= 1"),
+    (["--num-tasks", "0"], "num_tasks must be >= 1"),
+    (["--shares", "{sts: 0}"], "shares must leave a category"),
+    (["--shares", "{news: 1}"], "shares must name categories"),
+    (["--method", "nv_embed", "--languages", "[Thai]"], "languages has no effect"),
+    (["--method", "e5"], "method"),
+    (["--method", "nv_embed", "--judge", "some"], "judge has no effect on nv_embed"),
+    (["--tasks", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["--templates", "nowhere"], "templates must be a folder"),
+    (["--temperature", "3"], "temperature must lie between 0 and 2"),
+    (["--max-answer-tokens", "0"], "max_answer_tokens must be >= 1"),
+    (["--extra-body", "{stream: true}"], "extra_body must not set"),
+    (["--max-attempts", "0"], "max_attempts must be >= 1"),
+    (["--concurrency", "0"], "concurrency must be >= 1"),
+    (["--requests-per-minute", "0"], "requests_per_minute must be > 0"),
+    (["--tokens-per-minute", "-1"], "tokens_per_minute must be > 0"),
+    (["--max-retries", "-1"], "max_retries must be >= 0"),
+    (["--timeout-seconds", "0"], "timeout_seconds must be > 0"),
+    (["--token-budget", "0"], "token_budget must be >= 1"),
+    (["--price-per-million-prompt-tokens", "1"], "needs the other price"),
+    (["--columns", "{query: q}"], "columns needs regenerate_negatives"),
+    (["--suspect-rows", "keep"], "suspect_rows needs regenerate_negatives"),
+    (["--regenerate-negatives", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["--regenerate-negatives", "bad.jsonl"], "bad.jsonl:1"),
+    (["--regenerate-negatives", "bad.jsonl", "--num-examples", "5"], "num_examples has no effect"),
+    (["--regenerate-negatives", "bad.jsonl", "--method", "nv_embed"], "method has no effect"),
+    (["--regenerate-negatives", "bad.jsonl", "--languages", "[Thai]"], "languages has no effect"),
+    (["--output", "bad.jsonl"], "bad.jsonl: something else lies there already"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), BAD, ids=[" ".join(options) for options, _ in BAD])
+def test_bad_input_is_one_line_and_code_2_and_nothing_is_written(options, says, work, capsys):
+    (work / "bad.jsonl").write_text('{"query": 3, "positive": "a"}\n')
+    with chat_server(answers_well) as server:
+        assert run(server.endpoint, *options) == 2
+        assert server.requests == []
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert says in line
+    assert [path.name for path in work.iterdir()] == ["bad.jsonl"]
+
+
+def test_a_missing_client_is_named_with_its_extra(work, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    assert run("http://127.0.0.1:9/v1") == 2
+    assert "openai is not installed; run: pip install -e '.[synthesis]'" in capsys.readouterr().err
+    assert list(work.iterdir()) == []

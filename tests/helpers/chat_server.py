@@ -1,0 +1,207 @@
+"""A language model that is a function of prompt and seed, and a local server that speaks OpenAI's chat protocol."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Reply:
+    """What the server does with one request.
+
+    Args:
+        content: What the model writes; None leaves it null.
+        status: HTTP status; another than 200 sends `error` in place of an answer.
+        error: The server's complaint.
+        code: The complaint's code.
+        headers: More headers.
+        body: The whole body, as it is.
+        seconds: Time before anything is sent.
+        trickle_seconds: Time between the tenths of the body.
+        hangs_up: Whether the connection ends without a response.
+        finish_reason: Why the model stopped.
+        refusal: The model's refusal.
+        usage: Whether tokens are counted: a fourth of the characters.
+    """
+
+    content: str | None = ""
+    status: int = 200
+    error: str = "no"
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    seconds: float = 0.0
+    trickle_seconds: float = 0.0
+    hangs_up: bool = False
+    finish_reason: str = "stop"
+    refusal: str | None = None
+    usage: bool = True
+
+
+Behaviour = Callable[[str, int, int], Reply]
+
+
+def written(prompt: str, seed: int) -> str:
+    """What a model of good will writes to a prompt of the package."""
+    if prompt.startswith("Think up"):
+        return json.dumps([f"Find texts number {n} about subject {seed}." for n in range(5)])
+    graded = re.findall(r'"similarity_level": "(\w+)"', prompt)
+    names = re.findall(r'^(?:  |- )"(\w+)":', prompt, re.MULTILINE)
+    value: dict[str, Any] = {name: f"{name} of number {seed}" for name in names}
+    if graded:
+        value[names[-1]] = [
+            {"similarity_level": level, "text": f"negative {place} of number {seed}"}
+            for place, level in enumerate(graded)
+        ]
+    return json.dumps(value)
+
+
+def answers_well(prompt: str, seed: int, count: int) -> Reply:
+    """Every answer is as it should be."""
+    return Reply(written(prompt, seed))
+
+
+def spoilt(text: str, kind: int) -> Reply:
+    """An answer of which some kinds can be repaired and others must not come into the data."""
+    unfinished = text[: len(text) // 2]
+    kinds = [
+        Reply(text),
+        Reply(f"Here it is:\n```json\n{text}\n```\nI hope that it helps."),
+        Reply(unfinished),
+        Reply(unfinished, finish_reason="length"),
+        Reply("I cannot help with that.", refusal="I cannot help with that."),
+        Reply(None),
+        Reply(text.replace('"low"', '"none"').replace("[", "{", 1)),
+        Reply(re.sub(r'(of number \d+)"', r'\1 \\ud800"', text)),
+        Reply(re.sub(r'": "[^"]*"', '": ""', text)),
+        Reply(re.sub(r'": "[^"]*"', '": 7', text)),
+        Reply("[" * 20_000),
+        Reply(text.replace("}", ",}")),
+    ]
+    return kinds[kind % len(kinds)]
+
+
+def answers_badly(prompt: str, seed: int, count: int) -> Reply:
+    """The same answer to the same request, good or spoilt, by the seed."""
+    return spoilt(written(prompt, seed), seed)
+
+
+class ChatServer:
+    """A server on a free local port.
+
+    Args:
+        behaviour: The reply to a prompt with a seed, given how often they had come before.
+
+    Attributes:
+        requests: Every request's body, in the order in which they came.
+        headers: Its headers.
+        served: Prompt and seed of each request whose response was sent whole.
+        most_at_once: The most requests that were under way at once.
+    """
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.served: list[tuple[str, int]] = []
+        self.most_at_once = self._at_once = 0
+        self._lock = threading.Lock()
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            # Headers and body in one piece: two of them would wait for each other.
+            wbufsize = -1
+
+            def do_POST(self) -> None:
+                with suppress(ConnectionError):
+                    owner._serve(self)
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 64
+
+            def handle_error(self, *arguments: Any) -> None:
+                pass
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _serve(self, handler: BaseHTTPRequestHandler) -> None:
+        request = json.loads(handler.rfile.read(int(handler.headers["content-length"])))
+        prompt, seed = request["messages"][0]["content"], request["seed"]
+        with self._lock:
+            count = sum(other["messages"] == request["messages"] and other["seed"] == seed for other in self.requests)
+            self.requests.append(request)
+            self.headers.append({name.lower(): value for name, value in handler.headers.items()})
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            reply = self.behaviour(prompt, seed, count)
+            time.sleep(reply.seconds)
+            if reply.hangs_up:
+                handler.close_connection = True
+                return
+            body = reply.body if reply.body is not None else json.dumps(_body(reply, prompt)).encode()
+        finally:
+            with self._lock:
+                self._at_once -= 1
+        handler.send_response(reply.status)
+        for name, value in {"Content-Type": "application/json", **reply.headers}.items():
+            handler.send_header(name, value)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        step = -(-len(body) // 10) if reply.trickle_seconds else len(body)
+        for start in range(0, len(body), max(1, step)):
+            handler.wfile.write(body[start : start + step])
+            handler.wfile.flush()
+            time.sleep(reply.trickle_seconds)
+        if reply.status == 200:
+            with self._lock:
+                self.served.append((prompt, seed))
+
+
+@contextmanager
+def chat_server(behaviour: Behaviour = answers_well) -> Iterator[ChatServer]:
+    """A server while the context lasts."""
+    server = ChatServer(behaviour)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _body(reply: Reply, prompt: str) -> dict[str, Any]:
+    if reply.status != 200:
+        return {"error": {"message": reply.error, "code": reply.code, "type": "x", "param": None}}
+    message = {"role": "assistant", "content": reply.content, "refusal": reply.refusal}
+    body: dict[str, Any] = {
+        "id": "a",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [{"index": 0, "message": message, "finish_reason": reply.finish_reason}],
+    }
+    if reply.usage:
+        prompt_tokens, completion_tokens = len(prompt) // 4, len(reply.content or "") // 4
+        total = prompt_tokens + completion_tokens
+        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+        body["usage"] = counts
+    return body

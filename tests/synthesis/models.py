@@ -1,0 +1,87 @@
+"""A language model without a network, and jobs over it."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from embeddings.synthesis.answers import Answer
+from embeddings.synthesis.asker import Asker, Spending, Traffic
+from embeddings.synthesis.client import Request, Sampling
+from embeddings.synthesis.journal import Journal, open_journal
+from tests.helpers.chat_server import Reply, answers_well
+
+EAGER = Traffic(concurrency=4, backoff_seconds=0.001)
+
+
+def answer_of(reply: Reply, prompt: str) -> Answer:
+    """What the client makes of a reply."""
+    counts = (len(prompt) // 4, len(reply.content or "") // 4) if reply.usage else (None, None)
+    return Answer(reply.content, reply.finish_reason, reply.refusal, *counts)
+
+
+class FakeClient:
+    """Stands for `ChatClient`.
+
+    Args:
+        behaviour: The reply to a prompt with a seed, given how often they had come; or an exception to raise.
+        shuffled: Whether answers come in another order than the requests.
+        sampling: How the model answers.
+    """
+
+    endpoint = "http://fake/v1"
+
+    def __init__(
+        self,
+        behaviour: Callable[[str, int, int], Any] = answers_well,
+        shuffled: bool = False,
+        sampling: Sampling | None = None,
+    ) -> None:
+        self.behaviour, self.shuffled = behaviour, shuffled
+        self.sampling = sampling or Sampling("model")
+        self.asked: list[Request] = []
+        self.most_at_once = self.at_once = 0
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        yield
+
+    async def ask(self, request: Request) -> Answer:
+        count = sum(other.key == request.key for other in self.asked)
+        self.asked.append(request)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await asyncio.sleep(random.random() * 0.004 if self.shuffled else 0)
+            reply = self.behaviour(request.prompt, request.seed, count)
+            await asyncio.sleep(getattr(reply, "seconds", 0))
+        finally:
+            self.at_once -= 1
+        if isinstance(reply, Exception):
+            raise reply
+        return answer_of(reply, request.prompt)
+
+
+@contextmanager
+def make_asker(
+    folder: Path, client: FakeClient, traffic: Traffic = EAGER, spending: Spending | None = None
+) -> Iterator[tuple[Asker, Journal]]:
+    """An asker over a journal in a folder."""
+    with (
+        open_journal(folder / "journal.jsonl") as journal,
+        Asker(client, journal, traffic, spending or Spending()) as asker,
+    ):
+        yield asker, journal
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file of a finished job but the journal, whose lines are in the order of the answers, and the
+    manifest, which counts retries.
+    """
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.name not in ("journal.jsonl", "manifest.json")
+    }

@@ -1,0 +1,105 @@
+"""Prompts are pure functions of seed and index, and a template that cannot be filled is refused."""
+
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.synthesis.categories import MGH, NV_EMBED
+from embeddings.synthesis.prompts import Templates, reference_tasks
+
+SHORT_LONG = MGH.category("short_long")
+
+
+@pytest.mark.parametrize("method", [MGH, NV_EMBED], ids=["mgh", "nv_embed"])
+def test_every_value_is_drawn_about_equally_often_and_each_by_itself(method):
+    templates = Templates(method)
+    for category in method.categories:
+        drawn = [templates.drawn(category, 3, index) for index in range(600)]
+        pairs = set()
+        for name, values in category.placeholders.items():
+            counts = [sum(draw[name] == value for draw in drawn) for value in values]
+            assert min(counts) > 0.7 * 600 / len(values)
+            pairs.add(len({(draw[name], draw["difficulty"]) for draw in drawn}) / len(values))
+        assert max(pairs) == 3
+
+
+def test_a_prompt_depends_on_seed_and_index_alone():
+    first, second = Templates(MGH), Templates(MGH)
+    prompts = [first.example(SHORT_LONG, "A task.", 1, index) for index in range(40)]
+    assert prompts == [second.example(SHORT_LONG, "A task.", 1, index) for index in reversed(range(40))][::-1]
+    assert len(set(prompts)) > 30
+    assert prompts != [first.example(SHORT_LONG, "A task.", 2, index) for index in range(40)]
+
+
+def test_the_drawn_values_and_the_task_stand_in_the_prompt():
+    templates = Templates(MGH, languages=["Swahili"])
+    drawn = templates.drawn(SHORT_LONG, 0, 5)
+    prompt = templates.example(SHORT_LONG, "Find $5 notes, ${task} and {braces}.", 0, 5)
+    assert prompt.startswith("This is a text retrieval task: Find $5 notes, ${task} and {braces}.\n")
+    assert set(drawn) == {"query_type", "query_length", "difficulty", "clarity", "num_words", "language"}
+    for value in drawn.values():
+        assert value in prompt
+    assert drawn["language"] == "Swahili"
+
+
+def test_brainstorming_shows_two_different_tasks_and_other_ones_in_other_calls():
+    templates = Templates(NV_EMBED)
+    category = NV_EMBED.category("long_short")
+    shown = set()
+    for call in range(40):
+        prompt = templates.brainstorm(category, 0, call)
+        lines = [line[2:] for line in prompt.splitlines() if line[2:] in reference_tasks(category)]
+        assert len(set(lines)) == 2
+        assert "about 40 strings" in prompt
+        shown.add(tuple(lines))
+    assert len(shown) > 20
+
+
+def test_the_pair_stands_in_the_prompt_for_its_negatives():
+    prompt = Templates(MGH).negatives("a query of $1", "its positive")
+    assert "\na query of $1\n" in prompt
+    assert "\nits positive\n" in prompt
+
+
+def test_a_users_template_takes_the_place_of_ours_and_changes_the_hash(tmp_path):
+    (tmp_path / "example_short_long.txt").write_text("Write about $task in $language, $$5.\n")
+    own = Templates(MGH, tmp_path)
+    assert own.example(SHORT_LONG, "cats", 0, 0) == "Write about cats in English, $5."
+    assert own.brainstorm(SHORT_LONG, 0, 0) == Templates(MGH).brainstorm(SHORT_LONG, 0, 0)
+    hashes = {own.sha256, Templates(MGH).sha256, Templates(NV_EMBED).sha256, Templates(MGH, None, ["Thai"]).sha256}
+    assert len(hashes) == 4
+    assert Templates(MGH).sha256 == Templates(MGH).sha256
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"Write $task in $colour.", "takes $colour, which it does not get; use clarity, difficulty, language"),
+        (b"Write something.", "does not hold $task"),
+        (b"$task for $ 5", "begins no placeholder"),
+        (b"$task \xff", "is not UTF-8"),
+    ],
+)
+def test_a_template_that_cannot_be_filled_is_refused(tmp_path, content, says):
+    (tmp_path / "example_short_long.txt").write_bytes(content)
+    with pytest.raises(InputError) as refused:
+        Templates(MGH, tmp_path)
+    assert says in str(refused.value)
+    assert "example_short_long.txt" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((NV_EMBED, None, ["Thai"]), "languages has no effect on nv_embed"),
+        ((MGH, None, []), "languages must name at least one"),
+        ((MGH, None, [" "]), "languages must name at least one"),
+    ],
+)
+def test_languages_that_cannot_take_effect_are_refused(arguments, says):
+    with pytest.raises(OptionError, match=says):
+        Templates(*arguments)
+
+
+def test_a_missing_folder_of_templates_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="templates must be a folder"):
+        Templates(MGH, tmp_path / "nowhere")
