@@ -1,11 +1,12 @@
 """The data of a run, as Lightning asks for it."""
 
 import os
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning import LightningDataModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -14,15 +15,16 @@ from embeddings.common.text import TextSettings
 from embeddings.common.types import ContrastiveBatch
 from embeddings.data.collate import ContrastiveCollator
 from embeddings.data.dataset import open_source
+from embeddings.data.level_coverage import check_levels
 from embeddings.data.loader import ResumableLoader
 from embeddings.data.mixture import Mixture
 from embeddings.data.prompts import warn_of_unnamed_prompts, with_source_prompts
-from embeddings.data.samplers.base import BatchSampler
+from embeddings.data.run_length import RunLength
+from embeddings.data.samplers.base import BatchSampler, SamplerFactory
 from embeddings.data.samplers.blended import BlendedBatchSampler
+from embeddings.data.samplers.curriculum import CurriculumBatchSampler
 from embeddings.data.sources import SourceConfig
 from embeddings.data.tokenize import TextTokenizer
-
-SamplerFactory = Callable[[Sequence[int], int, int, Sequence[float]], BatchSampler]
 
 
 class EmbeddingDataModule(LightningDataModule):
@@ -79,14 +81,16 @@ class EmbeddingDataModule(LightningDataModule):
         self._pending_state: dict[str, Any] | None = None
 
     def prepare_data(self) -> None:
-        """Convert the sources, on one rank, where that is still to do, and check that they fill a batch.
+        """Convert the sources, on one rank, where that is still to do, and check that they suit the plan.
 
         Raises:
             InputError: If a source cannot be used.
-            OptionError: If there are fewer rows than one global batch.
+            OptionError: If there are fewer rows than one global batch, or a curriculum that cannot take effect.
         """
         self.setup()
-        self._plan()
+        plan = self._plan()
+        if isinstance(plan, CurriculumBatchSampler):
+            check_levels(self.mixture.sources, plan.levels, stand_in=plan.missing_level == "coarser")
         warn_of_unnamed_prompts(self.text, self.sources)
 
     def setup(self, stage: str | None = None) -> None:
@@ -155,7 +159,16 @@ class EmbeddingDataModule(LightningDataModule):
     def _plan(self) -> BatchSampler:
         plan = self.sampler(self.mixture.sizes, self.batch_size, self.seed, self.mixture.weights)
         plan.identify(self.mixture.identities)
+        if self.trainer is not None:
+            plan.set_run(self._run_length(len(plan)))
         return plan
+
+    def _run_length(self, batches_per_epoch: int) -> RunLength:
+        run = RunLength.of(self.trainer, batches_per_epoch)
+        callbacks = getattr(self.trainer, "callbacks", [])
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+            return replace(run, accumulate_grad_batches=None)
+        return run
 
     def _base_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is not None:
