@@ -127,6 +127,7 @@ class EmbeddingDataModule(LightningDataModule):
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_single_threaded_tokenizers,
         )
+        self._loader.in_flight = self._in_flight
         if self._pending_state is not None:
             self._loader.load_state_dict(self._pending_state)
             self._pending_state = None
@@ -162,6 +163,13 @@ class EmbeddingDataModule(LightningDataModule):
         if self.trainer is not None:
             plan.set_run(self._run_length(len(plan)))
         return plan
+
+    def _in_flight(self) -> int:
+        """Batches that the trainer has begun and not trained on: one where an exception ends its step."""
+        if self.trainer is None:
+            return 0
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return int(progress.ready - progress.processed)
 
     def _run_length(self, batches_per_epoch: int) -> RunLength:
         run = RunLength.of(self.trainer, batches_per_epoch)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,7 +31,7 @@ from embeddings.data.samplers import (
 from embeddings.data.samplers.level_schedule import level_of
 from embeddings.modules import ContrastiveModule
 from tests.data.cluster_folders import write_clusters
-from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
+from tests.data.killed_runs import LIGHTNING_WARNINGS, KilledError, Ledger, killed_run
 from tests.data.rows import graded, pairs, write_jsonl
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.tiny import wordpiece_tokenizer
@@ -410,6 +411,38 @@ def test_a_curriculum_longer_than_the_run_is_left_in_its_middle_and_resumed(tmp_
         trainer.fit(module, data_module(tmp_path, total_steps=16), ckpt_path=checkpoint)
         seen += module.rows
     assert [row[:2] for row in seen] == [[step, 4 - step // 4] for step in range(16)]
+
+
+class FailingLedger(LevelLedger):
+    """Notes the rows too, and fails in one batch."""
+
+    failing: tuple[int, int] | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if (self.current_epoch, batch_idx) == self.failing:
+            raise KilledError
+        loss = super().training_step(batch, batch_idx)
+        self.rows[-1] += batch.row_B.tolist()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed", *LIGHTNING_WARNINGS)
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("failing", [(1, 1), (1, 5), (2, 0)])
+def test_a_run_goes_on_with_the_batch_that_failed(failing: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
+    """The checkpoint of an exception counts neither the batch nor its step; the level goes on with the step."""
+    runs: list[list[list[int]]] = []
+    for folder, stop, checkpoint in (("whole", None, None), ("run", failing, None), ("again", None, "run")):
+        module = FailingLedger()
+        module.failing = stop
+        saving = ModelCheckpoint(tmp_path / folder, every_n_train_steps=100, filename="{step}", save_on_exception=True)
+        trainer = quiet_trainer(max_epochs=NUM_EPOCHS, accumulate_grad_batches=accumulate, callbacks=[saving])
+        saved = None if checkpoint is None else next((tmp_path / checkpoint).iterdir())
+        with suppress(KilledError):
+            trainer.fit(module, data_module(tmp_path), ckpt_path=saved)
+        runs.append(module.rows)
+    assert len(runs[1]) == 6 * failing[0] + failing[1]
+    assert runs[1] + runs[2] == runs[0]
 
 
 def quiet_trainer(**options: Any) -> Trainer:
