@@ -122,6 +122,8 @@ class ContrastiveBatch:
         surrogate_candidate_CS: The same of each candidate, (C, S) float32.
         num_extra_tokens: Positions that the encoder reads before each text beside its tokens: every slot of a context,
             filled or not, and soft prompts. What mini-batches are cut by.
+        negative_level: Level of hard negatives that a curriculum asks for at this step, 1 (hardest) to 4 (easiest); 0
+            where there is no curriculum.
     """
 
     query: TokenBatch
@@ -140,6 +142,7 @@ class ContrastiveBatch:
     surrogate_query_BS: Tensor | None = None
     surrogate_candidate_CS: Tensor | None = None
     num_extra_tokens: int = 0
+    negative_level: int = 0
 
     def __len__(self) -> int:
         """Number of queries, B."""

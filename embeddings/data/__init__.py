@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from embeddings.data.samplers.base import BatchSampler
     from embeddings.data.samplers.blended import BlendedBatchSampler
     from embeddings.data.samplers.clustered import ClusteredBatchSampler
+    from embeddings.data.samplers.curriculum import CurriculumBatchSampler
     from embeddings.data.sources import SourceConfig
     from embeddings.data.tokenize import TextTokenizer
 
@@ -23,6 +24,7 @@ __all__ = [
     "BlendedBatchSampler",
     "ClusteredBatchSampler",
     "ContrastiveCollator",
+    "CurriculumBatchSampler",
     "EmbeddingDataModule",
     "Example",
     "Mixture",
@@ -44,6 +46,7 @@ __getattr__ = lazy_names(
         "BlendedBatchSampler": "samplers.blended",
         "ClusteredBatchSampler": "samplers.clustered",
         "ContrastiveCollator": "collate",
+        "CurriculumBatchSampler": "samplers.curriculum",
         "EmbeddingDataModule": "datamodule",
         "Example": "examples",
         "Mixture": "mixture",

@@ -66,6 +66,7 @@ class ContrastiveCollator:
             row_B=torch.tensor([e.row for e in examples]),
             surrogate_query_BS=surrogate_query_BS,
             surrogate_candidate_CS=surrogate_candidate_CS,
+            negative_level=examples[0].level,
         )
 
     def _surrogates(

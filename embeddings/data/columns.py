@@ -2,7 +2,9 @@
 
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 _Code = Literal["b", "B", "i", "q"]
 _EMPTY = memoryview(b"")
@@ -62,6 +64,10 @@ class ListColumn:
         assert array.null_count == 0
         self._offsets = _view(array.buffers()[1], "q")[array.offset :]
         self.child = child
+
+    def starts(self, count: int) -> NDArray[np.int64]:
+        """Where each of the first `count` lists starts among all elements, and where the last ends, (count + 1,)."""
+        return np.asarray(self._offsets[: count + 1])
 
     def __getitem__(self, index: int) -> list[Any]:
         """The list at `index`, which must lie in the array."""

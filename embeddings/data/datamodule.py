@@ -1,11 +1,12 @@
 """The data of a run, as Lightning asks for it."""
 
 import os
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -16,15 +17,16 @@ from embeddings.common.types import ContrastiveBatch
 from embeddings.data.collate import ContrastiveCollator
 from embeddings.data.dataset import open_source
 from embeddings.data.files import fill_path, resolve_files
+from embeddings.data.level_coverage import check_levels
 from embeddings.data.loader import ResumableLoader
 from embeddings.data.mixture import Mixture
 from embeddings.data.prompts import check_prompts, warn_of_unnamed_prompts, with_source_prompts
-from embeddings.data.samplers.base import BatchSampler
+from embeddings.data.run_length import RunLength
+from embeddings.data.samplers.base import BatchSampler, SamplerFactory
 from embeddings.data.samplers.blended import BlendedBatchSampler
+from embeddings.data.samplers.curriculum import CurriculumBatchSampler
 from embeddings.data.sources import SourceConfig, check_names
 from embeddings.data.tokenize import TextTokenizer
-
-SamplerFactory = Callable[[Sequence[int], int, int, Sequence[float]], BatchSampler]
 
 
 class EmbeddingDataModule(LightningDataModule):
@@ -100,14 +102,16 @@ class EmbeddingDataModule(LightningDataModule):
         check_prompts(TextTokenizer(self._base_tokenizer(module), self.text), self.sources)
 
     def prepare_data(self) -> None:
-        """Convert the sources, on one rank, where that is still to do, and check that they fill a batch.
+        """Convert the sources, on one rank, where that is still to do, and check that they suit the plan.
 
         Raises:
             InputError: If a source cannot be used.
-            OptionError: If there are fewer rows than one global batch.
+            OptionError: If there are fewer rows than one global batch, or a curriculum that cannot take effect.
         """
         self.setup()
-        self._plan()
+        plan = self._plan()
+        if isinstance(plan, CurriculumBatchSampler):
+            check_levels(self.mixture.sources, plan.levels, stand_in=plan.missing_level == "coarser")
         warn_of_unnamed_prompts(self.text, self.sources)
         if self.num_negatives:
             for source in self.mixture.sources:
@@ -153,6 +157,7 @@ class EmbeddingDataModule(LightningDataModule):
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_single_threaded_tokenizers,
         )
+        self._loader.in_flight = self._in_flight
         if self._pending_state is not None:
             self._loader.load_state_dict(self._pending_state)
             self._pending_state = None
@@ -185,7 +190,23 @@ class EmbeddingDataModule(LightningDataModule):
     def _plan(self) -> BatchSampler:
         plan = self.sampler(self.mixture.sizes, self.batch_size, self.seed, self.mixture.weights)
         plan.identify(self.mixture.identities)
+        if self.trainer is not None:
+            plan.set_run(self._run_length(len(plan)))
         return plan
+
+    def _in_flight(self) -> int:
+        """Batches that the trainer has begun and not trained on: one where an exception ends its step."""
+        if self.trainer is None:
+            return 0
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return int(progress.ready - progress.processed)
+
+    def _run_length(self, batches_per_epoch: int) -> RunLength:
+        run = RunLength.of(self.trainer, batches_per_epoch)
+        callbacks = getattr(self.trainer, "callbacks", [])
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+            return replace(run, accumulate_grad_batches=None)
+        return run
 
     def _base_tokenizer(self, module: LightningModule | None) -> PreTrainedTokenizerBase:
         if self.tokenizer is not None:

@@ -1,6 +1,7 @@
 """One source as a data set of examples."""
 
 import os
+from collections.abc import Sequence
 from functools import partial
 
 from embeddings.common.errors import InputError
@@ -11,6 +12,7 @@ from embeddings.data.cache import CachedSource, open_cached
 from embeddings.data.candidates import CandidateRule, ClassExamples, LabelTexts, StoredCandidates
 from embeddings.data.examples import Example, RowDraw
 from embeddings.data.files import fill_path
+from embeddings.data.level_choice import places_of_level
 from embeddings.data.records import label_key
 from embeddings.data.sources import SourceConfig
 from embeddings.data.surrogate_vectors import SurrogateVectors
@@ -35,7 +37,7 @@ def open_source(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
 class SourceDataset:
     """Examples of one source, by row and draw key.
 
-    Determinism: an example is a pure function of (source, row, draw); neither ranks nor workers matter.
+    Determinism: an example is a pure function of (source, row, draw, level rule); neither ranks nor workers matter.
     Length: `max_rows`, or all rows (without those that `single_text_classes` leaves out) where there are no more.
     Guarantees: it can be pickled and forked: data stays in memory-mapped files, which are opened again.
 
@@ -94,6 +96,10 @@ class SourceDataset:
         index = self._stored_index(entry.row)
         stored = self.cached.table.row(index)
         positives, negatives, negative_labels = self._candidates(stored, index, entry.draw)
+        places: Sequence[int] = range(len(negatives))
+        if entry.rule is not None:
+            places = places_of_level(negatives, entry.rule, entry.draw)
+            negatives = tuple(negatives[place] for place in places)
         prompt = self._prompts[0]
         if stored.instruction:
             prompt = instruction_prompt(stored.instruction)
@@ -114,10 +120,11 @@ class SourceDataset:
             surrogate_query=None if self._surrogates is None else self._surrogates.query(index),
             surrogate_positives=None if self._surrogates is None else self._surrogates.positives(index),
             surrogate_negatives=(
-                partial(self._surrogates.negatives, index)
+                partial(self._surrogates.negatives, index, places)
                 if self._surrogates is not None and self._surrogates.has_negatives
                 else None
             ),
+            level=0 if entry.rule is None else entry.rule.level,
         )
 
     def _stored_index(self, row: int) -> int:

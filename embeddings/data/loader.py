@@ -89,6 +89,8 @@ class ResumableLoader(DataLoader[Any]):
             # A generator of its own: each iterator draws from it, and a resumed run makes fewer iterators.
             generator=torch.Generator().manual_seed(batch_sampler.seed),
         )
+        # How many of the batches handed over have not been trained on: whoever trains can say.
+        self.in_flight: Callable[[], int] = int
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches of the present epoch that have not been delivered yet, or else of the next epoch.
@@ -100,16 +102,20 @@ class ResumableLoader(DataLoader[Any]):
         plan = self.batch_sampler
         if plan.start >= len(plan):
             plan.set_epoch(plan.epoch + 1)
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        for batch in batches:
             if isinstance(batch, _Fault):
+                # Left to the garbage collector, the error's traceback would have each worker waited for five seconds.
+                getattr(batches, "_shutdown_workers", lambda: None)()
+                self._iterator = None
                 raise batch.error
             plan.start += 1
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain types: the epoch, the batches delivered in it, and what the plan depends on."""
+        """Plain types: the epoch, the batches delivered in it without those in flight, and what the plan depends on."""
         plan = self.batch_sampler
-        return {"epoch": plan.epoch, "delivered": plan.start, "plan": plan.plan_fields()}
+        return {"epoch": plan.epoch, "delivered": plan.start - self.in_flight(), "plan": plan.plan_fields()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken.

@@ -15,7 +15,7 @@ from embeddings.data.sources import check_names
 class Mixture:
     """The rows of all sources one after another.
 
-    Determinism: an example is a pure function of the sources and of (row, draw).
+    Determinism: an example is a pure function of the sources and of (row, draw, level rule).
     Length: the sum of the sources' lengths.
     Guarantees: it can be pickled and forked, since its sources can. `surrogate_width` is that of the surrogate's
         vectors of those sources that have them, None where none has.
@@ -72,5 +72,5 @@ class Mixture:
     def __getitem__(self, entry: RowDraw) -> Example:
         """The example of a row for a draw key."""
         source = self.source_of(entry.row)
-        local = RowDraw(entry.row - self._starts[source], entry.draw)
+        local = entry._replace(row=entry.row - self._starts[source])
         return replace(self.sources[source][local], row=entry.row, source=source)

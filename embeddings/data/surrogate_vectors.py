@@ -79,10 +79,11 @@ class SurrogateVectors:
         """The vectors of a row's positives in their order, (P, S)."""
         return self._documents(self._positives.documents(row))
 
-    def negatives(self, row: int, most: int) -> Vectors:
-        """The vectors of a row's first negatives in their order, (N, S), N <= `most`; only these are read."""
+    def negatives(self, row: int, places: Sequence[int], most: int) -> Vectors:
+        """The vectors of the first `most` of a row's negatives at `places`, (N, S); only these are read."""
         assert self._negatives is not None, "has_negatives says no"
-        return self._documents(self._negatives.documents(row)[:most])
+        documents = self._negatives.documents(row)
+        return self._documents([documents[place] for place in places[:most]])
 
     def _documents(self, documents: Sequence[int]) -> Vectors:
         found = np.empty((len(documents), self.width), np.float32)

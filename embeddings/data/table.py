@@ -144,6 +144,17 @@ class Table:
             assert isinstance(numbers, NumberColumn)
             yield np.asarray(numbers.values)
 
+    def row_levels(self) -> Iterator[NDArray[np.uint8]]:
+        """Which levels the negatives of each row have, batch by batch, (rows,): bit l is set where one has level l."""
+        for number, numbers in enumerate(self.negative_levels()):
+            starts = self._batch(number).levels.starts(self._starts[number + 1] - self._starts[number])
+            has_negatives = starts[:-1] < starts[1:]
+            found = np.zeros(len(has_negatives), dtype=np.uint8)
+            if has_negatives.any():
+                bits = np.left_shift(np.uint8(1), numbers.astype(np.uint8))
+                found[has_negatives] = np.bitwise_or.reduceat(bits, starts[:-1][has_negatives])
+            yield found
+
     def _find(self, index: int) -> tuple["_Columns", int]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")

@@ -20,6 +20,7 @@ from embeddings.common import (
     TokenBatch,
 )
 from embeddings.common.randomness import derive_seed
+from embeddings.data.run_length import run_steps
 from embeddings.losses import InfoNCE
 from embeddings.losses.surrogate_filter import without_surrogates
 from embeddings.models import Embedder
@@ -127,6 +128,8 @@ class ContrastiveModule(L.LightningModule):
             raise NumericError(f"loss is {output.loss.item()} at step {self.global_step}: no update was made")
         self.log("train/loss", output.loss.detach(), prog_bar=True, batch_size=len(batch))
         self.log_dict({f"train/{name}": value for name, value in output.terms.items()}, batch_size=len(batch))
+        if batch.negative_level:
+            self.log("train/level", float(batch.negative_level), prog_bar=True, batch_size=len(batch))
         return output.loss
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -181,15 +184,6 @@ class ContrastiveModule(L.LightningModule):
         return loss_scale / self.trainer.accumulate_grad_batches
 
     def _trainer_steps(self) -> int | None:
-        """Optimiser steps of the run. Lightning's own estimate would build the loader and drop a restored position."""
-        trainer = self.trainer
-        if trainer.max_steps > 0:
-            return int(trainer.max_steps)
-        batches = getattr(getattr(trainer, "datamodule", None), "batches_per_epoch", None)
-        if trainer.max_epochs is None or trainer.max_epochs < 1 or batches is None:
-            return None
-        if isinstance(trainer.limit_train_batches, int):
-            batches = min(batches, trainer.limit_train_batches)
-        else:
-            batches = int(batches * trainer.limit_train_batches)
-        return trainer.max_epochs * -(-batches // trainer.accumulate_grad_batches)
+        """Optimiser steps of the run, None where the trainer sets no end."""
+        batches = getattr(getattr(self.trainer, "datamodule", None), "batches_per_epoch", None)
+        return run_steps(self.trainer, batches)

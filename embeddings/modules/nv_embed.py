@@ -1,26 +1,12 @@
 """NV-Embed: a decoder without its causal mask, latent-attention pooling, two-stage instruction tuning."""
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
-from transformers import PreTrainedModel
 
-from embeddings.common import OptionError, UserError
 from embeddings.losses import InfoNCE
-from embeddings.models import (
-    BackboneConfig,
-    Embedder,
-    LatentAttentionPooling,
-    LoraSettings,
-    Pooling,
-    add_lora,
-    load_backbone,
-)
+from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings
+from embeddings.modules.adapted_embedder import PoolingFactory, adapted_embedder
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory
 from embeddings.training.schedule import Schedule
-
-PoolingFactory = Callable[[int], Pooling]
 
 
 class NVEmbedModule(ContrastiveModule):
@@ -62,29 +48,6 @@ class NVEmbedModule(ContrastiveModule):
         normalize: bool = True,
         seed: int = 0,
     ) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            if initial_model is None:
-                model, tokenizer = load_backbone(backbone)
-                made = _make_pooling(pooling, model.config.hidden_size)
-            else:
-                start = Embedder.from_config(replace(backbone, name=initial_model, revision=None))
-                assert isinstance(start.backbone, PreTrainedModel)
-                model, tokenizer, made = start.backbone, start.tokenizer, start.pooling
-                _check_pooling(made, _make_pooling(pooling, start.hidden_size), initial_model)
-            adapted = model if lora is None else add_lora(model, lora)
-        embedder = Embedder(adapted, tokenizer, made, normalize=normalize)
+        usual = "NV-Embed uses 512 latents and 8 heads"
+        embedder = adapted_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
-
-
-def _make_pooling(pooling: PoolingFactory, hidden_size: int) -> Pooling:
-    try:
-        return pooling(hidden_size)
-    except ValueError as error:
-        raise UserError(f"model.{error}; NV-Embed uses 512 latents and 8 heads") from error
-
-
-def _check_pooling(found: Pooling, asked: Pooling, initial_model: str) -> None:
-    if type(found) is not type(asked) or found.arguments() != asked.arguments():
-        rule = f"must be what {initial_model} was trained with: {type(found).__name__} {found.arguments()}"
-        raise OptionError("model.pooling", f"{type(asked).__name__} {asked.arguments()}", rule, "repeat that pooling")

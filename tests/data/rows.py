@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,14 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
 def pairs(count: int, prefix: str = "") -> list[dict[str, Any]]:
     """Records that differ from each other."""
     return [{"query": f"{prefix}query {i}", "positive": f"{prefix}positive {i}"} for i in range(count)]
+
+
+def graded(count: int, levels: Sequence[int] = (1, 2, 3, 4)) -> list[dict[str, Any]]:
+    """Records with one negative of each of some levels, which its text names."""
+    return [
+        record | {"negatives": [{"text": f"negative {i} of level {level}", "level": level} for level in levels]}
+        for i, record in enumerate(pairs(count))
+    ]
 
 
 def labelled(*sizes: int) -> list[dict[str, Any]]:

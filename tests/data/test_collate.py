@@ -1,5 +1,7 @@
 """A batch against one written out by hand, and the edges."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -116,3 +118,9 @@ def test_an_example_without_a_prompt_gets_the_settings_prompt_of_its_role() -> N
 def test_a_negative_number_of_negatives_is_refused() -> None:
     with pytest.raises(OptionError, match=r"data\.num_negatives must be >= 0, got -1"):
         make(-1)
+
+
+def test_a_batch_names_the_level_of_its_examples() -> None:
+    assert make(1)(examples()).negative_level == 0
+    batch = make(1)([replace(example, level=3) for example in examples()])
+    assert (batch.negative_level, batch.to("cpu").negative_level) == (3, 3)

@@ -21,6 +21,7 @@ def test_lists_come_out_as_arrow_gives_them(start):
     array = pa.array(LISTS, pa.large_list(pa.large_string()))[start:]
     column = ListColumn(array, TextColumn(array.values))
     assert [column[i] for i in range(len(array))] == array.to_pylist() == LISTS[start:]
+    assert column.starts(2).tolist() == array.offsets.to_pylist()[:3]
 
 
 def test_lists_of_nothing_need_no_elements():

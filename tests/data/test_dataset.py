@@ -1,10 +1,13 @@
 import pickle
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.data import Example, Negative, RowDraw
-from tests.data.rows import dataset, labelled, pairs
+from embeddings.data import Example, Negative, RowDraw, SourceConfig, open_source
+from embeddings.data.examples import LevelRule
+from tests.data.rows import dataset, graded, labelled, pairs, write_jsonl
 
 
 def test_a_pair_becomes_an_example_with_its_prompts(tmp_path):
@@ -169,3 +172,28 @@ def test_a_source_is_pickled_without_its_data(tmp_path, conversion):
     data = pickle.dumps(source)
     assert len(data) < 3000
     assert pickle.loads(data)[RowDraw(999, 4)] == source[RowDraw(999, 4)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_levels_of_a_file_decide_which_negatives_a_step_may_use(tmp_path, kind):
+    path = tmp_path / f"records.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(graded(3)), path)
+    else:
+        write_jsonl(path, graded(3))
+    source = open_source(SourceConfig("records", str(path)), tmp_path / "cache")
+    for row in range(3):
+        for level in (1, 2, 3, 4):
+            example = source[RowDraw(row, 9, LevelRule(level))]
+            assert example.level == level
+            assert example.negatives == (Negative(f"negative {row} of level {level}", level),)
+        cumulative = source[RowDraw(row, 9, LevelRule(3, cumulative=True))]
+        assert sorted(negative.level for negative in cumulative.negatives) == [3, 4]
+        assert (source[RowDraw(row, 9)].level, len(source[RowDraw(row, 9)].negatives)) == (0, 4)
+
+
+def test_drawn_negatives_and_their_labels_are_of_every_level(tmp_path):
+    source = dataset(tmp_path, labelled(3, 4), conversion="class_by_example", num_negatives=2)
+    plain, leveled = source[RowDraw(0, 5)], source[RowDraw(0, 5, LevelRule(2))]
+    assert (leveled.negatives, leveled.negative_labels) == (plain.negatives, plain.negative_labels)
+    assert len(plain.negative_labels) == 2

@@ -1,5 +1,6 @@
 """A loader that was killed hands over the very next batch, however often and whenever."""
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,7 @@ def test_a_fault_of_the_data_arrives_from_a_worker_as_from_the_loop_itself(error
     )
     with pytest.raises(type(error)) as raised:
         seen.extend(batch.tolist() for batch in loader)
+    assert not multiprocessing.active_children()
     assert type(raised.value) is type(error)
     assert str(raised.value) == str(error)
     assert seen == plan[:3]

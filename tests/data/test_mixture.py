@@ -5,7 +5,8 @@ from torch.utils.data import DataLoader
 
 from embeddings.common import OptionError
 from embeddings.data import Mixture, RowDraw
-from tests.data.rows import dataset, labelled, pairs
+from embeddings.data.examples import LevelRule
+from tests.data.rows import dataset, graded, labelled, pairs
 
 
 @pytest.fixture
@@ -62,3 +63,10 @@ def test_workers_give_the_examples_that_the_main_process_gives(mixture):
 
 def test_a_mixture_is_pickled_without_its_data(mixture):
     assert pickle.loads(pickle.dumps(mixture))[RowDraw(5, 1)] == mixture[RowDraw(5, 1)]
+
+
+def test_the_rule_of_levels_reaches_the_row(tmp_path):
+    mixture = Mixture([dataset(tmp_path, pairs(2), name="plain"), dataset(tmp_path, graded(2), name="graded")])
+    example = mixture[RowDraw(3, 7, LevelRule(2))]
+    assert (example.level, [negative.level for negative in example.negatives]) == (2, [2])
+    assert len(mixture[RowDraw(3, 7)].negatives) == 4

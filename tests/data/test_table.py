@@ -34,6 +34,15 @@ def test_every_row_comes_back_wherever_the_batches_are_cut(tmp_path, monkeypatch
     assert [level for levels in table.negative_levels() for level in levels.tolist()] == [1] * 9
 
 
+@pytest.mark.parametrize("batch_rows", [1, 2, 100])
+def test_the_levels_of_each_row_are_bits(tmp_path, monkeypatch, batch_rows):
+    monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", batch_rows)
+    levels = [[], [1, 4], [0, 0], [2, 2, 3], [], [4], []]
+    write_table(tmp_path, (StoredRow("q", ["p"], ["n"] * len(row), row) for row in levels))
+    found = [row for rows in Table(tmp_path).row_levels() for row in rows.tolist()]
+    assert found == [sum(1 << level for level in set(row)) for row in levels] == [0, 18, 1, 12, 0, 16, 0]
+
+
 def test_long_texts_cut_batches_before_many_rows_do(tmp_path, monkeypatch):
     monkeypatch.setattr(table_module, "MAX_BATCH_CHARACTERS", 100)
     write_table(tmp_path, (StoredRow("x" * 60, [], [], [], -1) for _ in range(5)))

@@ -3,6 +3,14 @@
 from embeddings.data.samplers.base import BatchSampler, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
 from embeddings.data.samplers.clustered import ClusteredBatchSampler
+from embeddings.data.samplers.curriculum import CurriculumBatchSampler
 from embeddings.data.samplers.permutation import KeyedPermutation
 
-__all__ = ["BatchSampler", "BlendedBatchSampler", "ClusteredBatchSampler", "KeyedPermutation", "SourceIdentity"]
+__all__ = [
+    "BatchSampler",
+    "BlendedBatchSampler",
+    "ClusteredBatchSampler",
+    "CurriculumBatchSampler",
+    "KeyedPermutation",
+    "SourceIdentity",
+]

@@ -1,7 +1,8 @@
 """What every batch sampler is: a pure function from (seed, epoch, step) to one global batch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -11,7 +12,8 @@ from torch.utils.data import Sampler
 
 from embeddings.common.errors import OptionError
 from embeddings.common.randomness import derive_seed
-from embeddings.data.examples import RowDraw
+from embeddings.data.examples import LevelRule, RowDraw
+from embeddings.data.run_length import RunLength
 from embeddings.data.samplers.permutation import mix_bits
 
 Rows = NDArray[np.int64]
@@ -74,6 +76,9 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
     def check_sources(self, names: Sequence[str]) -> None:
         """Check, before any source is read, that what is kept beside these sources is there."""
 
+    def set_run(self, run: RunLength) -> None:
+        """Learn how long the run is; the data module says so where a trainer runs it, before anything is drawn."""
+
     @property
     @abstractmethod
     def num_steps(self) -> int:
@@ -82,6 +87,10 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
     @abstractmethod
     def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
         """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
+
+    def level_rule(self, epoch: int, step: int) -> LevelRule | None:
+        """Which hard negatives a step's rows may use, the same on every rank, or None for all."""
+        return None
 
     @property
     def sampler(self) -> Self:
@@ -141,4 +150,9 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
         epoch, mine = self.epoch, slice(rank * self.batch_size, (rank + 1) * self.batch_size)
         for step in range(self.start, self.num_steps):
             rows, draws = self.global_batch(epoch, step)
-            yield list(map(RowDraw, rows[mine].tolist(), draws[mine].tolist()))
+            rule = self.level_rule(epoch, step)
+            yield list(map(RowDraw, rows[mine].tolist(), draws[mine].tolist(), repeat(rule)))
+
+
+# Makes a plan of the rows of each source, batch_size, the seed and the weight of each source.
+SamplerFactory = Callable[[Sequence[int], int, int, Sequence[float]], BatchSampler]

@@ -1,0 +1,58 @@
+"""MGH: hard negatives of four granularities from easy to hard, and pooling weighted by the attention tokens receive."""
+
+import torch
+
+from embeddings.losses import InfoNCE
+from embeddings.models import AnchorTokenPooling, BackboneConfig, LoraSettings
+from embeddings.modules.adapted_embedder import PoolingFactory, adapted_embedder
+from embeddings.modules.base import ContrastiveModule, OptimizerFactory
+from embeddings.training.schedule import Schedule
+
+
+class MGHCurriculumModule(ContrastiveModule):
+    """Multi-granularity hard negatives and anchor-token-aware pooling on any Hugging Face decoder or encoder.
+
+    A decoder's causal mask is switched off, its last states are averaged with the weights of Eq. 3 to 5, and InfoNCE
+    (Eq. 1) takes the candidates of the batch and each query's own hard negative as negatives. Which granularity that
+    negative is of, from N4, the easiest, to N1, is the plan's part: `CurriculumBatchSampler` in the data config. The
+    step's level is logged as `train/level`.
+
+    Args:
+        backbone: Which model, and whether its causal mask is switched off: pooling by received attention needs it off.
+            The paper starts from Mistral-7B-Instruct-v0.2 after LLM2Vec's masked next-token training, its adapter
+            merged (§3.2): name a directory with those weights.
+        pooling: Makes the pooling from the hidden size: any class of `embeddings.models` pooling.
+        lora: LoRA settings, or None to train the whole backbone. The paper: rank 16, alpha 32 (Table 5).
+        loss: InfoNCE. The paper prints a factor of 1 before the cosine (Eq. 1), which is `temperature: 1`; with it the
+            loss of 128 candidates cannot fall below log(1 + 127 e^-2) = 2.90, so 0.02 is our default.
+        optimizer: Makes the optimiser. The paper: Adam with a learning rate of 2e-5 (Table 5).
+        schedule: The paper: 300 warm-up steps of 1,600, 200 of 600 on synthetic data alone (Table 5); what follows the
+            warm-up is not stated, linear decay to zero is ours.
+        initial_model: A model directory to start from; it replaces the weights of `backbone` and `pooling`, whose LoRA
+            has been merged, and fresh LoRA matrices are added.
+        normalize: Whether vectors have unit norm. The loss takes cosines either way.
+        seed: Seed of random initial weights and of dropout.
+
+    Raises:
+        OptionError: If the backbone is causal where the pooling needs to see both ways.
+        UserError: If the pooling cannot be made, or is another than `initial_model` has.
+    Source: MGH (Negative Matters), §2.1, §2.2, §3.2, Tables 5 and 7. Differs: the temperature, above; the axis that
+        the pooling sums over (see `AnchorTokenPooling`).
+    Related: `NVEmbedModule`, the same loss with latent-attention pooling.
+    """
+
+    def __init__(
+        self,
+        backbone: BackboneConfig,
+        pooling: PoolingFactory = AnchorTokenPooling,
+        lora: LoraSettings | None = None,
+        loss: InfoNCE | None = None,
+        optimizer: OptimizerFactory = lambda params: torch.optim.Adam(params, lr=2e-5),
+        schedule: Schedule = Schedule(warmup_steps=300),  # noqa: B008 - frozen
+        initial_model: str | None = None,
+        normalize: bool = True,
+        seed: int = 0,
+    ) -> None:
+        usual = "MGH uses AnchorTokenPooling as it is, without arguments"
+        embedder = adapted_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
+        super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)

@@ -1,0 +1,498 @@
+"""The laws of a batch sampler for a curriculum over two others, and its level at every optimiser step of a training."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonargparse import ArgumentParser
+from lightning import LightningDataModule
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from embeddings.common import ContrastiveBatch, InputError, OptionError
+from embeddings.common.fileio import text_hash
+from embeddings.data import EmbeddingDataModule, ResumableLoader, SourceConfig
+from embeddings.data.examples import LevelRule, RowDraw
+from embeddings.data.run_length import RunLength
+from embeddings.data.samplers import (
+    BlendedBatchSampler,
+    ClusteredBatchSampler,
+    CurriculumBatchSampler,
+    SourceIdentity,
+)
+from embeddings.data.samplers.level_schedule import level_of
+from embeddings.modules import ContrastiveModule
+from tests.data.cluster_folders import write_clusters
+from tests.data.killed_runs import LIGHTNING_WARNINGS, KilledError, Ledger, killed_run
+from tests.data.rows import graded, pairs, write_jsonl
+from tests.helpers.ranks import run_on_two_ranks
+from tests.helpers.tiny import wordpiece_tokenizer
+
+SIZES = [40, 31]
+NAMES = ["left", "right"]
+Maker = Callable[..., CurriculumBatchSampler]
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("clusters")
+    for name, size in zip(NAMES, SIZES, strict=True):
+        write_clusters(folder / name, [row // 5 for row in range(size)], size // 5 + 1, f"key of {name}")
+    return str(folder)
+
+
+@pytest.fixture(params=["blended", "clustered"])
+def make(request: pytest.FixtureRequest, clusters: str) -> Maker:
+    """Samplers over either of the others, three epochs long."""
+    inner = BlendedBatchSampler if request.param == "blended" else partial(ClusteredBatchSampler, clusters=clusters)
+
+    def maker(batch_size: int = 4, **options: Any) -> CurriculumBatchSampler:
+        sampler = CurriculumBatchSampler(SIZES, batch_size, **{"inner": inner, **options})
+        sampler.identify([SourceIdentity(name, f"key of {name}") for name in NAMES])
+        sampler.set_run(RunLength(len(sampler), total_steps=3 * len(sampler)))
+        return sampler
+
+    return maker
+
+
+def entries_of(sampler: CurriculumBatchSampler | BlendedBatchSampler, epoch: int = 0) -> list[list[RowDraw]]:
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_ranks_are_disjoint_of_one_level_and_together_the_plan_of_one_process(make: Maker, epoch: int) -> None:
+    whole = entries_of(make(6), epoch)
+    ranks = [entries_of(make(2, num_replicas=3, rank=rank), epoch) for rank in range(3)]
+    assert len(whole) >= 40 // 6 + 31 // 6
+    for step, batch in enumerate(whole):
+        assert batch == list(chain(*(rank[step] for rank in ranks)))
+        assert len({entry.rule for entry in batch}) == 1
+    rows = [{entry.row for batch in rank for entry in batch} for rank in ranks]
+    assert sum(map(len, rows)) == len(set.union(*rows)) == 6 * len(whole)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 31])
+def test_the_length_is_exact_and_every_batch_is_full(make: Maker, batch_size: int) -> None:
+    sampler = make(batch_size)
+    batches = entries_of(sampler)
+    assert len(sampler) == len(batches) == len(sampler.inner) > 0
+    assert all(len(batch) == batch_size for batch in batches)
+
+
+def test_the_rows_are_those_of_the_other_sampler(make: Maker) -> None:
+    sampler = make(seed=3)
+    for epoch in (0, 2):
+        plain = entries_of(sampler.inner, epoch)
+        assert [[entry._replace(rule=None) for entry in batch] for batch in entries_of(sampler, epoch)] == plain
+
+
+def test_seed_and_epoch_decide_the_batches(make: Maker) -> None:
+    assert entries_of(make(seed=3, order="random")) == entries_of(make(seed=3, order="random"))
+    assert entries_of(make(seed=3)) != entries_of(make(seed=4))
+    assert entries_of(make(seed=3), 0) != entries_of(make(seed=3), 1)
+
+
+def test_the_next_epoch_differs_through_the_call_that_lightning_makes(make: Maker) -> None:
+    loader = DataLoader(RowEcho(), batch_sampler=make(), collate_fn=list)
+    first = list(loader)
+    _set_sampler_epoch(loader, 1)
+    assert first != list(loader)
+    _set_sampler_epoch(loader, 0)
+    assert list(loader) == first
+
+
+def test_the_number_of_workers_changes_nothing(make: Maker) -> None:
+    plain, forked = (
+        list(DataLoader(RowEcho(), batch_sampler=make(9), collate_fn=list, num_workers=workers)) for workers in (0, 2)
+    )
+    assert len(plain) == 7
+    assert plain == forked
+
+
+@pytest.mark.parametrize("order", ["coarse_to_fine", "reverse", "random", "cumulative"])
+def test_any_batch_is_found_without_the_ones_before_it(make: Maker, order: str) -> None:
+    whole = entries_of(make(order=order), 2)
+    for step in (len(whole) - 1, 0, 7):
+        sampler = make(order=order)
+        sampler.set_epoch(2)
+        sampler.start = step
+        assert next(iter(sampler)) == whole[step]
+
+
+@pytest.mark.parametrize("stops", [[1, 2, 2], [17, 1, 5], [13, 4, 30]])
+def test_three_resumes_give_the_batches_of_one_run(make: Maker, stops: list[int]) -> None:
+    def loader() -> ResumableLoader:
+        return ResumableLoader(RowEcho(), make(order="random"), list)
+
+    seen, state = [], None
+    for stop in stops:
+        part = loader()
+        if state is not None:
+            part.load_state_dict(state)
+        while stop:
+            for batch in part:
+                seen.append(batch)
+                stop -= 1
+                if not stop:
+                    break
+        state = part.state_dict()
+    whole = loader()
+    assert seen == [batch for _ in range(4) for batch in whole][: len(seen)]
+    assert len(seen) == sum(stops)
+
+
+def test_what_the_plan_depends_on_is_plain_and_does_not_name_the_rank(make: Maker) -> None:
+    first, second = (make(2, num_replicas=2, rank=rank).plan_fields() for rank in (0, 1))
+    assert first == second == make(4).plan_fields()
+    assert all(isinstance(value, int | str) for value in first.values())
+    assert first["sampler"] == f"CurriculumBatchSampler of {type(make().inner).__name__}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"order": "reverse"},
+        {"fractions": [0.4, 0.3, 0.2, 0.1]},
+        {"total_steps": 99},
+        {"missing_level": "coarser"},
+        {"order": "fixed", "level": 2},
+    ],
+)
+def test_a_run_under_another_curriculum_does_not_resume(make: Maker, change: dict[str, Any]) -> None:
+    state = ResumableLoader(RowEcho(), make(), list).state_dict()
+    with pytest.raises(OptionError, match="as in the checkpoint"):
+        ResumableLoader(RowEcho(), make(**change), list).load_state_dict(state)
+
+
+def test_a_run_that_counts_other_steps_does_not_resume() -> None:
+    def loader(**run: Any) -> ResumableLoader:
+        sampler = CurriculumBatchSampler([40], 4)
+        sampler.set_run(RunLength(**{"batches_per_epoch": 10, "total_steps": 20, **run}))
+        return ResumableLoader(RowEcho(), sampler, list)
+
+    for name, value in (("accumulate_grad_batches", 2), ("total_steps", 30), ("batches_per_epoch", 8)):
+        with pytest.raises(OptionError, match=f"data {name} must be .* as in the checkpoint"):
+            loader(**{name: value}).load_state_dict(loader().state_dict())
+    loader().load_state_dict(loader().state_dict())
+
+
+def rules(run: RunLength, epochs: int, **options: Any) -> list[LevelRule]:
+    sampler = CurriculumBatchSampler([40], 4, **options)
+    sampler.set_run(run)
+    return [sampler.level_rule(epoch, batch) for epoch in range(epochs) for batch in range(run.batches_per_epoch)]
+
+
+def test_batches_of_one_update_have_one_level_and_an_epochs_last_update_may_have_fewer() -> None:
+    """Ten batches in updates of four: four, four and two; six updates in all."""
+    found = [rule.level for rule in rules(RunLength(10, 4, 6), 2)]
+    assert found == [4] * 8 + [3] * 2 + [2] * 8 + [1] * 2
+
+
+def test_only_cumulative_levels_keep_the_coarser_ones() -> None:
+    run = RunLength(8, 1, 8)
+    assert rules(run, 1, order="cumulative") == [LevelRule(level, True) for level in (4, 4, 3, 3, 2, 2, 1, 1)]
+    assert rules(run, 1) == [LevelRule(level) for level in (4, 4, 3, 3, 2, 2, 1, 1)]
+    assert set(rules(run, 1, order="fixed", level=3)) == {LevelRule(3)}
+    assert not any(rule.cumulative for order in ("reverse", "random") for rule in rules(run, 1, order=order))
+
+
+def test_the_levels_that_records_must_have() -> None:
+    assert CurriculumBatchSampler([8], 2).levels == (1, 2, 3, 4)
+    assert CurriculumBatchSampler([8], 2, fractions=[0.5, 0, 0.5, 0]).levels == (2, 4)
+    assert CurriculumBatchSampler([8], 2, order="fixed", level=3).levels == (3,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "hardest_first"}, r"sampler\.order must be one of .*'reverse'.*, got 'hardest_first'"),
+        ({"fractions": [0.5, 0.5]}, r"sampler\.fractions must be 4 numbers from 0 to 1, one for each level"),
+        ({"fractions": [0.5, 0.2, 0.2, 0.2]}, r"sampler\.fractions must sum to 1, not 1\.1, got \[0\.5, 0\.2"),
+        ({"fractions": [0.5, 0.5, 0.5, -0.5]}, r"sampler\.fractions must be 4 numbers from 0 to 1"),
+        ({"fractions": [0.5, 0.5, 0.0, float("nan")]}, r"sampler\.fractions must be 4 numbers from 0 to 1"),
+        ({"fractions": [0.25] * 4, "order": "fixed", "level": 1}, r"fractions cannot take effect with order fixed"),
+        ({"order": "fixed"}, r"sampler\.level must be from 1 \(hardest\) to 4 .* with order fixed, got None"),
+        ({"order": "fixed", "level": 5}, r"sampler\.level must be from 1 .* got 5"),
+        ({"level": 2}, r"sampler\.level cannot take effect with order coarse_to_fine, got 2; set order: fixed"),
+        ({"missing_level": "skip"}, r"sampler\.missing_level must be refuse or coarser, got 'skip'"),
+        ({"total_steps": 0}, r"sampler\.total_steps must be >= 1, got 0"),
+        ({"total_steps": 9, "order": "fixed", "level": 1}, r"total_steps cannot take effect with order fixed, got 9"),
+        ({"batch_size": 41}, r"data\.batch_size must not exceed the 40 training rows"),
+        ({"batch_size": 21, "num_replicas": 2, "rank": 0}, r"\(batch_size x 2 ranks\), got 21"),
+        ({"batch_size": 0}, r"data\.batch_size must be >= 1"),
+    ],
+)
+def test_impossible_options_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as raised:
+        CurriculumBatchSampler([40], **{"batch_size": 4, **options})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "message"),
+    [
+        (RunLength(10), {}, r"sampler\.total_steps must be known .* got None; set trainer\.max_steps or max_epochs"),
+        (RunLength(10, 1, 3), {}, r"sampler\.fractions gives level 2 none of the 3 optimiser steps"),
+        (RunLength(10, 1, 3), {"order": "reverse"}, r"sampler\.fractions gives level 3 none of the 3 optimiser steps"),
+        (RunLength(10, None, 20), {}, r"GradientAccumulationScheduler.* set trainer\.accumulate_grad_batches"),
+    ],
+)
+def test_a_run_that_a_curriculum_does_not_fit_is_refused(run: RunLength, options: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        CurriculumBatchSampler([40], 4, **options).set_run(run)
+
+
+def test_a_fixed_level_needs_no_length_and_a_trial_run_not_every_level() -> None:
+    for run in (RunLength(10), RunLength(10, None, 20), RunLength(1, 1, 1)):
+        sampler = CurriculumBatchSampler([40], 4, order="fixed", level=2)
+        sampler.set_run(run)
+        assert sampler.level_rule(3, 0) == LevelRule(2)
+    CurriculumBatchSampler([40], 4).set_run(RunLength(1, 1, 1, is_trial=True))
+    CurriculumBatchSampler([40], 4, total_steps=4).set_run(RunLength(10))
+
+
+class RowEcho:
+    """A data set that answers with what it was asked for."""
+
+    def __getitem__(self, entry: RowDraw) -> tuple[Any, ...]:
+        return tuple(entry)
+
+
+# What a training is made of, from here on: 24 records with one negative a level, six batches of four an epoch.
+NUM_ROWS, NUM_EPOCHS = 24, 4
+LEVEL_OF_TEXT = {
+    text_hash(negative["text"]): negative["level"] for record in graded(NUM_ROWS) for negative in record["negatives"]
+}
+
+
+def levels_of(batch: ContrastiveBatch) -> list[int]:
+    """The level that the batch names, and those of all its negatives."""
+    negatives = batch.candidate_hash_C.tolist()[len(batch) :]
+    return [batch.negative_level, *(LEVEL_OF_TEXT[text] for text in negatives)]
+
+
+class LevelLedger(Ledger):
+    """Notes the optimiser step and the levels of each batch, and begins a batch as all our modules do."""
+
+    def __init__(self) -> None:
+        super().__init__(levels_of, wordpiece_tokenizer())
+        self._seed = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        ContrastiveModule.on_train_batch_start(self, batch, batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.rows[-1].insert(0, self.global_step)
+        return loss
+
+
+def records_file(folder: Path, rows: list[dict[str, Any]] | None = None) -> str:
+    path = folder / "records.jsonl"
+    return str(path if path.exists() else write_jsonl(path, graded(NUM_ROWS) if rows is None else rows))
+
+
+def data_module(folder: Path, batch_size: int = 4, **options: Any) -> EmbeddingDataModule:
+    return EmbeddingDataModule(
+        [SourceConfig("records", records_file(folder))],
+        batch_size=batch_size,
+        num_negatives=1,
+        sampler=partial(CurriculumBatchSampler, **options),
+        cache_dir=str(folder / "cache"),
+    )
+
+
+def check_ledger(seen: list[list[int]], accumulate: int, order: Any, num_texts: int = 4) -> None:
+    """Every optimiser step has all its batches, and each of them the level of that step."""
+    steps_per_epoch = -(-6 // accumulate)
+    total_steps = NUM_EPOCHS * steps_per_epoch
+    expected = [epoch * steps_per_epoch + batch // accumulate for epoch in range(NUM_EPOCHS) for batch in range(6)]
+    assert [step for step, *_ in seen] == expected
+    assert {level for _, level, *_ in seen} == {1, 2, 3, 4}
+    for step, level, *negatives in seen:
+        assert level == level_of(step, total_steps, order, seed=0)
+        assert len(negatives) == num_texts
+        if order == "cumulative":
+            assert all(negative >= level for negative in negatives)
+        else:
+            assert set(negatives) == {level}
+
+
+@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+@pytest.mark.parametrize(
+    ("order", "accumulate", "stops"),
+    [
+        ("coarse_to_fine", 1, [5, 6, 18]),
+        ("coarse_to_fine", 4, [1, 4, 7]),
+        ("coarse_to_fine", 4, [2, 4, 6]),
+        ("reverse", 5, [3, 4, 5]),
+        ("random", 2, [1, 5, 11]),
+        ("cumulative", 3, [2, 3, 7]),
+    ],
+)
+def test_a_training_killed_three_times_has_the_level_of_its_optimiser_step_throughout(
+    tmp_path: Path, order: Any, accumulate: int, stops: list[int]
+) -> None:
+    """Killed before a boundary, at it and after it, and at the end of an epoch whose last update is a short one."""
+    seen = killed_run(
+        tmp_path / "run",
+        stops,
+        LevelLedger,
+        lambda: data_module(tmp_path, order=order),
+        {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": accumulate},
+    )
+    check_ledger(seen, accumulate, order)
+
+
+def levels_on_two_ranks(rank: int) -> dict[str, Any]:
+    """A training under DDP of batches of two on each rank and updates of four batches, killed three times."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    folder = Path(os.environ["LEVELS_FOLDER"])
+    limits = {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": 4, "devices": 2, "strategy": "ddp"}
+    return {"seen": killed_run(folder / "run", [1, 4, 7], LevelLedger, lambda: data_module(folder, 2), limits)}
+
+
+def test_two_ranks_have_the_level_of_the_optimiser_step_after_three_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEVELS_FOLDER", str(tmp_path))
+    data_module(tmp_path).prepare_data()
+    for result in run_on_two_ranks(levels_on_two_ranks):
+        check_ledger(result["seen"], 4, "coarse_to_fine", num_texts=2)
+
+
+def test_a_config_names_the_curriculum_and_the_sampler_inside(tmp_path: Path) -> None:
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    inner = {"class_path": "embeddings.data.BlendedBatchSampler", "init_args": {"steps_per_epoch": 5}}
+    sampler = {"inner": inner, "order": "fixed", "level": 2}
+    init_args = {
+        "sources": [{"name": "records", "path": records_file(tmp_path)}],
+        "batch_size": 3,
+        "sampler": {"class_path": "embeddings.data.CurriculumBatchSampler", "init_args": sampler},
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    config = {"data": {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": init_args}}
+    data = parser.instantiate(parser.parse_string(parser.dump(parser.parse_object(config)))).data
+    data.prepare_data()
+    plan = data._plan()
+    assert isinstance(plan, CurriculumBatchSampler)
+    assert isinstance(plan.inner, BlendedBatchSampler)
+    assert (len(plan), plan.batch_size, plan.inner.batch_size, plan.levels) == (5, 3, 3, (2,))
+
+
+@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+def test_epochs_cut_short_by_the_trainer_count_the_steps_that_are_made(tmp_path: Path) -> None:
+    limits = {"max_epochs": 4, "limit_train_batches": 3, "accumulate_grad_batches": 2}
+    seen = killed_run(tmp_path / "run", [3], LevelLedger, lambda: data_module(tmp_path), limits)
+    assert [row[:2] for row in seen] == [[step, 4 - step // 2] for step in (0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7)]
+
+
+@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+def test_a_curriculum_longer_than_the_run_is_left_in_its_middle_and_resumed(tmp_path: Path) -> None:
+    """With a length of its own a curriculum outlasts a run that ends early, and the next run goes on in it."""
+
+    seen = []
+    for max_steps, checkpoint in ((7, None), (16, tmp_path / "step=7.ckpt")):
+        module = LevelLedger()
+        trainer = quiet_trainer(
+            max_steps=max_steps,
+            callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=7, save_top_k=-1, filename="{step}")],
+        )
+        trainer.fit(module, data_module(tmp_path, total_steps=16), ckpt_path=checkpoint)
+        seen += module.rows
+    assert [row[:2] for row in seen] == [[step, 4 - step // 4] for step in range(16)]
+
+
+class FailingLedger(LevelLedger):
+    """Notes the rows too, and fails in one batch."""
+
+    failing: tuple[int, int] | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if (self.current_epoch, batch_idx) == self.failing:
+            raise KilledError
+        loss = super().training_step(batch, batch_idx)
+        self.rows[-1] += batch.row_B.tolist()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed", *LIGHTNING_WARNINGS)
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("failing", [(1, 1), (1, 5), (2, 0)])
+def test_a_run_goes_on_with_the_batch_that_failed(failing: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
+    """The checkpoint of an exception counts neither the batch nor its step; the level goes on with the step."""
+    runs: list[list[list[int]]] = []
+    for folder, stop, checkpoint in (("whole", None, None), ("run", failing, None), ("again", None, "run")):
+        module = FailingLedger()
+        module.failing = stop
+        saving = ModelCheckpoint(tmp_path / folder, every_n_train_steps=100, filename="{step}", save_on_exception=True)
+        trainer = quiet_trainer(max_epochs=NUM_EPOCHS, accumulate_grad_batches=accumulate, callbacks=[saving])
+        saved = None if checkpoint is None else next((tmp_path / checkpoint).iterdir())
+        with suppress(KilledError):
+            trainer.fit(module, data_module(tmp_path), ckpt_path=saved)
+        runs.append(module.rows)
+    assert len(runs[1]) == 6 * failing[0] + failing[1]
+    assert runs[1] + runs[2] == runs[0]
+
+
+def quiet_trainer(**options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **options,
+    )
+
+
+def refusal(folder: Path, rows: list[dict[str, Any]], callbacks: Any = None, **changes: Any) -> str:
+    """The message that ends a run before its first step."""
+    limits = {"max_epochs": 4, **changes.pop("limits", {})}
+    module = LevelLedger()
+    trainer = quiet_trainer(enable_checkpointing=False, callbacks=callbacks, **limits)
+    records_file(folder, rows)
+    with pytest.raises((InputError, OptionError)) as raised:
+        trainer.fit(module, data_module(folder, **changes))
+    assert module.rows == []
+    return str(raised.value)
+
+
+@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+def test_what_a_curriculum_cannot_use_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+    partial_rows = graded(20) + graded(4, (2, 3, 4))
+    assert "record 21 has no negative of level 1 (4 of 24 lack one)" in refusal(tmp_path / "a", partial_rows)
+    assert "no source has any" in refusal(tmp_path / "b", pairs(24), missing_level="coarser")
+    assert "none of the 2 optimiser steps" in refusal(tmp_path / "c", graded(24), limits={"max_steps": 2})
+    scheduler = [GradientAccumulationScheduler({0: 1, 2: 4})]
+    assert "GradientAccumulationScheduler" in refusal(tmp_path / "d", graded(24), callbacks=scheduler)
+
+
+@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+def test_a_coarser_level_stands_in_where_that_is_asked_for(tmp_path: Path) -> None:
+    rows = graded(12) + [record | {"negatives": record["negatives"][1:]} for record in graded(24)[12:]]
+    records_file(tmp_path, rows)
+    module = LevelLedger()
+    quiet_trainer(enable_checkpointing=False, max_epochs=4).fit(module, data_module(tmp_path, missing_level="coarser"))
+    last = [negative for _, level, *negatives in module.rows[-6:] for negative in negatives if level == 1]
+    assert sorted(last) == [1] * 12 + [2] * 12
+    assert all(set(negatives) == {level} for _, level, *negatives in module.rows[:-6])
+
+
+def test_the_other_samplers_files_are_checked_first_of_all(clusters: str) -> None:
+    sampler = CurriculumBatchSampler(SIZES, 4, inner=partial(ClusteredBatchSampler, clusters=clusters))
+    sampler.check_sources(NAMES)
+    with pytest.raises(InputError, match="nowhere"):
+        sampler.check_sources(["left", "nowhere"])

@@ -1,0 +1,242 @@
+"""MGH on tiny stand-ins: what its model is, the gradient that GradCache gives it, and its levels in a whole run."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from embeddings.cli.app import run_trainer
+from embeddings.cli.main import main
+from embeddings.common import ContrastiveBatch, ContrastiveStep, OptionError, Representations, TokenBatch
+from embeddings.common.mini_batches import take_texts
+from embeddings.inference import Encoder
+from embeddings.losses import InfoNCE
+from embeddings.models import AnchorTokenPooling, BackboneConfig, LoraSettings
+from embeddings.modules import MGHCurriculumModule
+from embeddings.training import GradCache
+from embeddings.training.plain_step import plain_step
+from tests.helpers.contrastive import Record, batch_of, gradient_vector, random_records, relative_error
+from tests.helpers.runs import WORDS, backbone_folder, run_config, write_config
+
+CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 24}}
+LORA = LoraSettings(rank=4, alpha=8, dropout=0.0)
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return backbone_folder(tmp_path_factory.mktemp("mistral"), "mistral")
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return backbone_folder(tmp_path_factory.mktemp("bert"), dropout=0.1)
+
+
+def test_the_model_is_anchor_token_pooling_over_a_decoder_that_looks_both_ways(mistral: str) -> None:
+    module = MGHCurriculumModule(BackboneConfig(mistral, bidirectional=True), lora=LORA).eval()
+    assert isinstance(module, ContrastiveStep)
+    assert isinstance(module.embedder.pooling, AnchorTokenPooling)
+    assert module.embedder.pooling.axis == "key"
+    tokens = [TokenBatch.from_lists([ids], [[True] * len(ids)]).padded() for ids in ([5, 6, 7], [5, 6, 99])]
+    states = [module.embedder.backbone(input_ids=one.input_ids_NL).last_hidden_state for one in tokens]
+    assert (states[0] - states[1])[0, 0].abs().max() > 1e-4
+
+
+def test_a_causal_decoder_is_refused_with_the_way_out(mistral: str) -> None:
+    with pytest.raises(OptionError, match=r"weighs early tokens more under a causal mask.* bidirectional: true"):
+        MGHCurriculumModule(BackboneConfig(mistral))
+
+
+def test_the_adapter_alone_is_trained(mistral: str) -> None:
+    module = MGHCurriculumModule(BackboneConfig(mistral, bidirectional=True), lora=LORA)
+    trained = [name for name, value in module.named_parameters() if value.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
+def test_the_factor_that_the_paper_prints_leaves_a_loss_of_2_9_at_the_least() -> None:
+    """The best that cosines can do: the positive at 1 and all of 127 negatives at -1."""
+    batch = batch_of([Record([5], [6], [[7, row] for row in range(127)])])
+    query_BD, candidate_CD = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0]] + [[-1.0, 0.0]] * 127)
+    loss = InfoNCE(temperature=1.0)(query_BD, candidate_CD, batch).loss.item()
+    assert loss == pytest.approx(math.log(1 + 127 * math.exp(-2)), abs=1e-6)
+    assert loss == pytest.approx(2.90, abs=0.005)
+    assert InfoNCE()(query_BD, candidate_CD, batch).loss.item() < 1e-6
+
+
+def leveled_batch() -> ContrastiveBatch:
+    """One hard negative a query, and none where a record has no level to stand in."""
+    records = random_records(6, 1, seed=4)
+    records[3].negatives = []
+    return batch_of(records)
+
+
+MINI_BATCHES = [
+    {"mini_batch_tokens": 10_000, "mini_batch_texts": 1},
+    {"mini_batch_tokens": 30},
+    {"mini_batch_tokens": 10_000},
+    {"mini_batch_tokens": 30, "kept_fraction": 0.5},
+]
+
+
+@pytest.mark.parametrize("options", MINI_BATCHES, ids=["one text", "uneven", "whole", "half kept"])
+def test_gradcache_gives_the_gradient_of_the_plain_step(options: dict[str, Any], bert: str) -> None:
+    module = MGHCurriculumModule(BackboneConfig(bert, dropout=0.0)).double()
+    batch, found = leveled_batch(), []
+    for run in (lambda: plain_step(module, batch).loss.backward(), lambda: GradCache(**options).step(module, batch)):
+        module.zero_grad()
+        run()
+        found.append(gradient_vector(module))
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+@pytest.mark.parametrize("options", MINI_BATCHES, ids=["one text", "uneven", "whole", "half kept"])
+def test_gradcache_replays_dropout_under_the_weights_of_the_attention(options: dict[str, Any], bert: str) -> None:
+    module, batch, engine = MGHCurriculumModule(BackboneConfig(bert)).double(), leveled_batch(), GradCache(**options)
+    torch.manual_seed(1)
+    module.zero_grad()
+    engine.step(module, batch)
+    found = gradient_vector(module)
+    torch.manual_seed(1)
+    assert relative_error(found, direct_gradient(module, batch, engine)) <= 1e-12
+    assert relative_error(found, direct_gradient(module, batch, engine)) > 1e-3
+
+
+def direct_gradient(module: MGHCurriculumModule, batch: ContrastiveBatch, engine: GradCache) -> Tensor:
+    """The plain step over the same mini-batches in the same order, so that dropout draws the same numbers."""
+    module.zero_grad()
+    towers: list[dict[int, Tensor]] = [{}, {}]
+    for mini_batch in engine.plan(batch):
+        tokens = (batch.query, batch.candidate)[mini_batch.tower]
+        vector_nD = module.embed(take_texts(tokens, mini_batch.rows_n)).vector_ND
+        towers[mini_batch.tower].update(zip(mini_batch.rows_n.tolist(), vector_nD, strict=True))
+    query, candidate = (Representations(torch.stack([tower[row] for row in sorted(tower)])) for tower in towers)
+    module.loss_from_representations(query, candidate, batch).loss.backward()
+    return gradient_vector(module)
+
+
+def mgh_config(folder: Path, kind: str = "mistral", dropout: float = 0.0, **sampler: Any) -> dict[str, Any]:
+    """Eight steps of eight pairs, each with one hard negative of the step's level."""
+    config = run_config(folder, kind, dropout)
+    config["trainer"]["max_steps"] = 8
+    config["model"]["class_path"] = "embeddings.modules.MGHCurriculumModule"
+    config["model"]["init_args"]["pooling"] = {"class_path": "embeddings.models.AnchorTokenPooling"}
+    config["data"]["init_args"]["num_negatives"] = 1
+    config["data"]["init_args"]["sampler"] = {
+        "class_path": "embeddings.data.CurriculumBatchSampler",
+        "init_args": {"inner": {"class_path": "embeddings.data.BlendedBatchSampler"}, **sampler},
+    }
+    records = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    for row, record in enumerate(records):
+        negatives = [
+            {"text": f"{WORDS[(row + 5 * level) % len(WORDS)]} {row}", "level": level} for level in range(1, 5)
+        ]
+        record["negatives"] = negatives
+    write_records(folder, records)
+    return config
+
+
+def write_records(folder: Path, records: list[dict[str, Any]]) -> None:
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def fit(folder: Path, config: dict[str, Any], *extra: str) -> Any:
+    return run_trainer(["fit", "--config", write_config(folder, config), *extra])
+
+
+def logged_levels(cli: Any) -> dict[int, float]:
+    """The level of each optimiser step, from the run's metrics."""
+    with open(Path(cli.trainer.log_dir) / "metrics.csv", newline="") as file:
+        return {int(row["step"]): float(row["train/level"]) for row in csv.DictReader(file) if row["train/level"]}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_level_of_each_step_is_logged(accumulate: int, tmp_path: Path) -> None:
+    config = mgh_config(tmp_path)
+    config["trainer"] |= {"accumulate_grad_batches": accumulate, "callbacks": [CACHE]}
+    cli = fit(tmp_path, config)
+    assert cli.trainer.global_step == 8
+    assert logged_levels(cli) == {0: 4, 1: 4, 2: 3, 3: 3, 4: 2, 5: 2, 6: 1, 7: 1}
+
+
+def test_without_a_curriculum_no_level_is_logged(tmp_path: Path) -> None:
+    config = mgh_config(tmp_path)
+    del config["data"]["init_args"]["sampler"]
+    assert "train/level" not in fit(tmp_path, config).trainer.callback_metrics
+
+
+def test_gradcache_trains_to_the_weights_of_the_plain_step(tmp_path: Path) -> None:
+    """Accumulation, clipping and a schedule are on, and the level changes on the way."""
+    config = mgh_config(tmp_path, "bert", order="cumulative")
+    config["trainer"] |= {"precision": "64-true", "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    plain = fit(tmp_path, config).model.state_dict()
+    config["trainer"]["callbacks"] = [CACHE]
+    cached = fit(tmp_path, config).model.state_dict()
+    assert len(plain) > 20
+    assert [name for name, value in plain.items() if (cached[name] - value).abs().max() > 1e-10] == []
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_resumed_across_a_boundary_ends_with_the_same_bits(tmp_path: Path) -> None:
+    config = mgh_config(tmp_path, dropout=0.1)
+    checkpoint = {"every_n_train_steps": 3, "save_top_k": -1}
+    config["trainer"]["callbacks"] = [
+        CACHE,
+        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": checkpoint},
+    ]
+    whole = fit(tmp_path, config)
+    (first,) = Path(whole.trainer.log_dir).rglob("*step=3.ckpt")
+    resumed = fit(tmp_path, config, "--ckpt_path", str(first))
+    expected, found = whole.model.state_dict(), resumed.model.state_dict()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert logged_levels(resumed) == {step: level for step, level in logged_levels(whole).items() if step >= 3}
+
+
+def test_eight_pairs_are_learnt_by_heart_and_the_exported_model_gives_the_same_vectors(tmp_path: Path) -> None:
+    config = mgh_config(tmp_path, "bert")
+    records = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    write_records(tmp_path, records[:8])
+    config["trainer"]["max_steps"] = 40
+    export = {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / "model")}}
+    config["trainer"]["callbacks"] = [export]
+    cli = fit(tmp_path, config)
+    assert cli.trainer.callback_metrics["train/accuracy"] == 1.0
+    assert cli.trainer.callback_metrics["train/loss"] < 0.1
+    texts = ["pad the fox", "two numbers"]
+    trained = Encoder(cli.model.embedder, precision="float32").encode(texts)
+    exported = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32").encode(texts)
+    assert np.abs(trained - exported).max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"fractions": [0.3, 0.3, 0.3, 0.3]}, "sampler.fractions must sum to 1, not 1.2, got"),
+        ({"order": "hardest_first"}, "order"),
+        ({"order": "fixed"}, "sampler.level must be from 1"),
+        ({"levle": 1}, "levle"),
+        ({}, "source 'pairs': record 64 has no negative of level 2 (1 of 64 lack one); add it, or set"),
+    ],
+)
+def test_a_curriculum_that_cannot_be_is_one_line_and_nothing_is_written(
+    options: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = mgh_config(tmp_path, "bert", **options)
+    if not options:
+        records = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+        del records[-1]["negatives"][1]
+        write_records(tmp_path, records)
+    path = write_config(tmp_path, config)
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert main(["fit", "--config", path]) == 2
+    written = capsys.readouterr().err.strip().splitlines()[-1]
+    assert written.startswith("error: ")
+    assert says in written
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cache" not in path.parts] == []
