@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from embeddings.data.samplers.blended import BlendedBatchSampler
     from embeddings.data.samplers.clustered import ClusteredBatchSampler
     from embeddings.data.sources import SourceConfig
+    from embeddings.data.text_datamodule import TextDataModule
+    from embeddings.data.text_sources import TextSource
     from embeddings.data.tokenize import TextTokenizer
 
 __all__ = [
@@ -32,6 +34,8 @@ __all__ = [
     "RowDraw",
     "SourceConfig",
     "SourceDataset",
+    "TextDataModule",
+    "TextSource",
     "TextTokenizer",
     "open_source",
     "parse_record",
@@ -53,6 +57,8 @@ __getattr__ = lazy_names(
         "RowDraw": "examples",
         "SourceConfig": "sources",
         "SourceDataset": "dataset",
+        "TextDataModule": "text_datamodule",
+        "TextSource": "text_sources",
         "TextTokenizer": "tokenize",
         "open_source": "dataset",
         "parse_record": "records",
