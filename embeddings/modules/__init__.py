@@ -2,6 +2,7 @@
 
 from embeddings.modules.base import ContrastiveModule
 from embeddings.modules.cde import CDEModule, ContextSettings
+from embeddings.modules.masked_lm import MaskedLMModule
 from embeddings.modules.nv_embed import NVEmbedModule
 
-__all__ = ["CDEModule", "ContextSettings", "ContrastiveModule", "NVEmbedModule"]
+__all__ = ["CDEModule", "ContextSettings", "ContrastiveModule", "MaskedLMModule", "NVEmbedModule"]
