@@ -3,6 +3,7 @@
 N rows · L tokens a row · P predicted tokens (see `types` for the other letters).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +34,11 @@ class PackedRows:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedRows":
         """The same on `device`; the keys stay on the processor."""
-        tensors = (self.input_ids_NL, self.document_NL, self.special_NL)
-        return PackedRows(*(tensor.to(device, non_blocking=non_blocking) for tensor in tensors), self.draw_N)
+        ids_NL, document_NL, special_NL = (
+            tensor.to(device, non_blocking=non_blocking)
+            for tensor in (self.input_ids_NL, self.document_NL, self.special_NL)
+        )
+        return PackedRows(ids_NL, document_NL, special_NL, self.draw_N)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,13 +65,15 @@ class Prediction:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Prediction":
         """The same on `device`."""
-        tensors = (self.input_ids_NL, self.document_NL, self.read_P, self.label_P)
-        return Prediction(*(tensor.to(device, non_blocking=non_blocking) for tensor in tensors), self.has_padding)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Prediction":
         """The same in page-locked memory."""
-        tensors = (self.input_ids_NL, self.document_NL, self.read_P, self.label_P)
-        return Prediction(*(tensor.pin_memory() for tensor in tensors), self.has_padding)
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Prediction":
+        ids_NL, document_NL = change(self.input_ids_NL), change(self.document_NL)
+        return Prediction(ids_NL, document_NL, change(self.read_P), change(self.label_P), self.has_padding)
 
 
 def positions_in_document(document_NL: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def token_cross_entropy(
     """
     dtype = working_dtype(state_PH)
     total, correct = state_PH.new_zeros((), dtype=dtype), torch.zeros((), dtype=torch.int64, device=state_PH.device)
-    tiles = list(zip(state_PH.split(tile_positions), label_P.split(tile_positions), strict=True))
+    tiles = list(zip(torch.split(state_PH, tile_positions), torch.split(label_P, tile_positions), strict=True))
     for state_pH, label_p in tiles:
         if len(tiles) > 1 and torch.is_grad_enabled():
             tile_sum, tile_correct = checkpoint(_tile, state_pH, label_p, head, use_reentrant=False)

@@ -75,8 +75,10 @@ def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, P
         raise OptionError("model.from_scratch.settings", scratch.settings, "make no model", reason) from error
     assert isinstance(model, PreTrainedModel)
     if scratch.bidirectional:
-        check_bidirectional(model.base_model)
-    return model.eval(), tokenizer
+        backbone: Any = model.base_model
+        check_bidirectional(backbone)
+    model.train(False)
+    return model, tokenizer
 
 
 def _of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:

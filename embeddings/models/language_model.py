@@ -144,7 +144,8 @@ class LanguageModel(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         """What computes the states, adapted by peft or not."""
-        return _backbone(self.model)
+        backbone: nn.Module = _backbone(self.model)
+        return backbone
 
     def forward(self, input_ids_NL: Tensor, document_NL: Tensor, separate_documents: bool, has_padding: bool) -> Tensor:
         """The last layer's states of packed rows.
@@ -191,9 +192,9 @@ class LanguageModel(nn.Module):
 
     def _adapt(self, lora: LoraSettings, train_head: bool) -> None:
         """Put LoRA matrices into the backbone, which freezes it, and freeze the head unless it is to be trained."""
-        output = self.model.get_output_embeddings()
-        words: Any = self.model.get_input_embeddings()
-        if train_head and getattr(output, "weight", None) is words.weight:
+        model: Any = self.model
+        matrix = getattr(model.get_output_embeddings(), "weight", None)
+        if train_head and matrix is model.get_input_embeddings().weight:
             rule = "cannot take effect: the head's matrix is the input embedding, which LoRA freezes"
             raise OptionError("model.head.train_beside_lora", True, rule, "set it to false")
         backbone = self.backbone
@@ -250,7 +251,7 @@ class _Given(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
         """The states, with every field that a head's forward may look for."""
-        return MoeModelOutputWithPast(last_hidden_state=self._state_1PH)  # type: ignore[arg-type]
+        return MoeModelOutputWithPast(last_hidden_state=self._state_1PH)
 
 
 @contextmanager

@@ -123,8 +123,8 @@ class MaskedLMModule(OptimizedModule):
     def validation_step(self, batch: Prediction, batch_idx: int) -> None:
         """Add a batch's losses and right answers up."""
         output = self.score(batch)
-        for place, value in enumerate((output.loss, output.terms["accuracy"], 1.0)):
-            self._sums[place] += float(value) * len(batch)
+        means = (float(output.loss), float(output.terms["accuracy"]), 1.0)
+        self._sums = [total + mean * len(batch) for total, mean in zip(self._sums, means, strict=True)]
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all targets of all ranks."""
