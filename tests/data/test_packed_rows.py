@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from embeddings.common.packed_rows import PackedRows
 from embeddings.data.examples import RowDraw
@@ -52,3 +53,11 @@ def test_a_task_makes_of_the_rows_what_it_will(rows: RowMixture) -> None:
     collate = RowCollator(TOKENIZER, 8, task=lambda packed: packed.input_ids_NL.sum())
     entries = [rows[RowDraw(row, 0)] for row in range(3)]
     assert torch.equal(collate(entries), RowCollator(TOKENIZER, 8)(entries).input_ids_NL.sum())
+
+
+def test_padding_is_special_where_the_tokenizer_has_no_token_for_it(rows: RowMixture) -> None:
+    unpadded = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer, sep_token="[SEP]")
+    assert unpadded.pad_token_id is None
+    batch = RowCollator(unpadded, 8)([rows[RowDraw(-1, 0)], rows[RowDraw(0, 0)]])
+    assert batch.special_NL[0].all()
+    assert not batch.special_NL[1].all()

@@ -56,7 +56,7 @@ def language_config(folder: Path, objective: str, **model: Any) -> dict[str, Any
                 "batch_size": 8,
                 "cache_dir": str(folder / "cache"),
                 "sources": [{"name": "texts", "path": str(write_texts(folder / "texts.jsonl"))}],
-                "validation_sources": [{"name": "held", "path": str(write_texts(folder / "held.jsonl", 11))}],
+                "validation_sources": [{"name": "held", "path": str(write_texts(folder / "held.jsonl", 21))}],
             },
         },
     }
