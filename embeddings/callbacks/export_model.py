@@ -1,11 +1,10 @@
 """A model directory at the end of training."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import lightning as L
-import torch
 
+from embeddings.callbacks.best_checkpoint import load_best
 from embeddings.callbacks.embedder_of import embedder_of
 from embeddings.common import TextSettings
 from embeddings.common.log import logger
@@ -61,7 +60,7 @@ class ExportModel(L.Callback):
             return
         embedder = embedder_of(pl_module, self)
         if self.best:
-            self._load_best(trainer, pl_module)
+            load_best(trainer, pl_module)
         embedder.text = self._with_lengths(embedder.text)
         embedder.save_pretrained(self.output)
         logger.info("model directory: %s", self.output)
@@ -74,12 +73,3 @@ class ExportModel(L.Callback):
                 text.document_max_length if self.document_max_length is None else self.document_max_length
             ),
         )
-
-    def _load_best(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        monitored = [kept for kept in trainer.checkpoint_callbacks if getattr(kept, "monitor", None) is not None]
-        path = getattr(monitored[0], "best_model_path", "") if monitored else ""
-        if not path or not Path(path).is_file():
-            return
-        state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-        pl_module.load_state_dict(state)
-        logger.info("best checkpoint: %s", path)

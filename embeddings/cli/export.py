@@ -9,7 +9,7 @@ ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
 
 
 def export(checkpoint: Path, output: Path) -> None:
-    """Write the model of a training checkpoint as a sentence-transformers directory.
+    """Write the model of a training checkpoint: a sentence-transformers directory, or a language model's directory.
 
     The checkpoint says how its module is built. Only this library's classes and PyTorch's optimisers are made from it,
     and its tensors are read without running any code, so a checkpoint from elsewhere cannot run anything.
@@ -20,6 +20,7 @@ def export(checkpoint: Path, output: Path) -> None:
     """
     from embeddings.models.directory import require_folder_or_nothing
     from embeddings.modules.base import ContrastiveModule
+    from embeddings.modules.masked_lm import MaskedLMModule
 
     require_folder_or_nothing(output)
     state = read_checkpoint(checkpoint)
@@ -27,16 +28,14 @@ def export(checkpoint: Path, output: Path) -> None:
     if not isinstance(config, dict) or "model" not in config:
         raise InputError(str(checkpoint), "holds no run_config", "export a checkpoint that `main.py fit` wrote")
     module = build_module(config["model"], checkpoint)
-    if not isinstance(module, ContrastiveModule):
-        raise InputError(
-            str(checkpoint), f"holds a {type(module).__name__}, which trains no embedder", "export another"
-        )
+    if not isinstance(module, ContrastiveModule | MaskedLMModule):
+        raise InputError(str(checkpoint), f"holds a {type(module).__name__}, which trains no model", "export another")
     try:
         module.load_state_dict(state["state_dict"])
     except (KeyError, RuntimeError) as error:
         raise InputError(str(checkpoint), f"its weights do not fit its config: {error}", "export another") from error
     module.on_load_checkpoint(state)
-    module.embedder.save_pretrained(output)
+    (module.embedder if isinstance(module, ContrastiveModule) else module).save_pretrained(output)
     print(f"wrote {output}")
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from embeddings.data.samplers.clustered import ClusteredBatchSampler
     from embeddings.data.samplers.curriculum import CurriculumBatchSampler
     from embeddings.data.sources import SourceConfig
+    from embeddings.data.text_datamodule import TextDataModule
+    from embeddings.data.text_sources import TextSource
     from embeddings.data.tokenize import TextTokenizer
 
 __all__ = [
@@ -34,6 +36,8 @@ __all__ = [
     "RowDraw",
     "SourceConfig",
     "SourceDataset",
+    "TextDataModule",
+    "TextSource",
     "TextTokenizer",
     "open_source",
     "parse_record",
@@ -56,6 +60,8 @@ __getattr__ = lazy_names(
         "RowDraw": "examples",
         "SourceConfig": "sources",
         "SourceDataset": "dataset",
+        "TextDataModule": "text_datamodule",
+        "TextSource": "text_sources",
         "TextTokenizer": "tokenize",
         "open_source": "dataset",
         "parse_record": "records",

@@ -5,6 +5,8 @@ from embeddings.models.backbone import BackboneConfig, load_backbone
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional
 from embeddings.models.contextual import ContextualEmbedder, load_embedder
 from embeddings.models.embedder import Embedder
+from embeddings.models.from_scratch import FromScratch
+from embeddings.models.language_model import HeadSettings, LanguageModel
 from embeddings.models.latent_attention import LatentAttentionPooling
 from embeddings.models.lora import LoraSettings, add_lora, merge_lora
 from embeddings.models.pooling import ClsPooling, LastTokenPooling, MeanPooling, Pooling, WeightedMeanPooling
@@ -16,6 +18,9 @@ __all__ = [
     "ClsPooling",
     "ContextualEmbedder",
     "Embedder",
+    "FromScratch",
+    "HeadSettings",
+    "LanguageModel",
     "LastTokenPooling",
     "LatentAttentionPooling",
     "LoraSettings",

@@ -26,7 +26,7 @@ from embeddings.models.hub import resolve_model
 
 DtypeName = Literal["float32", "bfloat16", "auto"]
 _TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
-_DTYPES: dict[str, torch.dtype | str] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
+DTYPES: dict[str, torch.dtype | str] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTo
     folder = resolve_model(config.name, config.revision)
     model = load_model(
         folder,
-        _DTYPES[config.dtype],
+        DTYPES[config.dtype],
         config.attn_implementation,
         make_bidirectional=config.bidirectional,
         dropout=config.dropout,
@@ -97,8 +97,19 @@ def load_model(
     attn_implementation: str | None = None,
     make_bidirectional: bool = False,
     dropout: float | None = None,
+    auto_class: Any = AutoModel,
+    new_head: bool = False,
 ) -> PreTrainedModel:
     """The Hugging Face model of a local folder, without a pooling layer.
+
+    Args:
+        folder: Where its files lie.
+        dtype: Dtype of the weights, the checkpoint's own if "auto".
+        attn_implementation: As in `BackboneConfig`.
+        make_bidirectional: Whether a decoder's causal mask is turned off.
+        dropout: As in `BackboneConfig`.
+        auto_class: What chooses the model's class: `AutoModel`, or one that puts a head on it.
+        new_head: Whether weights that the checkpoint lacks outside the backbone are left random.
 
     Raises:
         OptionError: If dropout is asked of a model that has none.
@@ -115,15 +126,17 @@ def load_model(
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    if _has_pooling_layer(model_config):
+    if auto_class is AutoModel and _has_pooling_layer(model_config):
         options["add_pooling_layer"] = False
     try:
         with quiet_transformers():
-            model, report = AutoModel.from_pretrained(folder, output_loading_info=True, **options)
+            model, report = auto_class.from_pretrained(folder, output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise InputError(str(folder), f"cannot be loaded: {_first_line(error)}", "take a whole copy") from error
     assert isinstance(model, PreTrainedModel)
     missing = sorted(report["missing_keys"])
+    if new_head:
+        missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if missing:
         # transformers would leave them random and go on.
         what = f"{len(missing)} weights of {type(model).__name__} are missing, {missing[0]} first"
@@ -137,6 +150,27 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerB
     Raises:
         InputError: If there is none, it has neither a pad nor an end-of-sequence token, or it has ids that the model
             has no embedding for.
+    """
+    tokenizer = read_tokenizer(folder)
+    embeddings = model.get_input_embeddings().weight
+    assert isinstance(embeddings, torch.Tensor)
+    highest, rows = highest_id(tokenizer), embeddings.shape[0]
+    if highest >= rows:
+        what = f"the tokenizer has id {highest}, the model has {rows} embeddings"
+        raise InputError(str(folder), what, "give the tokenizer that belongs to the model")
+    return tokenizer
+
+
+def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The highest token id of a tokenizer."""
+    return max(tokenizer.get_vocab().values(), default=0)
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder, padding on the right, whatever model it is for.
+
+    Raises:
+        InputError: If there is none, or it has neither a pad nor an end-of-sequence token.
     """
     if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
         # transformers would make an empty one and go on.
@@ -152,12 +186,6 @@ def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerB
             raise InputError(str(folder), "the tokenizer has no pad and no eos token", "set pad_token in it")
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
-    embeddings = model.get_input_embeddings().weight
-    assert isinstance(embeddings, torch.Tensor)
-    highest, rows = max(tokenizer.get_vocab().values(), default=0), embeddings.shape[0]
-    if highest >= rows:
-        what = f"the tokenizer has id {highest}, the model has {rows} embeddings"
-        raise InputError(str(folder), what, "give the tokenizer that belongs to the model")
     return tokenizer
 
 

@@ -84,6 +84,28 @@ def check_bidirectional(model: PreTrainedModel) -> None:
         raise OptionError("backbone.bidirectional", name, f"lets padding change a state (by {spread:.1e})", _FIX)
 
 
+@torch.no_grad()
+def check_causal(model: PreTrainedModel) -> None:
+    """Check that a text's first token does not see its last one: what a model is to predict would be given away.
+
+    Raises:
+        OptionError: If it does.
+    """
+    ids_NL = (torch.arange(12, device=model.device)[None] % (int(model.config.vocab_size) - 4)) + 3
+    changed_NL = ids_NL.clone()
+    changed_NL[0, -1] = int(model.config.vocab_size) - 1
+    all_NL = torch.ones_like(ids_NL)
+    was_training = model.training
+    model.train(False)
+    try:
+        first_H, other_H = (_states(model, ids, all_NL)[0, 0] for ids in (ids_NL, changed_NL))
+    finally:
+        model.train(was_training)
+    if float((first_H - other_H).abs().max()) > 1e-5 * float(first_H.abs().max()):
+        rule = "needs a causal mask: here the first token sees the last one"
+        raise OptionError("model.objective", "causal", rule, "take a decoder that was saved with its mask, or mntp")
+
+
 def _states(model: PreTrainedModel, ids_NL: Tensor, attention_NL: Tensor) -> Tensor:
     device = model.device
     output = model(input_ids=ids_NL.to(device), attention_mask=attention_NL.to(device))

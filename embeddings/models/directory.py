@@ -69,7 +69,7 @@ def write_model_directory(
     """
     name = pooling_name(parts.pooling)
     portable = parts.context is not None or _needs_portable(name, parts.text)
-    with _replaced_folder(Path(folder)) as new, quiet_transformers():
+    with replaced_folder(Path(folder)) as new, quiet_transformers():
         plain_backbone(backbone).save_pretrained(new, state_dict=merged_state_dict(backbone))
         tokenizer.save_pretrained(new)
         (new / "1_Pooling").mkdir()
@@ -282,7 +282,7 @@ def require_folder_or_nothing(target: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def _replaced_folder(target: Path) -> Iterator[Path]:
+def replaced_folder(target: Path) -> Iterator[Path]:
     """A new folder beside `target` that takes its place on leaving without an error.
 
     At every moment either the old or the new model is whole on disk. What lay in the old folder and is no part of a

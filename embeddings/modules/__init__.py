@@ -2,7 +2,15 @@
 
 from embeddings.modules.base import ContrastiveModule
 from embeddings.modules.cde import CDEModule, ContextSettings
+from embeddings.modules.masked_lm import MaskedLMModule
 from embeddings.modules.mgh_curriculum import MGHCurriculumModule
 from embeddings.modules.nv_embed import NVEmbedModule
 
-__all__ = ["CDEModule", "ContextSettings", "ContrastiveModule", "MGHCurriculumModule", "NVEmbedModule"]
+__all__ = [
+    "CDEModule",
+    "ContextSettings",
+    "ContrastiveModule",
+    "MGHCurriculumModule",
+    "MaskedLMModule",
+    "NVEmbedModule",
+]

@@ -17,6 +17,7 @@ from transformers import (
 from embeddings.common import OptionError
 from embeddings.models import check_bidirectional, make_bidirectional
 from embeddings.models.backbone import load_model
+from embeddings.models.bidirectional import check_causal
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 
 SHAPE = {
@@ -130,3 +131,13 @@ def test_the_check_leaves_the_mode_alone() -> None:
     make_bidirectional(model)
     check_bidirectional(model)
     assert model.training
+
+
+def test_a_mask_that_is_off_is_no_causal_mask() -> None:
+    check_causal(tiny_mistral())
+    model = tiny_mistral()
+    make_bidirectional(model)
+    with pytest.raises(OptionError, match=r"model\.objective needs a causal mask: here the first token sees the last"):
+        check_causal(model)
+    with pytest.raises(OptionError, match="needs a causal mask"):
+        check_causal(tiny_bert())

@@ -76,16 +76,6 @@ def test_every_trainable_tensor_changes_in_two_steps(tmp_path):
     assert [name for name in frozen if not torch.equal(old[name], new[name])] == []
 
 
-@pytest.mark.parametrize(("batches", "accumulate", "limit", "steps"), [(8, 1, 1.0, 16), (8, 3, 1.0, 6), (8, 1, 5, 10)])
-def test_the_length_of_a_run_counts_optimiser_steps(batches, accumulate, limit, steps, tmp_path):
-    config = run_config(tmp_path)
-    config["trainer"] |= {"max_epochs": 2, "accumulate_grad_batches": accumulate, "limit_train_batches": limit}
-    config["trainer"]["max_steps"] = -1
-    cli = fit(tmp_path, config)
-    assert cli.datamodule.batches_per_epoch == batches
-    assert cli.model._trainer_steps() == steps == cli.trainer.global_step
-
-
 def test_gradcache_scales_early_gradients_like_the_last_one(tmp_path):
     """Accumulating four batches of one update gives the mean of their gradients, whoever runs the backward passes."""
     config = run_config(tmp_path)

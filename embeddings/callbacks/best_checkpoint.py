@@ -1,0 +1,22 @@
+"""The weights of the best checkpoint that a run kept."""
+
+from pathlib import Path
+
+import lightning as L
+import torch
+
+from embeddings.common.log import logger
+
+
+def load_best(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Load the best checkpoint into the module: that of the first `ModelCheckpoint` with a `monitor`, if there is one.
+
+    Without such a checkpoint the module keeps its last weights.
+    """
+    monitored = [kept for kept in trainer.checkpoint_callbacks if getattr(kept, "monitor", None) is not None]
+    path = getattr(monitored[0], "best_model_path", "") if monitored else ""
+    if not path or not Path(path).is_file():
+        return
+    state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    module.load_state_dict(state)
+    logger.info("best checkpoint: %s", path)

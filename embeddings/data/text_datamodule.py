@@ -1,0 +1,157 @@
+"""Plain texts of a run, packed into rows, as Lightning asks for them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from embeddings.common.distributed import rank, world_size
+from embeddings.common.errors import OptionError
+from embeddings.data.datamodule import PlannedDataModule, single_threaded_tokenizers
+from embeddings.data.examples import RowDraw
+from embeddings.data.loader import ResumableLoader
+from embeddings.data.packed_rows import RowCollator, RowMixture
+from embeddings.data.samplers.base import BatchSampler, SamplerFactory, SourceIdentity
+from embeddings.data.samplers.blended import BlendedBatchSampler
+from embeddings.data.text_sources import TextSource
+from embeddings.data.token_stream import DocumentTokenizer, open_stream
+
+
+class TextDataModule(PlannedDataModule):
+    """Sources of plain texts to batches of packed rows: tokenised once, drawn by a plan, resumed exactly.
+
+    A source's documents follow each other without a gap and are cut every `row_length` tokens, so a row may hold the
+    end of one document, some whole ones and the start of another; only a source's last row has padding. The trained
+    module's `task` hides tokens and names targets, in the workers.
+
+    Args:
+        sources: What is trained on.
+        validation_sources: What the loss is measured on; empty for no validation.
+        row_length: Tokens of a row, L. LLM2Vec: 512; *MoE*'s MLM adaptation: 2048.
+        batch_size: Rows of one rank's batch.
+        append_eos: Whether each document ends in a separator (see `DocumentTokenizer`). LLM2Vec only puts `<s>` before.
+        sampler: As in `EmbeddingDataModule`, over rows.
+        num_workers: Processes that make batches ahead of training; 0 does it between the steps.
+        cache_dir: Where token streams are kept, or None for the default.
+        seed: Decides the order of the rows and their random choices.
+        tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
+
+    Distributed: needs Trainer(use_distributed_sampler=False). Validation rows are dealt out to the ranks; all ranks
+        see equally many batches, filled up with rows of padding, which count for nothing.
+    Raises:
+        OptionError: If a number is out of its range; one line that names the option.
+    """
+
+    def __init__(
+        self,
+        sources: list[TextSource],
+        validation_sources: list[TextSource] = [],  # noqa: B006 - never changed
+        row_length: int = 512,
+        batch_size: int = 32,
+        append_eos: bool = True,
+        sampler: SamplerFactory = BlendedBatchSampler,
+        num_workers: int = 0,
+        cache_dir: str | None = None,
+        seed: int = 0,
+        tokenizer: str | None = None,
+    ) -> None:
+        super().__init__(num_workers, tokenizer)
+        if not sources:
+            raise OptionError("data.sources", sources, "must name at least one source", "give a file or packages")
+        for name, value, least in (("row_length", row_length, 2), ("batch_size", batch_size, 1)):
+            if not isinstance(value, int) or value < least:
+                raise OptionError(f"data.{name}", value, f"must be >= {least}", "LLM2Vec: 32 rows of 512 tokens")
+        if not isinstance(num_workers, int) or num_workers < 0:
+            raise OptionError("data.num_workers", num_workers, "must be >= 0", "0 makes batches between the steps")
+        for option, given in (("sources", sources), ("validation_sources", validation_sources)):
+            names = [source.name for source in given]
+            for name in names:
+                if names.count(name) > 1:
+                    raise OptionError(f"data.{option}", name, "must have different names", "rename one of them")
+        self.sources, self.validation_sources = sources, validation_sources
+        self.row_length, self.batch_size, self.append_eos = row_length, batch_size, append_eos
+        self.sampler, self.cache_dir, self.seed = sampler, cache_dir, seed
+        self._rows: RowMixture | None = None
+        self._validation_rows: RowMixture | None = None
+
+    def prepare_data(self) -> None:
+        """Tokenise the sources, on one rank, where that is still to do, and check that they fill a batch.
+
+        Raises:
+            InputError: If a source cannot be used, or holds no text.
+            OptionError: If there are fewer rows than one global batch.
+        """
+        self.setup()
+        self._plan()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the token streams, once."""
+        if self._rows is None:
+            tokenizer = DocumentTokenizer(self._base_tokenizer(self._trained_module), self.append_eos)
+            self._rows = self._open(self.sources, tokenizer)
+            if self.validation_sources:
+                self._validation_rows = self._open(self.validation_sources, tokenizer)
+
+    @property
+    def rows(self) -> RowMixture:
+        """The rows of all sources; `setup` opens them."""
+        assert self._rows is not None, "setup() comes first"
+        return self._rows
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of one rank in an epoch of the plan."""
+        return len(self._plan())
+
+    def train_dataloader(self) -> ResumableLoader:
+        """The batches of this rank, from the place where the checkpoint was taken if the run is resumed.
+
+        Raises:
+            OptionError: If there are fewer rows than one global batch, or the checkpoint is of another plan.
+        """
+        return self._make_loader(self.rows, self._plan(), self._collator())
+
+    def val_dataloader(self) -> list[DataLoader[Any]]:
+        """This rank's validation batches, always the same; none where there are no validation sources."""
+        if self._validation_rows is None:
+            return []
+        rows = self._validation_rows
+        batches = validation_batches(len(rows), self.batch_size, rank(), world_size())
+        loader: DataLoader[Any] = DataLoader(
+            rows,  # type: ignore[arg-type]  # torch wants its own class by name and only `[]` of it
+            batch_sampler=batches,
+            collate_fn=self._collator(),
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=single_threaded_tokenizers,
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+        return [loader]
+
+    def _open(self, sources: Sequence[TextSource], tokenizer: DocumentTokenizer) -> RowMixture:
+        return RowMixture([open_stream(source, tokenizer, self.cache_dir) for source in sources], self.row_length)
+
+    def _collator(self) -> RowCollator:
+        module = self._trained_module
+        return RowCollator(self._base_tokenizer(module), self.row_length, getattr(module, "task", None))
+
+    def _plan(self) -> BatchSampler:
+        weights = [source.weight for source in self.sources]
+        plan = self.sampler(self.rows.sizes, self.batch_size, self.seed, weights)
+        names = [source.name for source in self.sources]
+        pairs = zip(names, self.rows.streams, strict=True)
+        plan.identify([SourceIdentity(name, stream.key) for name, stream in pairs])
+        return plan
+
+
+def validation_batches(num_rows: int, batch_size: int, rank: int, num_ranks: int) -> list[list[RowDraw]]:
+    """One rank's batches of rows 0 … num_rows-1, each row in one batch of one rank, equally many batches a rank.
+
+    A row's random choices are keyed by its number. What is missing to whole batches are rows of number -1.
+    """
+    batches, step = [], batch_size * num_ranks
+    for start in range(rank * batch_size, -(-num_rows // step) * step, step):
+        numbers = range(start, start + batch_size)
+        batches.append([RowDraw(row, row) if row < num_rows else RowDraw(-1, 0) for row in numbers])
+    return batches

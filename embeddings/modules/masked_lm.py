@@ -1,0 +1,202 @@
+"""Language modelling on plain texts: masked tokens, masked next tokens, or the next token, in packed rows."""
+
+import os
+
+import lightning as L
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from embeddings.common import LossOutput, NumericError, OptionError
+from embeddings.common.distributed import gather_counts
+from embeddings.common.packed_rows import Prediction
+from embeddings.losses.token_cross_entropy import token_cross_entropy
+from embeddings.models import BackboneConfig, LoraSettings
+from embeddings.models.bidirectional import check_causal
+from embeddings.models.document_mask import check_separation, window
+from embeddings.models.from_scratch import FromScratch
+from embeddings.models.language_model import HeadSettings, LanguageModel, load_language_model
+from embeddings.models.lora import plain_backbone
+from embeddings.models.position_free import first_position, learned_positions
+from embeddings.modules.optimized import OptimizedModule, OptimizerFactory
+from embeddings.training.language_task import LanguageTask, Objective
+from embeddings.training.masking import Masking
+from embeddings.training.schedule import Schedule
+
+
+class MaskedLMModule(OptimizedModule):
+    """Trains an encoder or a decoder to predict tokens of plain texts, which `TextDataModule` packs into rows.
+
+    Three uses:
+    - `mntp` on a decoder without its causal mask, with LoRA: LLM2Vec's first step. The exported directory, with the
+      matrices merged, is the `backbone` that MGH starts from; new matrices are added there.
+    - `mlm` on an encoder, all weights: what adapts XLM-R to other positions and texts before *MoE* training.
+    - `causal` with `from_scratch`: a small decoder with some pre-training for experiments that start from one.
+
+    Args:
+        objective: `mlm`, `mntp` or `causal` (see `LanguageTask`).
+        backbone: Which checkpoint; `mntp` needs `bidirectional: true`.
+        from_scratch: Which architecture with random weights; exactly one of the two is given.
+        masking: How tokens are hidden; None for BERT's way (`causal` hides none).
+        lora: LoRA settings of the backbone, or None to train all weights.
+        head: Where the language-model head comes from, whether it is trained beside LoRA, and its tiles.
+        separate_documents: Whether the documents of a row do not see each other and each begins at position 0; else
+            a row is one text, as in the published recipes. It needs sdpa or eager attention.
+        optimizer: Makes the optimiser. LLM2Vec: AdamW with a learning rate of 5e-5 and no weight decay.
+        schedule: Learning-rate schedule in optimiser steps.
+        seed: Seed of random initial weights, of the choice of hidden tokens, and of dropout.
+
+    Metrics: `train/` and `val/` `loss` (mean cross-entropy in nats over the predicted tokens), `perplexity`,
+        `accuracy`. Hidden tokens of a validation row are the same in every epoch.
+    Distributed: the loss is the mean over all ranks' targets, however many each has.
+    Raises:
+        OptionError: If an option is impossible, or cannot take effect.
+        InputError: If the model cannot be had.
+    Source: BehnamGhader et al. 2024 (LLM2Vec), arXiv:2404.05961, §2.2 and the released `run_mntp.py`; Nussbaum and
+        Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.1. Differs: see `LanguageTask`; LLM2Vec's script leaves
+        the head trainable and throws it away, here it is frozen beside LoRA unless `head` says otherwise.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        backbone: BackboneConfig | None = None,
+        from_scratch: FromScratch | None = None,
+        masking: Masking | None = None,
+        lora: LoraSettings | None = None,
+        head: HeadSettings = HeadSettings(),  # noqa: B008 - frozen
+        separate_documents: bool = False,
+        optimizer: OptimizerFactory = lambda params: torch.optim.AdamW(params, lr=5e-5, weight_decay=0.0),
+        schedule: Schedule = Schedule(),  # noqa: B008 - frozen
+        seed: int = 0,
+    ) -> None:
+        super().__init__(optimizer, schedule, seed)
+        source = _source(objective, backbone, from_scratch, masking)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model, tokenizer = load_language_model(source, "masked" if objective == "mlm" else "causal", head.new)
+            _check_model(model, objective, separate_documents)
+            causal = objective == "causal"
+            self.language_model = LanguageModel(model, tokenizer, causal, lora, head.train_beside_lora)
+        if not causal and masking is None:
+            masking = Masking()
+        ordinary = _ordinary_ids(tokenizer)
+        mask_id = -1 if masking is None else _mask_id(tokenizer, masking)
+        self.task = LanguageTask(objective, masking, mask_id, ordinary, separate_documents, seed)
+        self._tile_positions = max(1, head.tile_logits // self.language_model.vocab_size)
+        self._sums: list[float] = [0.0, 0.0, 0.0]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, which the data module uses."""
+        return self.language_model.tokenizer
+
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+        """Check the length of the rows, the optimiser and the schedule.
+
+        Raises:
+            OptionError: If the rows are longer than the model can see, or the schedule does not fit the run.
+            InputError: If the optimiser refuses its options.
+        """
+        row_length = getattr(data, "row_length", None)
+        if isinstance(row_length, int):
+            self._check_row_length(row_length)
+        super().check_run(trainer, module, data)
+
+    def training_step(self, batch: Prediction, batch_idx: int) -> Tensor:
+        """The mean cross-entropy of one batch's targets."""
+        counts = gather_counts(len(batch), self.device)
+        output = self.score(batch, num_targets=sum(counts) / len(counts))
+        if not torch.isfinite(output.loss):
+            raise NumericError(f"loss is {output.loss.item()} at step {self.global_step}: no update was made")
+        size = max(1, len(batch))
+        self.log("train/loss", output.loss.detach(), prog_bar=True, batch_size=size)
+        self.log_dict({f"train/{name}": value for name, value in output.terms.items()}, batch_size=size)
+        return output.loss
+
+    def score(self, batch: Prediction, num_targets: float | None = None) -> LossOutput:
+        """The cross-entropy of a batch's targets; logits are computed for them alone (see `token_cross_entropy`)."""
+        states_NLH = self.language_model(
+            batch.input_ids_NL, batch.document_NL, self.task.separate_documents, batch.has_padding
+        )
+        state_PH = states_NLH.flatten(0, 1).index_select(0, batch.read_P)
+        return token_cross_entropy(state_PH, batch.label_P, self.language_model.head, self._tile_positions, num_targets)
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin to add up."""
+        self._sums = [0.0, 0.0, 0.0]
+
+    def validation_step(self, batch: Prediction, batch_idx: int) -> None:
+        """Add a batch's losses and right answers up."""
+        output = self.score(batch)
+        means = (float(output.loss), float(output.terms["accuracy"]), 1.0)
+        self._sums = [total + mean * len(batch) for total, mean in zip(self._sums, means, strict=True)]
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over all targets of all ranks."""
+        sums = torch.tensor(self._sums, dtype=torch.float64)
+        sums = self.trainer.strategy.reduce(sums.to(self.device), reduce_op="sum")
+        loss, accuracy = (sums[:2] / sums[2].clamp(min=1.0)).unbind()
+        values = {"val/loss": loss, "val/perplexity": loss.exp(), "val/accuracy": accuracy}
+        self.log_dict({name: value.float() for name, value in values.items()}, sync_dist=True)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model as a Hugging Face directory, LoRA matrices merged (see `LanguageModel.save_pretrained`)."""
+        self.language_model.save_pretrained(folder)
+
+    def _check_row_length(self, row_length: int) -> None:
+        plain = plain_backbone(self.language_model.backbone)
+        table = learned_positions(plain)
+        limit = None if table is None else table.num_embeddings - first_position(table)
+        if limit is not None and row_length > limit:
+            rule = f"must be <= {limit}, the positions that the backbone has"
+            raise OptionError("data.row_length", row_length, rule, "lower it")
+        reach = window(plain.config)
+        if self.task.separate_documents and reach is not None and reach < row_length:
+            rule = f"must be <= {reach}, which some layer's window reaches, where documents are kept apart"
+            raise OptionError("data.row_length", row_length, rule, "lower it, or set separate_documents: false")
+
+
+def _source(
+    objective: Objective, backbone: BackboneConfig | None, from_scratch: FromScratch | None, masking: Masking | None
+) -> BackboneConfig | FromScratch:
+    """Where the model comes from, after checks that need no model."""
+    if (backbone is None) == (from_scratch is None):
+        given = "both" if backbone is not None else "neither"
+        raise OptionError("model.backbone", given, "or model.from_scratch must be given", "give exactly one of the two")
+    source = backbone or from_scratch
+    assert source is not None
+    if objective == "causal" and masking is not None:
+        raise OptionError("model.masking", masking, "has no effect on objective causal", "leave it out")
+    if source.bidirectional != (objective == "mntp"):
+        fix = "only a decoder that learns mntp has its mask off"
+        raise OptionError("bidirectional", source.bidirectional, f"does not fit objective {objective}", fix)
+    return source
+
+
+def _check_model(model: PreTrainedModel, objective: Objective, separate_documents: bool) -> None:
+    backbone = model.base_model
+    assert isinstance(backbone, PreTrainedModel)
+    if objective == "causal":
+        check_causal(backbone)
+    if separate_documents:
+        check_separation(backbone, causal=objective == "causal")
+
+
+def _mask_id(tokenizer: PreTrainedTokenizerBase, masking: Masking) -> int:
+    """The id of the mask token."""
+    name = masking.mask_token if masking.mask_token is not None else tokenizer.mask_token
+    if name is None:
+        rule = "must be given: the tokenizer has no mask token"
+        raise OptionError("model.masking.mask_token", None, rule, 'LLM2Vec takes "_"')
+    found = tokenizer.get_vocab().get(name)
+    if found is None:
+        rule = "must be a token of the vocabulary"
+        raise OptionError("model.masking.mask_token", name, rule, "name another")
+    return int(found)
+
+
+def _ordinary_ids(tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """All ids but those of special tokens, in order."""
+    special = set(tokenizer.all_special_ids)
+    return torch.tensor([token for token in sorted(tokenizer.get_vocab().values()) if token not in special])

@@ -1,0 +1,88 @@
+"""What every trained module has, whatever it learns: optimiser, schedule, and random choices that a step decides."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch.optim import Optimizer
+
+from embeddings.common import InputError
+from embeddings.common.randomness import derive_seed
+from embeddings.data.run_length import run_steps
+from embeddings.training.optim import parameter_groups
+from embeddings.training.schedule import Schedule
+
+OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
+
+
+class OptimizedModule(L.LightningModule):
+    """A module with Lightning's automatic optimisation over its trainable parameters.
+
+    Determinism: every random choice of a step (dropout) follows from (seed, epoch, batch, rank), so a resumed run
+    draws what the uninterrupted run would have drawn.
+
+    Args:
+        optimizer: Makes the optimiser from parameter groups.
+        schedule: Learning-rate schedule in optimiser steps.
+        seed: Seed of the step's random choices.
+    """
+
+    def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._seed = seed
+
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+        """Check optimiser and schedule against what the trainer and the data say of themselves.
+
+        Raises:
+            OptionError: If the schedule does not fit the run.
+            InputError: If the optimiser refuses its options.
+        """
+        self._make_optimizer()
+        if trainer.max_steps > 0 or trainer.max_epochs == -1:
+            self._check_schedule(trainer, trainer.max_steps if trainer.max_steps > 0 else None)
+
+    def prepare_data(self) -> None:
+        """Check all of this, and the schedule against the length of the data, before anything of the run is written."""
+        self.check_run(self.trainer, self, getattr(self.trainer, "datamodule", None))
+        self._check_schedule(self.trainer, self._trainer_steps())
+
+    def on_fit_start(self) -> None:
+        """Switch dropout on: Lightning leaves modes as they are, and a model that was loaded is in evaluation mode."""
+        self.train()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Seed the step's random choices from what the step is, not from what ran before."""
+        progress: Any = self.trainer.fit_loop.epoch_progress
+        if progress.current.ready == progress.current.processed:
+            # Lightning 2.6 does not count an epoch that begins after a resume from the end of another, and would then
+            # drop the loader's place from the next checkpoint.
+            progress.increment_ready()
+            progress.increment_started()
+        torch.manual_seed(derive_seed(self._seed, "step", self.current_epoch, batch_idx, self.global_rank))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimiser over trainable parameters and its schedule, stepped once an optimiser step."""
+        optimizer = self._make_optimizer()
+        scheduler = self._schedule.scheduler(optimizer, self._trainer_steps())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _make_optimizer(self) -> Optimizer:
+        groups = parameter_groups(self)
+        try:
+            return self._optimizer(groups)
+        except ValueError as error:
+            raise InputError("model.optimizer", str(error), "the method configs hold usual values") from error
+
+    def _check_schedule(self, trainer: L.Trainer, steps: int | None) -> None:
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._schedule.check(steps)
+
+    def _trainer_steps(self) -> int | None:
+        """Optimiser steps of the run, None where the trainer sets no end."""
+        batches = getattr(getattr(self.trainer, "datamodule", None), "batches_per_epoch", None)
+        return run_steps(self.trainer, batches)

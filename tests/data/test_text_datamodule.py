@@ -1,0 +1,136 @@
+"""Packed rows in a training, in one that was killed, and in validation."""
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch import Trainer
+
+from embeddings.common import InputError, OptionError
+from embeddings.common.packed_rows import PackedRows
+from embeddings.data import TextDataModule, TextSource
+from embeddings.data.examples import RowDraw
+from embeddings.data.text_datamodule import validation_batches
+from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
+from tests.data.test_token_stream import TEXTS, source
+from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
+
+# The ledger only trains.
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS, "ignore:You passed in a `val_dataloader`")
+TOKENIZER = wordpiece_tokenizer()
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    sources = [source(tmp_path, TEXTS * 2, "a.jsonl"), TextSource("other", source(tmp_path, TEXTS, "b.jsonl").path)]
+    return {"sources": sources, "row_length": 8, "batch_size": 4, "cache_dir": str(tmp_path / "cache"), "seed": 1}
+
+
+def content(batch: PackedRows) -> list[int]:
+    """The tokens of a batch, as the ledger's rows."""
+    return batch.input_ids_NL.flatten().tolist()
+
+
+def fit(data: LightningDataModule, module: Ledger, **limits: Any) -> None:
+    Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        **limits,
+    ).fit(module, data)
+
+
+def test_an_epoch_holds_every_row_once_but_for_those_that_fill_no_batch(options: dict[str, Any]) -> None:
+    data, module = TextDataModule(**options), Ledger(content, TOKENIZER)
+    fit(data, module, max_epochs=2)
+    num_rows, length = len(data.rows), 8
+    assert data.batches_per_epoch == num_rows // 4 > 5
+    first = module.rows[: data.batches_per_epoch]
+    seen = [tuple(batch[start : start + length]) for batch in first for start in range(0, 32, length)]
+    collate = data._collator()
+    every = [tuple(content(collate([data.rows[RowDraw(row, 0)]]))) for row in range(num_rows)]
+    left = list(every)
+    for row in seen:
+        left.remove(row)
+    assert len(left) == num_rows % 4
+    assert seen != every[: len(seen)]
+    assert module.rows[data.batches_per_epoch :] != first
+
+
+def test_a_training_killed_three_times_sees_the_plan_once(options: dict[str, Any], tmp_path: Path) -> None:
+    whole = Ledger(content, TOKENIZER)
+    fit(TextDataModule(**options), whole, max_epochs=3)
+    stops = [2, len(whole.rows) // 3, len(whole.rows) - 1]
+    seen = killed_run(
+        tmp_path / "run",
+        stops,
+        lambda: Ledger(content, TOKENIZER, asks_for_steps=True),
+        lambda: TextDataModule(**options),
+        {"max_epochs": 3},
+    )
+    assert seen == whole.rows
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_modules_task_is_applied_in_the_workers(options: dict[str, Any], num_workers: int) -> None:
+    module = Ledger(lambda batch: batch.tolist(), TOKENIZER)
+    module.task = sums  # type: ignore[assignment]
+    fit(TextDataModule(**options, num_workers=num_workers), module, max_steps=3)
+    plain = Ledger(content, TOKENIZER)
+    fit(TextDataModule(**options), plain, max_steps=3)
+    assert module.rows == [torch.tensor(row).view(4, 8).sum(1).tolist() for row in plain.rows]
+
+
+def sums(rows: PackedRows) -> torch.Tensor:
+    return rows.input_ids_NL.sum(1)
+
+
+@pytest.mark.parametrize(("num_rows", "num_ranks"), [(1, 1), (8, 2), (9, 2), (3, 4), (17, 3)])
+def test_validation_rows_are_dealt_out_once_in_equally_many_batches(num_rows: int, num_ranks: int) -> None:
+    dealt = [validation_batches(num_rows, 2, rank, num_ranks) for rank in range(num_ranks)]
+    assert {len(batches) for batches in dealt} == {-(-num_rows // (2 * num_ranks))}
+    assert {len(batch) for batches in dealt for batch in batches} == {2}
+    rows = [entry.row for batch in chain(*dealt) for entry in batch]
+    assert sorted(row for row in rows if row >= 0) == list(range(num_rows))
+
+
+def test_validation_batches_are_the_same_every_time(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
+    data = TextDataModule(**options, validation_sources=options["sources"], tokenizer=folder)
+    data.setup()
+    (loader,) = data.val_dataloader()
+    first, second = ([content(batch) for batch in loader] for _ in range(2))
+    assert first == second
+    assert len(loader) == -(-len(data.rows) // 4)
+    assert TextDataModule(**options, tokenizer=folder).val_dataloader() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"sources": []}, r"data\.sources must name at least one source"),
+        ({"row_length": 1}, r"data\.row_length must be >= 2, got 1"),
+        ({"batch_size": 0}, r"data\.batch_size must be >= 1, got 0"),
+        ({"num_workers": -1}, r"data\.num_workers must be >= 0, got -1"),
+        ({"sources": [TextSource("a", "x"), TextSource("a", "y")]}, r"data\.sources must have different names"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(change: dict[str, Any], says: str, options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=says):
+        TextDataModule(**{**options, **change})
+
+
+def test_fewer_rows_than_a_batch_and_an_empty_corpus_are_refused_before_training(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match=r"data\.batch_size must not exceed the"):
+        fit(TextDataModule(**{**options, "batch_size": 1000}), Ledger(content, TOKENIZER), max_steps=1)
+    empty = [source(tmp_path, [""], "empty.jsonl")]
+    with pytest.raises(InputError, match="holds no text"):
+        fit(TextDataModule(**{**options, "sources": empty}), Ledger(content, TOKENIZER), max_steps=1)

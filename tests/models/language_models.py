@@ -1,0 +1,49 @@
+"""Tiny language models of the real architectures, on disk."""
+
+from pathlib import Path
+
+from transformers import BertConfig, BertForMaskedLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers.trainer_utils import set_seed
+
+from tests.helpers.tiny import VOCAB_SIZE, save_backbone, sentencepiece_tokenizer, wordpiece_tokenizer
+
+
+def masked_bert(seed: int = 0) -> PreTrainedModel:
+    """A two-layer random BERT with its masked-LM head, tied to the embeddings."""
+    set_seed(seed)
+    config = BertConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForMaskedLM(config).eval()
+
+
+def causal_mistral(seed: int = 0, tied: bool = False, attention: str = "sdpa") -> PreTrainedModel:
+    """A two-layer random Mistral with its language-model head, causal."""
+    set_seed(seed)
+    config = MistralConfig(
+        vocab_size=VOCAB_SIZE + 128,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        sliding_window=None,
+        tie_word_embeddings=tied,
+        attn_implementation=attention,
+    )
+    return MistralForCausalLM(config).eval()
+
+
+def language_model_folder(folder: Path, kind: str = "mistral", tied: bool = False) -> str:
+    """A tiny language model with its tokenizer on disk: `bert` or `mistral`."""
+    if kind == "bert":
+        return save_backbone(str(folder), masked_bert(), wordpiece_tokenizer())
+    return save_backbone(str(folder), causal_mistral(tied=tied), sentencepiece_tokenizer())

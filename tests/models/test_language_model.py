@@ -1,0 +1,233 @@
+"""A language model taken apart: its states, its head on some of them, its adapters, its directory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    XLMRobertaConfig,
+    XLMRobertaForMaskedLM,
+)
+
+from embeddings.common import InputError, OptionError
+from embeddings.losses.token_cross_entropy import token_cross_entropy
+from embeddings.models import BackboneConfig, FromScratch, HeadSettings, LanguageModel, LoraSettings, load_backbone
+from embeddings.models.language_model import check_head, head_logits, load_language_model
+from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.models.language_models import causal_mistral, language_model_folder, masked_bert
+
+IDS_NL = torch.randint(5, 200, (3, 12), generator=torch.Generator().manual_seed(0))
+DOCUMENT_NL = torch.zeros_like(IDS_NL)
+
+
+def models() -> dict[str, PreTrainedModel]:
+    sizes = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    gemma = Gemma2Config(**sizes, intermediate_size=64, num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.5)
+    modern = ModernBertConfig(**sizes, intermediate_size=64, pad_token_id=0, global_attn_every_n_layers=2)
+    distil = DistilBertConfig(vocab_size=256, dim=32, hidden_dim=64, n_layers=2, n_heads=4)
+    return {
+        "bert": masked_bert(),
+        "mistral": causal_mistral(),
+        "tied": causal_mistral(tied=True),
+        "roberta": XLMRobertaForMaskedLM(XLMRobertaConfig(**sizes, intermediate_size=64)).eval(),
+        # A head whose logits are capped, one of several parts, and one that is not beside its backbone alone.
+        "gemma2": Gemma2ForCausalLM(gemma).eval(),
+        "modernbert": ModernBertForMaskedLM(modern).eval(),
+        "distilbert": DistilBertForMaskedLM(distil).eval(),
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(models()))
+def test_the_head_on_some_states_equals_the_whole_computation_and_so_do_gradients(kind: str) -> None:
+    model = models()[kind]
+    read_P = torch.tensor([0, 3, 3, 17, 35])
+    label_P = torch.tensor([7, 8, 9, 10, 11])
+
+    whole = F.cross_entropy(model(input_ids=IDS_NL).logits.flatten(0, 1)[read_P], label_P)
+    whole.backward()
+    expected = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    model.zero_grad()
+
+    language_model = LanguageModel(model, sentencepiece_tokenizer(), causal=False).eval()
+    state_PH = language_model(IDS_NL, DOCUMENT_NL, False, False).flatten(0, 1)[read_P]
+    logits_PV = language_model.head(state_PH)
+    assert logits_PV.shape == (5, language_model.vocab_size)
+    parts = token_cross_entropy(state_PH, label_P, language_model.head, tile_positions=2)
+    assert parts.loss.item() == pytest.approx(whole.item(), rel=1e-5)
+    parts.loss.backward()
+    found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    assert len(expected) > 10
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_vocabulary_is_never_computed_for_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal_mistral()
+    language_model = LanguageModel(model, sentencepiece_tokenizer(), causal=True)
+    seen: list[int] = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.numel() // output.shape[-1]))
+    state_PH = language_model(IDS_NL, DOCUMENT_NL, False, False).flatten(0, 1)[:4]
+    assert seen == []
+    language_model.head(state_PH)
+    assert seen == [4]
+
+
+def test_a_head_that_reads_more_than_the_last_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal_mistral()
+    forward = model.forward
+
+    def with_inputs(**inputs: Any) -> Any:
+        output = forward(**inputs)
+        output.logits = output.logits + inputs["input_ids"][..., None]
+        return output
+
+    monkeypatch.setattr(model, "forward", with_inputs)
+    with pytest.raises(OptionError, match="has a head that reads more than the last states"):
+        check_head(model)
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8))
+    with pytest.raises(OptionError, match="no backbone apart from its head"):
+        check_head(t5.eval())
+
+
+def test_padding_and_other_documents_are_kept_out_as_asked() -> None:
+    language_model = LanguageModel(masked_bert(), wordpiece_tokenizer(), causal=False).eval()
+    padded_NL = DOCUMENT_NL.clone()
+    padded_NL[:, 8:] = -1
+    with torch.no_grad():
+        masked = language_model(IDS_NL, padded_NL, False, True)[:, :8]
+        alone = language_model(IDS_NL[:, :8], DOCUMENT_NL[:, :8], False, False)
+        torch.testing.assert_close(masked, alone, rtol=1e-4, atol=1e-5)
+        two_NL = (torch.arange(12) >= 5).long().expand(3, -1)
+        apart = language_model(IDS_NL, two_NL, True, False)[:, 5:]
+        alone = language_model(IDS_NL[:, 5:], DOCUMENT_NL[:, 5:], False, False)
+        torch.testing.assert_close(apart, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("train_head", [False, True])
+def test_lora_trains_matrices_of_the_backbone_and_the_head_on_request(train_head: bool, tied: bool) -> None:
+    model = causal_mistral(tied=tied)
+    if tied and train_head:
+        with pytest.raises(OptionError, match="the head's matrix is the input embedding, which LoRA freezes"):
+            LanguageModel(model, sentencepiece_tokenizer(), True, LoraSettings(rank=2), train_head)
+        return
+    language_model = LanguageModel(model, sentencepiece_tokenizer(), True, LoraSettings(rank=2), train_head)
+    trained = {name for name, weight in language_model.named_parameters() if weight.requires_grad}
+    assert len({name for name in trained if "lora_" in name}) == 2 * 2 * 7
+    assert {name for name in trained if "lora_" not in name} == ({"model.lm_head.weight"} if train_head else set())
+
+
+@pytest.mark.parametrize("kind", ["mistral", "tied", "bert"])
+def test_a_saved_directory_has_the_matrices_merged_and_gives_equal_logits(kind: str, tmp_path: Path) -> None:
+    tokenizer = wordpiece_tokenizer() if kind == "bert" else sentencepiece_tokenizer()
+    language_model = LanguageModel(models()[kind], tokenizer, kind != "bert", LoraSettings(rank=4, dropout=0.0)).eval()
+    torch.manual_seed(1)
+    for name, weight in language_model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    with torch.no_grad():
+        adapted = language_model.model(input_ids=IDS_NL).logits
+    before = {name: value.clone() for name, value in language_model.state_dict().items()}
+    language_model.save_pretrained(tmp_path / "model")
+    # The run that goes on is as it was.
+    after = language_model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+    config = BackboneConfig(str(tmp_path / "model"))
+    saved, _ = load_language_model(config, "masked" if kind == "bert" else "causal")
+    with torch.no_grad():
+        torch.testing.assert_close(saved(input_ids=IDS_NL).logits, adapted, rtol=1e-4, atol=1e-5)
+        plain = models()[kind](input_ids=IDS_NL).logits
+        assert (plain - adapted).abs().max() > 1e-3
+        backbone, loaded = load_backbone(config)
+        states = language_model(IDS_NL, DOCUMENT_NL, False, False)
+        torch.testing.assert_close(backbone(input_ids=IDS_NL).last_hidden_state, states, rtol=1e-4, atol=1e-5)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert not any("lora" in name or "base_layer" in name for name in load_file(tmp_path / "model/model.safetensors"))
+
+
+def test_a_decoder_that_sees_both_ways_stays_so_when_saved(tmp_path: Path) -> None:
+    config = BackboneConfig(language_model_folder(tmp_path / "start"), bidirectional=True)
+    model, tokenizer = load_language_model(config, "causal")
+    LanguageModel(model, tokenizer, causal=False).save_pretrained(tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.is_causal is False
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == tokenizer.eos_token
+
+
+def test_saving_over_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(OptionError, match="which is no folder"):
+        LanguageModel(masked_bert(), wordpiece_tokenizer(), False).save_pretrained(tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_a_checkpoint_loads_with_its_head(gradient_checkpointing: bool, tmp_path: Path) -> None:
+    folder = language_model_folder(tmp_path, "bert")
+    config = BackboneConfig(folder, gradient_checkpointing=gradient_checkpointing)
+    model, tokenizer = load_language_model(config, "masked")
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=IDS_NL).logits, masked_bert()(input_ids=IDS_NL).logits)
+    assert tokenizer.mask_token == "[MASK]"
+    assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) is gradient_checkpointing
+
+
+@pytest.mark.parametrize("kind", ["bert", "mistral"])
+def test_a_head_that_is_missing_is_refused_unless_a_new_one_is_asked_for(kind: str, tmp_path: Path) -> None:
+    bert = kind == "bert"
+    backbone, tokenizer = (tiny_bert(), wordpiece_tokenizer()) if bert else (tiny_mistral(), sentencepiece_tokenizer())
+    folder = Path(save_backbone(str(tmp_path), backbone, tokenizer))
+    head = "masked" if bert else "causal"
+    with pytest.raises(InputError, match="are missing"):
+        load_language_model(BackboneConfig(str(folder)), head)
+    model, _ = load_language_model(BackboneConfig(str(folder)), head, new_head=True)
+    with torch.no_grad():
+        states = model.base_model(input_ids=IDS_NL).last_hidden_state
+        assert torch.equal(states, backbone(input_ids=IDS_NL).last_hidden_state)
+    weights = load_file(folder / "model.safetensors")
+    lost = ("layers.1.mlp", "layer.1.output")
+    kept = {name: value for name, value in weights.items() if not any(part in name for part in lost)}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="are missing"):
+        load_language_model(BackboneConfig(str(folder)), head, new_head=True)
+
+
+def test_an_architecture_without_the_objectives_head_is_refused_by_name(tmp_path: Path) -> None:
+    mistral, bert = (language_model_folder(tmp_path / kind, kind) for kind in ("mistral", "bert"))
+    with pytest.raises(OptionError, match=r"model\.objective does not fit: mistral takes mntp or causal, got 'mlm'"):
+        load_language_model(BackboneConfig(mistral), "masked")
+    with pytest.raises(OptionError, match=r"model\.objective does not fit: bert takes mlm, got 'mntp or causal'"):
+        load_language_model(BackboneConfig(bert), "causal")
+    with pytest.raises(OptionError, match="does not fit: llama takes mntp or causal"):
+        load_language_model(FromScratch(mistral, "llama"), "masked")
+    with pytest.raises(InputError, match=r"config\.json"):
+        load_language_model(BackboneConfig(str(tmp_path)), "masked")
+
+
+def test_a_tile_without_logits_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"model\.head\.tile_logits must be >= 1, got 0"):
+        HeadSettings(tile_logits=0)
+
+
+def test_head_logits_of_no_states_are_none() -> None:
+    model = masked_bert()
+    assert head_logits(model, torch.zeros(0, 32)).shape == (0, model.config.vocab_size)
+    assert model.base_model is model.bert

@@ -1,0 +1,309 @@
+"""Language modelling through the real command line, on tiny models of the real architectures."""
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from embeddings.cli.app import run_trainer
+from embeddings.cli.main import main
+from embeddings.common import OptionError
+from embeddings.common.packed_rows import PackedRows, Prediction
+from embeddings.data.examples import RowDraw
+from embeddings.models import BackboneConfig, FromScratch, HeadSettings, LoraSettings, MeanPooling
+from embeddings.modules import MaskedLMModule, NVEmbedModule
+from embeddings.training.masking import Masking
+from tests.helpers.runs import write_config
+from tests.helpers.tiny import bpe_tokenizer, save_backbone, wordpiece_tokenizer
+from tests.models.language_models import causal_mistral, language_model_folder
+from tests.modules.language_runs import language_config
+
+SCRATCH = {
+    "model_type": "mistral",
+    "settings": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+}
+UNDERSCORE = Masking(0.5, 1.0, 0.0, mask_token="_")
+PARTS = (slice(0, 1), slice(1, 4))
+
+
+def fit(folder: Path, config: dict[str, Any], *extra: str) -> Any:
+    return run_trainer(["fit", "--config", write_config(folder, config), *extra])
+
+
+def logged(cli: Any, name: str) -> list[float]:
+    with open(Path(cli.trainer.log_dir) / "metrics.csv", newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return language_model_folder(tmp_path_factory.mktemp("mistral"))
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return language_model_folder(tmp_path_factory.mktemp("bert"), "bert")
+
+
+@pytest.mark.parametrize("objective", ["mlm", "mntp", "causal", "scratch"])
+def test_a_short_run_lowers_the_loss_and_logs_training_and_validation(objective: str, tmp_path: Path) -> None:
+    model: dict[str, Any] = {}
+    if objective == "scratch":
+        wordpiece_tokenizer().save_pretrained(tmp_path / "tokenizer")
+        model = {"from_scratch": {"tokenizer": str(tmp_path / "tokenizer"), **SCRATCH}, "separate_documents": True}
+    config = language_config(tmp_path, "causal" if objective == "scratch" else objective, **model)
+    config["trainer"] |= {"val_check_interval": 6, "check_val_every_n_epoch": None}
+    cli = fit(tmp_path, config)
+    losses = logged(cli, "train/loss")
+    assert len(losses) == 12
+    vocabulary = cli.model.language_model.vocab_size
+    # A model that knows nothing has the logarithm of the vocabulary's size.
+    assert losses[0] == pytest.approx(math.log(vocabulary), rel=0.1)
+    assert losses[-1] < 0.75 * losses[0]
+    for stage, count in (("train", 12), ("val", 2)):
+        pairs = list(zip(logged(cli, f"{stage}/loss"), logged(cli, f"{stage}/perplexity"), strict=True))
+        assert len(pairs) == count
+        assert all(perplexity == pytest.approx(math.exp(loss), rel=1e-4) for loss, perplexity in pairs)
+        assert all(0 <= value <= 1 for value in logged(cli, f"{stage}/accuracy"))
+    val = logged(cli, "val/loss")
+    assert val[1] < val[0] < losses[0]
+
+
+def test_lora_leaves_the_models_own_weights_alone_and_its_export_starts_an_embedder(tmp_path: Path) -> None:
+    config = language_config(tmp_path, "mntp", lora={"rank": 4, "alpha": 8, "dropout": 0.1})
+    config["trainer"]["callbacks"] = [
+        {"class_path": "embeddings.callbacks.ExportLanguageModel", "init_args": {"output": str(tmp_path / "mntp")}}
+    ]
+    cli = fit(tmp_path, config)
+    start, end = load_file(tmp_path / "backbone/model.safetensors"), load_file(tmp_path / "mntp/model.safetensors")
+    assert start.keys() == end.keys()
+    changed = {name for name in start if not torch.equal(start[name], end[name])}
+    assert changed == {name for name in start if "_proj" in name}
+    state = cli.model.state_dict()
+    kept = {name.replace(".base_layer", "") for name in state if ".base_layer." in name}
+    assert len(kept) == 2 * 7
+
+    backbone = BackboneConfig(str(tmp_path / "mntp"), bidirectional=True)
+    module = NVEmbedModule(backbone, MeanPooling, lora=LoraSettings(rank=2))
+    ids_NL = torch.arange(5, 17)[None]
+    with torch.no_grad():
+        trained = cli.model.language_model.eval()(ids_NL, torch.zeros_like(ids_NL), False, False)
+        found = module.embedder.backbone.eval()(input_ids=ids_NL).last_hidden_state
+    torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-5)
+    # Training goes on from it too.
+    MaskedLMModule("mntp", backbone, masking=UNDERSCORE)
+
+
+def test_a_checkpoint_is_exported_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = language_config(tmp_path, "causal", lora={"rank": 2, "alpha": 4, "dropout": 0.0})
+    config["trainer"]["max_steps"] = 2
+    config["trainer"]["callbacks"] = [
+        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"save_last": True}},
+        {"class_path": "embeddings.callbacks.ExportLanguageModel", "init_args": {"output": str(tmp_path / "one")}},
+    ]
+    cli = fit(tmp_path, config)
+    last = Path(cli.trainer.log_dir) / "checkpoints" / "last.ckpt"
+    assert main(["export", "--checkpoint", str(last), "--output", str(tmp_path / "two")]) == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    config = language_config(tmp_path, "mntp", lora={"rank": 2, "alpha": 4, "dropout": 0.2})
+    config["trainer"]["callbacks"] = [
+        {
+            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+            "init_args": {"every_n_train_steps": 5, "save_top_k": -1},
+        }
+    ]
+    whole = fit(tmp_path, config)
+    (first,) = Path(whole.trainer.log_dir).rglob("*step=5.ckpt")
+    resumed = fit(tmp_path, config, "--ckpt_path", str(first))
+    expected, found = whole.model.state_dict(), resumed.model.state_dict()
+    assert any("lora" in name for name in expected)
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_the_loss_of_masked_next_tokens_is_that_of_a_loop(mistral: str) -> None:
+    """Each hidden token's cross-entropy from the whole model's logits one place before it."""
+    module = MaskedLMModule("mntp", BackboneConfig(mistral, bidirectional=True), masking=UNDERSCORE).eval()
+    ids_NL = torch.randint(10, 300, (4, 20))
+    zeros_NL = torch.zeros_like(ids_NL)
+    prediction = module.task(PackedRows(ids_NL, zeros_NL, zeros_NL.bool(), torch.arange(4)))
+    underscore = module.tokenizer.get_vocab()["_"]
+    with torch.no_grad():
+        logits_NLV = module.language_model.model(input_ids=prediction.input_ids_NL).logits
+        losses = [
+            F.cross_entropy(logits_NLV[n, i - 1], ids_NL[n, i])
+            for n in range(4)
+            for i in range(20)
+            if int(prediction.input_ids_NL[n, i]) == underscore != int(ids_NL[n, i])
+        ]
+        assert 20 < len(losses) < 60
+        output = module.score(prediction)
+    assert output.loss.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["mntp", "causal"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_one_document_changes_anothers_logits_only_where_they_are_not_apart(
+    objective: Any, separate: bool, mistral: str
+) -> None:
+    masking = UNDERSCORE if objective == "mntp" else None
+    backbone = BackboneConfig(mistral, bidirectional=objective == "mntp")
+    module = MaskedLMModule(objective, backbone, masking=masking, separate_documents=separate).eval()
+    ids_NL = torch.randint(10, 300, (2, 20))
+    document_NL = (torch.arange(20) >= 8).long().expand(2, -1)
+    changed_NL = torch.where(document_NL == 0, ids_NL + 5, ids_NL)
+
+    def logits_of_second(ids: torch.Tensor) -> torch.Tensor:
+        states = module.language_model(ids, document_NL, module.task.separate_documents, False)
+        return module.language_model.head(states[document_NL == 1])
+
+    with torch.no_grad():
+        difference = (logits_of_second(ids_NL) - logits_of_second(changed_NL)).abs().max()
+    assert (float(difference) == 0.0) is separate
+
+
+def test_the_loss_over_tiles_and_over_parts_of_a_batch_is_the_same(mistral: str) -> None:
+    one = MaskedLMModule("causal", BackboneConfig(mistral)).eval()
+    tiled = MaskedLMModule("causal", BackboneConfig(mistral), head=HeadSettings(tile_logits=3000)).eval()
+    assert tiled._tile_positions == 3000 // tiled.language_model.vocab_size == 5
+    ids_NL, zeros_NL = torch.randint(10, 300, (4, 20)), torch.zeros(4, 20, dtype=torch.int64)
+    rows = PackedRows(ids_NL, zeros_NL, zeros_NL.bool(), torch.arange(4))
+    with torch.no_grad():
+        assert tiled.score(tiled.task(rows)).loss.item() == pytest.approx(one.score(one.task(rows)).loss.item())
+        # Two ranks, each with half the rows: the mean of their losses is that of the whole.
+        halves = [
+            PackedRows(ids_NL[part], zeros_NL[part], zeros_NL[part].bool(), torch.arange(4)[part]) for part in PARTS
+        ]
+        predictions = [one.task(half) for half in halves]
+        mean = sum(map(len, predictions)) / 2
+        losses = [one.score(prediction, num_targets=mean).loss.item() for prediction in predictions]
+    assert len(predictions[0]) != len(predictions[1])
+    assert sum(losses) / 2 == pytest.approx(one.score(one.task(rows)).loss.item())
+
+
+def test_validation_hides_the_same_tokens_each_time_and_counts_every_target_once(tmp_path: Path) -> None:
+    config = language_config(tmp_path, "mlm")
+    config["trainer"] |= {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
+    config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.0
+    cli = fit(tmp_path, config)
+    first, second = logged(cli, "val/loss")
+    assert first == second
+    data, module = cli.datamodule, cli.model.eval()
+    rows = data._validation_rows
+    assert len(rows) > 8
+    assert len(rows) % 8 != 0
+    entries = [rows[RowDraw(row, row)] for row in range(len(rows))]
+    whole = data._collator()(entries)
+    assert isinstance(whole, Prediction)
+    with torch.no_grad():
+        assert module.score(whole).loss.item() == pytest.approx(first, rel=1e-5)
+
+
+def test_random_initial_weights_follow_from_the_seed_and_leave_the_random_state_alone(tmp_path: Path) -> None:
+    wordpiece_tokenizer().save_pretrained(tmp_path)
+    scratch = FromScratch(str(tmp_path), SCRATCH["model_type"], SCRATCH["settings"])  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    first = MaskedLMModule("causal", from_scratch=scratch, seed=3).state_dict()
+    assert torch.equal(torch.rand(1), expected)
+    second = MaskedLMModule("causal", from_scratch=scratch, seed=3).state_dict()
+    third = MaskedLMModule("causal", from_scratch=scratch, seed=4).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["language_model.model.lm_head.weight"], third["language_model.model.lm_head.weight"])
+
+
+def test_what_may_stand_for_a_hidden_token_is_no_special_one(bert: str, mistral: str) -> None:
+    module = MaskedLMModule("mlm", BackboneConfig(bert))
+    vocabulary, special = set(module.tokenizer.get_vocab().values()), set(module.tokenizer.all_special_ids)
+    assert set(module.task.ordinary_ids_V.tolist()) == vocabulary - special
+    assert module.task.mask_id == module.tokenizer.mask_token_id
+    assert module.task.masking == Masking()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"objective": "mntp", "masking": Masking()}, "mask_token must be given: the tokenizer has no mask token"),
+        ({"objective": "mntp", "masking": Masking(mask_token="fish")}, "mask_token must be a token of the vocabulary"),
+        ({"objective": "causal", "masking": Masking()}, "masking has no effect on objective causal"),
+        ({"objective": "mlm"}, "objective does not fit: mistral takes mntp or causal"),
+        ({"objective": "mntp", "bidirectional": False}, "bidirectional does not fit objective mntp, got False"),
+        ({"objective": "causal", "bidirectional": True}, "bidirectional does not fit objective causal, got True"),
+        ({"objective": "causal", "backbone": None}, "or model.from_scratch must be given, got 'neither'"),
+    ],
+)
+def test_what_cannot_take_effect_is_refused(arguments: dict[str, Any], says: str, mistral: str) -> None:
+    bidirectional = arguments.pop("bidirectional", arguments["objective"] == "mntp")
+    given = {"backbone": BackboneConfig(mistral, bidirectional=bidirectional), **arguments}
+    with pytest.raises(OptionError, match=says):
+        MaskedLMModule(**given)
+
+
+def test_a_decoder_saved_without_its_mask_cannot_learn_the_causal_objective(mistral: str, tmp_path: Path) -> None:
+    module = MaskedLMModule("mntp", BackboneConfig(mistral, bidirectional=True), masking=UNDERSCORE)
+    module.save_pretrained(tmp_path / "open")
+    with pytest.raises(OptionError, match="needs a causal mask"):
+        MaskedLMModule("causal", BackboneConfig(str(tmp_path / "open")))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (["--data.init_args.row_length=129"], "data.row_length must be <= 128, the positions that the backbone has"),
+        (["--data.init_args.batch_size=10000"], "data.batch_size must not exceed the"),
+        (["--model.init_args.masking.probability=1"], "model.masking.probability must be above 0 and below 1"),
+        (["--model.init_args.masking.probability=0"], "model.masking.probability must be above 0 and below 1"),
+        (["--model.init_args.objective=mlmm"], "model.objective"),
+        (["--model.init_args.schedule.warmup_steps=99"], "warmup_steps"),
+        (["--data.init_args.sources=[{name: a, path: nowhere.jsonl}]"], "nowhere.jsonl: no such file"),
+        (["--data.init_args.sources=[{name: a, packages: [no_such_x]}]"], "packages must name installed packages"),
+    ],
+)
+def test_a_bad_option_is_one_line_and_nothing_is_written(
+    override: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(tmp_path, language_config(tmp_path, "mlm"))
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert main(["fit", "--config", path, *override]) == 2
+    written = capsys.readouterr().err.strip().splitlines()[-1]
+    assert written.startswith("error: ")
+    assert says in written
+    new = [path for path in sorted(tmp_path.rglob("*")) if path not in before]
+    assert [path for path in new if "cache" not in path.parts] == []
+
+
+def test_an_empty_corpus_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = language_config(tmp_path, "mlm")
+    (tmp_path / "texts.jsonl").write_text('{"text": " "}\n')
+    assert main(["fit", "--config", write_config(tmp_path, config)]) == 2
+    assert "source 'texts': holds no text" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_longer_than_a_window_cannot_be_kept_apart(tmp_path: Path) -> None:
+    model = causal_mistral()
+    model.config.sliding_window = 16
+    folder = save_backbone(str(tmp_path / "windowed"), model, bpe_tokenizer())
+    config = language_config(tmp_path, "causal", separate_documents=True)
+    config["model"]["init_args"]["backbone"]["name"] = folder
+    with pytest.raises(OptionError, match=r"data\.row_length must be <= 16, which some layer's window reaches"):
+        fit(tmp_path, config)

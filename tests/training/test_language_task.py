@@ -1,0 +1,100 @@
+"""Which state predicts which token, against loops written out."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from embeddings.common.packed_rows import PackedRows, Prediction
+from embeddings.training.language_task import LanguageTask
+from embeddings.training.masking import Masking
+
+MASK, BOS, EOS, PAD = 4, 1, 2, 0
+ORDINARY = torch.arange(5, 60)
+
+
+def packed(num_rows: int = 6, length: int = 40, seed: int = 0) -> PackedRows:
+    """Rows of documents `<s> … </s>` of random length; the last row ends in padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_NL = torch.randint(5, 60, (num_rows, length), generator=generator)
+    document_NL = torch.zeros_like(ids_NL)
+    for row in range(num_rows):
+        begins = torch.rand(length, generator=generator) < 0.15
+        begins[0] = False
+        document_NL[row] = begins.cumsum(0)
+        ids_NL[row][begins] = BOS
+        ids_NL[row, :-1][begins[1:]] = EOS
+    ids_NL[0, 7] = MASK
+    ids_NL[-1, -9:], document_NL[-1, -9:] = PAD, -1
+    special_NL = (ids_NL == BOS) | (ids_NL == EOS) | (document_NL < 0)
+    return PackedRows(ids_NL, document_NL, special_NL, torch.arange(100, 100 + num_rows))
+
+
+def task(objective: Any, separate: bool = False, seed: int = 0, probability: float = 0.5) -> LanguageTask:
+    masking = None if objective == "causal" else Masking(probability, 1.0, 0.0)
+    return LanguageTask(objective, masking, MASK, ORDINARY, separate, seed)
+
+
+def pairs(prediction: Prediction) -> list[tuple[int, int]]:
+    """(place of the state, label) of each target."""
+    return list(zip(prediction.read_P.tolist(), prediction.label_P.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("objective", ["mlm", "mntp", "causal"])
+def test_each_target_is_read_where_the_objective_says(objective: str, separate: bool) -> None:
+    rows = packed()
+    found = task(objective, separate)(rows)
+    ids, documents = rows.input_ids_NL.tolist(), rows.document_NL.tolist()
+    expected, length = [], len(ids[0])
+    for n in range(len(ids)):
+        for i in range(length):
+            hidden = int(found.input_ids_NL[n, i]) != ids[n][i]
+            if documents[n][i] < 0 or (objective != "causal" and not hidden):
+                continue
+            if objective == "mlm":
+                expected.append((n * length + i, ids[n][i]))
+            elif i > 0 and (not separate or documents[n][i] == documents[n][i - 1]):
+                # The token at i is predicted from the state at i - 1.
+                expected.append((n * length + i - 1, ids[n][i]))
+    assert len(expected) > 50
+    assert pairs(found) == expected
+    assert found.has_padding
+
+
+@pytest.mark.parametrize("objective", ["mlm", "mntp"])
+def test_special_tokens_padding_and_mask_tokens_are_never_hidden(objective: str) -> None:
+    rows = packed(60)
+    found = task(objective, probability=0.95)(rows)
+    hidden_NL = found.input_ids_NL != rows.input_ids_NL
+    assert hidden_NL.sum() > 1000
+    assert not (hidden_NL & rows.special_NL).any()
+    assert not {BOS, EOS, PAD, MASK} & set(found.label_P.tolist())
+    # What a next-token predictor has no state for is not hidden either.
+    assert bool(hidden_NL[:, 0].any()) is (objective == "mlm")
+
+
+def test_a_causal_model_reads_what_is_there_and_predicts_separators() -> None:
+    rows = packed()
+    found = task("causal")(rows)
+    assert torch.equal(found.input_ids_NL, rows.input_ids_NL)
+    assert {BOS, EOS} <= set(found.label_P.tolist())
+    assert len(found) == int((rows.document_NL[:, 1:] >= 0).sum())
+
+
+def test_targets_follow_from_seed_and_draw_key_and_not_from_the_batch() -> None:
+    rows = packed()
+    one, again, other = task("mntp")(rows), task("mntp")(rows), task("mntp", seed=1)(rows)
+    assert pairs(one) == pairs(again)
+    assert pairs(one) != pairs(other)
+    last = PackedRows(rows.input_ids_NL[2:3], rows.document_NL[2:3], rows.special_NL[2:3], rows.draw_N[2:3])
+    assert torch.equal(task("mntp")(last).input_ids_NL[0], one.input_ids_NL[2])
+    redrawn = PackedRows(rows.input_ids_NL, rows.document_NL, rows.special_NL, rows.draw_N + 1000)
+    assert pairs(task("mntp")(redrawn)) != pairs(one)
+
+
+def test_rows_without_targets_give_none() -> None:
+    ids_NL = torch.zeros(2, 8, dtype=torch.int64)
+    rows = PackedRows(ids_NL, ids_NL - 1, torch.ones(2, 8, dtype=torch.bool), torch.zeros(2, dtype=torch.int64))
+    for objective in ("mlm", "mntp", "causal"):
+        assert len(task(objective)(rows)) == 0
