@@ -108,6 +108,25 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
+def test_the_runs_seed_is_that_of_the_model_and_of_the_data_unless_they_have_their_own(tmp_path):
+    config = run_config(tmp_path, dropout=0.1)
+    config["trainer"]["max_steps"] = 2
+    runs = {
+        "0": ["--seed_everything", "0"],
+        "1": ["--seed_everything", "1"],
+        "1, named": ["--model.init_args.seed", "1", "--data.init_args.seed", "1"],
+        "0 and 1": ["--seed_everything", "0", "--data.init_args.seed", "1"],
+    }
+    clis = {name: fit(tmp_path, config, *words) for name, words in runs.items()}
+    seeds = {name: (cli.model._seed, cli.datamodule.seed) for name, cli in clis.items()}
+    assert seeds == {"0": (0, 0), "1": (1, 1), "1, named": (1, 1), "0 and 1": (0, 1)}
+    found = {name: torch.cat([value.flatten() for value in weights(cli).values()]) for name, cli in clis.items()}
+    assert torch.equal(found["1"], found["1, named"])
+    assert not torch.equal(found["1"], found["0"])
+    assert not torch.equal(found["0 and 1"], found["0"])
+    assert not torch.equal(found["0 and 1"], found["1"])
+
+
 def test_stage_two_starts_from_stage_one_and_uses_no_in_batch_negatives(tmp_path):
     (tmp_path / "one").mkdir()
     config = run_config(tmp_path / "one", "mistral")

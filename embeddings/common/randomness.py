@@ -1,6 +1,7 @@
 """Seeds: one number for each (seed, stream, …) that never depends on ranks, workers or what ran before."""
 
 import hashlib
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -18,6 +19,14 @@ def derive_seed(seed: int, *stream: int | str) -> int:
     """
     text = "\x1f".join(str(part) for part in (seed, *stream))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def run_seed(seed: int | None) -> int:
+    """A seed as it was given, or else the run's: what Lightning's `seed_everything` was last called with, 0 if never.
+
+    Distributed: ranks that Lightning starts are told the number by the first.
+    """
+    return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
 
 def numpy_generator(seed: int, *stream: int | str) -> np.random.Generator:

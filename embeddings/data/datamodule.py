@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import check_manifest
+from embeddings.common.randomness import run_seed
 from embeddings.common.text import TextSettings
 from embeddings.data.collate import ContrastiveCollator
 from embeddings.data.dataset import open_source
@@ -126,7 +127,7 @@ class EmbeddingDataModule(PlannedDataModule):
             config: the class of a batch sampler and its other arguments.
         num_workers: Processes that read and tokenise ahead of training; 0 does it between the steps.
         cache_dir: Where converted sources are kept, or None for the default.
-        seed: Decides the order of the rows and every random choice in a batch.
+        seed: Decides the order of the rows and every random choice in a batch; None for the run's (`seed_everything`).
         tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
 
     Distributed: needs Trainer(use_distributed_sampler=False): the plan slices the ranks itself.
@@ -143,7 +144,7 @@ class EmbeddingDataModule(PlannedDataModule):
         sampler: SamplerFactory = BlendedBatchSampler,
         num_workers: int = 0,
         cache_dir: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         tokenizer: str | None = None,
     ) -> None:
         super().__init__(num_workers, tokenizer)
@@ -157,7 +158,7 @@ class EmbeddingDataModule(PlannedDataModule):
         check_names(sources)
         self.sources, self.text = sources, with_source_prompts(text or TextSettings(), sources)
         self.batch_size, self.num_negatives = batch_size, num_negatives
-        self.sampler, self.seed = sampler, seed
+        self.sampler, self.seed = sampler, run_seed(seed)
         self.cache_dir = cache_dir
         self._mixture: Mixture | None = None
 

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from embeddings.common.distributed import rank, world_size
 from embeddings.common.errors import OptionError
+from embeddings.common.randomness import run_seed
 from embeddings.data.datamodule import PlannedDataModule, single_threaded_tokenizers
 from embeddings.data.examples import RowDraw
 from embeddings.data.loader import ResumableLoader
@@ -34,7 +35,7 @@ class TextDataModule(PlannedDataModule):
         sampler: As in `EmbeddingDataModule`, over rows.
         num_workers: Processes that make batches ahead of training; 0 does it between the steps.
         cache_dir: Where token streams are kept, or None for the default.
-        seed: Decides the order of the rows and their random choices.
+        seed: Decides the order of the rows and their random choices; None for the run's (`seed_everything`).
         tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
 
     Distributed: needs Trainer(use_distributed_sampler=False). Validation rows are dealt out to the ranks; all ranks
@@ -53,7 +54,7 @@ class TextDataModule(PlannedDataModule):
         sampler: SamplerFactory = BlendedBatchSampler,
         num_workers: int = 0,
         cache_dir: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         tokenizer: str | None = None,
     ) -> None:
         super().__init__(num_workers, tokenizer)
@@ -71,7 +72,7 @@ class TextDataModule(PlannedDataModule):
                     raise OptionError(f"data.{option}", name, "must have different names", "rename one of them")
         self.sources, self.validation_sources = sources, validation_sources
         self.row_length, self.batch_size, self.append_eos = row_length, batch_size, append_eos
-        self.sampler, self.cache_dir, self.seed = sampler, cache_dir, seed
+        self.sampler, self.cache_dir, self.seed = sampler, cache_dir, run_seed(seed)
         self._rows: RowMixture | None = None
         self._validation_rows: RowMixture | None = None
 

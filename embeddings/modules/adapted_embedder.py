@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from embeddings.common import OptionError, UserError
+from embeddings.common.randomness import run_seed
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
 from embeddings.models.directory import read_model_directory
 from embeddings.models.hub import resolve_model
@@ -20,7 +21,7 @@ def adapted_embedder(
     lora: LoraSettings | None,
     initial_model: str | None,
     normalize: bool,
-    seed: int,
+    seed: int | None,
     usual_pooling: str,
 ) -> Embedder:
     """The model that is trained: backbone and pooling, the backbone adapted by LoRA where that is asked for.
@@ -33,14 +34,14 @@ def adapted_embedder(
         lora: LoRA settings, or None to train the whole backbone.
         initial_model: A model directory whose weights replace those of `backbone` and `pooling`, or None.
         normalize: Whether vectors have unit norm.
-        seed: Seed of random initial weights.
+        seed: Seed of random initial weights, None for the run's (`seed_everything`).
         usual_pooling: What the method's paper uses, for the message about a pooling that cannot be made.
 
     Raises:
         UserError: If the pooling cannot be made, or is another than `initial_model` has.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(run_seed(seed))
         head: nn.Linear | None = None
         if initial_model is None:
             model, tokenizer = load_backbone(backbone)

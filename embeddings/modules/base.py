@@ -41,7 +41,7 @@ class ContrastiveModule(OptimizedModule):
         loss: The contrastive loss.
         optimizer: Makes the optimiser from parameter groups.
         schedule: Learning-rate schedule in optimiser steps.
-        seed: Seed of the step's random choices.
+        seed: Seed of the step's random choices, None for the run's (`seed_everything`).
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ContrastiveModule(OptimizedModule):
         loss: InfoNCE,
         optimizer: OptimizerFactory,
         schedule: Schedule,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(optimizer, schedule, seed)
         self.embedder = embedder

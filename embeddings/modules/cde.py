@@ -8,7 +8,7 @@ from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError, Representations, TokenBatch
 from embeddings.common.mini_batches import take_texts
-from embeddings.common.randomness import derive_seed
+from embeddings.common.randomness import derive_seed, run_seed
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory
@@ -68,7 +68,8 @@ class CDEModule(ContrastiveModule):
         initial_model: A model directory to start from, such as the unsupervised phase's; it replaces the weights of
             both stages, and must have the architecture that `context` asks for.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights, of dropout, and of each step's context.
+        seed: Seed of random initial weights, of dropout, and of each step's context,
+            None for the run's (`seed_everything`).
 
     Raises:
         OptionError: If the backbones do not fit together, the first one has fewer positions than the context's
@@ -90,10 +91,10 @@ class CDEModule(ContrastiveModule):
         schedule: Schedule = Schedule(warmup_steps=1000),  # noqa: B008 - frozen
         initial_model: str | None = None,
         normalize: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(run_seed(seed))
             if initial_model is None:
                 embedder = _new_embedder(backbone, first_stage_backbone or backbone, context, normalize)
             else:

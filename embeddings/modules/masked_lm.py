@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from embeddings.common import LossOutput, NumericError, OptionError
 from embeddings.common.distributed import gather_counts
 from embeddings.common.packed_rows import Prediction
+from embeddings.common.randomness import run_seed
 from embeddings.losses.token_cross_entropy import token_cross_entropy
 from embeddings.models import BackboneConfig, LoraSettings
 from embeddings.models.bidirectional import check_causal
@@ -44,7 +45,8 @@ class MaskedLMModule(OptimizedModule):
             a row is one text, as in the published recipes. It needs sdpa or eager attention.
         optimizer: Makes the optimiser. LLM2Vec: AdamW with a learning rate of 5e-5 and no weight decay.
         schedule: Learning-rate schedule in optimiser steps.
-        seed: Seed of random initial weights, of the choice of hidden tokens, and of dropout.
+        seed: Seed of random initial weights, of the choice of hidden tokens, and of dropout, None for the run's
+            (`seed_everything`).
 
     Metrics: `train/` and `val/` `loss` (mean cross-entropy in nats over the predicted tokens), `perplexity`,
         `accuracy`. Hidden tokens of a validation row are the same in every epoch.
@@ -68,9 +70,10 @@ class MaskedLMModule(OptimizedModule):
         separate_documents: bool = False,
         optimizer: OptimizerFactory = lambda params: torch.optim.AdamW(params, lr=5e-5, weight_decay=0.0),
         schedule: Schedule = Schedule(),  # noqa: B008 - frozen
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(optimizer, schedule, seed)
+        seed = run_seed(seed)
         source = _source(objective, backbone, from_scratch, masking)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

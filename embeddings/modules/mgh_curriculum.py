@@ -31,7 +31,7 @@ class MGHCurriculumModule(ContrastiveModule):
         initial_model: A model directory to start from; it replaces the weights of `backbone` and `pooling`, whose LoRA
             has been merged, and fresh LoRA matrices are added.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights and of dropout.
+        seed: Seed of random initial weights and of dropout, None for the run's (`seed_everything`).
 
     Raises:
         OptionError: If the backbone is causal where the pooling needs to see both ways.
@@ -51,7 +51,7 @@ class MGHCurriculumModule(ContrastiveModule):
         schedule: Schedule = Schedule(warmup_steps=300),  # noqa: B008 - frozen
         initial_model: str | None = None,
         normalize: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         usual = "MGH uses AnchorTokenPooling as it is, without arguments"
         embedder = adapted_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)

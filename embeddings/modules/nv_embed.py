@@ -28,7 +28,7 @@ class NVEmbedModule(ContrastiveModule):
         initial_model: A model directory to start from, such as stage 1's; it replaces the weights of `backbone`
             and `pooling`, whose LoRA has been merged, and fresh LoRA matrices are added.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights and of dropout.
+        seed: Seed of random initial weights and of dropout, None for the run's (`seed_everything`).
 
     Raises:
         UserError: If the pooling cannot be made, or is another than `initial_model` has.
@@ -46,7 +46,7 @@ class NVEmbedModule(ContrastiveModule):
         schedule: Schedule = Schedule(),  # noqa: B008 - frozen
         initial_model: str | None = None,
         normalize: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         usual = "NV-Embed uses 512 latents and 8 heads"
         embedder = adapted_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim import Optimizer
 
 from embeddings.common import InputError
-from embeddings.common.randomness import derive_seed
+from embeddings.common.randomness import derive_seed, run_seed
 from embeddings.data.run_length import run_steps
 from embeddings.training.optim import parameter_groups
 from embeddings.training.schedule import Schedule
@@ -26,14 +26,14 @@ class OptimizedModule(L.LightningModule):
     Args:
         optimizer: Makes the optimiser from parameter groups.
         schedule: Learning-rate schedule in optimiser steps.
-        seed: Seed of the step's random choices.
+        seed: Seed of the step's random choices, None for the run's (`seed_everything`).
     """
 
-    def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int) -> None:
+    def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int | None) -> None:
         super().__init__()
         self._optimizer = optimizer
         self._schedule = schedule
-        self._seed = seed
+        self._seed = run_seed(seed)
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
         """Check optimiser and schedule against what the trainer and the data say of themselves.
