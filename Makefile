@@ -5,6 +5,9 @@ BIN = $(VENV)/bin
 # torch first and alone: a CPU build that is already there satisfies everything after it.
 TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
+# Processes that share the tests; each keeps to one thread.
+JOBS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: quickstart test test-all lint bench bench-tiny clean
 
@@ -12,10 +15,10 @@ quickstart: $(STAMP)
 	$(BIN)/python main.py quickstart
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not multi_gpu and not network"
+	$(PYTEST) -m "not slow and not gpu and not multi_gpu and not network"
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
