@@ -79,7 +79,7 @@ def check_equal(folder: ClusterFolder, cluster_ids: NDArray[np.int32]) -> None:
 
 
 def measured(path: str, is_ours: bool) -> Iterator[None]:
-    """One epoch in a child process; the files' own pages are counted, as they would be in a run."""
+    """One epoch in a child process; opening the folder has read its files, so their pages are not counted."""
     folder, ids = ClusterFolder(path), np.load(Path(path) / "cluster_ids.npy", mmap_mode="r")
     yield
     for _ in packed_epoch(folder, 0) if is_ours else listed_epoch(ids, 0):
@@ -118,7 +118,7 @@ def main() -> None:
         timed_tour(chosen, folder)
         for name, is_ours, target in (("ours", True, "<=8"), ("lists", False, "none")):
             growth = peak_growth_bytes(measured, temporary, is_ours, threads=chosen.threads) / num_rows
-            record(chosen, f"P11 memory of packing, files included, {name}", growth, "bytes a row", target, "numpy")
+            record(chosen, f"P11 memory of packing beside the files, {name}", growth, "bytes a row", target, "numpy")
         ratio = compare(lambda: list(packed_epoch(folder, 0)), lambda: list(listed_epoch(ids, 0)), chosen)
         record(chosen, f"P11 packing an epoch of {num_rows} rows over lists", ratio, "ratio", "none", "numpy")
 
