@@ -30,7 +30,7 @@ class Mixture:
     def __init__(self, sources: Sequence[SourceDataset]) -> None:
         if not sources:
             raise OptionError("data.sources", [], "must not be empty", "name at least one source")
-        check_names([source.config for source in sources])
+        check_names([source.config.name for source in sources])
         widths = {source.surrogate_width for source in sources} - {None}
         if len(widths) > 1:
             rule = f"must be of one width in all sources, found {sorted(filter(None, widths))}"

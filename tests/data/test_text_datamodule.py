@@ -1,5 +1,6 @@
 """Packed rows in a training, in one that was killed, and in validation."""
 
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.packed_rows import PackedRows
-from embeddings.data import TextDataModule, TextSource
+from embeddings.data import BlendedBatchSampler, TextDataModule, TextSource
 from embeddings.data.examples import RowDraw
 from embeddings.data.text_datamodule import validation_batches
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
@@ -134,3 +135,22 @@ def test_fewer_rows_than_a_batch_and_an_empty_corpus_are_refused_before_training
     empty = [source(tmp_path, [""], "empty.jsonl")]
     with pytest.raises(InputError, match="holds no text"):
         fit(TextDataModule(**{**options, "sources": empty}), Ledger(content, TOKENIZER), max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"sources": [TextSource("a", "nowhere.jsonl")]}, InputError, "nowhere.jsonl: no such file"),
+        ({"validation_sources": [TextSource("b", "nowhere.jsonl")]}, InputError, "nowhere.jsonl: no such file"),
+        ({"sources": [TextSource("a", packages=["jsonargprase"])]}, OptionError, "did you mean jsonargparse"),
+        ({"sampler": partial(BlendedBatchSampler, steps_per_epoch=0)}, OptionError, "steps_per_epoch"),
+        ({"tokenizer": "nowhere"}, InputError, "data.tokenizer nowhere"),
+    ],
+)
+def test_a_run_is_refused_before_a_source_is_tokenised(
+    change: dict[str, Any], error: type[Exception], says: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    data, module = TextDataModule(**{**options, **change}), Ledger(content, TOKENIZER)
+    with pytest.raises(error, match=says):
+        data.check_run(Trainer(accelerator="cpu", logger=False), module, data)
+    assert not (tmp_path / "cache").exists()
