@@ -1,0 +1,188 @@
+"""The experts of a sparse layer: MLPs that each token passes K of, none of them dropped.
+
+This file travels inside model directories: it imports nothing but torch and the sibling that travels with it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .moe_router import Routing
+
+Activation = Callable[[Tensor], Tensor]
+# A product of each expert's own rows with its matrix: (P, I), (X, I, O) and the (X,) int32 ends of the experts' rows.
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class ExpertWeights(NamedTuple):
+    """What a back end computes with, in the dtype it computes in.
+
+    Attributes:
+        w1_XFH: Each expert's first matrix, (X, F, H).
+        w2_XFH: Each expert's second matrix, (X, F, H).
+        bias_XF: Each expert's bias after the first matrix, (X, F), or None.
+        activation: What follows the first matrix.
+    """
+
+    w1_XFH: Tensor
+    w2_XFH: Tensor
+    bias_XF: Tensor | None
+    activation: Activation
+
+
+Backend = Callable[[Tensor, Routing, ExpertWeights], Tensor]
+
+
+class Experts(nn.Module):
+    """X MLPs of one shape; a token's output is the weighted sum of its K experts' and one bias that all share.
+
+        y = b2 + sum over a token's experts e of  weight_e * act(x W1_e^T + b1_e) W2_e
+
+    Dropless: however uneven the load, every token passes all of its experts.
+
+    Args:
+        hidden_size: Width of the states, H.
+        intermediate_size: Inner width of each expert, F.
+        num_experts: Experts, X.
+        inner_bias: Whether each expert has a bias b1; the released model has none.
+        activation: What follows the first matrix, GELU as released.
+        backend: How the sum is computed: `grouped_experts` or `loop_experts`, which give the same values.
+
+    Weight layout: `w1` and `w2` are (X, F, H). The released checkpoint's, (X F, H) expert after expert, are these with
+        the first two dimensions laid end to end; its `bias` is `bias2`.
+    Precision: products in the states' dtype or autocast's, the weighted sum in float32 (float64 where the states are).
+    Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §3.2 and §4.3, and the released code. Differs: `inner_bias`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        inner_bias: bool = False,
+        activation: Activation = F.gelu,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.backend = grouped_experts if backend is None else backend
+        self.w1 = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
+        self.w2 = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
+        self.bias1 = nn.Parameter(torch.empty(num_experts, intermediate_size)) if inner_bias else None
+        self.bias2 = nn.Parameter(torch.empty(hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draw the matrices from N(0, std) and set the biases to zero."""
+        for matrix in (self.w1, self.w2):
+            nn.init.normal_(matrix, std=std)
+        for bias in (self.bias1, self.bias2):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, token_TH: Tensor, routing: Routing) -> Tensor:
+        """The output of T tokens, (T, H) in the dtype it is computed in.
+
+        Args:
+            token_TH: States of tokens without padding, (T, H) float.
+            routing: Where each of them goes.
+        """
+        device = token_TH.device.type
+        # No grouped product is on autocast's list, so its casts are made here, alike for every back end.
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else token_TH.dtype
+        bias_XF = None if self.bias1 is None else self.bias1.to(dtype)
+        weights = ExpertWeights(self.w1.to(dtype), self.w2.to(dtype), bias_XF, self.activation)
+        with torch.autocast(device, enabled=False):
+            sum_TH = self.backend(token_TH.to(dtype), routing, weights)
+            return (sum_TH + self.bias2).to(dtype)
+
+
+def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    """The weighted sum over each token's experts, one expert after another: what every other back end must equal.
+
+    Args:
+        token_TH: States, (T, H), in the weights' dtype.
+        routing: Where each token goes.
+        weights: The experts.
+
+    Returns:
+        The sum, (T, H), float32 or better.
+    """
+    sum_TH = token_TH.new_zeros(token_TH.shape, dtype=routing.weight_TK.dtype)
+    for expert in range(len(weights.w1_XFH)):
+        token_t, choice_t = (routing.expert_TK == expert).nonzero(as_tuple=True)
+        inner_tF = token_TH[token_t] @ weights.w1_XFH[expert].T
+        if weights.bias_XF is not None:
+            inner_tF = inner_tF + weights.bias_XF[expert]
+        output_tH = weights.activation(inner_tF) @ weights.w2_XFH[expert]
+        sum_TH = sum_TH.index_add(0, token_t, output_tH * routing.weight_TK[token_t, choice_t, None])
+    return sum_TH
+
+
+def grouped_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    """The same sum by two grouped products over tokens sorted by expert; neither loops nor waits in Python.
+
+    float64 goes through the loop, which `torch.nn.functional.grouped_mm` does not take; so do widths whose rows are no
+    multiple of 16 bytes. Under torch.compile float32 breaks the graph: the product is traced in bfloat16 alone.
+    """
+    if not _takes(weights):
+        return _uncompiled_loop(token_TH, routing, weights)
+    if torch.compiler.is_compiling() and token_TH.dtype != torch.bfloat16:
+        return _uncompiled_sorted(token_TH, routing, weights)
+    return sorted_experts(token_TH, routing, weights, _grouped_mm)
+
+
+def sorted_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights, product: GroupedProduct) -> Tensor:
+    """The same sum over tokens sorted by expert, by any grouped product.
+
+    The T K pairs of token and expert are sorted by expert, so that each expert's rows lie together; both products run
+    over them, and each row is added, weighted, to its token's output.
+
+    Args:
+        token_TH: States, (T, H), in the weights' dtype.
+        routing: Where each token goes.
+        weights: The experts.
+        product: What multiplies each expert's rows with its matrix.
+
+    Returns:
+        The sum, (T, H), float32 or better.
+    """
+    expert_P, order_P = routing.expert_TK.flatten().sort(stable=True)
+    token_P = order_P // routing.expert_TK.shape[1]
+    end_X = routing.sums.count_X.cumsum(0).to(torch.int32)
+    inner_PF = product(token_TH.index_select(0, token_P), weights.w1_XFH.transpose(1, 2), end_X)
+    if weights.bias_XF is not None:
+        # As a product its gradient is one too: a sum over rows in a fixed order, without atomic additions.
+        is_own_PX = F.one_hot(expert_P, len(weights.bias_XF)).to(inner_PF.dtype)
+        inner_PF = torch.addmm(inner_PF, is_own_PX, weights.bias_XF)
+    output_PH = product(weights.activation(inner_PF), weights.w2_XFH, end_X)
+    weight_P1 = routing.weight_TK.flatten().index_select(0, order_P)[:, None]
+    sum_TH = token_TH.new_zeros(token_TH.shape, dtype=weight_P1.dtype)
+    return sum_TH.index_add(0, token_P, output_PH * weight_P1)
+
+
+def _takes(weights: ExpertWeights) -> bool:
+    """Whether torch's grouped product takes such matrices."""
+    _, inner, hidden = weights.w1_XFH.shape
+    size = weights.w1_XFH.element_size()
+    return weights.w1_XFH.dtype != torch.float64 and inner * size % 16 == 0 and hidden * size % 16 == 0
+
+
+def _grouped_mm(row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
+    if len(row_PI) == 0:
+        # The experts keep a gradient of zero where there is no token.
+        return row_PI @ matrix_XIO.sum(0)
+    return F.grouped_mm(row_PI, matrix_XIO, offs=end_X)
+
+
+@torch.compiler.disable
+def _uncompiled_sorted(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    return sorted_experts(token_TH, routing, weights, _grouped_mm)
+
+
+@torch.compiler.disable
+def _uncompiled_loop(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    return loop_experts(token_TH, routing, weights)
