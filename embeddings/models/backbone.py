@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import logging as transformers_logging
 
+import embeddings.models.architectures  # noqa: F401 - makes our own known
 from embeddings.common import InputError, OptionError
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
 from embeddings.models.hub import resolve_model

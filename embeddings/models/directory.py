@@ -34,6 +34,9 @@ PORTABLE_FILES = (
     "self_attention.py",
 )
 
+# What a sparse encoder's own code is; transformers copies it beside the weights.
+MOE_FILES = ("experts.py", "moe_layer.py", "moe_router.py", "rotary_moe.py")
+
 # Ours to the names of sentence-transformers. Only the first two pool the same with and without a prompt.
 _PROMPT_BLIND = {"cls": "cls_token", "last_token": "lasttoken"}
 _STANDARD = _PROMPT_BLIND | {"mean": "mean_tokens", "weighted_mean": "weightedmean_tokens"}
@@ -332,7 +335,7 @@ def _is_model_file(entry: Path) -> bool:
     if entry.is_dir():
         number, _, kind = entry.name.partition("_")
         return number.isdecimal() and kind in _MODULE_FOLDERS
-    known = (*_MODEL_FILES, *PORTABLE_FILES, *CONTEXTUAL_FILES, TEXT_FILE)
+    known = (*_MODEL_FILES, *PORTABLE_FILES, *CONTEXTUAL_FILES, *MOE_FILES, TEXT_FILE)
     return entry.name in known or any(entry.match(pattern) for pattern in _MODEL_PATTERNS)
 
 

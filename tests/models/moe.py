@@ -3,10 +3,16 @@
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel, XLMRobertaConfig, XLMRobertaModel
+from transformers.trainer_utils import set_seed
 
 from embeddings.models.experts import Experts
 from embeddings.models.moe_router import Router, Routing, RoutingSums
+from embeddings.models.rotary import to_rotary
+from embeddings.models.rotary_moe import RotaryMoeModel
+from embeddings.models.upcycling import Upcycling, upcycle
+from tests.helpers.tiny import VOCAB_SIZE
 
 HIDDEN, INNER, EXPERTS = 16, 24, 8
 
@@ -57,3 +63,50 @@ def written_out(experts: Experts, token_TH: Tensor, routing: Routing) -> Tensor:
             row_H = row_H + weight * (gelu(inner_F) @ experts.w2[expert])
         rows.append(row_H)
     return torch.stack(rows)
+
+
+def tiny_rotary(seed: int = 0, dropout: float = 0.0, num_layers: int = 2) -> PreTrainedModel:
+    """A small random rotary encoder in float32, in evaluation mode, that attends unevenly and has biases."""
+    set_seed(seed)
+    config = XLMRobertaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=66,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        pad_token_id=0,
+    )
+    model = XLMRobertaModel(config, add_pooling_layer=False).eval()
+    for name, parameter in model.named_parameters():
+        if name.startswith("encoder.") and "LayerNorm" not in name:
+            nn.init.normal_(parameter, std=0.2)
+    return to_rotary(model)
+
+
+def tiny_moe(seed: int = 0, dropout: float = 0.0, num_layers: int = 2, **upcycling: object) -> RotaryMoeModel:
+    """A small random sparse encoder whose experts differ and whose routers are sure of their choices."""
+    settings = Upcycling(**{"num_experts": 4, **upcycling})  # type: ignore[arg-type]
+    return stirred(upcycle(tiny_rotary(seed, dropout, num_layers), settings), seed)
+
+
+def stirred(model: RotaryMoeModel, seed: int = 0) -> RotaryMoeModel:
+    """The model after its experts have been told apart and its routers made sure, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Experts):
+                for weight in (module.w1, module.w2):
+                    weight.add_(torch.randn(weight.shape, generator=generator).to(weight), alpha=0.1)
+            elif isinstance(module, Router):
+                module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * 0.5)
+    return model
+
+
+def padded_ids(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Ids and mask of three texts of 12, 5 and 1 tokens, (3, 12) int64 and bool."""
+    ids_NL = torch.randint(5, VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(seed))
+    mask_NL = torch.arange(12) < torch.tensor([12, 5, 1])[:, None]
+    return ids_NL.masked_fill(~mask_NL, 0), mask_NL

@@ -1,0 +1,170 @@
+"""From learned positions to rotary ones: XLM-R, RoBERTa and BERT as the rotary encoder of the same weights."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
+from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 import JinaEmbeddingsV3Config
+
+from embeddings.common import OptionError
+from embeddings.models.backbone import BackboneConfig, load_backbone, quiet_transformers
+from embeddings.models.directory import replaced_folder
+from embeddings.models.from_scratch import VOCABULARY_STEP
+from embeddings.models.language_model import load_language_model
+
+KINDS = ("xlm-roberta", "roberta", "bert")
+# Rows that no token has are never predicted: e^-100 is nothing beside any other logit.
+_UNUSED_BIAS = -100.0
+_COPIED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "type_vocab_size",
+    "initializer_range",
+    "layer_norm_eps",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
+_IN_LAYER = {
+    "attention.self.query": "self_attn.q_proj",
+    "attention.self.key": "self_attn.k_proj",
+    "attention.self.value": "self_attn.v_proj",
+    "attention.output.dense": "self_attn.o_proj",
+    "attention.output.LayerNorm": "post_attention_layernorm",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+    "output.LayerNorm": "post_mlp_layernorm",
+}
+_IN_HEAD = {
+    "cls.predictions.transform.dense": "lm_head.dense",
+    "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
+    "cls.predictions.decoder": "lm_head.decoder",
+    "cls.predictions": "lm_head",
+}
+_LAYER = re.compile(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)")
+
+
+def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: float = 10_000.0) -> PreTrainedModel:
+    """The rotary encoder of an encoder's weights: its position table goes, queries and keys are rotated instead.
+
+    Everything else stays, the language-model head included, so the states differ from the encoder's own until it has
+    been adapted. The vocabulary is padded with rows of zeros to a multiple of 64, which no token has. The result is
+    transformers' `JinaEmbeddingsV3Model`, or its masked language model; `rotary_moe` says why.
+
+    Args:
+        model: XLM-R, RoBERTa or BERT, with its masked-language-model head or without.
+        num_positions: Tokens that the model is meant for; a mark in its config, no table. The paper trains on 2,048.
+        rope_theta: Base of the rotation's angles. The paper: 10,000; larger ones did worse.
+
+    Returns:
+        The model in evaluation mode, of the same dtype and attention.
+
+    Raises:
+        OptionError: If the model is of another kind, or a number is impossible.
+    Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.1. Differs: none known; the paper pads its vocabulary
+        without saying with what.
+    """
+    config = _rotary_config(model, num_positions, rope_theta)
+    state, prefix = _renamed(model)
+    has_head = bool(prefix)
+    if has_head and model.config.hidden_act != "gelu":
+        rule = "must be gelu, which the rotary model's head is made with"
+        raise OptionError("hidden_act", model.config.hidden_act, rule, "convert the encoder without its head")
+    options: dict[str, Any] = {"attn_implementation": model.config._attn_implementation, "dtype": model.dtype}
+    if has_head:
+        rotary = AutoModelForMaskedLM.from_config(config, **options)
+    else:
+        rotary = AutoModel.from_config(config, add_pooling_layer=False, **options)
+    assert isinstance(rotary, PreTrainedModel)
+    rotary.load_state_dict({name: _padded(name, value, config.vocab_size) for name, value in state.items()})
+    rotary.tie_weights()
+    rotary.train(False)
+    return rotary
+
+
+def write_rotary_model(
+    source: str,
+    output: str | os.PathLike[str],
+    num_positions: int = 2048,
+    rope_theta: float = 10_000.0,
+    keep_head: bool = True,
+) -> None:
+    """Write a checkpoint's rotary model as a Hugging Face directory, whole or not at all.
+
+    Args:
+        source: A directory or Hub id of XLM-R, RoBERTa or BERT.
+        output: The directory; `MaskedLMModule` adapts what lies there, `BackboneConfig` takes the encoder alone.
+        num_positions: As in `to_rotary`; the tokenizer's own limit too.
+        rope_theta: As in `to_rotary`.
+        keep_head: Whether the language-model head goes along, which the adaptation needs.
+
+    Raises:
+        OptionError: As `to_rotary`, or if the path leads to a file.
+        InputError: If the model cannot be had, or has no head to keep.
+    """
+    config = BackboneConfig(source, dtype="auto")
+    model, tokenizer = load_language_model(config, "masked") if keep_head else load_backbone(config)
+    rotary = to_rotary(model, num_positions, rope_theta)
+    tokenizer.model_max_length = num_positions
+    with replaced_folder(Path(output)) as new, quiet_transformers():
+        rotary.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+
+
+def _rotary_config(model: PreTrainedModel, num_positions: int, rope_theta: float) -> JinaEmbeddingsV3Config:
+    found = model.config
+    if found.model_type not in KINDS or getattr(found, "is_decoder", False):
+        raise OptionError("model", found.model_type, "has no rotary form here", f"convert one of {', '.join(KINDS)}")
+    if num_positions < 1:
+        raise OptionError("num_positions", num_positions, "must be >= 1", "the paper trains on 2,048")
+    if not rope_theta > 1:
+        raise OptionError("rope_theta", rope_theta, "must be > 1", "the paper uses 10,000")
+    if found.hidden_size // found.num_attention_heads % 2:
+        width = found.hidden_size // found.num_attention_heads
+        raise OptionError("model", f"heads of width {width}", "cannot be rotated in halves", "convert another")
+    rows = -(-int(found.vocab_size) // VOCABULARY_STEP) * VOCABULARY_STEP
+    return JinaEmbeddingsV3Config(
+        **{name: getattr(found, name) for name in _COPIED},
+        vocab_size=rows,
+        max_position_embeddings=num_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+    )
+
+
+def _renamed(model: PreTrainedModel) -> tuple[dict[str, Tensor], str]:
+    """The weights under the rotary model's names, and the prefix of its encoder: empty where there is no head."""
+    old = f"{model.base_model_prefix}."
+    state = model.state_dict()
+    prefix = "roberta." if any(name.startswith(old) for name in state) else ""
+    renamed: dict[str, Tensor] = {}
+    for name, value in state.items():
+        in_encoder = not prefix or name.startswith(old)
+        inner = name.removeprefix(old) if prefix else name
+        if not in_encoder:
+            stem, _, kind = name.rpartition(".")
+            renamed[f"{_IN_HEAD.get(stem, stem)}.{kind}"] = value
+        elif found := _LAYER.fullmatch(inner):
+            renamed[f"{prefix}layers.{found[1]}.{_IN_LAYER[found[2]]}.{found[3]}"] = value
+        elif not inner.startswith(("embeddings.position", "embeddings.token_type_ids", "pooler.")):
+            renamed[f"{prefix}{inner}"] = value
+    return renamed, prefix
+
+
+def _padded(name: str, value: Tensor, num_rows: int) -> Tensor:
+    """A weight with as many rows as the padded vocabulary where it has a row a token."""
+    if name.rpartition(".")[0].endswith("word_embeddings") or name == "lm_head.decoder.weight":
+        missing = value.new_zeros(num_rows - len(value), value.shape[1])
+    elif name in ("lm_head.decoder.bias", "lm_head.bias"):
+        missing = torch.full((num_rows - len(value),), _UNUSED_BIAS, dtype=value.dtype, device=value.device)
+    else:
+        return value
+    return torch.cat([value, missing])

@@ -1,0 +1,216 @@
+"""A rotary encoder some of whose MLPs are mixtures of experts, as a Hugging Face model.
+
+The dense rotary encoder is transformers' own `JinaEmbeddingsV3Model`, which is XLM-R with rotary positions: post-norm,
+exact GELU, biases, token types, half-split rotation of the whole head, and a masked-language-model head of XLM-R's
+shape. (Its NomicBert has gated MLPs and no biases, ModernBERT and EuroBERT are pre-norm.) So the dense model needs no
+code of ours: `AutoModel`, `MaskedLMModule` and sentence-transformers read it as it is. This file replaces chosen layers
+by ones with experts, and everything else stays the library's.
+
+This file travels inside model directories: it imports nothing but torch, transformers and the siblings that travel
+with it. transformers copies it there itself, since the classes name the automatic class that is to load them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 import JinaEmbeddingsV3Config
+from transformers.models.jina_embeddings_v3.modeling_jina_embeddings_v3 import (
+    JinaEmbeddingsV3Embeddings,
+    JinaEmbeddingsV3Layer,
+    JinaEmbeddingsV3PreTrainedModel,
+    JinaEmbeddingsV3RotaryEmbedding,
+)
+
+from .experts import Experts
+from .moe_layer import MoeMlp
+from .moe_router import Router
+
+
+class RotaryMoeConfig(JinaEmbeddingsV3Config):
+    """The dense encoder's config and, beside it, which layers have experts, and what kind.
+
+    Attributes:
+        moe_layers: Indices of the layers with experts, from 0, in order.
+        num_experts: Experts a layer, X.
+        experts_per_token: Experts a token, K.
+        renormalize_experts: Whether the K weights of a token are divided by their sum.
+        expert_bias: Whether each expert has a bias after its first matrix.
+        router_noise: Half the width of the factor that states are multiplied by for the router, in training.
+    """
+
+    model_type = "rotary_moe"
+    _auto_class = "AutoConfig"
+
+    moe_layers: list[int] = field(default_factory=list)
+    num_experts: int = 8
+    experts_per_token: int = 2
+    renormalize_experts: bool = False
+    expert_bias: bool = False
+    router_noise: float = 0.0
+
+
+@dataclass
+class RotaryMoeOutput(BaseModelOutput):
+    """The last states and what the routing of all Y sparse layers adds up to over the tokens, padding left out.
+
+    Attributes:
+        expert_counts: Tokens that each expert was given, (Y, X) int64.
+        expert_probabilities: Sums of router probabilities, (Y, X) float32, with gradient.
+        router_squared_logsumexp: Sums of squared logsumexp of router logits, (Y,) float32, with gradient.
+    """
+
+    expert_counts: Tensor | None = None
+    expert_probabilities: Tensor | None = None
+    router_squared_logsumexp: Tensor | None = None
+
+
+class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[misc]
+    """The library's layer with a sparse MLP; it also returns what its routing adds up to."""
+
+    def __init__(self, config: RotaryMoeConfig) -> None:
+        super().__init__(config)
+        hidden, inner, num_experts = config.hidden_size, config.intermediate_size, config.num_experts
+        router = Router(hidden, num_experts, config.experts_per_token, config.renormalize_experts, config.router_noise)
+        experts = Experts(hidden, inner, num_experts, config.expert_bias, ACT2FN[config.hidden_act])
+        self.mlp = MoeMlp(router, experts)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        row_T: Tensor | None = None,
+        **attention_options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The next states, (N, L, H), and the routing's three sums.
+
+        They are outputs like the states and no side effect, so a layer that is recomputed for the backward pass counts
+        nothing twice.
+        """
+        attended, _ = self.self_attn(
+            hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **attention_options
+        )
+        middle = self.post_attention_layernorm(hidden_states + self.post_attention_dropout(attended))
+        output, sums = self.mlp(middle, row_T)
+        return self.post_mlp_layernorm(middle + self.post_mlp_dropout(output)), *sums
+
+
+class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[misc]
+    """The encoder. Its layers without experts, embeddings, rotation and masks are the library's.
+
+    Padding is told from tokens by a two-dimensional attention mask. A mask of every pair of tokens, as packed rows
+    have, says nothing of padding: every position is then routed and counted.
+
+    Args:
+        config: What it is made of.
+
+    Raises:
+        ValueError: If the config's experts or layers cannot be.
+    Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.1 and §4.3.
+    """
+
+    config_class = RotaryMoeConfig
+    config: RotaryMoeConfig
+    _auto_class = "AutoModel"
+    _no_split_modules: ClassVar[list[str]] = ["JinaEmbeddingsV3Embeddings", "JinaEmbeddingsV3Layer", "RotaryMoeLayer"]
+
+    def __init__(self, config: RotaryMoeConfig) -> None:
+        super().__init__(config)
+        layers = range(config.num_hidden_layers)
+        if not config.moe_layers or any(layer not in layers for layer in config.moe_layers):
+            raise ValueError(f"moe_layers must be some of the {len(layers)} layers from 0, got {config.moe_layers}")
+        self.gradient_checkpointing = False
+        self.embeddings = JinaEmbeddingsV3Embeddings(config)
+        self.rotary_emb = JinaEmbeddingsV3RotaryEmbedding(config)
+        sparse = set(config.moe_layers)
+        self.layers = nn.ModuleList(
+            [RotaryMoeLayer(config) if layer in sparse else JinaEmbeddingsV3Layer(config) for layer in layers]
+        )
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The word embeddings."""
+        words: nn.Embedding = self.embeddings.word_embeddings
+        return words
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Put other word embeddings in their place."""
+        self.embeddings.word_embeddings = value
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, Router):
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, Experts):
+            init.normal_(module.w1, mean=0.0, std=std)
+            init.normal_(module.w2, mean=0.0, std=std)
+            init.zeros_(module.bias2)
+            if module.bias1 is not None:
+                init.zeros_(module.bias1)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        return_dict: bool | None = None,
+        **attention_options: Any,
+    ) -> RotaryMoeOutput | tuple[Any, ...]:
+        """The states of the last layer, and the routing's sums.
+
+        Args:
+            input_ids: Token ids, (N, L) int64, or `inputs_embeds`, (N, L, H).
+            attention_mask: Non-zero where there is a token, (N, L); or for every pair of tokens, (N, 1, L, L).
+            token_type_ids: Kinds of tokens, (N, L) int64, zero if None.
+            position_ids: Indices that queries and keys are rotated by, (N, L) or (1, L) int64; from 0 on if None.
+            inputs_embeds: Word embeddings in place of ids.
+            return_dict: Whether the output has names; True if None.
+            attention_options: Handed on to the attention function.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        states_NLH = self.embeddings(
+            input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids, inputs_embeds=inputs_embeds
+        )
+        if position_ids is None:
+            position_ids = torch.arange(states_NLH.shape[1], device=states_NLH.device)[None]
+        row_T = _token_rows(attention_mask)
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=states_NLH, attention_mask=attention_mask)
+        common = {
+            "attention_mask": mask,
+            "position_embeddings": self.rotary_emb(states_NLH, position_ids),
+            **attention_options,
+        }
+        sums = []
+        for layer in self.layers:
+            if isinstance(layer, RotaryMoeLayer):
+                states_NLH, *found = layer(states_NLH, row_T=row_T, **common)
+                sums.append(found)
+            else:
+                states_NLH = layer(states_NLH, **common)
+        counts, probabilities, squares = (torch.stack(of_layers) for of_layers in zip(*sums, strict=True))
+        output = RotaryMoeOutput(
+            last_hidden_state=states_NLH,
+            expert_counts=counts,
+            expert_probabilities=probabilities,
+            router_squared_logsumexp=squares,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+
+def _token_rows(attention_mask: Tensor | None) -> Tensor | None:
+    """Rows of the flattened states that are tokens, or None where all are, or none is told from padding."""
+    if attention_mask is None or attention_mask.dim() != 2:
+        return None
+    row_T = attention_mask.flatten().nonzero().squeeze(1)
+    return None if len(row_T) == attention_mask.numel() else row_T

@@ -1,0 +1,174 @@
+"""From a dense encoder to one with experts: chosen MLPs are copied into experts behind a new router."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 import JinaEmbeddingsV3Config
+
+from embeddings.common import OptionError
+from embeddings.models.backbone import enable_checkpointing
+from embeddings.models.experts import Experts
+from embeddings.models.moe_router import check_routing
+from embeddings.models.rotary_moe import RotaryMoeConfig, RotaryMoeModel
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """Which MLPs become experts, how many, and what is kept of the dense ones.
+
+    Args:
+        mode: `preserving` keeps the dense biases (the first with each expert, the second shared) and divides a token's
+            weights by their sum, so the model's output is the dense one's at the start. `release` is the released
+            model's way: biases dropped, weights as they come, one shared output bias that starts at zero.
+        num_experts: Experts of each sparse layer, X. The paper: 8.
+        top_k: Experts a token, K. The paper: 2, and 1 in its monolingual study.
+        first: Index of the first sparse layer, from 0. The paper: the second layer, 1.
+        every: Sparse layers come every so many. The paper: 2, every other.
+        noise: Half the width of the factor that states are multiplied by for the router, in training; 0 for none.
+
+    Raises:
+        OptionError: If a number is impossible.
+    Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §4.3; Komatsuzaki 2023, arXiv:2212.05055, for the method.
+    """
+
+    mode: Literal["preserving", "release"] = "preserving"
+    num_experts: int = 8
+    top_k: int = 2
+    first: int = 1
+    every: int = 2
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("preserving", "release"):
+            raise OptionError("upcycling.mode", self.mode, "must be preserving or release", "leave it out")
+        for name, least, usual in (("first", 0, 1), ("every", 1, 2)):
+            if getattr(self, name) < least:
+                fix = f"the paper's model has {usual}"
+                raise OptionError(f"upcycling.{name}", getattr(self, name), f"must be >= {least}", fix)
+        try:
+            check_routing(self.num_experts, self.top_k, self.noise)
+        except ValueError as error:
+            name, _, rest = str(error).partition(" ")
+            rule = rest.partition(", got")[0]
+            raise OptionError(
+                f"upcycling.{name}", getattr(self, name), rule, "the paper has 8 experts, top 2"
+            ) from error
+
+    def layers(self, num_layers: int) -> list[int]:
+        """The sparse layers of a model, in order.
+
+        Raises:
+            OptionError: If there is none.
+        """
+        chosen = list(range(self.first, num_layers, self.every))
+        if not chosen:
+            rule = f"leaves no layer to make sparse: the model has {num_layers}, counted from 0"
+            raise OptionError("upcycling.first", self.first, rule, "lower it")
+        return chosen
+
+
+def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
+    """A dense rotary encoder with experts in place of chosen MLPs.
+
+    Each expert is a copy of the layer's MLP, so they differ only once the router has told them apart in training. The
+    router is drawn from N(0, 0.02).
+
+    Determinism: the router's weights follow from torch's random state.
+
+    Args:
+        dense: A rotary encoder without head (see `embeddings.models.rotary`); it shares the weights that stay as they
+            are with the result and should not be used on.
+        settings: Which layers, and how.
+
+    Returns:
+        The model, of the same dtype, attention, mode and gradient checkpointing.
+
+    Raises:
+        OptionError: If the model is another architecture or sparse already, or no layer is chosen.
+    """
+    if type(dense.config) is not JinaEmbeddingsV3Config or not hasattr(dense, "layers"):
+        rule = "cannot be upcycled" if not isinstance(dense, RotaryMoeModel) else "has experts already"
+        fix = "take a rotary encoder without head: write_rotary_model makes one of XLM-R or BERT"
+        raise OptionError("upcycling", dense.config.model_type, rule, fix)
+    layers, preserving = settings.layers(dense.config.num_hidden_layers), settings.mode == "preserving"
+    fields = dense.config.to_dict()
+    for name in ("model_type", "architectures", "transformers_version", "dtype"):
+        fields.pop(name, None)
+    config = RotaryMoeConfig(
+        **fields,
+        moe_layers=layers,
+        num_experts=settings.num_experts,
+        experts_per_token=settings.top_k,
+        renormalize_experts=preserving,
+        expert_bias=preserving,
+        router_noise=settings.noise,
+    )
+    with torch.device("meta"):
+        options: dict[str, Any] = {"attn_implementation": dense.config._attn_implementation, "dtype": dense.dtype}
+        sparse = AutoModel.from_config(config, **options)
+    assert isinstance(sparse, RotaryMoeModel)
+    state = {name: value for name, value in dense.state_dict().items() if not name.startswith("pooler.")}
+    for layer in layers:
+        mlp = {kind: state.pop(f"layers.{layer}.mlp.{kind}") for kind in _DENSE}
+        state |= {f"layers.{layer}.mlp.{name}": value for name, value in _experts_of(mlp, settings).items()}
+    sparse.load_state_dict(state, assign=True)
+    _take_buffers(sparse, dense)
+    sparse.train(dense.training)
+    if any(getattr(module, "gradient_checkpointing", False) for module in dense.modules()):
+        enable_checkpointing(sparse)
+    return sparse
+
+
+class ParameterCounts(NamedTuple):
+    """How large a model is.
+
+    Attributes:
+        total: All its parameters.
+        active: Those that one token passes: of each sparse layer the share of its K experts.
+    """
+
+    total: int
+    active: int
+
+
+def parameter_counts(model: nn.Module) -> ParameterCounts:
+    """Total and active parameters of a model; without experts both are the same.
+
+    The paper's model has 475M and 305M.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    idle = 0
+    for layer in model.modules():
+        experts, router = getattr(layer, "experts", None), getattr(layer, "router", None)
+        if isinstance(experts, Experts) and router is not None:
+            stacked = [weight for weight in (experts.w1, experts.w2, experts.bias1) if weight is not None]
+            of_one = sum(weight[0].numel() for weight in stacked)
+            idle += (len(experts.w1) - router.top_k) * of_one
+    return ParameterCounts(total, total - idle)
+
+
+_DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+
+
+def _experts_of(mlp: dict[str, Tensor], settings: Upcycling) -> dict[str, Tensor]:
+    """The weights of a sparse MLP whose experts are copies of a dense one."""
+
+    def copies(weight: Tensor) -> Tensor:
+        return weight.expand(settings.num_experts, *weight.shape).clone()
+
+    first, second = mlp["fc1.weight"], mlp["fc2.weight"]
+    router_XH = first.new_empty(settings.num_experts, first.shape[1]).normal_(std=0.02)
+    made = {"router.weight": router_XH, "experts.w1": copies(first), "experts.w2": copies(second.T)}
+    if settings.mode == "release":
+        return made | {"experts.bias2": torch.zeros_like(mlp["fc2.bias"])}
+    return made | {"experts.bias1": copies(mlp["fc1.bias"]), "experts.bias2": mlp["fc2.bias"]}
+
+
+def _take_buffers(sparse: RotaryMoeModel, dense: PreTrainedModel) -> None:
+    """Put the dense model's buffers, which no state dict holds, in the place of the new model's empty ones."""
+    for name, buffer in dense.named_buffers():
+        owner, _, own_name = name.rpartition(".")
+        setattr(sparse.get_submodule(owner), own_name, buffer)
