@@ -79,6 +79,40 @@ def gather_candidates(candidate_CD: Tensor, counts: list[int]) -> Tensor:
     return gathered
 
 
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """The sum of all ranks' values; gradients flow back to every rank.
+
+    The convention is that of `gather_candidates`: where each rank's loss has a share in the mean over ranks, the
+    backward sums what all ranks' losses say of the sum. So a loss of sums that every rank computes alike has, once the
+    strategy has averaged parameter gradients over the ranks, the gradient of one process with the whole batch.
+
+    Args:
+        value: This rank's value, of any shape and dtype, the same on all ranks.
+
+    Distributed: all-reduce (sum) forward, and backward where there is a gradient. Every rank must run both.
+    """
+    if not is_distributed():
+        return value
+    total: Tensor = _SumOverRanks.apply(value)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, value: Tensor) -> Tensor:
+        total = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
+        """The sum of all ranks' gradients."""
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+
 class _GatherCandidates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, candidate_CD: Tensor, counts: list[int]) -> Tensor:

@@ -1,8 +1,18 @@
 """Floor 1: what a batch of embeddings should look like, as a number to minimise."""
 
 from embeddings.losses.info_nce import InfoNCE, tiled_cross_entropy
+from embeddings.losses.load_balancing import LoadBalancing, load_balancing_loss, router_z_loss
 from embeddings.losses.masks import is_negative_mask
 from embeddings.losses.similarity import similarity_matrix
 from embeddings.losses.surrogate_filter import SurrogateFilter
 
-__all__ = ["InfoNCE", "SurrogateFilter", "is_negative_mask", "similarity_matrix", "tiled_cross_entropy"]
+__all__ = [
+    "InfoNCE",
+    "LoadBalancing",
+    "SurrogateFilter",
+    "is_negative_mask",
+    "load_balancing_loss",
+    "router_z_loss",
+    "similarity_matrix",
+    "tiled_cross_entropy",
+]

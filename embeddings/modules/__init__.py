@@ -4,6 +4,7 @@ from embeddings.modules.base import ContrastiveModule
 from embeddings.modules.cde import CDEModule, ContextSettings
 from embeddings.modules.masked_lm import MaskedLMModule
 from embeddings.modules.mgh_curriculum import MGHCurriculumModule
+from embeddings.modules.moe_embed import MoEEmbedModule
 from embeddings.modules.nv_embed import NVEmbedModule
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "ContrastiveModule",
     "MGHCurriculumModule",
     "MaskedLMModule",
+    "MoEEmbedModule",
     "NVEmbedModule",
 ]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from embeddings.common import OptionError, UserError
 from embeddings.common.randomness import run_seed
@@ -23,6 +24,7 @@ def adapted_embedder(
     normalize: bool,
     seed: int | None,
     usual_pooling: str,
+    change: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> Embedder:
     """The model that is trained: backbone and pooling, the backbone adapted by LoRA where that is asked for.
 
@@ -36,6 +38,7 @@ def adapted_embedder(
         normalize: Whether vectors have unit norm.
         seed: Seed of random initial weights, None for the run's (`seed_everything`).
         usual_pooling: What the method's paper uses, for the message about a pooling that cannot be made.
+        change: What becomes of the loaded backbone before adapters are added; None leaves it as it is.
 
     Raises:
         UserError: If the pooling cannot be made, or is another than `initial_model` has.
@@ -52,6 +55,8 @@ def adapted_embedder(
             parts = read_model_directory(resolve_model(initial_model), model, tokenizer)
             made, head = parts.pooling, parts.head
             _check_pooling(made, _make_pooling(pooling, made.hidden_size, usual_pooling), initial_model)
+        if change is not None:
+            model = change(model)
         adapted = model if lora is None else add_lora(model, lora)
     return Embedder(adapted, tokenizer, made, head=head, normalize=normalize)
 

@@ -15,6 +15,7 @@ from embeddings.common.distributed import (
     is_distributed,
     rank,
     reduce_int,
+    sum_over_ranks,
     world_size,
 )
 from tests.helpers.ranks import run_on_two_ranks
@@ -29,6 +30,7 @@ def test_one_process_is_rank_0_of_1_and_gathers_nothing() -> None:
     assert gather_candidates(rows, [3]) is rows
     assert gather_rows(rows, [3]) is rows
     assert reduce_int(4, "min") == 4
+    assert sum_over_ranks(rows) is rows
 
 
 def pairs() -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +96,13 @@ def cases(rank: int) -> dict[str, Any]:
     leaf = numbers.double()[:, None].requires_grad_()
     gathered = gather_candidates(leaf, counts)
     (gathered[:, 0] * torch.arange(1.0, 6.0) * (rank + 1)).sum().backward()
+    share = torch.full((2, 3), rank + 1.0, dtype=torch.float64, requires_grad=True)
+    total = sum_over_ranks(share)
+    (total * (rank + 3)).sum().backward()
     return results | {
+        "sum": total.detach(),
+        "sum of numbers": sum_over_ranks(torch.tensor([rank + 1, 2**40])),
+        "share's gradient": share.grad,
         "counts": counts,
         "numbers": gather_rows(numbers, counts),
         "flags": gather_rows(numbers > 10, counts),
@@ -156,3 +164,10 @@ def test_ranks_with_different_numbers_of_rows_gather_them_in_rank_order(results:
 def test_gradients_of_both_ranks_add_up_on_the_rank_of_the_row(results: list[dict[str, Any]]) -> None:
     assert results[0]["leaf gradient"][:, 0].tolist() == [3, 6]
     assert results[1]["leaf gradient"][:, 0].tolist() == [9, 12, 15]
+
+
+def test_a_sum_over_ranks_has_the_gradient_of_all_ranks_losses(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert (result["sum"] == 3).all()
+        assert result["sum of numbers"].tolist() == [3, 2**41]
+        assert (result["share's gradient"] == 7).all()

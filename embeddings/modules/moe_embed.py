@@ -1,0 +1,138 @@
+"""Nomic Embed v2's method: a sparse encoder, InfoNCE, and a load-balancing loss over the whole global batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from embeddings.common import ContrastiveBatch, LossOutput, NumericError, OptionError, Representations, TokenBatch
+from embeddings.common.distributed import sum_over_ranks
+from embeddings.losses import InfoNCE
+from embeddings.losses.load_balancing import LoadBalancing, load_balancing_loss, router_z_loss
+from embeddings.models import BackboneConfig, LoraSettings, MeanPooling
+from embeddings.models.expert_backends import BackendName, set_expert_backend
+from embeddings.models.lora import plain_backbone
+from embeddings.models.routing_sums import (
+    COUNTS,
+    PROBABILITIES,
+    SQUARED_LOGSUMEXP,
+    has_experts,
+    moe_layers,
+    read_routing,
+)
+from embeddings.models.upcycling import Upcycling, upcycle
+from embeddings.modules.adapted_embedder import PoolingFactory, adapted_embedder
+from embeddings.modules.base import ContrastiveModule, OptimizerFactory
+from embeddings.training.schedule import Schedule
+
+
+class MoEEmbedModule(ContrastiveModule):
+    """A rotary encoder with experts in some of its MLPs, trained with InfoNCE; its dense twin is trained by it too.
+
+    The load-balancing loss is of the whole global batch. What it is made of, tokens and sums of probabilities of each
+    expert, are sums over mini-batches (`Representations.statistics`) and over ranks, so its value and gradient are the
+    plain full batch's under GradCache, gradient checkpointing and any number of ranks. Published code adds a loss for
+    each mini-batch, which multiplies the coefficient by their number.
+
+    Args:
+        backbone: Which model: a dense rotary encoder (`write_rotary_model` makes one of XLM-R, `MaskedLMModule` adapts
+            it), or a sparse one. The paper: XLM-R base, adapted at 2,048 tokens.
+        pooling: Makes the pooling from the hidden size. The paper: the mean.
+        lora: LoRA settings, or None to train the whole backbone, as the paper does. Routers and experts have no
+            adapters: with LoRA they stay as they are.
+        upcycling: How a dense encoder becomes sparse, or None to take the backbone as it is.
+        load_balancing: Weight and scale of the routing's losses; None for a dense model. The paper's coefficient is 1
+            in pre-training; fine-tuning sets `{coefficient: 0}`.
+        expert_backend: What computes the experts (see `set_expert_backend`).
+        loss: InfoNCE. The paper: temperature 0.02.
+        optimizer: Makes the optimiser. The paper: a learning rate of 8e-5 in pre-training, 2e-5 in fine-tuning; AdamW
+            with weight decay 0.01 is the released config's.
+        schedule: The paper: 1,000 warm-up steps and cosine decay, 400 and linear in fine-tuning.
+        initial_model: A model directory to start from, such as pre-training's; it replaces the weights of `backbone`
+            and `pooling`.
+        normalize: Whether vectors have unit norm. The loss takes cosines either way.
+        seed: Seed of random initial weights and of dropout, None for the run's (`seed_everything`).
+
+    Metrics: `train/contrastive`, `train/load_balancing` and, where it has a weight, `train/router_z`: the loss's parts
+        before their coefficients. `routing` holds the last step's sums, for callbacks.
+    Distributed: two all-reduces of (Y, X) numbers a step, and one in the backward pass.
+    Raises:
+        UserError: If the pooling cannot be made, or is another than `initial_model` has.
+        OptionError: If upcycling does not fit the model, or a dense model is to be balanced.
+        NumericError: From a step, if a router's probabilities are no numbers; the message names the layer.
+    Source: Nussbaum and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.3 and §4.5. Differs: padding is neither
+        routed nor counted; one balancing loss over queries and documents together, where the released code adds two.
+    Related: `NVEmbedModule`, the same loss on a dense decoder.
+    """
+
+    def __init__(
+        self,
+        backbone: BackboneConfig,
+        pooling: PoolingFactory = MeanPooling,
+        lora: LoraSettings | None = None,
+        upcycling: Upcycling | None = None,
+        load_balancing: LoadBalancing | None = LoadBalancing(),  # noqa: B008 - frozen
+        expert_backend: BackendName = "grouped_mm",
+        loss: InfoNCE | None = None,
+        optimizer: OptimizerFactory = lambda params: torch.optim.AdamW(params, lr=8e-5, weight_decay=0.01),
+        schedule: Schedule = Schedule(warmup_steps=1000, decay="cosine"),  # noqa: B008 - frozen
+        initial_model: str | None = None,
+        normalize: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        def sparse(model: PreTrainedModel) -> PreTrainedModel:
+            return model if upcycling is None else upcycle(model, upcycling)
+
+        usual = "Nomic Embed v2 uses MeanPooling"
+        embedder = adapted_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual, sparse)
+        if load_balancing is not None and not has_experts(embedder.backbone):
+            rule = "has no effect on a model without experts"
+            raise OptionError("model.load_balancing", load_balancing, rule, "set it to null, or give model.upcycling")
+        set_expert_backend(embedder.backbone, expert_backend)
+        super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
+        self.load_balancing = load_balancing
+        self.moe_layers = moe_layers(embedder.backbone)
+        self.routing: dict[str, Tensor] = {}
+
+    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
+        """Vectors of all texts in their order, (N, D) float32, and the sums of their tokens' routing."""
+        with read_routing(self.embedder.backbone) as sums:
+            vectors = super().embed(tokens, context).vector_ND
+        return Representations(vectors, sums())
+
+    def loss_from_representations(
+        self, query: Representations, candidate: Representations, batch: ContrastiveBatch
+    ) -> LossOutput:
+        """InfoNCE, and the routing's losses over all tokens of queries and candidates of all ranks.
+
+        Raises:
+            NumericError: If the probabilities of a layer's router are not finite.
+        """
+        output = super().loss_from_representations(query, candidate, batch)
+        settings = self.load_balancing
+        if settings is None:
+            return output
+        both = {name: value + candidate.statistics[name] for name, value in query.statistics.items()}
+        if not settings.z_coefficient:
+            del both[SQUARED_LOGSUMEXP]
+        sums = {name: sum_over_ranks(value) for name, value in both.items()}
+        self._check_routers(sums[PROBABILITIES])
+        self.routing = {name: value.detach() for name, value in sums.items()}
+        top_k = int(plain_backbone(self.embedder.backbone).config.experts_per_token)
+        balancing = load_balancing_loss(sums[COUNTS], sums[PROBABILITIES], top_k, settings.normalization)
+        loss = output.loss + settings.coefficient * balancing if settings.coefficient else output.loss
+        terms = {**output.terms, "contrastive": output.loss.detach(), "load_balancing": balancing.detach()}
+        if settings.z_coefficient:
+            z_loss = router_z_loss(sums[SQUARED_LOGSUMEXP], sums[COUNTS][0].sum() / top_k)
+            loss = loss + settings.z_coefficient * z_loss
+            terms["router_z"] = z_loss.detach()
+        return LossOutput(loss, terms)
+
+    def _check_routers(self, probability_YX: Tensor) -> None:
+        finite_Y = probability_YX.isfinite().all(dim=1).tolist()
+        if not all(finite_Y):
+            layer = self.moe_layers[finite_Y.index(False)]
+            raise NumericError(
+                f"router of layer {layer} gives no numbers at step {self.global_step}: no update was made"
+            )

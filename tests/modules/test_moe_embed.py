@@ -1,0 +1,241 @@
+"""The sparse method on tiny stand-ins: its losses, the gradient that GradCache gives it, and whole runs."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from embeddings.cli.app import run_trainer
+from embeddings.common import ContrastiveStep, LossOutput, NumericError, OptionError
+from embeddings.inference import Encoder
+from embeddings.losses import InfoNCE, LoadBalancing, load_balancing_loss
+from embeddings.models import BackboneConfig, LoraSettings, RotaryMoeModel, Upcycling
+from embeddings.models.experts import loop_experts
+from embeddings.models.moe_router import Router
+from embeddings.modules import MoEEmbedModule
+from embeddings.training import GradCache
+from embeddings.training.plain_step import plain_step
+from tests.helpers.contrastive import gradient_vector, random_batch, relative_error
+from tests.helpers.runs import run_config, write_config
+from tests.modules.moe_modules import dense_folder, direct_gradient, moe_module
+
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+ENGINES: dict[str, dict[str, Any]] = {
+    "one text": {"mini_batch_tokens": 10_000, "mini_batch_texts": 1},
+    "uneven": {"mini_batch_tokens": 30},
+    "larger than the batch": {"mini_batch_tokens": 10_000},
+    "half kept": {"mini_batch_tokens": 30, "kept_fraction": 0.5},
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "balanced": {"load_balancing": LoadBalancing()},
+    "transformers, with z-loss": {"load_balancing": LoadBalancing(0.5, "transformers", z_coefficient=0.1)},
+    "top 1": {"top_k": 1},
+    "recomputed layers": {"checkpointing": True},
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return dense_folder(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def dropping(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return dense_folder(tmp_path_factory.mktemp("dropping"), dropout=0.1)
+
+
+def plain(module: MoEEmbedModule, seed: int = 3) -> tuple[LossOutput, torch.Tensor]:
+    module.zero_grad()
+    output = plain_step(module, random_batch(6, 2, seed))
+    output.loss.backward()
+    return output, gradient_vector(module)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_gradcache_gives_the_gradient_of_the_plain_step(
+    engine: dict[str, Any], options: dict[str, Any], dtype: torch.dtype, dense: str
+) -> None:
+    module = moe_module(dense, **options).to(dtype)
+    expected, gradient = plain(module)
+    module.zero_grad()
+    found = GradCache(**engine).step(module, random_batch(6, 2, seed=3))
+    assert relative_error(gradient_vector(module), gradient) <= TOLERANCE[dtype]
+    for name in ("load_balancing", "contrastive"):
+        torch.testing.assert_close(found.terms[name], expected.terms[name])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_gradcache_replays_dropout_and_router_noise(
+    engine: dict[str, Any], checkpointing: bool, dtype: torch.dtype, dropping: str
+) -> None:
+    module, batch, cache = moe_module(dropping, checkpointing).to(dtype), random_batch(6, 2), GradCache(**engine)
+    for router in module.modules():
+        if isinstance(router, Router):
+            router.noise = 0.1
+    torch.manual_seed(1)
+    module.zero_grad()
+    cache.step(module, batch)
+    found = gradient_vector(module)
+    torch.manual_seed(1)
+    assert relative_error(found, direct_gradient(module, batch, cache)) <= TOLERANCE[dtype]
+    assert relative_error(found, direct_gradient(module, batch, cache)) > 1e-3
+
+
+def test_the_balancing_loss_is_that_of_all_tokens_of_both_towers(dense: str) -> None:
+    module = moe_module(dense).double()
+    output, gradient = plain(module)
+    batch = random_batch(6, 2, seed=3)
+    parts = [module.embed(tokens).statistics for tokens in (batch.query, batch.candidate)]
+    count = sum(part["expert_counts"] for part in parts)
+    assert isinstance(count, torch.Tensor)
+    assert int(count.sum()) == 2 * (batch.query.num_tokens + batch.candidate.num_tokens)
+    probability = sum(part["expert_probabilities"] for part in parts)
+    assert isinstance(probability, torch.Tensor)
+    expected = load_balancing_loss(count, probability, 2)
+    torch.testing.assert_close(output.terms["load_balancing"], expected.detach())
+    torch.testing.assert_close(output.loss, output.terms["contrastive"] + expected)
+    assert output.terms["load_balancing"] > 1.001
+    assert torch.equal(module.routing["expert_counts"], count)
+    contrastive_alone = plain(moe_module(dense, load_balancing=LoadBalancing(0.0)).double())[1]
+    assert relative_error(gradient, contrastive_alone) > 1e-2
+
+
+def test_a_uniform_router_gives_the_coefficient_exactly(dense: str) -> None:
+    module = moe_module(dense, load_balancing=LoadBalancing(coefficient=0.25))
+    for router in module.modules():
+        if isinstance(router, Router):
+            torch.nn.init.zeros_(router.weight)
+    output, _ = plain(module)
+    assert output.terms["load_balancing"].item() == 1.0
+    assert output.loss.item() == pytest.approx(output.terms["contrastive"].item() + 0.25, abs=1e-6)
+
+
+def test_a_coefficient_of_zero_is_infonce_and_still_says_how_even_the_load_is(dense: str) -> None:
+    module = moe_module(dense, load_balancing=LoadBalancing(coefficient=0.0))
+    output, _ = plain(module)
+    assert output.loss.item() == output.terms["contrastive"].item()
+    assert output.terms["load_balancing"] > 1.0
+    assert "router_z" not in output.terms
+
+
+def test_the_z_loss_comes_on_top(dense: str) -> None:
+    output, _ = plain(moe_module(dense, load_balancing=LoadBalancing(0.0, z_coefficient=0.5)))
+    total = output.terms["contrastive"] + 0.5 * output.terms["router_z"]
+    torch.testing.assert_close(output.loss, total)
+    assert output.terms["router_z"] > 0.1
+
+
+@pytest.mark.parametrize("engine", [None, GradCache(mini_batch_tokens=30)])
+def test_a_router_that_gives_no_numbers_is_named(engine: GradCache | None, dense: str) -> None:
+    module, batch = moe_module(dense), random_batch(4, 1)
+    with torch.no_grad():
+        next(layer for layer in module.modules() if isinstance(layer, Router)).weight[0] = torch.nan
+    with pytest.raises(NumericError, match="router of layer 1 gives no numbers at step 0: no update was made"):
+        plain_step(module, batch) if engine is None else engine.step(module, batch)
+
+
+def test_the_module_is_a_step_over_an_upcycled_encoder(dense: str) -> None:
+    module = MoEEmbedModule(BackboneConfig(dense), upcycling=Upcycling(num_experts=4), expert_backend="loop")
+    assert isinstance(module, ContrastiveStep)
+    backbone = module.embedder.backbone
+    assert isinstance(backbone, RotaryMoeModel)
+    assert backbone.layers[1].mlp.experts.backend is loop_experts
+    assert module.moe_layers == [1]
+
+
+def test_upcycling_follows_from_the_seed_and_leaves_the_random_state_alone(dense: str) -> None:
+    routers = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(len(routers))
+        expected = torch.rand(1)
+        torch.manual_seed(len(routers))
+        module = MoEEmbedModule(BackboneConfig(dense), upcycling=Upcycling(), seed=seed)
+        assert torch.equal(torch.rand(1), expected)
+        routers.append(next(layer.weight for layer in module.modules() if isinstance(layer, Router)))
+    assert torch.equal(routers[0], routers[1])
+    assert not torch.equal(routers[0], routers[2])
+
+
+def test_the_dense_twin_is_trained_without_balancing(dense: str) -> None:
+    with pytest.raises(OptionError, match=r"model.load_balancing has no effect on a model without experts, got .*null"):
+        MoEEmbedModule(BackboneConfig(dense))
+    module = MoEEmbedModule(BackboneConfig(dense), load_balancing=None)
+    output, gradient = plain(module)
+    assert module.moe_layers == []
+    assert set(output.terms) == {"accuracy", "positive_score"}
+    assert gradient.norm() > 0
+
+
+def test_upcycling_starts_at_the_dense_twin(dense: str) -> None:
+    batch = random_batch(6, 2)
+    vectors = [
+        MoEEmbedModule(BackboneConfig(dense), **options).eval().embed(batch.candidate).vector_ND
+        for options in ({"load_balancing": None}, {"upcycling": Upcycling()})
+    ]
+    assert (vectors[0] - vectors[1]).abs().max() <= 1e-5
+
+
+def test_with_lora_experts_and_routers_stay_as_they_are(dense: str) -> None:
+    module = moe_module_with_lora(dense)
+    trained = [name for name, value in module.named_parameters() if value.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert not any("router" in name or "experts" in name for name in trained)
+    module.zero_grad()
+    GradCache(mini_batch_tokens=30).step(module, random_batch(6, 2))
+    found = gradient_vector(module)
+    module.zero_grad()
+    plain_step(module, random_batch(6, 2)).loss.backward()
+    assert relative_error(found, gradient_vector(module)) <= 1e-6
+
+
+def moe_module_with_lora(dense: str) -> MoEEmbedModule:
+    lora = LoraSettings(rank=2, alpha=4, dropout=0.0)
+    return MoEEmbedModule(BackboneConfig(dense), lora=lora, upcycling=Upcycling(num_experts=4), seed=0)
+
+
+def moe_config(folder: Path) -> dict[str, Any]:
+    """Four steps of eight pairs over an upcycled encoder, under GradCache, exported at the end."""
+    config = run_config(folder)
+    config["model"] = {
+        "class_path": "embeddings.modules.MoEEmbedModule",
+        "init_args": {
+            "backbone": {"name": dense_folder(folder / "dense", dropout=0.1), "gradient_checkpointing": True},
+            "upcycling": {"num_experts": 4},
+            "load_balancing": {"coefficient": 1.0},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
+            "schedule": {"warmup_steps": 1, "decay": "cosine"},
+        },
+    }
+    config["trainer"]["callbacks"] = [
+        {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 64}},
+        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(folder / "model")}},
+    ]
+    return config
+
+
+def test_a_whole_run_exports_a_model_that_fine_tuning_starts_from(tmp_path: Path) -> None:
+    config = moe_config(tmp_path)
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    metrics = cli.trainer.callback_metrics
+    assert {"train/loss", "train/contrastive", "train/load_balancing", "train/accuracy"} <= set(metrics)
+    assert metrics["train/loss"] == pytest.approx(float(metrics["train/contrastive"] + metrics["train/load_balancing"]))
+    texts = ["pad the fox", "two numbers"]
+    trained = Encoder(cli.model.embedder, precision="float32").encode(texts)
+    exported = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32").encode(texts)
+    assert np.abs(trained - exported).max() <= 1e-5
+    again = MoEEmbedModule(
+        BackboneConfig(str(tmp_path / "model")),
+        load_balancing=LoadBalancing(coefficient=0.0),
+        loss=InfoNCE(),
+        initial_model=str(tmp_path / "model"),
+    )
+    assert again.moe_layers == [1]
+    with pytest.raises(OptionError, match="upcycling has experts already, got 'rotary_moe'"):
+        MoEEmbedModule(BackboneConfig(str(tmp_path / "model")), upcycling=Upcycling())
