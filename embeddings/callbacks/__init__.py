@@ -4,6 +4,14 @@ from embeddings.callbacks.export_language_model import ExportLanguageModel
 from embeddings.callbacks.export_model import ExportModel
 from embeddings.callbacks.gradcache import GradCacheCallback
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
+from embeddings.callbacks.routing_statistics import RoutingStatistics
 from embeddings.callbacks.run_record import RunRecord
 
-__all__ = ["ExportLanguageModel", "ExportModel", "GradCacheCallback", "RetrievalEvaluation", "RunRecord"]
+__all__ = [
+    "ExportLanguageModel",
+    "ExportModel",
+    "GradCacheCallback",
+    "RetrievalEvaluation",
+    "RoutingStatistics",
+    "RunRecord",
+]

@@ -132,7 +132,7 @@ def grouped_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) 
         return _uncompiled_loop(token_TH, routing, weights)
     if torch.compiler.is_compiling() and token_TH.dtype != torch.bfloat16:
         return _uncompiled_sorted(token_TH, routing, weights)
-    return sorted_experts(token_TH, routing, weights, _grouped_mm)
+    return _sorted_grouped_mm(token_TH, routing, weights)
 
 
 def sorted_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights, product: GroupedProduct) -> Tensor:
@@ -156,8 +156,8 @@ def sorted_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights, p
     inner_PF = product(token_TH.index_select(0, token_P), weights.w1_XFH.transpose(1, 2), end_X)
     if weights.bias_XF is not None:
         # As a product its gradient is one too: a sum over rows in a fixed order, without atomic additions.
-        is_own_PX = F.one_hot(expert_P, len(weights.bias_XF)).to(inner_PF.dtype)
-        inner_PF = torch.addmm(inner_PF, is_own_PX, weights.bias_XF)
+        is_own_PX = expert_P[:, None] == torch.arange(len(weights.bias_XF), device=expert_P.device)
+        inner_PF = torch.addmm(inner_PF, is_own_PX.to(inner_PF.dtype), weights.bias_XF)
     output_PH = product(weights.activation(inner_PF), weights.w2_XFH, end_X)
     weight_P1 = routing.weight_TK.flatten().index_select(0, order_P)[:, None]
     sum_TH = token_TH.new_zeros(token_TH.shape, dtype=weight_P1.dtype)
@@ -178,11 +178,9 @@ def _grouped_mm(row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
     return F.grouped_mm(row_PI, matrix_XIO, offs=end_X)
 
 
-@torch.compiler.disable
-def _uncompiled_sorted(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+def _sorted_grouped_mm(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     return sorted_experts(token_TH, routing, weights, _grouped_mm)
 
 
-@torch.compiler.disable
-def _uncompiled_loop(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-    return loop_experts(token_TH, routing, weights)
+_uncompiled_sorted: Backend = torch.compiler.disable(_sorted_grouped_mm)
+_uncompiled_loop: Backend = torch.compiler.disable(loop_experts)

@@ -80,10 +80,10 @@ def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: flo
         rule = "must be gelu, which the rotary model's head is made with"
         raise OptionError("hidden_act", model.config.hidden_act, rule, "convert the encoder without its head")
     options: dict[str, Any] = {"attn_implementation": model.config._attn_implementation, "dtype": model.dtype}
-    if has_head:
-        rotary = AutoModelForMaskedLM.from_config(config, **options)
-    else:
-        rotary = AutoModel.from_config(config, add_pooling_layer=False, **options)
+    if not has_head:
+        options["add_pooling_layer"] = False
+    auto_class: Any = AutoModelForMaskedLM if has_head else AutoModel
+    rotary = auto_class.from_config(config, **options)
     assert isinstance(rotary, PreTrainedModel)
     rotary.load_state_dict({name: _padded(name, value, config.vocab_size) for name, value in state.items()})
     rotary.tie_weights()

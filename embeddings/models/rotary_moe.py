@@ -11,7 +11,7 @@ with it. transformers copies it there itself, since the classes name the automat
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from .moe_layer import MoeMlp
 from .moe_router import Router
 
 
-class RotaryMoeConfig(JinaEmbeddingsV3Config):
+class RotaryMoeConfig(JinaEmbeddingsV3Config):  # type: ignore[no-untyped-call]
     """The dense encoder's config and, beside it, which layers have experts, and what kind.
 
     Attributes:
@@ -70,7 +70,7 @@ class RotaryMoeOutput(BaseModelOutput):
     router_squared_logsumexp: Tensor | None = None
 
 
-class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[misc]
+class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[no-untyped-call]
     """The library's layer with a sparse MLP; it also returns what its routing adds up to."""
 
     def __init__(self, config: RotaryMoeConfig) -> None:
@@ -78,9 +78,9 @@ class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[misc]
         hidden, inner, num_experts = config.hidden_size, config.intermediate_size, config.num_experts
         router = Router(hidden, num_experts, config.experts_per_token, config.renormalize_experts, config.router_noise)
         experts = Experts(hidden, inner, num_experts, config.expert_bias, ACT2FN[config.hidden_act])
-        self.mlp = MoeMlp(router, experts)
+        self.mlp = MoeMlp(router, experts)  # type: ignore[assignment]
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
@@ -101,7 +101,7 @@ class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[misc]
         return self.post_mlp_layernorm(middle + self.post_mlp_dropout(output)), *sums
 
 
-class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[misc]
+class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untyped-call]
     """The encoder. Its layers without experts, embeddings, rotation and masks are the library's.
 
     Padding is told from tokens by a two-dimensional attention mask. A mask of every pair of tokens, as packed rows
@@ -118,7 +118,7 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[misc]
     config_class = RotaryMoeConfig
     config: RotaryMoeConfig
     _auto_class = "AutoModel"
-    _no_split_modules: ClassVar[list[str]] = ["JinaEmbeddingsV3Embeddings", "JinaEmbeddingsV3Layer", "RotaryMoeLayer"]
+    _no_split_modules = ["JinaEmbeddingsV3Embeddings", "JinaEmbeddingsV3Layer", "RotaryMoeLayer"]  # noqa: RUF012
 
     def __init__(self, config: RotaryMoeConfig) -> None:
         super().__init__(config)
@@ -132,20 +132,20 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[misc]
         self.layers = nn.ModuleList(
             [RotaryMoeLayer(config) if layer in sparse else JinaEmbeddingsV3Layer(config) for layer in layers]
         )
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The word embeddings."""
         words: nn.Embedding = self.embeddings.word_embeddings
         return words
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
+    def set_input_embeddings(self, value: nn.Module) -> None:
         """Put other word embeddings in their place."""
         self.embeddings.word_embeddings = value
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
         std = self.config.initializer_range
         if isinstance(module, Router):
             init.normal_(module.weight, mean=0.0, std=std)

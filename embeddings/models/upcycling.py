@@ -108,7 +108,7 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
     )
     with torch.device("meta"):
         options: dict[str, Any] = {"attn_implementation": dense.config._attn_implementation, "dtype": dense.dtype}
-        sparse = AutoModel.from_config(config, **options)
+        sparse = AutoModel.from_config(config, **options)  # type: ignore[no-untyped-call]
     assert isinstance(sparse, RotaryMoeModel)
     state = {name: value for name, value in dense.state_dict().items() if not name.startswith("pooler.")}
     for layer in layers:

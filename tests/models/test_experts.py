@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from embeddings.models.experts import Backend, Experts, grouped_experts, loop_experts
+from embeddings.models.moe_layer import MoeMlp
 from embeddings.models.moe_router import Routing
 from tests.models.moe import (
     EXPERTS,
@@ -184,14 +185,22 @@ def test_a_checkpointed_layer_has_the_same_gradients(backend: str) -> None:
     assert all(torch.equal(again[name], value) for name, value in plain.items())
 
 
+# dynamo looks at what it is handed where a graph was broken.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_experts_compile(dtype: torch.dtype) -> None:
+def test_the_layer_compiles(dtype: torch.dtype) -> None:
     """In float32 torch has no shapes for its grouped product, so the graph breaks there; in bfloat16 it is one."""
-    experts, tokens, router = make_experts().to(dtype), random_tokens(16, dtype), make_router().to(dtype)
-    routing = router(tokens)
+    layer, state_NLH = MoeMlp(make_router(), make_experts()).to(dtype), random_tokens(16, dtype).view(2, 8, HIDDEN)
     torch._dynamo.reset()
-    compiled = torch.compile(experts, backend="aot_eager", fullgraph=dtype == torch.bfloat16)
-    torch.testing.assert_close(compiled(tokens, routing), experts(tokens, routing))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=dtype == torch.bfloat16)
+    found = []
+    for run in (compiled, layer):
+        layer.zero_grad()
+        output_NLH, sums = run(state_NLH)
+        output_NLH.float().square().sum().backward()
+        found.append((output_NLH, sums.count_X, *(parameter.grad.clone() for parameter in layer.parameters())))
+    assert len(found[0]) == 7
+    torch.testing.assert_close(*found)
 
 
 def test_the_weights_are_the_released_ones_in_another_shape() -> None:

@@ -18,8 +18,8 @@ from embeddings.modules import MoEEmbedModule
 from embeddings.training import GradCache
 from embeddings.training.plain_step import plain_step
 from tests.helpers.contrastive import gradient_vector, random_batch, relative_error
-from tests.helpers.runs import run_config, write_config
-from tests.modules.moe_modules import dense_folder, direct_gradient, moe_module
+from tests.helpers.runs import write_config
+from tests.modules.moe_modules import dense_folder, direct_gradient, moe_config, moe_module
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 ENGINES: dict[str, dict[str, Any]] = {
@@ -198,26 +198,6 @@ def test_with_lora_experts_and_routers_stay_as_they_are(dense: str) -> None:
 def moe_module_with_lora(dense: str) -> MoEEmbedModule:
     lora = LoraSettings(rank=2, alpha=4, dropout=0.0)
     return MoEEmbedModule(BackboneConfig(dense), lora=lora, upcycling=Upcycling(num_experts=4), seed=0)
-
-
-def moe_config(folder: Path) -> dict[str, Any]:
-    """Four steps of eight pairs over an upcycled encoder, under GradCache, exported at the end."""
-    config = run_config(folder)
-    config["model"] = {
-        "class_path": "embeddings.modules.MoEEmbedModule",
-        "init_args": {
-            "backbone": {"name": dense_folder(folder / "dense", dropout=0.1), "gradient_checkpointing": True},
-            "upcycling": {"num_experts": 4},
-            "load_balancing": {"coefficient": 1.0},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
-            "schedule": {"warmup_steps": 1, "decay": "cosine"},
-        },
-    }
-    config["trainer"]["callbacks"] = [
-        {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 64}},
-        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(folder / "model")}},
-    ]
-    return config
 
 
 def test_a_whole_run_exports_a_model_that_fine_tuning_starts_from(tmp_path: Path) -> None:
