@@ -182,5 +182,5 @@ def _sorted_grouped_mm(token_TH: Tensor, routing: Routing, weights: ExpertWeight
     return sorted_experts(token_TH, routing, weights, _grouped_mm)
 
 
-_uncompiled_sorted: Backend = torch.compiler.disable(_sorted_grouped_mm)
-_uncompiled_loop: Backend = torch.compiler.disable(loop_experts)
+_uncompiled_sorted: Backend = torch.compiler.disable(_sorted_grouped_mm)  # type: ignore[no-untyped-call]
+_uncompiled_loop: Backend = torch.compiler.disable(loop_experts)  # type: ignore[no-untyped-call]

@@ -141,7 +141,7 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Put other word embeddings in their place."""
-        self.embeddings.word_embeddings = value
+        self.embeddings.word_embeddings = value  # type: ignore[assignment]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

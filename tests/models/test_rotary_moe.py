@@ -22,7 +22,7 @@ from tests.models.reading import read
 
 def states(model: RotaryMoeModel, ids: Tensor, mask: Tensor) -> Tensor:
     found: Tensor = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-    return found
+    return found.detach()
 
 
 def test_padding_changes_no_state_and_is_not_counted() -> None:
