@@ -42,7 +42,7 @@ def recipes(decoder: str, adapted: str) -> dict[str, Recipe]:
     """Each pooling with each mask, by the name of the variant."""
     starts = {CAUSAL: (decoder, False), OPEN: (decoder, True), ADAPTED: (adapted, True)}
     return {
-        f"{pooling}; {mask}": Recipe(start, is_open, pooling, num_steps=150, learning_rate=1e-3)
+        f"{pooling}; {mask}": Recipe(start, is_open, pooling, num_steps=60, learning_rate=1e-3)
         for mask, (start, is_open) in starts.items()
         for pooling in get_args(PoolingName)
     }
