@@ -54,6 +54,7 @@ def anchor_tokens(
         by_visible_queries: Whether a weight is divided by the number of queries that see the token, as the key axis
             needs under a causal mask.
     """
+    from embeddings.cli.errors import one_line
     from embeddings.common import OptionError
     from embeddings.figures import check_output, draw_anchor_tokens
     from embeddings.inference import Encoder
@@ -75,8 +76,10 @@ def anchor_tokens(
     weights = token_weights(embedder, texts, pooling, prompt_name=prompt_name, role=role)
     for text, found in zip(texts, weights, strict=True):
         if not any(pooled and not span.is_special for pooled, span in zip(found.pooled_T, found.spans, strict=True)):
-            raise OptionError("TEXT", text[:40], "must hold a token of its own", "the model's tokenizer drops all of it")
-    title, subtitle = f"{Path(model).name}: anchor weights", f"{whose}. {_settings(pooling)}."
+            raise OptionError(
+                "TEXT", text[:40], "must hold a token of its own", "the model's tokenizer drops all of it"
+            )
+    title, subtitle = f"{one_line(Path(model).name, 40)}{whose}", f"Anchor-token-aware pooling, {_settings(pooling)}."
     draw_anchor_tokens(weights, title, subtitle, output)
     print(f"{title}\n{subtitle}")
     for found in weights:
@@ -85,7 +88,7 @@ def anchor_tokens(
 
 
 def _pooling(embedder: "Embedder", given: dict[str, object]) -> "tuple[AnchorTokenPooling, str]":
-    """The pooling whose weights are shown, and whose it is, in words.
+    """The pooling whose weights are shown, and whose it is, as the end of a title that begins with the model's name.
 
     Raises:
         OptionError: If a setting is impossible.
@@ -103,16 +106,15 @@ def _pooling(embedder: "Embedder", given: dict[str, object]) -> "tuple[AnchorTok
         raise OptionError("layers", given.get("layers"), str(error), "leave it out for the last layer") from error
     if own is None:
         name = pooling_name(embedder.pooling).replace("_", "-")
-        return pooling, f"The model pools by {name}: these are the weights that anchor-token-aware pooling would give"
-    if pooling.arguments() == settings:
-        return pooling, "The model's own anchor-token-aware pooling"
-    return pooling, "Not the model's own weights, but those that its pooling would give with other settings"
+        return pooling, f" ({name} pooling): anchor weights as they would be"
+    same = pooling.arguments() == settings
+    return pooling, ": its own anchor weights" if same else ": anchor weights with other settings than its own"
 
 
 def _settings(pooling: "AnchorTokenPooling") -> str:
     """The settings that weights depend on, in words."""
     layers = ", ".join(map(str, pooling.layers))
-    words = [f"{pooling.axis.capitalize()} axis", f"layer{'s' * (len(pooling.layers) > 1)} {layers}"]
+    words = [f"{pooling.axis} axis", f"layer{'s' * (len(pooling.layers) > 1)} {layers}"]
     words += ["heads count alike"] * pooling.per_head
     words += ["without the first token"] * (not pooling.include_first)
     words += ["by visible queries"] * pooling.by_visible_queries

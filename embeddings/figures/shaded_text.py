@@ -19,8 +19,8 @@ _FONT_SIZE = 11.0
 _ADVANCE = 0.602 * _FONT_SIZE  # of every letter of DejaVu Sans Mono
 _LINE = 20.0
 _MARGIN = 22.0
-_TITLE, _SUBTITLE, _CAPTION = 20.0, 14.0, 30.0
-_SCALE_HEIGHT = 62.0
+_TITLE, _SUBTITLE, _CAPTION = 20.0, 14.0, 36.0
+_SCALE_HEIGHT = 40.0
 _SCALE_COLUMNS = 40
 _WIDTH = COLUMNS * _ADVANCE + 2 * _MARGIN
 _GREY, _BLACK = "#777777", "#1a1a1a"
@@ -74,7 +74,7 @@ def draw_shaded_texts(texts: Sequence[ShadedText], title: str, subtitle: str, la
     if sum(heights) > MOST_LINES:
         what = f"fills {sum(heights)} lines, and a picture has room for {MOST_LINES}"
         raise InputError("TEXT", what, "give shorter or fewer texts")
-    notes = [*textwrap.wrap(subtitle, 108)]
+    notes = [*textwrap.wrap(subtitle, 118)]
     if any(MISSING in run.text for layout in layouts for run in layout):
         notes.append(_NOTE)
     height = 2 * _MARGIN + _TITLE + len(notes) * _SUBTITLE + 8 + _SCALE_HEIGHT
@@ -92,13 +92,14 @@ def draw_shaded_texts(texts: Sequence[ShadedText], title: str, subtitle: str, la
     for text, layout, lines in zip(texts, layouts, heights, strict=True):
         for run in layout:
             _draw_run(axis, run, text.pieces[run.owner or 0], top, colours, norm, fonts.names)
-        top += lines * _LINE + 8
-        _write(axis, _MARGIN, top, text.caption, size=8.5, color=_GREY)
-        top += _CAPTION - 8
+        top += lines * _LINE
+        _write(axis, _MARGIN, top + 10, text.caption, size=8.5, color=_GREY)
+        top += _CAPTION
     bar = figure.add_axes((_MARGIN / _WIDTH, 42 / height, _SCALE_COLUMNS * _ADVANCE / _WIDTH, 8 / height))
     scale = figure.colorbar(plt.cm.ScalarMappable(norm, colours), cax=bar, orientation="horizontal")
     scale.set_label(label, size=8.5, color=_GREY, loc="left")
     scale.ax.tick_params(labelsize=8, colors=_GREY, length=2)
+    scale.set_ticks(ticks := _ticks(norm.vmax), labels=[f"{tick:g}" for tick in ticks])
     scale.ax.minorticks_off()
     scale.outline.set_visible(False)
     write_png(figure, output)
@@ -121,6 +122,15 @@ def _scale(plt: Any, texts: Sequence[ShadedText]) -> tuple[Any, Any]:
     return colours, PowerNorm(0.5, vmin=0.0, vmax=max([*values, 1e-12]))
 
 
+def _ticks(largest: float) -> list[float]:
+    """0, 1 and other round numbers up to the largest value, as many as have room under the scale."""
+    ticks = [0.0]
+    for tick in (1.0, *(digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5))):
+        if tick <= largest and all(abs(tick**0.5 - other**0.5) >= 0.12 * largest**0.5 for other in ticks):
+            ticks.append(tick)
+    return sorted(ticks)
+
+
 def _draw_run(
     axis: Any, run: Run, piece: ShadedPiece, top: float, colours: Any, norm: Any, families: Sequence[str]
 ) -> None:
@@ -131,12 +141,12 @@ def _draw_run(
         from matplotlib.patches import Rectangle
 
         shade = colours(norm(piece.value))
-        box = (left - 0.2, baseline - 11.5), run.num_columns * _ADVANCE - 0.6, 16.0
+        box = (left, baseline - 11.5), run.num_columns * _ADVANCE - 1.0, 16.0
         axis.add_patch(Rectangle(*box, facecolor=shade, edgecolor="#e4dccb", linewidth=0.5))
         if 0.299 * shade[0] + 0.587 * shade[1] + 0.114 * shade[2] < 0.5:
             colour = "white"
         elif piece.is_special:
-            colour = "#5a5a5a"
+            colour = "#444444"
     _write(axis, left, baseline, run.text, size=_FONT_SIZE, color=colour, family=list(families))
 
 

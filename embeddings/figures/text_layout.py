@@ -81,8 +81,7 @@ def _words(parts: Sequence[Part]) -> Iterator[list[_Letter]]:
             continue
         for character in part.text:
             letter = _Letter(character, width(character), index)
-            alone = character in (" ", LINE_BREAK) or letter.num_columns == 2
-            if word and (alone or _stands_alone(word[-1])) and letter.num_columns:
+            if word and _may_part(word[-1], letter):
                 yield word
                 word = []
             word.append(letter)
@@ -90,8 +89,11 @@ def _words(parts: Sequence[Part]) -> Iterator[list[_Letter]]:
         yield word
 
 
-def _stands_alone(letter: _Letter) -> bool:
-    return letter.text in (" ", LINE_BREAK) or letter.num_columns == 2
+def _may_part(before: _Letter, after: _Letter) -> bool:
+    """Whether a line may end between two letters; a mark stays on its ideograph."""
+    if before.text in (" ", LINE_BREAK) or after.text in (" ", LINE_BREAK):
+        return True
+    return after.num_columns > 0 and 2 in (before.num_columns, after.num_columns)
 
 
 def _runs(placed: Sequence[tuple[int, int, _Letter]], parts: Sequence[Part]) -> Iterator[Run]:

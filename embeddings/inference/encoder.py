@@ -183,7 +183,9 @@ class Encoder:
         if self.num_context == 0:
             raise OptionError("context", "a context", "must be left out: this model takes none", "drop it")
         unique, row_N = _unique(texts)
-        tokens = self._tokenised_blocks(unique, "document", self.embedder.text.prompt(None, "document"), "encode context")
+        tokens = self._tokenised_blocks(
+            unique, "document", self.embedder.text.prompt(None, "document"), "encode context"
+        )
         model: Any = self.embedder
         vector_MH = np.empty((len(unique), model.context_size), np.float32)
         with self._inference():

@@ -51,8 +51,8 @@ def token_weights(
     Args:
         embedder: The model; it is left as found.
         texts: N texts without their prompts.
-        pooling: Whose weights; None for the model's own pooling where that is one of anchor tokens, else for what such a
-            pooling would give with its defaults.
+        pooling: Whose weights; None for the model's own pooling where that is one of anchor tokens, else for what such
+            a pooling would give with its defaults.
         prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name.
         role: Whose length limit holds.
         mini_batch_tokens: Most padded tokens of a mini-batch.

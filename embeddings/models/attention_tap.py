@@ -34,13 +34,15 @@ class AttentionTap:
         layers: Which of its attention layers, counted from 0 or, negative, from the last.
 
     Raises:
-        ValueError: If the backbone has no such layer, or its attention cannot be read.
+        ValueError: If the backbone has no such layer, a layer is named twice, or its attention cannot be read.
     """
 
     def __init__(self, backbone: nn.Module, layers: Sequence[int]) -> None:
         found = attention_layers(backbone)
         if not layers or any(not -len(found) <= layer < len(found) for layer in layers):
             raise ValueError(f"layers {list(layers)} must be among the {len(found)} attention layers that can be read")
+        if len({layer % len(found) for layer in layers}) < len(layers):
+            raise ValueError(f"layers {list(layers)} must name each layer once")
         AttentionInterface.register(NAME, _noting)
         self._tapped = [found[layer] for layer in layers]
         self._own_configs: list[Any] = []
