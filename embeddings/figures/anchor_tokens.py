@@ -85,7 +85,7 @@ def draw_anchor_tokens(texts: Sequence[TokenWeights], title: str, subtitle: str,
 
 
 def shaded_pieces(weights: TokenWeights) -> list[ShadedPiece]:
-    """The whole text in order: tokens with their shade, what lies between them, special tokens with their percentage."""
+    """The whole text in order: tokens and their shade, what lies between them, special tokens and their percentage."""
     found: list[ShadedPiece] = []
     place, num_pooled = 0, int(np.count_nonzero(weights.pooled_T))
     for piece in weighted_pieces(weights):

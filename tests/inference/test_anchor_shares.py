@@ -1,6 +1,7 @@
 """Shares of the weight by place against a loop over dense attention matrices."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ import torch
 
 from embeddings.common import OptionError, TextSettings
 from embeddings.data.tokenize import TokenSpan
-from embeddings.inference import anchor_shares as module
 from embeddings.inference.anchor_shares import PLACES, anchor_shares, place_of, shares_of
 from embeddings.inference.token_weights import TokenWeights
 from embeddings.models import Embedder, MeanPooling
@@ -51,7 +51,7 @@ def test_the_shares_of_a_corpus_are_those_of_the_loop_whatever_the_blocks(monkey
     expected = loop_shares(TEXTS)
     assert min(expected["weight"].values()) > 0.05
     for block in (1024, 3):
-        monkeypatch.setattr(module, "TEXTS_PER_BLOCK", block)
+        monkeypatch.setattr(sys.modules[anchor_shares.__module__], "TEXTS_PER_BLOCK", block)
         found = anchor_shares(embedder, TEXTS, mini_batch_tokens=16)
         assert found.weight == pytest.approx(expected["weight"], abs=1e-5)
         assert found.tokens == pytest.approx(expected["tokens"], abs=1e-9)
