@@ -74,8 +74,9 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     parser.add_argument("--config", action="config", help="a YAML file of these options")
     added = parser.add_function_arguments(function, skip=set(command.positional), fail_untyped=True)
     for parameter in command.positional:
-        annotation = function.__annotations__[parameter]
-        several = {"type": get_args(annotation)[0], "nargs": "+"} if get_origin(annotation) is list else {}
+        annotation: Any = function.__annotations__[parameter]
+        origin: Any = get_origin(annotation)
+        several = {"type": get_args(annotation)[0], "nargs": "+"} if origin is list else {}
         parser.add_argument(parameter, **{"type": annotation, **several})
     words = underscored(argv)
     parsed, signature = parser.parse_args(words), signature_of(function)
