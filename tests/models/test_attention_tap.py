@@ -63,6 +63,38 @@ def test_a_backbone_has_one_tap():
         AttentionTap(backbone, (-1,))
 
 
+def test_a_layer_named_twice_is_refused():
+    with pytest.raises(ValueError, match=r"layers \[1, -1\] must name each layer once"):
+        AttentionTap(tiny_bert(), (1, -1))
+
+
+def test_a_tap_that_is_detached_leaves_its_layers_to_another_and_comes_back():
+    backbone = tiny_bert()
+    before = [(module.config, set(vars(module))) for module in attention_layers(backbone)]
+    tap = AttentionTap(backbone, (-1, 0))
+    tap.detach()
+    assert all(
+        module.config is config and set(vars(module)) == names
+        for module, (config, names) in zip(attention_layers(backbone), before, strict=True)
+    )
+    other = AttentionTap(backbone, (0,))
+    with pytest.raises(ValueError, match="already"):
+        tap.attach()
+    other.detach()
+    tap.attach()
+    with tap.open() as tapped:
+        run(backbone)
+        assert len(tapped()) == 2
+
+
+def test_a_tap_that_is_refused_leaves_every_layer_as_it_was():
+    backbone = tiny_bert()
+    AttentionTap(backbone, (-1,))
+    with pytest.raises(ValueError, match="already"):
+        AttentionTap(backbone, (0, -1))
+    AttentionTap(backbone, (0,))
+
+
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 def test_a_causal_backbone_is_told_from_one_that_sees_both_ways(attn):
     for backbone, expected in ((tiny_mistral(), True), (tiny_bert(), False)):
