@@ -41,8 +41,7 @@ class OurRows:
 
     def __getitems__(self, rows: list[int]) -> Texts:
         """The texts of some rows."""
-        stored = map(self.table.row, rows)
-        return [(row.query, row.positives[0]) for row in stored]
+        return [(row.query, row.positives[0]) for row in self.table.rows(rows)]
 
 
 class PeerRows:
