@@ -44,7 +44,7 @@ class MappedFile:
         self.buffer = pa.py_buffer(self.data)
         self.bytes_B = np.frombuffer(self.data, dtype=np.uint8)
         self.words_W = np.frombuffer(self.data, dtype=np.int64, count=len(self.data) // _WORD_BYTES)
-        self.words = memoryview(self.words_W)
+        self.words = self.words_W.data
 
     def position(self, buffer: pa.Buffer | None) -> int:
         """Where a buffer of the file starts, in bytes; 0 for an empty one, which may lie nowhere.
@@ -70,9 +70,9 @@ class NumberColumn:
     def __init__(self, file: MappedFile, num_batches: int, dtype: Literal["int8", "int32"]) -> None:
         self._file, self._width = file, np.dtype(dtype).itemsize
         self._values_V = np.frombuffer(file.data, dtype=dtype, count=len(file.data) // self._width)
-        self._values = memoryview(self._values_V)
+        self._values = self._values_V.data
         self._at_R = np.zeros(num_batches, dtype=np.int64)
-        self._at = memoryview(self._at_R)
+        self._at = self._at_R.data
 
     def open(self, batch: int, array: pa.Array, first: int = 0) -> None:
         """Note where a batch's numbers lie, the first of which has the number `first` in the column."""
@@ -104,7 +104,7 @@ class _OffsetColumn:
         self._file, self._words = file, file.words
         # Word of the offset of the number 0, and how many elements (bytes of texts) there are.
         self._at_R, self._size_R = np.zeros((2, num_batches), dtype=np.int64)
-        self._at, self._size = memoryview(self._at_R), memoryview(self._size_R)
+        self._at, self._size = self._at_R.data, self._size_R.data
 
     def _open(self, batch: int, array: pa.Array, first: int, size: int) -> None:
         assert array.null_count == array.offset == 0
@@ -143,7 +143,7 @@ class TextColumn(_OffsetColumn):
     def __init__(self, file: MappedFile, num_batches: int) -> None:
         super().__init__(file, num_batches)
         self._data_R = np.zeros(num_batches, dtype=np.int64)
-        self._data = memoryview(self._data_R)
+        self._data = self._data_R.data
 
     def open(self, batch: int, array: pa.Array, first: int = 0) -> None:
         """Note where a batch's texts lie, the first of which has the number `first` in the column."""

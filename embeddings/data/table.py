@@ -97,7 +97,7 @@ class Table:
         if self._reader.num_record_batches != num_batches:
             raise _damaged(folder)
         self._is_open_R = np.zeros(num_batches, dtype=np.bool_)
-        self._is_open = memoryview(self._is_open_R)
+        self._is_open = self._is_open_R.data
         self._query, self._instruction = TextColumn(file, num_batches), TextColumn(file, num_batches)
         self._positives = ListColumn(file, num_batches, TextColumn(file, num_batches))
         self._negatives = ListColumn(file, num_batches, TextColumn(file, num_batches))
@@ -105,7 +105,9 @@ class Table:
         self._levels = ListColumn(file, num_batches, self._level)
         self._label = NumberColumn(file, num_batches, "int32")
         # As `StoredRow` names them.
-        self._columns = self._query, self._positives, self._negatives, self._levels, self._label, self._instruction
+        self._columns: tuple[TextColumn | ListColumn | NumberColumn, ...] = (
+            self._query, self._positives, self._negatives, self._levels, self._label, self._instruction,
+        )  # fmt: skip
 
     def __reduce__(self) -> tuple[type["Table"], tuple[Path]]:
         """The folder alone."""
@@ -119,7 +121,7 @@ class Table:
         """The row at `index`, from 0."""
         batch = self._batch_of(index)
         try:
-            return StoredRow(*[column.at(batch, index) for column in self._columns])
+            return StoredRow._make([column.at(batch, index) for column in self._columns])
         except ValueError as error:
             raise _damaged(self.folder) from error
 
