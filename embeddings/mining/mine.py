@@ -315,7 +315,7 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
         columns["negatives"].append([index.document_text(document) for document in row_QN[place][found].tolist()])
         columns["negative_scores"].append(score_QN[place][found])
         columns["positive_scores"].append(mined.positive_score_P[offsets[place] : offsets[place + 1]])
-        num_replaced += bool(source.table.row(row).negatives)
+        num_replaced += bool(source.table.negatives(row))
     count_Q = np.count_nonzero(row_QN >= 0, axis=1)
     counts = {
         "num_candidates": mined.num_candidates,
