@@ -295,13 +295,19 @@ def batch_difficulty(world: World, recipe: Recipe, seed: int) -> float:
     return float(np.mean(missed))
 
 
-def score(world: World, embedder: Embedder) -> Metrics:
-    """nDCG@10 of a model, where it is contextual behind documents of the corpus, of another one, and behind none."""
+def score(world: World, embedder: Embedder, others: bool = True) -> Metrics:
+    """nDCG@10 of a model, where it is contextual behind documents of the corpus, of another one, and behind none.
+
+    Args:
+        world: The corpora.
+        embedder: The model.
+        others: Whether collections of other kinds are searched too.
+    """
     encoder = Encoder(embedder)
     packages, functions = world.domains(), world.in_domain()
     scores = {"held-out functions": _ndcg(encoder, functions, functions.documents)}
     sets = {"held-out packages": packages}
-    if not world.tiny:
+    if others and not world.tiny:
         sets |= {name: {name: folder} for name, folder in other_domains().items()}
     foreign = next(iter(packages.values())).documents
     for name, folders in sets.items():
