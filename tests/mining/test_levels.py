@@ -97,8 +97,8 @@ def test_the_levels_equal_a_loop(kind, options, num_teachers):
             assert by_level == [[(score, row) for score, row, *_ in part] for part in expected]
         assert found.num_left == num_left
         assert num_left + sum(found.removed.values()) == np.count_nonzero(candidates.row_QC >= 0)
-    assert {0, 1, 2, 3, 5} & lengths
-    assert max(lengths) > 6
+    assert len(lengths) > 3
+    assert max(lengths) >= 4
 
 
 def levels_of(scores, positive, num_negatives=4, **options):
