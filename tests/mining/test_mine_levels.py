@@ -148,6 +148,19 @@ def test_grades_give_the_levels_and_the_report_counts_what_lacks(mine, tmp_path,
     assert "1 of 22 records have no negative of level 1" in caplog.text
 
 
+def test_what_was_judged_as_good_as_the_positive_is_never_a_negative(mine, tmp_path):
+    equal = [(row["query"], ROWS[(number + 16) % 22]["positive"], 3) for number, row in enumerate(ROWS)]
+    own = [(row["query"], row["positive"], 3) for row in ROWS]
+    lower = [(ROWS[0]["query"], STRANGERS[0]["text"], 0)]
+    judged = LevelRules("grades", JudgedTexts.of([*equal, *own, *lower], "qrels"))
+    report = mine(levels=judged, rules=NegativeRules(60, None, last_rank=60))
+    for number, row in enumerate(pq.read_table(tmp_path / "mined.parquet").to_pylist()):
+        texts = [item["text"] for item in row["negatives"]]
+        assert len(texts) >= 15
+        assert ROWS[(number + 16) % 22]["positive"] not in texts
+    assert report.removed["own_positive"] == 44
+
+
 def data(folder, **options):
     """A data module whose curriculum reads what was mined."""
     return EmbeddingDataModule(
