@@ -115,8 +115,9 @@ class MiningReport(NamedTuple):
         output: The file of mined records.
         num_queries: Records.
         num_documents: Different documents.
-        num_candidates: Candidates that the search brought.
-        removed: Candidates that each rule removed, by its name in `negatives.REASONS`.
+        num_candidates: Candidates that the search brought, and with levels those drawn or judged beside them.
+        removed: Candidates that each rule removed, by its name in `negatives.REASONS`, and with levels by grades those
+            of queries that nobody judged (`query_not_judged`).
         num_left: Candidates that no rule removed, chosen or not.
         num_negatives: Negatives chosen.
         num_short: Records with fewer negatives than asked for, those with none among them.
