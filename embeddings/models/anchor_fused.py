@@ -22,9 +22,7 @@ _WEIGHT_TOLERANCE = 1e-4
 _GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
-def fastest_sums(
-    attention: TappedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False
-) -> Tensor:
+def fastest_sums(attention: TappedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False) -> Tensor:
     """The fused sums on a CUDA device, else the tiled ones; arguments and result of `tiled_sums`.
 
     The first problem of its kind in a process (device, dtype, shape of the heads, axis, mask) is preceded by a small

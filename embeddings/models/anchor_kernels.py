@@ -210,7 +210,7 @@ def to_keys(
     num_tokens = tl.load(count + text)
     sum_RE = tl.zeros((ROWS, WIDTH), tl.float32)
     low, high = _range(tile, length, True, IS_CAUSAL, ROWS, COLUMNS)
-    for member in range(0, num_shared):
+    for member in range(num_shared):
         head = group * num_shared + member
         start = (text * num_heads + head) * length
         for first in range(low, high, COLUMNS):

@@ -32,8 +32,8 @@ class AnchorTokenPooling(Pooling):
             needs under a causal mask, where early tokens are seen by more.
 
     Precision: weights and sums in float32 whatever the input dtype, under autocast too.
-    Memory: linear in the length (see `anchor_weights`); on a GPU by fused kernels where they pass a check at their first
-        use (see `anchor_fused`).
+    Memory: linear in the length (see `anchor_weights`); on a GPU by fused kernels where they pass a check at their
+        first use (see `anchor_fused`).
     Raises:
         ValueError: If the axis is unknown or there is no layer.
 

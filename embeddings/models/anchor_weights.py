@@ -84,8 +84,8 @@ def anchor_weights(
 
     Memory: the L x L scores of a tile of queries, at most `TILE_SCORES` or one query's, forward and backward; they are
         computed again for the backward pass.
-    Precision: scores, softmax and sums in float32 whatever the input, under autocast too; the logarithms of several heads are taken of
-        their product.
+    Precision: scores, softmax and sums in float32 whatever the input, under autocast too; the logarithms of several
+        heads are taken of their product.
     Source: MGH, §2.2, Eq. 3. Differs: the key axis, since the paper's text, Fig. 5 and App. D.2 describe what a token
         receives while Eq. 3, read to the letter, sums over a row of the softmax.
     """

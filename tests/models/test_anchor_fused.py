@@ -113,7 +113,11 @@ def test_only_what_the_kernels_are_written_for_is_supported(dtype):
 SHAPES = [(64, 1), (128, 4), (96, 2), (256, 8)]
 MASKS = [(True, False, None), (False, True, None), (False, False, torch.bool), (False, False, torch.bfloat16)]
 KINDS = [
-    *[(dtype, *shape, False, False, None) for dtype in (torch.float32, torch.bfloat16, torch.float16) for shape in SHAPES],
+    *[
+        (dtype, *shape, False, False, None)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for shape in SHAPES
+    ],
     *[(dtype, 64, 2, *mask) for dtype in (torch.float32, torch.bfloat16) for mask in MASKS],
 ]
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from embeddings.models.attention_tap import AttentionTap, _noting, attention_layers
