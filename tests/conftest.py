@@ -5,9 +5,6 @@ import sys
 from collections.abc import Iterator
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
-if not os.path.exists("/dev/nvidiactl"):
-    # Without a GPU its kernels are interpreted; read when triton is first imported, which torch may do.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from pathlib import Path
 
