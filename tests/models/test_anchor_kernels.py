@@ -78,11 +78,11 @@ def test_heads_that_share_a_key_and_heads_told_apart(axis):
     assert_alike(*problem(num_shared=3), axis, per_head=True)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2e-3), (torch.float16, 5e-4)])
 @pytest.mark.usefixtures("interpreter")
-def test_half_precision_inputs_are_summed_in_float32(dtype, limit):
-    tapped, is_token = problem(dtype)
-    assert_alike(tapped, is_token, "key", limit)
+def test_half_precision_inputs_are_summed_in_float32():
+    """The interpreter knows no bfloat16 arithmetic; the tests marked gpu have it."""
+    tapped, is_token = problem(torch.float16)
+    assert_alike(tapped, is_token, "key", 5e-4)
     found, expected = (way(tapped, is_token, "key", False) for way in (fused_sums, tiled_sums))
     assert float((found - expected).norm() / expected.norm()) <= 2e-6
 
