@@ -140,15 +140,17 @@ def _noting(
     is_causal = arguments.get("is_causal")
     is_causal = module.is_causal if is_causal is None else is_causal
     scaling = arguments.get("scaling")
+    # Where there is a mask it says all; two-dimensional ones, of flash attention, are padding alone.
+    mask = None if attention_mask is None or attention_mask.dim() == 2 else attention_mask
     tap.note(
         module,
         TappedAttention(
             query,
             key,
-            attention_mask,
-            # Where there is a mask it says all; two-dimensional ones are padding alone.
-            bool(is_causal) and (attention_mask is None or attention_mask.dim() == 2),
+            mask,
+            bool(is_causal) and mask is None,
             query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            arguments.get("sliding_window") if mask is None else None,
         ),
     )
     if inner == "eager":

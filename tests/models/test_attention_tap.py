@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from embeddings.models.attention_tap import AttentionTap, _noting, attention_layers
 from tests.helpers.tiny import tiny_bert, tiny_mistral
@@ -111,3 +112,21 @@ def test_attention_that_cannot_be_read_is_refused_by_name():
     states = torch.zeros(1, 4, 3, 8)
     with tap.open(), pytest.raises(ValueError, match="attention with softcap cannot be read"):
         _noting(module, states, states, states, None, softcap=30.0)
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_without_a_whole_mask_causality_and_window_are_those_of_the_call(mask, monkeypatch):
+    """As flash attention is called: a mask of padding alone, the rest by name."""
+    tap, module = AttentionTap(tiny_bert(), (-1,)), torch.nn.Module()
+    object.__setattr__(module, "embeddings_tap", (tap, "told"))
+    called = []
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "told", lambda *given, **_: called.append(given))
+    states = torch.zeros(2, 4, 5, 8)
+    noted = []
+    monkeypatch.setattr(tap, "note", lambda _, attention: noted.append(attention))
+    for whole in (mask, torch.ones(2, 1, 5, 5, dtype=torch.bool)):
+        _noting(module, states, states, states, whole, is_causal=True, sliding_window=3)
+    assert (noted[0].mask, noted[0].is_causal, noted[0].window) == (None, True, 3)
+    assert (noted[1].is_causal, noted[1].window) == (False, None)
+    assert noted[1].mask is not None
+    assert len(called) == 2
