@@ -191,16 +191,19 @@ class SourceConfig:
                 raise self.fault("label_texts", {label: text}, "must not hold an empty text", "write the label's text")
 
 
-def check_names(sources: Sequence[SourceConfig]) -> None:
+def check_names(names: Sequence[str], option: str = "sources") -> None:
     """Check that no two sources have one name.
 
+    Args:
+        names: The names.
+        option: Which option of the data lists the sources.
+
     Raises:
-        OptionError: If two do.
+        OptionError: If two are equal.
     """
-    names = [source.name for source in sources]
     for name in names:
         if names.count(name) > 1:
-            raise OptionError("data.sources", name, "must have different names", "rename one of them")
+            raise OptionError(f"data.{option}", name, "must have different names", "rename one of them")
 
 
 def _unless_refuse(policy: str) -> str | None:

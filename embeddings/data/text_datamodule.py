@@ -4,17 +4,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from lightning import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from embeddings.common.distributed import rank, world_size
-from embeddings.common.errors import OptionError
-from embeddings.common.randomness import run_seed
-from embeddings.data.datamodule import PlannedDataModule, single_threaded_tokenizers
 from embeddings.data.examples import RowDraw
 from embeddings.data.loader import ResumableLoader
 from embeddings.data.packed_rows import RowCollator, RowMixture
+from embeddings.data.planned_datamodule import (
+    PlannedDataModule,
+    check_least,
+    single_threaded_tokenizers,
+)
 from embeddings.data.samplers.base import BatchSampler, SamplerFactory, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
+from embeddings.data.sources import check_names
 from embeddings.data.text_sources import TextSource
 from embeddings.data.token_stream import DocumentTokenizer, open_stream
 
@@ -57,24 +61,25 @@ class TextDataModule(PlannedDataModule):
         seed: int | None = None,
         tokenizer: str | None = None,
     ) -> None:
-        super().__init__(num_workers, tokenizer)
-        if not sources:
-            raise OptionError("data.sources", sources, "must name at least one source", "give a file or packages")
-        for name, value, least in (("row_length", row_length, 2), ("batch_size", batch_size, 1)):
-            if not isinstance(value, int) or value < least:
-                raise OptionError(f"data.{name}", value, f"must be >= {least}", "LLM2Vec: 32 rows of 512 tokens")
-        if not isinstance(num_workers, int) or num_workers < 0:
-            raise OptionError("data.num_workers", num_workers, "must be >= 0", "0 makes batches between the steps")
-        for option, given in (("sources", sources), ("validation_sources", validation_sources)):
-            names = [source.name for source in given]
-            for name in names:
-                if names.count(name) > 1:
-                    raise OptionError(f"data.{option}", name, "must have different names", "rename one of them")
+        super().__init__(sources, batch_size, sampler, num_workers, cache_dir, seed, tokenizer)
+        check_names([source.name for source in validation_sources], "validation_sources")
+        check_least("row_length", row_length, 2)
         self.sources, self.validation_sources = sources, validation_sources
-        self.row_length, self.batch_size, self.append_eos = row_length, batch_size, append_eos
-        self.sampler, self.cache_dir, self.seed = sampler, cache_dir, run_seed(seed)
+        self.row_length, self.append_eos = row_length, append_eos
         self._rows: RowMixture | None = None
         self._validation_rows: RowMixture | None = None
+
+    def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
+        """Check what can be known of files, packages and plan before a source is tokenised, which may take hours.
+
+        Raises:
+            InputError: If a file, or the tokenizer, is not there.
+            OptionError: If a package is not installed, or the sampler's options do not suit the sources.
+        """
+        for source in [*self.sources, *self.validation_sources]:
+            source.check()
+        self._check_plan(trainer)
+        self._base_tokenizer(module)
 
     def prepare_data(self) -> None:
         """Tokenise the sources, on one rank, where that is still to do, and check that they fill a batch.
@@ -138,8 +143,7 @@ class TextDataModule(PlannedDataModule):
         return RowCollator(self._base_tokenizer(module), self.row_length, getattr(module, "task", None))
 
     def _plan(self) -> BatchSampler:
-        weights = [source.weight for source in self.sources]
-        plan = self.sampler(self.rows.sizes, self.batch_size, self.seed, weights)
+        plan = self._make_plan(self.rows.sizes)
         names = [source.name for source in self.sources]
         pairs = zip(names, self.rows.streams, strict=True)
         plan.identify([SourceIdentity(name, stream.key) for name, stream in pairs])

@@ -12,7 +12,7 @@ from typing import Any
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES
-from embeddings.data.docstrings.sources import SourceFile, find_sources, is_available
+from embeddings.data.docstrings.sources import SourceFile, find_sources, is_available, require_available
 from embeddings.data.file_hashes import FileHash, hash_file, remember_hash
 from embeddings.data.files import resolve_files
 from embeddings.data.hub import HubReader, resolve_revision
@@ -74,6 +74,20 @@ class TextSource:
     def is_hub(self) -> bool:
         """Whether the source is a Hub data set."""
         return isinstance(self.path, str) and self.path.startswith(HUB_PREFIX)
+
+    def check(self) -> None:
+        """Check that what the source names is there, without reading it; the Hub is not asked.
+
+        Raises:
+            InputError: If a file is missing.
+            OptionError: If a package is not installed.
+        """
+        if self.packages:
+            for package in _packages(self.packages):
+                require_available(package)
+        elif not self.is_hub:
+            assert self.path is not None
+            resolve_files(self.path)
 
     def _fault(self, option: str, value: object, rule: str, fix: str) -> OptionError:
         return OptionError(f"data.sources[{self.name}].{option}", value, rule, fix)

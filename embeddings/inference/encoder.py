@@ -152,7 +152,7 @@ class Encoder:
         """
         _check_list("texts", texts)
         role = role or ("query" if prompt_name == "query" else "document")
-        prompt = self._prompt(prompt_name, role)
+        prompt = self.embedder.text.prompt(prompt_name, role)
         context_MH = self._context_vectors(context)
         unique, row_N = _unique(texts)
         tokens = self._tokenised_blocks(unique, role, prompt, f"encode {role}")
@@ -183,7 +183,9 @@ class Encoder:
         if self.num_context == 0:
             raise OptionError("context", "a context", "must be left out: this model takes none", "drop it")
         unique, row_N = _unique(texts)
-        tokens = self._tokenised_blocks(unique, "document", self._prompt(None, "document"), "encode context")
+        tokens = self._tokenised_blocks(
+            unique, "document", self.embedder.text.prompt(None, "document"), "encode context"
+        )
         model: Any = self.embedder
         vector_MH = np.empty((len(unique), model.context_size), np.float32)
         with self._inference():
@@ -191,15 +193,6 @@ class Encoder:
                 vector_MH[rows] = self._encode_block(block, model.embed_context, bar)
         _check_finite(vector_MH, unique)
         return vector_MH if row_N is None else vector_MH[row_N]
-
-    def _prompt(self, prompt_name: str | None, role: TextRole) -> str:
-        prompts = self.embedder.text.prompts
-        if prompt_name is None:
-            return prompts.get(role, "")
-        if prompt_name not in prompts:
-            known = ", ".join(sorted(prompts)) or "none"
-            raise OptionError("prompt_name", prompt_name, f"must name a prompt of the model ({known})", "leave it out")
-        return prompts[prompt_name]
 
     def _context_vectors(self, context: Context | Sequence[str] | None) -> Tensor | None:
         if context is None:

@@ -97,7 +97,8 @@ def test_an_impossible_or_idle_option_is_refused_by_name(options, message):
 
 
 def test_two_sources_of_one_name_are_refused():
-    sources = [SourceConfig(name, "a.jsonl") for name in ("a", "b", "a")]
-    check_names(sources[:2])
+    check_names(["a", "b"])
     with pytest.raises(OptionError, match=r"data\.sources must have different names, got 'a'; rename one"):
-        check_names(sources)
+        check_names(["a", "b", "a"])
+    with pytest.raises(OptionError, match=r"data\.validation_sources must have different names, got 'b'"):
+        check_names(["b", "b"], "validation_sources")

@@ -55,6 +55,18 @@ def is_available(package: str) -> bool:
     return bool(_roots(package))
 
 
+def require_available(package: str) -> None:
+    """Check that this Python has the package, with source files.
+
+    Raises:
+        OptionError: If it has not.
+    """
+    if not is_available(package):
+        near = difflib.get_close_matches(package, sorted({STANDARD_LIBRARY, *_importable()}), n=1)
+        hint = f"did you mean {near[0]}?" if near else "pip install it, or take it out of the list"
+        raise OptionError("packages", package, "must name installed packages as one imports them", hint)
+
+
 def find_sources(package: str) -> list[SourceFile]:
     """The source files of an installed package, sorted by module, without its tests and the copies of others in it.
 
@@ -66,13 +78,9 @@ def find_sources(package: str) -> list[SourceFile]:
     Raises:
         OptionError: If no such package is installed, or it has no source files.
     """
-    roots = _roots(package)
-    if not roots:
-        near = difflib.get_close_matches(package, sorted({STANDARD_LIBRARY, *_importable()}), n=1)
-        hint = f"did you mean {near[0]}?" if near else "pip install it, or take it out of the list"
-        raise OptionError("packages", package, "must name installed packages as one imports them", hint)
+    require_available(package)
     prefix = "" if package == STANDARD_LIBRARY else package
-    found = {file.module: file for root in roots for file in _walk(package, prefix, root)}
+    found = {file.module: file for root in _roots(package) for file in _walk(package, prefix, root)}
     return [found[module] for module in sorted(found)]
 
 
