@@ -49,7 +49,7 @@ class Recipe:
         order: The order of the levels, or None for no hard negatives.
         level: The level of the order `fixed`.
         temperature: The loss's.
-        num_steps: Steps.
+        num_steps: Steps; 0 scores what training starts from.
         batch_size: Pairs of a batch.
         max_length: Most tokens of a text, in training and scoring.
         learning_rate: Its peak.
@@ -81,7 +81,10 @@ def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> li
         recipes: By the name of the variant.
     """
     if chosen.tiny:
-        recipes = {name: replace(recipe, num_steps=4, batch_size=4, max_length=12) for name, recipe in recipes.items()}
+        recipes = {
+            name: replace(recipe, num_steps=min(recipe.num_steps, 4), batch_size=4, max_length=12)
+            for name, recipe in recipes.items()
+        }
     World(chosen.work, chosen.tiny).prepare([])
     seeds = range(1 if chosen.tiny else chosen.seeds)
     trials = [Trial(experiment, name, seed, asdict(recipe)) for seed in seeds for name, recipe in recipes.items()]
@@ -92,13 +95,16 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model."""
     world, recipe = World(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
     start = time.perf_counter()
-    module, loss = train(world, recipe, trial.seed)
-    seconds = time.perf_counter() - start
-    return {**score(world, module.embedder, others=False), "last training loss": loss, "training seconds": seconds}
+    module, found = module_of(recipe, trial.seed), {}
+    if recipe.num_steps:
+        found = {"last training loss": train(world, recipe, trial.seed, module)}
+        found["training seconds"] = time.perf_counter() - start
+    module.embedder.text = recipe.text
+    return {**score(world, module.embedder, others=False), **found}
 
 
-def train(world: World, recipe: Recipe, seed: int) -> tuple[MGHCurriculumModule, float]:
-    """Train a model by a recipe; returns it and the mean loss of its last ten steps."""
+def train(world: World, recipe: Recipe, seed: int, module: MGHCurriculumModule) -> float:
+    """Train a model by a recipe; returns the mean loss of its last ten steps."""
     losses = _Losses()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     trainer = L.Trainer(
@@ -114,9 +120,8 @@ def train(world: World, recipe: Recipe, seed: int) -> tuple[MGHCurriculumModule,
         use_distributed_sampler=False,
         default_root_dir=world.folder,
     )
-    module = module_of(recipe, seed)
     trainer.fit(module, data_of(world, recipe, seed))
-    return module, sum(losses.values[-10:]) / len(losses.values[-10:])
+    return sum(losses.values[-10:]) / len(losses.values[-10:])
 
 
 def data_of(world: World, recipe: Recipe, seed: int) -> EmbeddingDataModule:
