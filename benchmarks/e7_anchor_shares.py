@@ -10,14 +10,14 @@ draws the documents.
 import subprocess
 import sys
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.docstring_trials import MODEL, World
 from benchmarks.e5_pooling_and_mask import CONFIGS, decoder
-from benchmarks.trials import Metrics, Trial, run_trials, table, trial_options
+from benchmarks.trials import Metrics, Trial, run_recipes, table, trial_options
 from embeddings.common import TextSettings
 from embeddings.evaluation import read_retrieval_folder
 from embeddings.inference.anchor_shares import PLACES, anchor_shares
@@ -57,9 +57,7 @@ def main() -> None:
         "decoder, adapted": Case(adapted, bidirectional=True),
     }
     World(chosen.work, chosen.tiny).prepare([])
-    seeds = range(1 if chosen.tiny else chosen.seeds)
-    trials = [Trial("E7", name, seed, asdict(case)) for name, case in cases.items() for seed in seeds]
-    scores = run_trials(chosen, trials, shares)
+    scores = run_recipes(chosen, "E7", cases, shares)
     print(f"E7, share of the weight\n{table(scores, [f'weight on {place}' for place in PLACES])}")
     print(f"\nshare of the tokens\n{table(scores, [f'tokens, {place}' for place in PLACES])}")
 

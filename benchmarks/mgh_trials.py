@@ -5,11 +5,10 @@ the same class or module's top level (1); a row that lacks a level takes its nea
 packages, each searched by itself, and functions of the training packages.
 """
 
-import logging
 import time
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +16,8 @@ from typing import Any, Literal
 import lightning as L
 import torch
 
-from benchmarks.docstring_trials import MODEL, World, score
-from benchmarks.trials import Metrics, Scores, Trial, run_trials
-from embeddings.callbacks import GradCacheCallback
+from benchmarks.docstring_trials import MODEL, World, fit, score
+from benchmarks.trials import Metrics, Scores, Trial, run_recipes
 from embeddings.common import TextSettings
 from embeddings.data import BlendedBatchSampler, CurriculumBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.data.samplers.level_schedule import LevelOrder
@@ -86,9 +84,7 @@ def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> li
             for name, recipe in recipes.items()
         }
     World(chosen.work, chosen.tiny).prepare([])
-    seeds = range(1 if chosen.tiny else chosen.seeds)
-    trials = [Trial(experiment, name, seed, asdict(recipe)) for seed in seeds for name, recipe in recipes.items()]
-    return run_trials(chosen, trials, run_trial)
+    return run_recipes(chosen, experiment, recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
@@ -106,21 +102,7 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
 def train(world: World, recipe: Recipe, seed: int, module: MGHCurriculumModule) -> float:
     """Train a model by a recipe; returns the mean loss of its last ten steps."""
     losses = _Losses()
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        precision="bf16-mixed",
-        max_steps=recipe.num_steps,
-        gradient_clip_val=1.0,
-        callbacks=[GradCacheCallback(mini_batch_tokens=1024 if not world.tiny else 256, kept_gib=4), losses],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=world.folder,
-    )
-    trainer.fit(module, data_of(world, recipe, seed))
+    fit(world, module, data_of(world, recipe, seed), recipe.num_steps, [losses])
     return sum(losses.values[-10:]) / len(losses.values[-10:])
 
 
