@@ -10,8 +10,8 @@ import logging
 import os
 import time
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ import lightning as L
 import numpy as np
 import torch
 
-from benchmarks.trials import Metrics, Scores, Trial, run_trials
+from benchmarks.trials import Metrics, Scores, Trial, run_recipes
 from embeddings.callbacks import ExportModel, GradCacheCallback
 from embeddings.common import TextSettings
 from embeddings.common.fileio import atomic_path
@@ -93,9 +93,7 @@ def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> li
     if chosen.tiny:
         recipes = {name: _tiny(recipe) for name, recipe in recipes.items()}
     World(chosen.work, chosen.tiny).prepare(list(recipes.values()))
-    seeds = range(1 if chosen.tiny else chosen.seeds)
-    trials = [Trial(experiment, name, seed, asdict(recipe)) for seed in seeds for name, recipe in recipes.items()]
-    return run_trials(chosen, trials, run_trial)
+    return run_recipes(chosen, experiment, recipes, run_trial)
 
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
@@ -227,27 +225,34 @@ def near_copy(pair: dict[str, str]) -> dict[str, str]:
 
 def train(world: World, recipe: Recipe, seed: int, export: str | None = None) -> ContrastiveModule:
     """Train a model by a recipe; with `export` it is written there as a model directory."""
-    data = data_of(world, recipe, seed)
     module = module_of(world, recipe, seed)
-    callbacks: list[L.Callback] = [GradCacheCallback(mini_batch_tokens=1024 if not world.tiny else 256, kept_gib=4)]
-    if export is not None:
-        callbacks.append(ExportModel(export))
+    callbacks = [] if export is None else [ExportModel(export)]
+    fit(world, module, data_of(world, recipe, seed), recipe.num_steps, callbacks)
+    return module
+
+
+def fit(
+    world: World,
+    module: ContrastiveModule,
+    data: EmbeddingDataModule,
+    num_steps: int,
+    callbacks: Sequence[L.Callback] = (),
+) -> None:
+    """Train a model for some steps, in bfloat16 and with GradCache, quietly."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    trainer = L.Trainer(
+    L.Trainer(
         accelerator="cpu",
         precision="bf16-mixed",
-        max_steps=recipe.num_steps,
+        max_steps=num_steps,
         gradient_clip_val=1.0,
-        callbacks=callbacks,
+        callbacks=[GradCacheCallback(mini_batch_tokens=1024 if not world.tiny else 256, kept_gib=4), *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
         default_root_dir=world.folder,
-    )
-    trainer.fit(module, data)
-    return module
+    ).fit(module, data)
 
 
 def data_of(world: World, recipe: Recipe, seed: int) -> EmbeddingDataModule:
@@ -295,13 +300,19 @@ def batch_difficulty(world: World, recipe: Recipe, seed: int) -> float:
     return float(np.mean(missed))
 
 
-def score(world: World, embedder: Embedder) -> Metrics:
-    """nDCG@10 of a model, where it is contextual behind documents of the corpus, of another one, and behind none."""
+def score(world: World, embedder: Embedder, others: bool = True) -> Metrics:
+    """nDCG@10 of a model, where it is contextual behind documents of the corpus, of another one, and behind none.
+
+    Args:
+        world: The corpora.
+        embedder: The model.
+        others: Whether collections of other kinds are searched too.
+    """
     encoder = Encoder(embedder)
     packages, functions = world.domains(), world.in_domain()
     scores = {"held-out functions": _ndcg(encoder, functions, functions.documents)}
     sets = {"held-out packages": packages}
-    if not world.tiny:
+    if others and not world.tiny:
         sets |= {name: {name: folder} for name, folder in other_domains().items()}
     foreign = next(iter(packages.values())).documents
     for name, folders in sets.items():

@@ -14,8 +14,9 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -89,6 +90,25 @@ def trial_options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="trials side by side, one thread each")
     parser.add_argument("--work", type=Path, default=Path("checkpoints/trials"), help="corpora, vectors, clusters")
     return parser.parse_args()
+
+
+def run_recipes(
+    chosen: argparse.Namespace,
+    experiment: str,
+    recipes: Mapping[str, Any],
+    function: Callable[[Trial, Path, bool], Metrics],
+) -> list[Scores]:
+    """The scores of each recipe with each seed; arguments as of `run_trials`.
+
+    Args:
+        chosen: The command line.
+        experiment: Its name in the rows.
+        recipes: A dataclass of a trial's settings, by the name of the variant.
+        function: Runs one trial.
+    """
+    seeds = range(1 if chosen.tiny else chosen.seeds)
+    trials = [Trial(experiment, name, seed, asdict(recipe)) for seed in seeds for name, recipe in recipes.items()]
+    return run_trials(chosen, trials, function)
 
 
 def run_trials(

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
-from embeddings.common import ContrastiveBatch, LossOutput, Representations, TokenBatch
+from embeddings.common import ContrastiveBatch, LossOutput, Representations, TextSettings, TokenBatch
 from embeddings.common.fileio import text_hash
 from embeddings.losses import InfoNCE
+from embeddings.models import Embedder
+from embeddings.models.pooling import Pooling
 
 
 def minilm_folder() -> str:
@@ -127,6 +129,41 @@ def small_step(hidden_size: int = 384, num_layers: int = 1) -> MeanPoolingStep:
         max_position_embeddings=256,
     )
     return MeanPoolingStep(BertModel(config, add_pooling_layer=False).eval())
+
+
+BASE_WIDTH = 768
+
+
+def random_encoder(pooling: Pooling, length: int, num_layers: int = 12, attn: str = "sdpa") -> Embedder:
+    """A BERT of 12 heads with random weights, the same ones at every call, and MiniLM's tokenizer.
+
+    Args:
+        pooling: The pooling, as wide as the encoder is to be.
+        length: Most tokens of a text.
+        num_layers: Layers of the encoder.
+        attn: Its attention function.
+    """
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=pooling.hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=12,
+        intermediate_size=4 * pooling.hidden_size,
+        max_position_embeddings=length,
+        attn_implementation=attn,
+    )
+    text = TextSettings(query_max_length=length, document_max_length=length)
+    return Embedder(BertModel(config, add_pooling_layer=False), tokenizer, pooling, text=text).eval()
+
+
+def random_texts(num_texts: int, length: int) -> list[str]:
+    """Texts of random words, of at least `length` tokens each."""
+    vocabulary = AutoTokenizer.from_pretrained(minilm_folder()).get_vocab()
+    words = sorted(word for word in vocabulary if word.isascii() and word.isalpha())
+    places = torch.randint(len(words), (num_texts, length), generator=torch.Generator().manual_seed(0))
+    return [" ".join(words[place] for place in row) for row in places.tolist()]
 
 
 def question_answer_workload(tiny: bool, num_pairs: int) -> tuple[MeanPoolingStep, ContrastiveBatch]:

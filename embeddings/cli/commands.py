@@ -4,7 +4,7 @@ import importlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
@@ -19,7 +19,8 @@ class Command:
     Args:
         target: Where it is, as `module:function`; it is imported only when the command runs.
         summary: One line for the list of commands.
-        positional: Parameters given by position; all others are options.
+        positional: Parameters given by position, the last one a list where it may be several words; all others are
+            options.
     """
 
     target: str
@@ -33,6 +34,7 @@ class Command:
         return function
 
 
+# A name of two words is a command and what it is to do.
 COMMANDS = {
     "prepare": Command("embeddings.cli.prepare:prepare", "build a training corpus", ("corpus",)),
     "quickstart": Command("embeddings.cli.quickstart:quickstart", "corpus, training, scores and searches in minutes"),
@@ -44,7 +46,10 @@ COMMANDS = {
     "filter": Command("embeddings.cli.filter:filter_records", "the training records that are worth training on"),
     "synthesize": Command("embeddings.cli.synthesize:synthesize", "training records that a language model writes"),
     "export": Command("embeddings.cli.export:export", "a training checkpoint to a model directory"),
-    "show": Command("embeddings.cli.show:show", "pictures of a run or a model", ("what",)),
+    "show curves": Command("embeddings.cli.show:curves", "a picture of a run's loss and score"),
+    "show anchor-tokens": Command(
+        "embeddings.cli.show:anchor_tokens", "a picture of texts by anchor-token-aware pooling's weights", ("texts",)
+    ),
 }
 
 
@@ -69,8 +74,10 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     parser.add_argument("--config", action="config", help="a YAML file of these options")
     added = parser.add_function_arguments(function, skip=set(command.positional), fail_untyped=True)
     for parameter in command.positional:
-        annotation = function.__annotations__[parameter]
-        parser.add_argument(parameter, type=annotation)
+        annotation: Any = function.__annotations__[parameter]
+        origin: Any = get_origin(annotation)
+        several = {"type": get_args(annotation)[0], "nargs": "+"} if origin is list else {}
+        parser.add_argument(parameter, **{"type": annotation, **several})
     words = underscored(argv)
     parsed, signature = parser.parse_args(words), signature_of(function)
     if signature is not None:

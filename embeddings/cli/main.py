@@ -26,9 +26,17 @@ def dispatch(argv: list[str]) -> None:
     Raises:
         ConfigError: If there is no such command, or its arguments do not parse.
     """
-    name = argv[0]
-    if name in COMMANDS:
+    name, pair = argv[0], " ".join(argv[:2])
+    kinds = [command.removeprefix(f"{name} ") for command in COMMANDS if command.startswith(f"{name} ")]
+    if pair in COMMANDS:
+        run_command(pair, argv[2:])
+    elif name in COMMANDS:
         run_command(name, argv[1:])
+    elif kinds and argv[1:2] in (["-h"], ["--help"]):
+        print(usage(name))
+    elif kinds:
+        given = f"got {argv[1]!r}" if argv[1:] else "got nothing"
+        raise ConfigError(f"{name}: the next word must be {' or '.join(kinds)}, {given}; {name} --help lists them")
     elif name in TRAINER_COMMANDS:
         from embeddings.cli.app import run_trainer  # Lightning and torch load only for the commands that train
 
@@ -40,8 +48,9 @@ def dispatch(argv: list[str]) -> None:
         raise ConfigError(f"there is no command {name!r}; choose one of {known}")
 
 
-def usage() -> str:
-    """The list of commands."""
+def usage(first_word: str = "") -> str:
+    """The list of commands, or of those that begin with a word."""
     lines = ["usage: python main.py COMMAND [options]   (python main.py COMMAND --help says more)", ""]
     rows = {**TRAINER_COMMANDS, **{name: command.summary for name, command in COMMANDS.items()}}
-    return "\n".join([*lines, *(f"  {name:<12}{summary}" for name, summary in rows.items())])
+    chosen = {name: summary for name, summary in rows.items() if not first_word or name.split()[0] == first_word}
+    return "\n".join([*lines, *(f"  {name:<20}{summary}" for name, summary in chosen.items())])

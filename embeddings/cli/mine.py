@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from embeddings.mining.encoded_texts import EncodedTexts
+    from embeddings.mining.judgments import JudgedTexts
     from embeddings.mining.mine import MiningReport
 
 
@@ -16,7 +17,9 @@ def mine(
     corpus: Path | None = None,
     margin: float | None = 0.95,
     absolute_margin: float | None = None,
-    num_negatives: int = 7,
+    num_negatives: int | None = None,
+    levels: Literal["quantiles", "grades"] | None = None,
+    judgments: Path | None = None,
     first_rank: int = 1,
     last_rank: int = 100,
     choice: Literal["top", "random"] = "top",
@@ -49,7 +52,12 @@ def mine(
         corpus: A file of more documents, with `text` and maybe `title`, beside the records' positives.
         margin: Share of the positive's score that a negative stays below; `null` for none.
         absolute_margin: Distance by which a negative's score stays below the positive's.
-        num_negatives: Negatives of a query.
+        num_negatives: Negatives of a query; 7 unless given, and with `levels` 4, one of each level.
+        levels: What gives negatives a level from 1, the hardest, to 4, as the curriculum needs them: `quantiles` cuts a
+            query's candidates and as many documents drawn from all into quarters of the teacher's similarity; `grades`
+            takes people's judgments: a step below the positive, further below, irrelevant or not judged, drawn.
+        judgments: For `grades`, a qrels file (`FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`); its folder's corpus
+            is searched, and its queries are found by their text among those of the records.
         first_rank: Rank of the first document considered, from 1; the query's own texts have none.
         last_rank: Rank of the last one.
         choice: Take the hardest of what is left, or draw from it.
@@ -72,9 +80,11 @@ def mine(
         num_tasks: How many processes share the work.
     """
     from embeddings.data import SourceConfig
+    from embeddings.data.records import NUM_LEVELS
     from embeddings.inference import Encoder
     from embeddings.mining.faiss_library import load_faiss
     from embeddings.mining.jobs import ArrayTask
+    from embeddings.mining.levels import LevelRules
     from embeddings.mining.mine import SearchOptions, Teachers, mine_negatives
     from embeddings.mining.negatives import NegativeRules
 
@@ -84,18 +94,45 @@ def mine(
     models = [model] if isinstance(model, str) else model
     encoded = _encoded_texts(query_vectors, document_vectors, len(models))
     load_faiss(gpu)
+    judged, corpus = (None, corpus) if judgments is None else _judged_texts(judgments, levels, corpus)
+    if num_negatives is None:
+        num_negatives = NegativeRules.num_negatives if levels is None else NUM_LEVELS
     report = mine_negatives(
         SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows),
         output,
         Teachers(models, load, query_prompt_name, document_prompt_name, encoded),
         NegativeRules(num_negatives, margin, absolute_margin, first_rank, last_rank, choice, seed),
         search=SearchOptions(index, num_probes, num_lists, gpu, seed),
+        levels=None if levels is None else LevelRules(levels, judged, str(judgments)),
         corpus=corpus,
         vectors=vectors,
         shard_size=shard_size,
         task=ArrayTask.resolve(task_index, num_tasks),
     )
     print("this task's shards are there, others are missing yet" if report is None else table(report))
+
+
+def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> "tuple[JudgedTexts, Path]":
+    """The judgments in a qrels file, by text, and the corpus that they are of.
+
+    Raises:
+        OptionError: If they cannot take effect, or a corpus is given beside theirs.
+        InputError: If they cannot be used.
+    """
+    from embeddings.common import OptionError
+    from embeddings.evaluation.folders import read_retrieval_files, retrieval_files_of
+    from embeddings.mining.judgments import JudgedTexts
+
+    if levels != "grades":
+        raise OptionError("judgments", str(qrels), "have no effect without --levels grades", "leave them out")
+    files = retrieval_files_of(qrels)
+    if corpus is not None:
+        raise OptionError("corpus", str(corpus), f"is {files.corpus} with judgments", "leave it out")
+    data = read_retrieval_files(files)
+    found = data.judgments
+    rows = zip(found.query_J.tolist(), found.document_J.tolist(), found.relevance_J.tolist(), strict=True)
+    judged = ((data.queries[query], data.documents[document], grade) for query, document, grade in rows)
+    return JudgedTexts.of(judged, str(qrels)), files.corpus
 
 
 def _encoded_texts(
@@ -130,5 +167,12 @@ def table(report: "MiningReport") -> str:
     for reason, count in report.removed.items():
         left -= count
         lines.append(f"{reason.replace('_', ' '):<30}{count:>14}{left:>14}")
+    for level, part in (report.by_level or {}).items():
+        scores = "no scores"
+        if part["num_negatives"]:
+            low, mean, high = (f"{part[f'{name}_score']:.3f}" for name in ("lowest", "mean", "highest"))
+            scores = f"scores {low} to {high}, mean {mean}"
+        count, lacking = part["num_negatives"], part["num_lacking"]
+        lines.append(f"level {level}: {count} negatives, {scores}; {lacking} records have none")
     lines.append(f"{report.num_short} records have fewer negatives than asked for, {report.num_empty} of them none")
     return "\n".join([*lines, f"wrote {report.num_negatives} negatives to {report.output}"])

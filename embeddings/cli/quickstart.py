@@ -59,7 +59,7 @@ def quickstart() -> None:
     results["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
     results["seconds"]["total"] = round(sum(seconds.values()), 1)
     write_json(output / "metrics.json", results)
-    from embeddings.cli.show import draw_curves
+    from embeddings.figures import draw_curves
 
     draw_curves(run, output / "curves.png")
     print(f"\n{table(results)}\n")

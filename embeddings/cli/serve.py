@@ -17,6 +17,7 @@ def encode(
     role: Literal["document", "query"] = "document",
     columns: dict[str, str] | None = None,
     precision: PrecisionName = "auto",
+    dimensions: int | None = None,
     shard_size: int = 8192,
     context: Path | None = None,
     context_size: int | None = None,
@@ -35,6 +36,8 @@ def encode(
         role: Whose prompt and length limit hold for the texts.
         columns: Column of `text`, `_id` or `title`, where it has another name: `{text: query}`.
         precision: Format of matrix products; `auto` is bfloat16 where the hardware has it.
+        dimensions: How many of the first numbers of each vector are kept, of a model that was trained so; all if left
+            out.
         shard_size: Texts of a shard.
         context: The corpus that a contextual model reads each text in, a file or an encoded folder; the output keeps
             what was drawn from it, so that a search takes the same. Without it the model reads texts alone.
@@ -44,7 +47,7 @@ def encode(
     """
     from embeddings.inference import encode_corpus
 
-    encoder = _encoder(model, precision)
+    encoder = _encoder(model, precision, dimensions)
     drawn = _draw(encoder, context, context_size, context_seed)
     chosen = None if drawn is None else drawn.encoded(encoder)
     folder = encode_corpus(
@@ -66,6 +69,7 @@ def search(
     corpus: Path,
     top_k: int = 5,
     precision: PrecisionName = "auto",
+    dimensions: int | None = None,
     context: Path | None = None,
     context_size: int | None = None,
     context_seed: int = 0,
@@ -78,6 +82,7 @@ def search(
         corpus: A corpus file, or a folder that `encode` wrote with the same model.
         top_k: How many documents.
         precision: Format of matrix products.
+        dimensions: How many of the first numbers of each vector are compared; an encoded folder must hold as many.
         context: The corpus that a contextual model reads query and documents in, a file or an encoded folder. An
             encoded folder knows its own and refuses another.
         context_size: How many documents are drawn; as many as the model takes if left out.
@@ -90,7 +95,7 @@ def search(
         raise OptionError("query", query, "must not be empty", "say what to look for")
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
-    encoder = _encoder(model, precision)
+    encoder = _encoder(model, precision, dimensions)
     drawn = _draw(encoder, context, context_size, context_seed)
     (hits,) = search_corpus(encoder, corpus, [query], top_k, context=drawn)
     for hit in hits:
@@ -103,6 +108,7 @@ def evaluate(
     prompt_name: str | None = None,
     output: Path | None = None,
     precision: PrecisionName = "auto",
+    dimensions: int | None = None,
     context_size: int | None = None,
     context_seed: int = 0,
 ) -> None:
@@ -114,6 +120,8 @@ def evaluate(
         prompt_name: Which of the model's prompts goes before queries (retrieval) or every text (the other kinds).
         output: A JSON file for the scores.
         precision: Format of matrix products.
+        dimensions: How many of the first numbers of each vector are compared, of a model that was trained so; all if
+            left out.
         context_size: How many documents of each folder's own corpus a contextual model reads its texts in; without it
             the model reads texts alone.
         context_seed: Seed of the draw.
@@ -127,7 +135,7 @@ def evaluate(
     if output is not None and output.is_dir():
         raise InputError(f"--output {output}", "is a directory", "name a JSON file")
     results = evaluate_folders(
-        _encoder(model, precision),
+        _encoder(model, precision, dimensions),
         data if isinstance(data, list) else [data],
         prompt_name=prompt_name,
         context_size=context_size,
@@ -138,11 +146,11 @@ def evaluate(
         write_json(output, [asdict(result) for result in results])
 
 
-def _encoder(model: str, precision: PrecisionName) -> "Encoder":
+def _encoder(model: str, precision: PrecisionName, dimensions: int | None) -> "Encoder":
     """The encoder of a model directory with a progress bar."""
     from embeddings.inference import Encoder
 
-    return Encoder.from_pretrained(model, precision=precision, show_progress=True)
+    return Encoder.from_pretrained(model, precision=precision, dimensions=dimensions, show_progress=True)
 
 
 def _draw(encoder: "Encoder", source: Path | None, size: int | None, seed: int) -> "ContextDraw | None":

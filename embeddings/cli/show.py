@@ -1,74 +1,142 @@
-"""`show`: pictures of a run."""
+"""`show`: pictures of a run or a model, one function a picture."""
 
-import csv
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from embeddings.common import InputError
-from embeddings.common.fileio import atomic_path
-from embeddings.common.optional import require
-
-# Steps over which the loss is averaged in the picture: one batch says little.
-WINDOW = 8
+if TYPE_CHECKING:
+    from embeddings.inference.token_weights import TokenWeights
+    from embeddings.models import AnchorTokenPooling, Embedder
 
 
-def show(what: Literal["curves"], run: Path, output: Path | None = None) -> None:
-    """Draw a picture: `curves` is the loss and nDCG@10 of a run over its optimiser steps.
+def curves(run: Path, output: Path | None = None) -> None:
+    """Draw the loss and nDCG@10 of a run over its optimiser steps.
 
     Args:
-        what: Which picture.
         run: The run's folder, which holds the `metrics.csv` that `fit` wrote.
         output: The PNG file to write; `curves.png` in the run's folder where none is given.
     """
-    assert what == "curves"
+    from embeddings.figures import check_output, draw_curves
+
     path = output or run / "curves.png"
+    check_output(path)
     draw_curves(run, path)
     print(f"wrote {path}")
 
 
-def read_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
-    """One column of a run's `metrics.csv`: the steps at which it was logged, and its values.
+def anchor_tokens(
+    texts: list[str],
+    model: str,
+    output: Path = Path("anchor-tokens.png"),
+    prompt_name: str | None = None,
+    role: Literal["document", "query"] = "document",
+    axis: Literal["key", "query"] | None = None,
+    layers: int | list[int] | None = None,
+    per_head: bool | None = None,
+    include_first: bool | None = None,
+    by_visible_queries: bool | None = None,
+) -> None:
+    """Draw where anchor-token-aware pooling puts its weight in some texts, and print it as a table.
+
+    A model that pools so shows its own weights, any other one those that such a pooling would give.
+
+    Args:
+        texts: The texts, drawn below each other on one scale.
+        model: A model directory or Hub id.
+        output: The PNG file to write.
+        prompt_name: Which of the model's prompts goes before each text; the one of the role's name where none is given.
+            Its tokens have no weight.
+        role: Whose prompt and length limit hold for the texts.
+        axis: `key`: what a token receives; `query`: how evenly it looks about. The pooling's own, or `key`, if left
+            out, and so the others.
+        layers: Whose attention counts, from 0 or, negative, from the last: `-1`, or several as `[-1,-2]`.
+        per_head: Whether heads count alike.
+        include_first: Whether the text's first token is pooled.
+        by_visible_queries: Whether a weight is divided by the number of queries that see the token, as the key axis
+            needs under a causal mask.
+    """
+    from embeddings.cli.errors import one_line
+    from embeddings.common import OptionError
+    from embeddings.figures import check_output, draw_anchor_tokens
+    from embeddings.inference import Encoder
+    from embeddings.inference.token_weights import token_weights
+
+    for text in texts:
+        if not text.strip():
+            raise OptionError("TEXT", text, "must not be empty", "give a sentence")
+    check_output(output)
+    embedder = Encoder.from_pretrained(model).embedder
+    given = {
+        "axis": axis,
+        "layers": [layers] if isinstance(layers, int) else layers,
+        "per_head": per_head,
+        "include_first": include_first,
+        "by_visible_queries": by_visible_queries,
+    }
+    pooling, whose = _pooling(embedder, {name: value for name, value in given.items() if value is not None})
+    weights = token_weights(embedder, texts, pooling, prompt_name=prompt_name, role=role)
+    for text, found in zip(texts, weights, strict=True):
+        if not any(pooled and not span.is_special for pooled, span in zip(found.pooled_T, found.spans, strict=True)):
+            raise OptionError(
+                "TEXT", text[:40], "must hold a token of its own", "the model's tokenizer drops all of it"
+            )
+    title, subtitle = f"{one_line(Path(model).name, 40)}{whose}", f"Anchor-token-aware pooling, {_settings(pooling)}."
+    draw_anchor_tokens(weights, title, subtitle, output)
+    print(f"{title}\n{subtitle}")
+    for found in weights:
+        print(f"\n{_table(found)}")
+    print(f"\nwrote {output}")
+
+
+def _pooling(embedder: "Embedder", given: dict[str, object]) -> "tuple[AnchorTokenPooling, str]":
+    """The pooling whose weights are shown, and whose it is, as the end of a title that begins with the model's name.
 
     Raises:
-        InputError: If the run has no such file, or the file is no run's.
+        OptionError: If a setting is impossible.
     """
-    path = run / "metrics.csv"
-    if not path.is_file():
-        raise InputError(str(path), "no such file", "give the folder of a run, such as checkpoints/runs/NAME/version_0")
-    with open(path, encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in ("step", "train/loss") if name not in (reader.fieldnames or ())]
-        if missing:
-            raise InputError(str(path), f"has no column {missing[0]!r}", "give the folder of a run of fit")
-        rows = [(int(row["step"]), float(row[column])) for row in reader if row.get(column)]
-    return [step for step, _ in rows], [value for _, value in rows]
+    from embeddings.common import OptionError
+    from embeddings.inference.token_weights import default_pooling, own_pooling
+    from embeddings.models import AnchorTokenPooling
+    from embeddings.models.directory import pooling_name
+
+    own = own_pooling(embedder)
+    settings = (own or default_pooling(embedder)).arguments()
+    try:
+        pooling = AnchorTokenPooling(embedder.hidden_size, **{**settings, **given})
+    except ValueError as error:
+        raise OptionError("layers", given.get("layers"), str(error), "leave it out for the last layer") from error
+    if own is None:
+        name = pooling_name(embedder.pooling).replace("_", "-")
+        return pooling, f" ({name} pooling): anchor weights as they would be"
+    same = pooling.arguments() == settings
+    return pooling, ": its own anchor weights" if same else ": anchor weights with other settings than its own"
 
 
-def draw_curves(run: Path, output: Path) -> None:
-    """Draw the loss and the validation nDCG@10 of a run as two panels over one axis of optimiser steps."""
-    require("matplotlib", "quickstart").use("Agg")
-    import matplotlib.pyplot as plt
+def _settings(pooling: "AnchorTokenPooling") -> str:
+    """The settings that weights depend on, in words."""
+    layers = ", ".join(map(str, pooling.layers))
+    words = [f"{pooling.axis} axis", f"layer{'s' * (len(pooling.layers) > 1)} {layers}"]
+    words += ["heads count alike"] * pooling.per_head
+    words += ["without the first token"] * (not pooling.include_first)
+    words += ["by visible queries"] * pooling.by_visible_queries
+    return ", ".join(words)
 
-    figure, (loss_axis, score_axis) = plt.subplots(2, 1, sharex=True, figsize=(7, 6), layout="constrained")
-    steps, losses = read_curve(run, "train/loss")
-    loss_axis.plot([step + 1 for step in steps], losses, color="tab:blue", linewidth=0.8, alpha=0.4)
-    means = [sum(losses[max(0, end - WINDOW) : end]) / min(end, WINDOW) for end in range(1, len(losses) + 1)]
-    loss_axis.plot([step + 1 for step in steps], means, color="tab:blue", label=f"mean of {WINDOW} steps")
-    loss_axis.legend()
-    loss_axis.set_ylabel("training loss")
-    loss_axis.set_ylim(bottom=0)
-    steps, scores = read_curve(run, "val/ndcg_at_10")
-    score_axis.plot(steps, scores, color="tab:green", marker="o")
-    for step, score in zip(steps, scores, strict=True):
-        score_axis.annotate(
-            f"{score:.3f}", (step, score), textcoords="offset points", xytext=(0, 6), ha="center", size=8
-        )
-    score_axis.set_ylabel("validation nDCG@10")
-    score_axis.set_xlabel("optimiser step")
-    score_axis.margins(y=0.15)
-    for axis in (loss_axis, score_axis):
-        axis.grid(alpha=0.3)
-    loss_axis.set_title(f"{run.parent.name}/{run.name}")
-    with atomic_path(output) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
-    plt.close(figure)
+
+def _table(weights: "TokenWeights") -> str:
+    """Each token's weight, then the shares of the weight by place."""
+    from embeddings.figures.anchor_tokens import PLACE_NAMES, weighted_pieces
+    from embeddings.inference.anchor_shares import shares_of
+
+    num_pooled = int(weights.pooled_T.sum())
+    lines = ["  weight  over mean  token"]
+    for piece in weighted_pieces(weights):
+        text = piece.text if piece.is_special else " ".join(piece.text.split()) or repr(piece.text)
+        text += f"  ({piece.num_tokens} tokens)" if piece.num_tokens > 1 else ""
+        weight, over_mean = f"{piece.weight:.4f}", f"{piece.weight * num_pooled / piece.num_tokens:.2f}"
+        if not piece.is_pooled:
+            weight = over_mean = "-"
+        lines.append(f"{weight:>8}  {over_mean:>9}  {text}")
+    shares = shares_of(weights)
+    lines += ["", f"{'share of':<16}{'the weight':>12}{'the tokens':>12}"]
+    for place, name in PLACE_NAMES.items():
+        lines.append(f"{name:<16}{shares.weight[place]:>12.1%}{shares.tokens[place]:>12.1%}")
+    return "\n".join(lines)

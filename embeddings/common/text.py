@@ -36,6 +36,19 @@ class TextSettings:
         """Most tokens of a text in this role."""
         return self.query_max_length if role == "query" else self.document_max_length
 
+    def prompt(self, name: str | None, role: TextRole) -> str:
+        """The prompt of this name; without a name the one named like the role, or none where there is no such prompt.
+
+        Raises:
+            OptionError: If there is no prompt of this name.
+        """
+        if name is None:
+            return self.prompts.get(role, "")
+        if name not in self.prompts:
+            known = ", ".join(sorted(self.prompts)) or "none"
+            raise OptionError("prompt_name", name, f"must name a prompt of the model ({known})", "leave it out")
+        return self.prompts[name]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain types, as a checkpoint or a model directory holds them."""
         return asdict(self)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from embeddings.data.samplers.blended import BlendedBatchSampler
     from embeddings.data.samplers.clustered import ClusteredBatchSampler
     from embeddings.data.samplers.curriculum import CurriculumBatchSampler
+    from embeddings.data.samplers.homogeneous import HomogeneousBatchSampler
     from embeddings.data.sources import SourceConfig
     from embeddings.data.text_datamodule import TextDataModule
     from embeddings.data.text_sources import TextSource
@@ -29,6 +30,7 @@ __all__ = [
     "CurriculumBatchSampler",
     "EmbeddingDataModule",
     "Example",
+    "HomogeneousBatchSampler",
     "Mixture",
     "Negative",
     "Record",
@@ -53,6 +55,7 @@ __getattr__ = lazy_names(
         "CurriculumBatchSampler": "samplers.curriculum",
         "EmbeddingDataModule": "datamodule",
         "Example": "examples",
+        "HomogeneousBatchSampler": "samplers.homogeneous",
         "Mixture": "mixture",
         "Negative": "examples",
         "Record": "records",

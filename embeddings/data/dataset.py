@@ -16,6 +16,7 @@ from embeddings.data.level_choice import places_of_level
 from embeddings.data.records import label_key
 from embeddings.data.sources import SourceConfig
 from embeddings.data.surrogate_vectors import SurrogateVectors
+from embeddings.data.table import StoredRow
 
 DEFAULT_NUM_NEGATIVES = 7
 
@@ -93,8 +94,14 @@ class SourceDataset:
 
     def __getitem__(self, entry: RowDraw) -> Example:
         """The example of a row of this source; `source` is 0."""
-        index = self._stored_index(entry.row)
-        stored = self.cached.table.row(index)
+        return self.__getitems__([entry])[0]
+
+    def __getitems__(self, entries: Sequence[RowDraw]) -> list[Example]:
+        """The examples of some entries, in their order; their rows are read together."""
+        indices = [self._stored_index(entry.row) for entry in entries]
+        return list(map(self._example, entries, indices, self.cached.table.rows(indices)))
+
+    def _example(self, entry: RowDraw, index: int, stored: StoredRow) -> Example:
         positives, negatives, negative_labels = self._candidates(stored, index, entry.draw)
         places: Sequence[int] = range(len(negatives))
         if entry.rule is not None:

@@ -13,7 +13,7 @@ from embeddings.data.samplers.base import BatchSampler
 
 
 class Drawable(Protocol):
-    """Rows that are read one entry of the plan at a time."""
+    """Rows that are read one entry of the plan at a time, or a whole batch at once where it has `__getitems__`."""
 
     def __getitem__(self, entry: RowDraw, /) -> Any: ...
 
@@ -35,8 +35,9 @@ class _Batches:
         self.dataset, self.collate_fn = dataset, collate_fn
 
     def __getitems__(self, entries: list[RowDraw]) -> Any:
+        read_all = getattr(self.dataset, "__getitems__", None)
         try:
-            return self.collate_fn([self.dataset[entry] for entry in entries])
+            return self.collate_fn(read_all(entries) if read_all else [self.dataset[entry] for entry in entries])
         except (UserError, OSError) as error:
             return _Fault(error)
 
@@ -56,7 +57,7 @@ class ResumableLoader(DataLoader[Any]):
     left alone. The state is the same on every rank, so the one that rank 0 saves serves all.
 
     Args:
-        dataset: Answers `dataset[RowDraw]`.
+        dataset: Answers `dataset[RowDraw]`, and where it can `dataset.__getitems__(list of them)`, as torch asks it.
         batch_sampler: The plan.
         collate_fn: Makes a batch of a list of what the data set answers.
         num_workers: Processes that read and tokenise ahead; 0 does it between the steps.

@@ -71,6 +71,17 @@ class Mixture:
 
     def __getitem__(self, entry: RowDraw) -> Example:
         """The example of a row for a draw key."""
-        source = self.source_of(entry.row)
-        local = entry._replace(row=entry.row - self._starts[source])
-        return replace(self.sources[source][local], row=entry.row, source=source)
+        return self.__getitems__([entry])[0]
+
+    def __getitems__(self, entries: Sequence[RowDraw]) -> list[Example]:
+        """The examples of some entries, in their order; those of a source are read together."""
+        sources = [self.source_of(entry.row) for entry in entries]
+        read = {}
+        for source in set(sources):
+            own = [entry for entry, its in zip(entries, sources, strict=True) if its == source]
+            local = [entry._replace(row=entry.row - self._starts[source]) for entry in own]
+            read[source] = iter(self.sources[source].__getitems__(local))
+        return [
+            replace(next(read[source]), row=entry.row, source=source)
+            for entry, source in zip(entries, sources, strict=True)
+        ]

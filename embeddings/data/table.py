@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError
-from embeddings.data.columns import ListColumn, NumberColumn, TextColumn
+from embeddings.data.columns import Int64s, ListColumn, MappedFile, NumberColumn, TextColumn
 
 ROWS_FILE, STARTS_FILE = "rows.arrow", "starts.npy"
 MAX_BATCH_ROWS, MAX_BATCH_CHARACTERS = 65_536, 32 * 2**20
@@ -41,8 +42,8 @@ class StoredRow(NamedTuple):
 def write_table(folder: Path, rows: Iterable[StoredRow]) -> int:
     """Write rows into `folder`; returns their number. At most one batch of them is in memory.
 
-    Batches are cut by size as well as by count: a batch must fit in memory while it is written, and each one costs
-    its reader a few kilobytes, so they are neither very large nor many.
+    Batches are cut by size as well as by count: a batch must fit in memory while it is written, and its reader parses
+    each one that it touches, so they are neither very large nor many.
     """
     starts, count, characters = [0], 0, 0
     # Columns, not rows: the garbage collector walks a tuple a row again and again.
@@ -76,24 +77,37 @@ class Table:
     """Reads what `write_table` wrote: the file stays on disk, mapped into memory.
 
     A table travels to another process by its folder and is opened there again, so that workers share the operating
-    system's cache. Batches are decoded when first touched and kept: a few kilobytes for each 32 MiB of text.
+    system's cache. Where a batch's columns lie is noted when it is first touched, in some 200 bytes.
 
     Raises:
-        InputError: If the file is missing or damaged.
+        InputError: If the file is missing or damaged, here or where a row is read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self._starts: list[int] = np.load(folder / STARTS_FILE).tolist()
+            self._start_R: Int64s = np.load(folder / STARTS_FILE)
+            file = MappedFile(folder / ROWS_FILE)
             # Threads of Arrow's own would not survive the fork that makes a worker.
-            options = pa.ipc.IpcReadOptions(use_threads=False)
-            self._reader = pa.ipc.open_file(pa.memory_map(str(folder / ROWS_FILE)), options=options)
+            self._reader = pa.ipc.open_file(file.buffer, options=pa.ipc.IpcReadOptions(use_threads=False))
         except (pa.ArrowException, OSError, ValueError) as error:
             raise _damaged(folder) from error
-        if self._reader.num_record_batches != len(self._starts) - 1:
+        self._starts: list[int] = self._start_R.tolist()
+        num_batches = len(self._starts) - 1
+        if self._reader.num_record_batches != num_batches:
             raise _damaged(folder)
-        self._columns: list[_Columns | None] = [None] * (len(self._starts) - 1)
+        self._is_open_R = np.zeros(num_batches, dtype=np.bool_)
+        self._is_open = self._is_open_R.data
+        self._query, self._instruction = TextColumn(file, num_batches), TextColumn(file, num_batches)
+        self._positives = ListColumn(file, num_batches, TextColumn(file, num_batches))
+        self._negatives = ListColumn(file, num_batches, TextColumn(file, num_batches))
+        self._level = NumberColumn(file, num_batches, "int8")
+        self._levels = ListColumn(file, num_batches, self._level)
+        self._label = NumberColumn(file, num_batches, "int32")
+        # As `StoredRow` names them.
+        self._columns: tuple[TextColumn | ListColumn | NumberColumn, ...] = (
+            self._query, self._positives, self._negatives, self._levels, self._label, self._instruction,
+        )  # fmt: skip
 
     def __reduce__(self) -> tuple[type["Table"], tuple[Path]]:
         """The folder alone."""
@@ -105,49 +119,54 @@ class Table:
 
     def row(self, index: int) -> StoredRow:
         """The row at `index`, from 0."""
-        columns, place = self._find(index)
-        return StoredRow(
-            columns.query[place],
-            columns.positives[place],
-            columns.negatives[place],
-            columns.levels[place],
-            columns.label.values[place],
-            columns.instruction[place],
-        )
+        batch = self._batch_of(index)
+        try:
+            return StoredRow._make([column.at(batch, index) for column in self._columns])
+        except ValueError as error:
+            raise _damaged(self.folder) from error
+
+    def rows(self, indices: Sequence[int] | Int64s) -> list[StoredRow]:
+        """The rows at some indices, in any order and as often as asked for, each as `row` gives it."""
+        index_N = np.asarray(indices, dtype=np.int64)
+        outside_N = (index_N < 0) | (index_N >= len(self))
+        if outside_N.any():
+            raise self._outside(int(index_N[outside_N][0]))
+        batch_N = np.searchsorted(self._start_R, index_N, side="right") - 1
+        for batch in np.unique(batch_N[~self._is_open_R[batch_N]]).tolist():
+            self._open(batch)
+        try:
+            columns = [column.take(batch_N, index_N) for column in self._columns]
+        except ValueError as error:
+            raise _damaged(self.folder) from error
+        # The tuples' own constructor: that of `StoredRow` looks for arguments left out, and takes twice the time.
+        return list(map(partial(tuple.__new__, StoredRow), zip(*columns, strict=True)))
 
     def query(self, index: int) -> str:
         """The query at `index` alone."""
-        columns, place = self._find(index)
-        return columns.query[place]
+        return self._value(self._query, index)  # type: ignore[no-any-return]
 
     def positives(self, index: int) -> list[str]:
         """The positives at `index` alone."""
-        columns, place = self._find(index)
-        return columns.positives[place]
+        return self._value(self._positives, index)  # type: ignore[no-any-return]
 
     def negatives(self, index: int) -> list[str]:
         """The negatives at `index` alone."""
-        columns, place = self._find(index)
-        return columns.negatives[place]
+        return self._value(self._negatives, index)  # type: ignore[no-any-return]
 
     def labels(self) -> NDArray[np.int32]:
         """The label of every row, (rows,)."""
-        return np.concatenate(
-            [np.asarray(self._batch(number).label.values) for number in range(len(self._columns))]
-            or [np.empty(0, np.int32)]
-        )
+        parts = [self._label.view(batch, *self._bounds(batch)) for batch in self._batches()]
+        return np.concatenate([np.empty(0, np.int32), *parts])
 
     def negative_levels(self) -> Iterator[NDArray[np.int8]]:
         """The levels of all negatives, batch by batch, (negatives,)."""
-        for number in range(len(self._columns)):
-            numbers = self._batch(number).levels.child
-            assert isinstance(numbers, NumberColumn)
-            yield np.asarray(numbers.values)
+        for batch in self._batches():
+            yield self._level.view(batch, 0, self._levels.num_elements(batch))
 
     def row_levels(self) -> Iterator[NDArray[np.uint8]]:
         """Which levels the negatives of each row have, batch by batch, (rows,): bit l is set where one has level l."""
-        for number, numbers in enumerate(self.negative_levels()):
-            starts = self._batch(number).levels.starts(self._starts[number + 1] - self._starts[number])
+        for batch, numbers in enumerate(self.negative_levels()):
+            starts = self._levels.starts(batch, *self._bounds(batch))
             has_negatives = starts[:-1] < starts[1:]
             found = np.zeros(len(has_negatives), dtype=np.uint8)
             if has_negatives.any():
@@ -155,40 +174,49 @@ class Table:
                 found[has_negatives] = np.bitwise_or.reduceat(bits, starts[:-1][has_negatives])
             yield found
 
-    def _find(self, index: int) -> tuple["_Columns", int]:
+    def _value(self, column: TextColumn | ListColumn, index: int) -> Any:
+        batch = self._batch_of(index)
+        try:
+            return column.at(batch, index)
+        except ValueError as error:
+            raise _damaged(self.folder) from error
+
+    def _batch_of(self, index: int) -> int:
+        """The batch of a row, opened."""
         if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        number = bisect_right(self._starts, index) - 1
-        return self._batch(number), index - self._starts[number]
+            raise self._outside(index)
+        batch = bisect_right(self._starts, index) - 1
+        if not self._is_open[batch]:
+            self._open(batch)
+        return batch
 
-    def _batch(self, number: int) -> "_Columns":
-        columns = self._columns[number]
-        if columns is None:
-            columns = self._columns[number] = _columns_of(self._reader.get_batch(number))
-        return columns
+    def _batches(self) -> Iterator[int]:
+        """All batches, each opened."""
+        for batch in range(len(self._is_open)):
+            if not self._is_open[batch]:
+                self._open(batch)
+            yield batch
 
+    def _bounds(self, batch: int) -> tuple[int, int]:
+        """The first row of a batch and that of the next."""
+        return self._starts[batch], self._starts[batch + 1]
 
-class _Columns(NamedTuple):
-    """The columns of one record batch, as `StoredRow` names them."""
+    def _open(self, batch: int) -> None:
+        """Note where a batch's columns lie."""
+        first, stop = self._bounds(batch)
+        try:
+            arrays = self._reader.get_batch(batch)
+            arrays.validate()
+            if arrays.num_rows != stop - first:
+                raise ValueError(f"{arrays.num_rows} rows, expected {stop - first}")
+            for column, array in zip(self._columns, arrays.columns, strict=True):
+                column.open(batch, array, first)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise _damaged(self.folder) from error
+        self._is_open[batch] = True
 
-    query: TextColumn
-    positives: ListColumn
-    negatives: ListColumn
-    levels: ListColumn
-    label: NumberColumn
-    instruction: TextColumn
-
-
-def _columns_of(batch: pa.RecordBatch) -> _Columns:
-    query, positives, negatives, levels, label, instruction = batch.columns
-    return _Columns(
-        TextColumn(query),
-        ListColumn(positives, TextColumn(positives.values)),
-        ListColumn(negatives, TextColumn(negatives.values)),
-        ListColumn(levels, NumberColumn(levels.values, "b")),
-        NumberColumn(label, "i"),
-        TextColumn(instruction),
-    )
+    def _outside(self, index: int) -> IndexError:
+        return IndexError(f"row {index} of {len(self)}")
 
 
 def _damaged(folder: Path) -> InputError:

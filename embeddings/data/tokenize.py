@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from itertools import chain, takewhile
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,22 @@ from transformers import PreTrainedTokenizerBase
 from embeddings.common.errors import OptionError
 from embeddings.common.text import TextRole, TextSettings
 from embeddings.common.types import TokenBatch
+
+
+class TokenSpan(NamedTuple):
+    """Where a token lies in its text.
+
+    Attributes:
+        token: The token as the vocabulary has it.
+        start: First character, from 0, of prompt and text as one string.
+        end: Character after the last one. Tokens of one character share its place.
+        is_special: Whether the token was added and covers no character (`[CLS]`, `</s>`).
+    """
+
+    token: str
+    start: int
+    end: int
+    is_special: bool
 
 
 class TextTokenizer:
@@ -71,13 +88,7 @@ class TextTokenizer:
         Raises:
             OptionError: If a prompt leaves no room for a token of the text; the message names the limit.
         """
-        if prompts is None:
-            prompts = self.settings.prompts.get(role, "")
-        each = [prompts] * len(texts) if isinstance(prompts, str) else list(prompts)
-        limit = self.settings.max_length(role)
-        for prompt in set(each):
-            self.check_prompt(prompt, role)
-        self._backend.enable_truncation(limit - len(self._appended), direction="right")
+        each = self._prompts(len(texts), role, prompts)
         joined = [prompt + text for prompt, text in zip(each, texts, strict=True)]
         if self.settings.pool_prompt or not any(each):
             # The same tokens without their offsets, a quarter faster.
@@ -86,6 +97,31 @@ class TextTokenizer:
             encodings = self._backend.encode_batch(joined)
             firsts = [self._first_pooled(*pair) for pair in zip(encodings, each, strict=True)]
         return _token_batch([encoding.ids + self._appended or self._stand_in for encoding in encodings], firsts)
+
+    def spans(
+        self, texts: Sequence[str], role: TextRole, prompts: str | Sequence[str] | None = None
+    ) -> list[list[TokenSpan]]:
+        """Where each token of each text lies: the same tokens as calling gives, in their order; arguments as there."""
+        each = self._prompts(len(texts), role, prompts)
+        encodings = self._backend.encode_batch([prompt + text for prompt, text in zip(each, texts, strict=True)])
+        return [self._spans_of(encoding) for encoding in encodings]
+
+    def _prompts(self, num_texts: int, role: TextRole, prompts: str | Sequence[str] | None) -> list[str]:
+        """The prompt of each text, checked; texts are cut to the role's length from here on."""
+        if prompts is None:
+            prompts = self.settings.prompts.get(role, "")
+        each = [prompts] * num_texts if isinstance(prompts, str) else list(prompts)
+        for prompt in set(each):
+            self.check_prompt(prompt, role)
+        self._backend.enable_truncation(self.settings.max_length(role) - len(self._appended), direction="right")
+        return each
+
+    def _spans_of(self, encoding: Encoding) -> list[TokenSpan]:
+        rows = zip(encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True)
+        spans = [TokenSpan(token, start, end, bool(special)) for token, (start, end), special in rows]
+        added = self._appended if encoding.ids or self._appended else self._stand_in
+        names = [str(self._backend.id_to_token(token)) for token in added]
+        return spans + [TokenSpan(name, 0, 0, True) for name in names]
 
     def _first_pooled(self, encoding: Encoding, prompt: str) -> int:
         """Index of the first pooled token; all after it are pooled."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,14 @@ class RetrievalFolder:
     query_ids: list[str]
     judgments: Judgments
     num_skipped: int
+
+
+class RetrievalFiles(NamedTuple):
+    """The files of retrieval data: documents, queries, and judgments of pairs of them."""
+
+    corpus: Path
+    queries: Path
+    qrels: Path
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,13 +176,41 @@ def _find_qrels(folder: Path) -> Path | None:
 
 
 def _read_retrieval(folder: Path) -> RetrievalFolder:
-    corpus, queries, qrels = _find(folder, "corpus"), _find(folder, "queries"), _find_qrels(folder)
+    return read_retrieval_files(_retrieval_files(folder, _find_qrels(folder)))
+
+
+def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
+    """The files around a file of judgments, such as those of one split: `FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`.
+
+    Raises:
+        InputError: If one of them is missing.
+    """
+    path = Path(qrels)
+    if not path.is_file():
+        raise InputError(str(path), "no such file", "name a qrels file of a retrieval folder")
+    return _retrieval_files(path.parent.parent if path.parent.name == "qrels" else path.parent, path)
+
+
+def _retrieval_files(folder: Path, qrels: Path | None) -> RetrievalFiles:
+    corpus, queries = _find(folder, "corpus"), _find(folder, "queries")
     for path, name in ((corpus, "corpus.jsonl"), (queries, "queries.jsonl"), (qrels, "qrels.tsv")):
         if path is None:
             raise InputError(str(folder), f"{name} is missing", _LAYOUTS)
     assert corpus is not None
     assert queries is not None
     assert qrels is not None
+    return RetrievalFiles(corpus, queries, qrels)
+
+
+def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
+    """The corpus, queries and judgments in some files.
+
+    Memory: all texts of the corpus.
+
+    Raises:
+        InputError: If a row cannot be used.
+    """
+    corpus, queries, qrels = files
     documents = list(read_corpus(corpus))
     document_row = {document.document_id: row for row, document in enumerate(documents)}
     text_of_query = _read_queries(queries)

@@ -1,5 +1,6 @@
 """Floor 2: texts to vectors, and the nearest documents of a query, by vector or by word."""
 
+from embeddings.inference.anchor_shares import AnchorShares, anchor_shares
 from embeddings.inference.bm25 import BM25
 from embeddings.inference.context import Context, ContextDraw
 from embeddings.inference.context_choice import choose_context, draw_context, require_context_size, sample_context
@@ -7,20 +8,24 @@ from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.precision import Precision
 from embeddings.inference.search import TopK, search_top_k, unit_rows
+from embeddings.inference.token_weights import TokenWeights, token_weights
 from embeddings.inference.vector_folder import Hit, VectorFolder, encode_corpus, search_corpus
 from embeddings.inference.vector_shards import VectorShards
 
 __all__ = [
     "BM25",
+    "AnchorShares",
     "Context",
     "ContextDraw",
     "Document",
     "Encoder",
     "Hit",
     "Precision",
+    "TokenWeights",
     "TopK",
     "VectorFolder",
     "VectorShards",
+    "anchor_shares",
     "choose_context",
     "draw_context",
     "encode_corpus",
@@ -29,5 +34,6 @@ __all__ = [
     "sample_context",
     "search_corpus",
     "search_top_k",
+    "token_weights",
     "unit_rows",
 ]

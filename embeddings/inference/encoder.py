@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from tqdm import tqdm
 
 from embeddings.common.errors import NumericError, OptionError
@@ -48,9 +49,12 @@ class Encoder:
         mini_batch_tokens: Most padded tokens of a mini-batch, or None for 512 a thread on a processor and 65,536 on
             a GPU.
         show_progress: Whether a bar with the time left is drawn on standard error.
+        dimensions: How many of the first numbers of each vector are kept, at unit length again where the model gives
+            unit vectors; None for all. For a model that was trained so (see `MatryoshkaInfoNCE`).
 
     Raises:
-        OptionError: If the precision is unknown or the token budget is not positive.
+        OptionError: If the precision is unknown, the token budget is not positive, or the vectors have not as many
+            dimensions.
     """
 
     def __init__(
@@ -61,7 +65,11 @@ class Encoder:
         precision: Precision = "auto",
         mini_batch_tokens: int | None = None,
         show_progress: bool = False,
+        dimensions: int | None = None,
     ) -> None:
+        if dimensions is not None and not 1 <= dimensions <= embedder.embedding_dim:
+            rule = f"must be from 1 to the {embedder.embedding_dim} that the model's vectors have"
+            raise OptionError("dimensions", dimensions, rule, "leave it out for all")
         if device is not None:
             embedder.to(device)
         self.embedder = embedder
@@ -75,6 +83,7 @@ class Encoder:
             raise OptionError("mini_batch_tokens", mini_batch_tokens, "must be >= 1", "leave it out for the default")
         self.mini_batch_tokens = mini_batch_tokens
         self.show_progress = show_progress
+        self.dimensions = dimensions
         self._tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
 
     def with_mini_batch_tokens(self, mini_batch_tokens: int) -> Self:
@@ -118,8 +127,8 @@ class Encoder:
 
     @property
     def embedding_dim(self) -> int:
-        """Width of the vectors, D."""
-        return int(self.embedder.embedding_dim)
+        """Width of the vectors, D: that of the model's, or `dimensions`."""
+        return int(self.embedder.embedding_dim) if self.dimensions is None else self.dimensions
 
     @property
     def num_context(self) -> int:
@@ -152,16 +161,15 @@ class Encoder:
         """
         _check_list("texts", texts)
         role = role or ("query" if prompt_name == "query" else "document")
-        prompt = self._prompt(prompt_name, role)
+        prompt = self.embedder.text.prompt(prompt_name, role)
         context_MH = self._context_vectors(context)
         unique, row_N = _unique(texts)
         tokens = self._tokenised_blocks(unique, role, prompt, f"encode {role}")
-        arguments = {} if context_MH is None else {"context": context_MH}
         extra = int(getattr(self.embedder, "num_extra_tokens", 0))
         vector_ND = np.empty((len(unique), self.embedding_dim), np.float32)
         with self._inference():
             for rows, block, bar in tokens:
-                vector_ND[rows] = self._encode_block(block, partial(self.embedder, **arguments), bar, extra)
+                vector_ND[rows] = self._encode_block(block, partial(self._vectors, context_MH=context_MH), bar, extra)
         _check_finite(vector_ND, unique)
         return vector_ND if row_N is None else vector_ND[row_N]
 
@@ -183,7 +191,9 @@ class Encoder:
         if self.num_context == 0:
             raise OptionError("context", "a context", "must be left out: this model takes none", "drop it")
         unique, row_N = _unique(texts)
-        tokens = self._tokenised_blocks(unique, "document", self._prompt(None, "document"), "encode context")
+        tokens = self._tokenised_blocks(
+            unique, "document", self.embedder.text.prompt(None, "document"), "encode context"
+        )
         model: Any = self.embedder
         vector_MH = np.empty((len(unique), model.context_size), np.float32)
         with self._inference():
@@ -192,14 +202,14 @@ class Encoder:
         _check_finite(vector_MH, unique)
         return vector_MH if row_N is None else vector_MH[row_N]
 
-    def _prompt(self, prompt_name: str | None, role: TextRole) -> str:
-        prompts = self.embedder.text.prompts
-        if prompt_name is None:
-            return prompts.get(role, "")
-        if prompt_name not in prompts:
-            known = ", ".join(sorted(prompts)) or "none"
-            raise OptionError("prompt_name", prompt_name, f"must name a prompt of the model ({known})", "leave it out")
-        return prompts[prompt_name]
+    def _vectors(self, tokens: PaddedTokens, context_MH: Tensor | None) -> Tensor:
+        """The vectors of a mini-batch, (n, D) float32, cut to `dimensions`."""
+        arguments = {} if context_MH is None else {"context": context_MH}
+        vector_nD: Tensor = self.embedder(tokens, **arguments).float()
+        if self.dimensions is None:
+            return vector_nD
+        vector_nD = vector_nD[:, : self.dimensions]
+        return F.normalize(vector_nD, dim=-1) if self.embedder.normalize else vector_nD
 
     def _context_vectors(self, context: Context | Sequence[str] | None) -> Tensor | None:
         if context is None:

@@ -205,11 +205,13 @@ def search_corpus(
             where the corpus is a file. A draw is encoded for a file alone: with a folder's own it is only compared.
 
     Raises:
-        InputError: If the corpus cannot be used, or another model encoded it, or it was encoded with another context.
+        InputError: If the corpus cannot be used, or another model encoded it, or it was encoded with another context or
+            another number of dimensions.
         OptionError: If `top_k` is not positive, or the model takes no such context.
     """
     if Path(corpus).is_dir():
-        check_manifest(corpus, {"kind": "vectors", "complete": True, "model_sha256": embedder_sha256(encoder)})
+        fields = {"model_sha256": embedder_sha256(encoder), "embedding_dim": encoder.embedding_dim}
+        check_manifest(corpus, {"kind": "vectors", "complete": True, **fields})
         folder = VectorFolder.open(corpus)
         own = folder.context()
         if context is not None:

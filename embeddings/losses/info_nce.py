@@ -1,13 +1,12 @@
 """InfoNCE in tiles: the B x C matrix of scores is never whole in memory."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
 from embeddings.common.distributed import gather_candidates, gather_counts, gather_rows, rank
@@ -19,12 +18,7 @@ from embeddings.losses.surrogate_filter import (
     surrogate_false_negatives,
     surrogate_vectors,
 )
-
-# Fills in a tile's scores what does not compete: (tile of scores, its rows) -> None, in place.
-ExcludeInPlace = Callable[[Tensor, slice], None]
-
-# Fewer rows than this make slow matrix products.
-_MIN_TILE_ROWS = 32
+from embeddings.losses.tiled_cross_entropy import ExcludeInPlace, WidthScores, tiled_cross_entropies
 
 
 class InfoNCE(nn.Module):
@@ -95,26 +89,55 @@ class InfoNCE(nn.Module):
             than all that competes; a tie is a miss),
             `positive_score` (mean similarity of query and positive) and, where it is learnt, `temperature`.
         """
+        found = self.at_widths(query_BD, candidate_CD, batch, (query_BD.shape[1],))
+        return LossOutput(found.loss_W[0], self._terms(found, 0))
+
+    def check_width(self, embedding_dim: int) -> None:
+        """Check that the loss suits vectors of a model; this one suits any."""
+
+    def at_widths(
+        self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch, widths: Sequence[int]
+    ) -> WidthScores:
+        """The loss of the first numbers of each vector, cut before they are compared, at several widths.
+
+        What is known of the texts is gathered once, and a tile's masks are made once for all widths.
+
+        Args:
+            query_BD: Query embeddings, (B, D) float.
+            candidate_CD: Candidate embeddings, (C, D) float, in the batch's order.
+            batch: What is known of each text.
+            widths: W numbers from 1 to D.
+
+        Returns:
+            The loss and what goes with it at each width.
+
+        Distributed: one gather of candidates a width, of that width.
+        """
         with torch.autocast(query_BD.device.type, enabled=False):
-            query_BD, candidate_CD = comparable(query_BD, self.similarity), comparable(candidate_CD, self.similarity)
-            scale = self._scale(query_BD)
+            query_WBD = [comparable(query_BD[:, :width], self.similarity) for width in widths]
+            candidate_WCD = [comparable(candidate_CD[:, :width], self.similarity) for width in widths]
+            scale = self._scale(query_WBD[0])
             facts = self._facts(batch)
-            all_CD = gather_candidates(candidate_CD, facts.candidate_counts)
-            loss, accuracy, positive_score = tiled_cross_entropy(
-                query_BD, all_CD, scale, facts.positive_index_B, facts.exclude_candidates_, self.tile_size
+            all_WCD = [gather_candidates(own_CD, facts.candidate_counts) for own_CD in candidate_WCD]
+            scores = tiled_cross_entropies(
+                query_WBD, all_WCD, scale, facts.positive_index_B, facts.exclude_candidates_, self.tile_size
             )
-            if self.directions == "both":
-                all_QD = gather_candidates(query_BD, facts.query_counts)
-                positive_BD = candidate_CD[batch.positive_index_B]
-                exclude_ = facts.queries_excluder(batch)
-                document_loss, _, _ = tiled_cross_entropy(
-                    positive_BD, all_QD, scale, facts.query.index_Q, exclude_, self.tile_size
-                )
-                loss = (loss + document_loss) / 2
-        terms = {"accuracy": accuracy, "positive_score": positive_score}
+            if self.directions == "query_to_document":
+                return scores
+            all_WQD = [gather_candidates(own_BD, facts.query_counts) for own_BD in query_WBD]
+            positive_WBD = [own_CD[batch.positive_index_B] for own_CD in candidate_WCD]
+            exclude_ = facts.queries_excluder(batch)
+            documents = tiled_cross_entropies(
+                positive_WBD, all_WQD, scale, facts.query.index_Q, exclude_, self.tile_size
+            )
+            return scores._replace(loss_W=(scores.loss_W + documents.loss_W) / 2)
+
+    def _terms(self, scores: WidthScores, index: int) -> dict[str, Tensor]:
+        """What is logged of one of the widths, and of the temperature."""
+        terms = {"accuracy": scores.accuracy_W[index], "positive_score": scores.positive_score_W[index]}
         if self.log_temperature is not None:
             terms["temperature"] = self.log_temperature.detach().exp()
-        return LossOutput(loss, terms)
+        return terms
 
     def _scale(self, like: Tensor) -> Tensor:
         """1 / temperature, () in the working dtype."""
@@ -186,105 +209,3 @@ class _Facts:
                 score_rQ.masked_fill_(is_false_rQ.scatter_(1, own_index_B[rows, None], False), -torch.inf)
 
         return exclude_
-
-
-def tiled_cross_entropy(
-    row_RD: Tensor,
-    column_CD: Tensor,
-    scale: Tensor,
-    target_R: Tensor,
-    exclude_: ExcludeInPlace | None = None,
-    tile_size: int = 2**21,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean cross-entropy of scaled inner products, made in tiles of whole rows.
-
-    loss = mean over R of  -log softmax(scale * row @ column^T)[target]. The loss is one number, so a tile's gradient is
-    known up to a factor as soon as its softmax is: each tile adds its share while it is there, three matrix products in
-    all, as many as the dense path. Nothing is kept of a tile.
-
-    Args:
-        row_RD: (R, D) float32 or float64.
-        column_CD: (C, D), same dtype.
-        scale: Factor of all products, (), same dtype; may need a gradient.
-        target_R: Column of each row's right answer, (R,) int64.
-        exclude_: Sets scores of a tile to minus infinity in place, never a right answer's; None excludes nothing.
-        tile_size: Scores held at once; at least 32 rows of them are.
-
-    Returns:
-        The loss (), and without a gradient the share of rows whose right answer scores above all others () and the
-        mean unscaled score of right answers ().
-
-    Precision: the dtype of the inputs; call it outside autocast.
-    """
-    if not torch.is_grad_enabled():
-        row_RD, column_CD, scale = row_RD.detach(), column_CD.detach(), scale.detach()
-    outputs: tuple[Tensor, Tensor, Tensor] = _TiledCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        row_RD, column_CD, scale, target_R, exclude_, tile_size
-    )
-    return outputs
-
-
-class _TiledCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        row_RD: Tensor,
-        column_CD: Tensor,
-        scale: Tensor,
-        target_R: Tensor,
-        exclude_: ExcludeInPlace | None,
-        tile_size: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, accuracy and mean score; the gradients too, tile by tile, while the scores are at hand."""
-        wants_row, wants_column, wants_scale = ctx.needs_input_grad[:3]
-        row_gradient_RD = torch.empty_like(row_RD) if wants_row or wants_scale else None
-        column_gradient_CD = torch.zeros_like(column_CD) if wants_column else None
-        loss, num_right, target_score = (torch.zeros_like(scale) for _ in range(3))
-        for rows in _tiles(len(row_RD), len(column_CD), tile_size):
-            row_rD, target_r1 = row_RD[rows] * scale, target_R[rows, None]
-            weight_rC = row_rD @ column_CD.T
-            if exclude_ is not None:
-                exclude_(weight_rC, rows)
-            target_score_r1 = weight_rC.gather(1, target_r1)
-            rival_r1 = weight_rC.scatter_(1, target_r1, -torch.inf).amax(1, keepdim=True)
-            highest_r1 = torch.maximum(rival_r1, target_score_r1)
-            others_r1 = weight_rC.sub_(highest_r1).exp_().sum(1, keepdim=True)
-            total_r1 = others_r1 + (target_score_r1 - highest_r1).exp()
-            # Softmax minus one, as minus the others' share: exact where a query is all but solved.
-            weight_rC.scatter_(1, target_r1, -others_r1)
-            is_right_r1 = target_score_r1 > rival_r1
-            loss_r1 = torch.where(is_right_r1, others_r1.log1p(), total_r1.log() + highest_r1 - target_score_r1)
-            loss += loss_r1.sum()
-            num_right += is_right_r1.sum()
-            target_score += target_score_r1.sum()
-            if row_gradient_RD is not None:
-                row_gradient_RD[rows] = (weight_rC @ column_CD).div_(total_r1)
-            if column_gradient_CD is not None:
-                column_gradient_CD.addmm_(weight_rC.T, row_rD / total_r1)
-        num_rows = max(1, len(row_RD))
-        of_scale = None
-        if row_gradient_RD is not None:
-            # d(scale * x)/d(scale) summed over all scores is the gradient of the unscaled rows met with the rows.
-            of_scale = torch.linalg.vecdot(row_RD, row_gradient_RD).sum() / num_rows if wants_scale else None
-            row_gradient_RD *= scale / num_rows
-        if column_gradient_CD is not None:
-            column_gradient_CD /= num_rows
-        ctx.save_for_backward(row_gradient_RD if wants_row else None, column_gradient_CD, of_scale)
-        accuracy, mean_score = num_right / num_rows, target_score / (scale * num_rows)
-        ctx.mark_non_differentiable(accuracy, mean_score)
-        return loss / num_rows, accuracy, mean_score
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, factor: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the forward pass times `factor`."""
-        gradients = ctx.saved_tensors
-        # GradCache and a plain backward pass 1: the gradients are handed on without a second copy.
-        if factor.item() != 1.0:
-            gradients = tuple(None if gradient is None else gradient * factor for gradient in gradients)
-        return (*gradients, None, None, None)
-
-
-def _tiles(num_rows: int, num_columns: int, tile_size: int) -> Iterator[slice]:
-    height = max(_MIN_TILE_ROWS, tile_size // max(1, num_columns))
-    return (slice(start, start + height) for start in range(0, num_rows, height))

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs
     from embeddings.mining.ivf import IvfSearch, build_ivf
     from embeddings.mining.jobs import ArrayTask, ShardedJob
+    from embeddings.mining.judgments import JudgedTexts
     from embeddings.mining.kmeans import KMeans, spherical_kmeans
     from embeddings.mining.knn import DocumentSearch, ExactSearch
+    from embeddings.mining.levels import LevelRules
     from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
     from embeddings.mining.negatives import NegativeRules, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs
@@ -34,7 +36,9 @@ __all__ = [
     "FilterReport",
     "FilterRules",
     "IvfSearch",
+    "JudgedTexts",
     "KMeans",
+    "LevelRules",
     "MiningReport",
     "NegativeRules",
     "PairFeatures",
@@ -72,7 +76,9 @@ __getattr__ = lazy_names(
         "FilterReport": "filter",
         "FilterRules": "filter",
         "IvfSearch": "ivf",
+        "JudgedTexts": "judgments",
         "KMeans": "kmeans",
+        "LevelRules": "levels",
         "MiningReport": "mine",
         "NegativeRules": "negatives",
         "PairFeatures": "features",

@@ -165,7 +165,7 @@ def find_contaminated(
 def _write_verdicts(table: Table, rule: Decontaminator, shard_size: int, shard: int, path: Path) -> None:
     rows = shard_rows(shard, shard_size, len(table))
     blocks = (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK))
-    save_array(path, np.concatenate([rule.verdicts([table.row(row) for row in block]) for block in blocks]))
+    save_array(path, np.concatenate([rule.verdicts(table.rows(block)) for block in blocks]))
 
 
 def _join(job: ShardedJob) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _write_keys(table: Table, rule: NearDuplicates | None, shard_size: int, shar
     rows = shard_rows(shard, shard_size, len(table))
     key_KN = np.empty((1 + (rule.num_keys if rule else 0), len(rows)), dtype=np.uint32)
     for start in range(0, len(rows), _BLOCK):
-        records = [table.row(row) for row in rows[start : start + _BLOCK]]
+        records = table.rows(rows[start : start + _BLOCK])
         block = slice(start, start + len(records))
         # Texts hold no NUL characters.
         key_KN[0, block] = [text_hash("\0".join(_pair(record))) % 2**32 for record in records]

@@ -4,21 +4,18 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest_file
 from embeddings.common.log import logger
 from embeddings.data.cache import CachedSource, open_cached, read_records
-from embeddings.data.record_files import record_schema, record_table
 from embeddings.data.records import Record
 from embeddings.data.sources import SourceConfig
 from embeddings.inference.vector_folder import SHARD_SIZE, embedder_sha256
@@ -27,25 +24,26 @@ from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.ivf import build_ivf
 from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
 from embeddings.mining.knn import DocumentSearch, ExactSearch
+from embeddings.mining.levels import LevelRules, require_even_levels
+from embeddings.mining.mined_records import (
+    ByLevel,
+    output_schema,
+    read_shard,
+    report_levels,
+    shard_counts,
+    with_mined,
+    write_shard,
+)
 from embeddings.mining.negatives import NegativeRules
 from embeddings.mining.outputs import finished_manifest, manifest_path, nothing_left_of
 from embeddings.mining.pair_index import PairIndex, index_pairs
 from embeddings.mining.pair_vectors import PairVectors, encode_pairs
-from embeddings.mining.shard_negatives import MinedShard, ShardMiner
+from embeddings.mining.shard_negatives import ShardMiner
 
 if TYPE_CHECKING:
     from embeddings.inference.encoder import Encoder
 
 IndexKind = Literal["exact", "ivf"]
-
-# What mining finds out about a record, in the columns of a shard's file.
-_MINED = pa.schema(
-    [
-        ("negatives", pa.list_(pa.string())),
-        ("negative_scores", pa.list_(pa.float32())),
-        ("positive_scores", pa.list_(pa.float32())),
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -117,13 +115,15 @@ class MiningReport(NamedTuple):
         output: The file of mined records.
         num_queries: Records.
         num_documents: Different documents.
-        num_candidates: Candidates that the search brought.
-        removed: Candidates that each rule removed, by its name in `negatives.REASONS`.
+        num_candidates: Candidates that the search brought, and with levels those drawn or judged beside them.
+        removed: Candidates that each rule removed, by its name in `negatives.REASONS`, and with levels by grades those
+            of queries that nobody judged (`query_not_judged`).
         num_left: Candidates that no rule removed, chosen or not.
         num_negatives: Negatives chosen.
         num_short: Records with fewer negatives than asked for, those with none among them.
         num_empty: Records without a negative.
         num_replaced: Records that had negatives of their own, which the mined ones replace.
+        by_level: What there is of each level (see `report_levels`); None for negatives without levels.
     """
 
     output: Path
@@ -136,6 +136,7 @@ class MiningReport(NamedTuple):
     num_short: int
     num_empty: int
     num_replaced: int
+    by_level: ByLevel | None = None
 
 
 def mine_negatives(
@@ -145,6 +146,7 @@ def mine_negatives(
     rules: NegativeRules,
     *,
     search: SearchOptions | None = None,
+    levels: LevelRules | None = None,
     corpus: str | os.PathLike[str] | None = None,
     vectors: str | os.PathLike[str] | None = None,
     shard_size: int = SHARD_SIZE,
@@ -153,10 +155,10 @@ def mine_negatives(
 ) -> MiningReport | None:
     """Write the records of a source with mined negatives, in their order, to a Parquet file.
 
-    The file is a source again: the records' own fields with `negatives` (hardest first) in place of those they had, and
-    `negative_scores` and `positive_scores` (means over the teachers); other columns are left behind. Beside
-    `NAME.parquet` lie `NAME.manifest.json` with the report, and the folder `NAME.parquet.work` with vectors and shards,
-    which may be deleted once the file is there.
+    The file is a source again: the records' own fields with `negatives` (hardest first, and with `levels` as objects of
+    `text` and `level`, level by level) in place of those they had, and `negative_scores` and `positive_scores` (means
+    over the teachers); other columns are left behind. Beside `NAME.parquet` lie `NAME.manifest.json` with the report,
+    and the folder `NAME.parquet.work` with vectors and shards, which may be deleted once the file is there.
 
     A killed run goes on at the first shard that is not whole. The tasks of an array share the shards, and the last of
     them writes the file: all ways lead to the same bytes, but for the rounding of vectors made on another number of
@@ -168,6 +170,7 @@ def mine_negatives(
         teachers: The models whose scores decide.
         rules: What makes a candidate a negative.
         search: How candidates are found; None for the exact search on the processor.
+        levels: What gives the negatives levels (see `choose_levels`); None for negatives without.
         corpus: A file of more documents (see `index_pairs`), or None for the source's positives alone.
         vectors: Folder of the vectors, to share them with other jobs of the same source and models; None for one in
             the folder of work.
@@ -179,8 +182,8 @@ def mine_negatives(
         The report, or None where other tasks have shards to make yet.
 
     Raises:
-        InputError: If the source, the corpus or a vector cannot be used, there are too few documents, or something
-            else lies at `output`.
+        InputError: If the source, the corpus or a vector cannot be used, there are too few documents, none of the
+            queries is judged that levels are to follow, or something else lies at `output`.
         MissingExtraError: If faiss is not installed.
         OptionError: If an option is impossible or cannot take effect.
     """
@@ -190,8 +193,10 @@ def mine_negatives(
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
     if config.conversion != "pairs":
         raise config.fault("conversion", config.conversion, "holds no records to mine for", "mine for pairs")
+    if levels is not None:
+        require_even_levels(rules)
     source = open_cached(config, cache_dir)
-    fields = _manifest_fields(source, teachers, rules, search, corpus, shard_size)
+    fields = _manifest_fields(source, teachers, rules, search, levels, corpus, shard_size)
     target = Path(output)
     if (report := _finished(target, fields)) is not None:
         return report
@@ -201,9 +206,10 @@ def mine_negatives(
         job = ShardedJob(work, fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
         index = index_pairs(source, folder / "index", corpus)
         _require_documents(index, rules)
+        kind, judgments = (None, None) if levels is None else (levels.kind, levels.judgments_of(index))
         encoded = _encode(teachers, source, index, folder, shard_size, task)
         searches = [_searcher(made, work / f"ivf-{place}", search, task) for place, made in enumerate(encoded)]
-        miner = ShardMiner(index, encoded, searches, rules)
+        miner = ShardMiner(index, encoded, searches, rules, kind, judgments)
         job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task)
         if job.missing():
             return None
@@ -219,6 +225,7 @@ def _manifest_fields(
     teachers: Teachers,
     rules: NegativeRules,
     search: SearchOptions,
+    levels: LevelRules | None,
     corpus: str | os.PathLike[str] | None,
     shard_size: int,
 ) -> dict[str, Any]:
@@ -236,6 +243,7 @@ def _manifest_fields(
         "document_prompt_name": teachers.document_prompt_name,
         "rules": asdict(rules),
         "search": asdict(search),
+        "levels": None if levels is None else levels.fields,
         "shard_size": shard_size,
         "faiss": faiss_version(),
     }
@@ -301,47 +309,21 @@ def _searcher(vectors: PairVectors, folder: Path, search: SearchOptions, task: A
     )
 
 
-def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path: Path) -> None:
-    """Write what was mined for the records of a shard as Parquet, with its share of the report in the metadata."""
-    columns: dict[str, list[Any]] = {name: [] for name in _MINED.names}
-    source, num_replaced = index.source, 0
-    row_QN, score_QN = mined.negatives.row_QN, mined.negatives.score_QN
-    offsets = (
-        index.positive_offsets[mined.queries.start : mined.queries.stop + 1]
-        - index.positive_offsets[mined.queries.start]
-    )
-    for place, row in enumerate(mined.queries):
-        found = row_QN[place] >= 0
-        columns["negatives"].append([index.document_text(document) for document in row_QN[place][found].tolist()])
-        columns["negative_scores"].append(score_QN[place][found])
-        columns["positive_scores"].append(mined.positive_score_P[offsets[place] : offsets[place + 1]])
-        num_replaced += bool(source.table.row(row).negatives)
-    count_Q = np.count_nonzero(row_QN >= 0, axis=1)
-    counts = {
-        "num_candidates": mined.num_candidates,
-        **{f"removed {reason}": count for reason, count in mined.negatives.removed.items()},
-        "num_left": mined.negatives.num_left,
-        "num_negatives": int(count_Q.sum()),
-        "num_short": int(np.count_nonzero(count_Q < rules.num_negatives)),
-        "num_empty": int(np.count_nonzero(count_Q == 0)),
-        "num_replaced": num_replaced,
-    }
-    table = pa.table(columns, schema=_MINED).replace_schema_metadata({"counts": json.dumps(counts)})
-    pq.write_table(table, path)
-
-
 def _merge(
     job: ShardedJob, output: Path, records: Iterator[Record], vectors: Sequence[PairVectors], fields: dict[str, Any]
 ) -> MiningReport:
     """Write the file and its manifest from the records and the shards."""
-    index = vectors[0].index
+    index, graded = vectors[0].index, fields["levels"] is not None
     counts: Counter[str] = Counter()
+    levels = []
     with atomic_path(output) as temporary:
-        with pq.ParquetWriter(temporary, _schema(), compression="zstd") as writer:
+        with pq.ParquetWriter(temporary, output_schema(graded), compression="zstd") as writer:
             for shard in range(job.num_shards):
-                mined = _read_shard(job.path(shard))
-                counts.update(json.loads(mined.schema.metadata[b"counts"]))
-                writer.write_table(_with_mined(list(islice(records, len(mined))), mined))
+                mined = read_shard(job.path(shard))
+                shard_count, shard_levels = shard_counts(mined)
+                counts.update(shard_count)
+                levels.append(shard_levels)
+                writer.write_table(with_mined(list(islice(records, len(mined))), mined, graded))
         facts: dict[str, Any] = {
             "num_queries": index.num_queries,
             "num_documents": index.num_documents,
@@ -349,6 +331,7 @@ def _merge(
             "removed": {
                 name.removeprefix("removed "): count for name, count in counts.items() if name.startswith("removed ")
             },
+            "by_level": report_levels(levels),
         }
         budgets = [check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors]
         made_of = {"mini_batch_tokens": budgets, "output_sha256": file_sha256(temporary)}
@@ -361,29 +344,13 @@ def _merge(
     ):
         if count:
             logger.warning("%d of %d records %s", count, index.num_queries, what)
+    for level, part in (report.by_level or {}).items():
+        if part["num_lacking"]:
+            logger.warning(
+                "%d of %d records have no negative of level %s; train with the sampler's missing_level: coarser",
+                part["num_lacking"], index.num_queries, level,
+            )  # fmt: skip
     return report
-
-
-def _schema() -> pa.Schema:
-    """The columns of the file: those of a source of pairs, and the scores."""
-    schema = record_schema(graded=False)
-    for name in ("negative_scores", "positive_scores"):
-        schema = schema.append(_MINED.field(name))
-    return schema
-
-
-def _with_mined(records: Sequence[Record], mined: pa.Table) -> pa.Table:
-    """The records with what was mined for them."""
-    own = record_table([replace(record, negatives=()) for record in records], graded=False)
-    return pa.table([mined[name] if name in _MINED.names else own[name] for name in _schema().names], schema=_schema())
-
-
-def _read_shard(path: Path) -> pa.Table:
-    try:
-        with pq.ParquetFile(path) as file:
-            return file.read()
-    except (pa.ArrowException, OSError):
-        raise InputError(str(path), "the shard is missing or damaged", "delete its folder and run again") from None
 
 
 def _finished(output: Path, fields: dict[str, Any]) -> MiningReport | None:
@@ -391,4 +358,5 @@ def _finished(output: Path, fields: dict[str, Any]) -> MiningReport | None:
     found = finished_manifest(output, fields)
     if found is None:
         return None
-    return MiningReport(output, **{name: found[name] for name in MiningReport._fields[1:]})
+    # Files of before there were levels say nothing of them.
+    return MiningReport(output, **{name: found[name] for name in MiningReport._fields[1:] if name in found})

@@ -16,6 +16,7 @@ Choice = Literal["top", "random"]
 REASONS = ("own_positive", "own_text", "duplicate_text", "outside_ranks", "margin", "absolute_margin")
 
 Floats = npt.NDArray[np.float32]
+Int8s = npt.NDArray[np.int8]
 Int64s = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
@@ -75,11 +76,16 @@ class Candidates(NamedTuple):
         row_QC: Documents, (Q, C) int64; -1 where there is none.
         hash_QC: Their texts' hashes, (Q, C) int64.
         score_TQC: Their scores by each of T teachers, (T, Q, C) float32.
+        drawn_QC: Which were drawn from all documents, for which no rank is too low, (Q, C); None for no draw.
+        level_QC: The level of those that people judged to be less relevant than the positive, which neither ranks nor
+            margins take away, 0 of the others, (Q, C) int8; None where nobody judged.
     """
 
     row_QC: Int64s
     hash_QC: Int64s
     score_TQC: Floats
+    drawn_QC: Mask | None = None
+    level_QC: Int8s | None = None
 
 
 class QueryFacts(NamedTuple):
@@ -112,12 +118,39 @@ class Negatives(NamedTuple):
         score_QN: Mean of the teachers' scores, (Q, N) float32; -inf where the row is -1.
         removed: Number of candidates that each rule removed, by `REASONS`; a candidate counts for the first of them.
         num_left: Number of candidates that no rule removed, chosen or not.
+        level_N: The level of each column, (N,) int8, ascending; None for negatives without levels.
     """
 
     row_QN: Int64s
     score_QN: Floats
     removed: dict[str, int]
     num_left: int
+    level_N: Int8s | None = None
+
+
+class Remaining(NamedTuple):
+    """The candidates of each query, hardest first, and what the rules leave of them.
+
+    Attributes:
+        order_QC: Place of each in the order that it was given in, (Q, C) int64.
+        row_QC: Documents, (Q, C) int64; -1 where there is none.
+        mean_QC: Mean of the teachers' scores, (Q, C) float32.
+        rank_QC: Rank of each among those that neither answer the query nor repeat a text, from 1, (Q, C) int64.
+        left_QC: Which no rule removed, (Q, C).
+        removed: See `Negatives`.
+    """
+
+    order_QC: Int64s
+    row_QC: Int64s
+    mean_QC: Floats
+    rank_QC: Int64s
+    left_QC: Mask
+    removed: dict[str, int]
+
+    @property
+    def num_left(self) -> int:
+        """Number of candidates that no rule removed."""
+        return int(np.count_nonzero(self.left_QC))
 
 
 def choose_negatives(candidates: Candidates, queries: QueryFacts, rules: NegativeRules) -> Negatives:
@@ -148,6 +181,16 @@ def choose_negatives(candidates: Candidates, queries: QueryFacts, rules: Negativ
     Source: Moreira et al. 2024 (NV-Retriever), arXiv:2407.15831, section 4.1. Differs: `p - |p| (1 - margin)` in place
         of `p margin`, which for a negative p would allow negatives above the positive.
     """
+    found = remaining(candidates, queries, rules)
+    row_QN, score_QN = take(found, found.left_QC, rules.num_negatives, queries.number_Q, rules)
+    return Negatives(row_QN, score_QN, found.removed, found.num_left)
+
+
+def remaining(candidates: Candidates, queries: QueryFacts, rules: NegativeRules) -> Remaining:
+    """The candidates of each query by the mean of the teachers' scores, and what the rules leave of them.
+
+    See `choose_negatives` for the rules and their order.
+    """
     order_QC, mean_QC = _by_mean(candidates)
     row_QC: Int64s = np.take_along_axis(candidates.row_QC, order_QC, axis=1)
     hash_QC: Int64s = np.take_along_axis(candidates.hash_QC, order_QC, axis=1)
@@ -163,22 +206,50 @@ def choose_negatives(candidates: Candidates, queries: QueryFacts, rules: Negativ
     remove("own_positive", own_QC | _is_known(hash_QC, queries.known_hash_P, queries))
     remove("own_text", hash_QC == queries.hash_Q[:, None])
     remove("duplicate_text", _repeats(hash_QC, left_QC))
-    rank_QC = np.cumsum(left_QC, axis=1)
-    remove("outside_ranks", (rank_QC < rules.first_rank) | (rank_QC > rules.last_rank))
+    rank_QC: Int64s = np.cumsum(left_QC, axis=1, dtype=np.int64)
+    judged_QC, drawn_QC = np.zeros_like(left_QC), np.zeros_like(left_QC)
+    if candidates.level_QC is not None:
+        judged_QC = np.take_along_axis(candidates.level_QC > 0, order_QC, axis=1)
+    if candidates.drawn_QC is not None:
+        drawn_QC = np.take_along_axis(candidates.drawn_QC, order_QC, axis=1)
+    outside_QC = (rank_QC < rules.first_rank) | ((rank_QC > rules.last_rank) & ~drawn_QC)
+    remove("outside_ranks", outside_QC & ~judged_QC)
     for reason, margins_TQ in (
         ("margin", _relative(queries.positive_score_TQ, rules.margin)),
         ("absolute_margin", _absolute(queries.positive_score_TQ, rules.absolute_margin)),
     ):
         too_near_QC = (candidates.score_TQC >= margins_TQ[:, :, None]).any(axis=0)
-        remove(reason, np.take_along_axis(too_near_QC, order_QC, axis=1))
-    place_QN = _chosen(left_QC, row_QC, queries.number_Q, rules)
+        remove(reason, np.take_along_axis(too_near_QC, order_QC, axis=1) & ~judged_QC)
+    return Remaining(order_QC, row_QC, mean_QC, rank_QC, left_QC, removed)
+
+
+def take(
+    found: Remaining,
+    left_QC: Mask,
+    count: int,
+    number_Q: Int64s,
+    rules: NegativeRules,
+    later_QC: Mask | None = None,
+) -> tuple[Int64s, Floats]:
+    """Some candidates of each query, the hardest or a draw as the rules say, in the order of their scores.
+
+    Args:
+        found: The candidates.
+        left_QC: Which may be taken, (Q, C).
+        count: How many of a query, N.
+        number_Q: Rows of the queries in the source, for the draw, (Q,) int64.
+        rules: The choice and its seed.
+        later_QC: Which are taken only where the others are too few, (Q, C); None for no difference.
+
+    Returns:
+        Documents and mean scores, (Q, N) each; document -1 with score -inf where fewer may be taken.
+    """
+    place_QN = _chosen(left_QC, found.row_QC, count, number_Q, rules, later_QC)
     # Fewer candidates than negatives: the last place stands in for those that are not there.
-    found_QN = np.take_along_axis(left_QC, place_QN, axis=1) & (np.arange(rules.num_negatives) < left_QC.shape[1])
-    return Negatives(
-        np.where(found_QN, np.take_along_axis(row_QC, place_QN, axis=1), -1),
-        np.where(found_QN, np.take_along_axis(mean_QC, place_QN, axis=1), np.float32(-np.inf)),
-        removed,
-        int(np.count_nonzero(left_QC)),
+    taken_QN = np.take_along_axis(left_QC, place_QN, axis=1) & (np.arange(count) < left_QC.shape[1])
+    return (
+        np.where(taken_QN, np.take_along_axis(found.row_QC, place_QN, axis=1), -1),
+        np.where(taken_QN, np.take_along_axis(found.mean_QC, place_QN, axis=1), np.float32(-np.inf)),
     )
 
 
@@ -225,16 +296,19 @@ def _absolute(positive_TQ: Floats, margin: float | None) -> npt.NDArray[np.float
     return np.full_like(positive, np.inf) if margin is None else positive - margin
 
 
-def _chosen(left_QC: Mask, row_QC: Int64s, number_Q: Int64s, rules: NegativeRules) -> Int64s:
+def _chosen(
+    left_QC: Mask, row_QC: Int64s, num_taken: int, number_Q: Int64s, rules: NegativeRules, later_QC: Mask | None
+) -> Int64s:
     """Places of the chosen candidates in their rows, hardest first; places that are not left fill up, (Q, N)."""
     num_places = left_QC.shape[1]
-    count = min(rules.num_negatives, num_places)
+    count = min(num_taken, num_places)
     key_QC = np.zeros(left_QC.shape, np.uint64)
     if rules.choice == "random":
         key = np.uint64(derive_seed(rules.seed, "negatives"))
         key_QC = mix_bits(mix_bits(number_Q.astype(np.uint64) ^ key)[:, None] ^ row_QC.astype(np.uint64))
     # By whether it is left, then by the draw; the sort is stable, so that without a draw the hardest come first.
-    order_QC = np.lexsort((key_QC, ~left_QC), axis=1)[:, :count]
+    keys = (key_QC, ~left_QC) if later_QC is None else (key_QC, later_QC, ~left_QC)
+    order_QC = np.lexsort(keys, axis=1)[:, :count]
     place_QN = np.sort(order_QC + num_places * ~np.take_along_axis(left_QC, order_QC, axis=1), axis=1) % num_places
-    fill = np.repeat(place_QN[:, -1:], rules.num_negatives - count, axis=1)
+    fill = np.repeat(place_QN[:, -1:], num_taken - count, axis=1)
     return np.concatenate([place_QN, fill], axis=1)

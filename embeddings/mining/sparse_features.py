@@ -108,7 +108,7 @@ class Bm25Features(PairFeatures):
         return unit_rows(np.asarray(weights.astype(np.float32) @ self._learned["axes"]))
 
     def _texts(self, rows: Int64s) -> tuple[list[str], list[str]]:
-        stored = [self._table.row(row) for row in rows.tolist()]
+        stored = self._table.rows(rows)
         return [row.query for row in stored], [row.positives[0] for row in stored]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .anchor_fused import fastest_sums
 from .anchor_weights import Axis, TappedAttention, anchor_weights
 from .pooling import Pooling
 
@@ -31,7 +32,8 @@ class AnchorTokenPooling(Pooling):
             needs under a causal mask, where early tokens are seen by more.
 
     Precision: weights and sums in float32 whatever the input dtype, under autocast too.
-    Memory: linear in the length (see `anchor_weights`).
+    Memory: linear in the length (see `anchor_weights`); on a GPU by fused kernels where they pass a check at their
+        first use (see `anchor_fused`).
     Raises:
         ValueError: If the axis is unknown or there is no layer.
 
@@ -87,7 +89,8 @@ class AnchorTokenPooling(Pooling):
         """
         weight_NL = self.weights(pooling_mask_NL, attention_mask_NL, attention)
         state_NLH = hidden_NLH.to(weight_NL.dtype).masked_fill(~pooling_mask_NL.unsqueeze(-1), 0.0)
-        return (weight_NL[:, None] @ state_NLH)[:, 0]
+        with torch.autocast(state_NLH.device.type, enabled=False):
+            return (weight_NL[:, None] @ state_NLH)[:, 0]
 
     def weights(
         self,
@@ -102,7 +105,9 @@ class AnchorTokenPooling(Pooling):
         pooled_NL = pooling_mask_NL if self.include_first else _without_first(pooling_mask_NL)
         shares = []
         for layer in attention:
-            weight_NL = anchor_weights(layer, is_token_NL, self.axis, self.per_head, self.by_visible_queries)
+            weight_NL = anchor_weights(
+                layer, is_token_NL, self.axis, self.per_head, self.by_visible_queries, fastest_sums
+            )
             weight_NL = weight_NL.masked_fill(~pooled_NL, 0.0)
             total_N1 = weight_NL.sum(dim=1, keepdim=True)
             shares.append(weight_NL / total_N1.clamp(min=torch.finfo(weight_NL.dtype).tiny))

@@ -4,6 +4,7 @@ This file travels inside model directories: it imports nothing but torch.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,6 +30,8 @@ class TappedAttention:
             that is added to the scores, broadcastable to (N, A, L, L); None for nothing.
         is_causal: Whether a query sees no later key, where `mask` does not say so.
         scaling: Factor of the inner products.
+        window: A query sees no key this many places away or more, on either side, where `mask` does not say so; None
+            for no limit.
     """
 
     query_NALE: Tensor
@@ -36,6 +39,20 @@ class TappedAttention:
     mask: Tensor | None
     is_causal: bool
     scaling: float
+    window: int | None = None
+
+
+Sums = Callable[[TappedAttention, Tensor, Axis, bool], Tensor]
+
+
+def tiled_sums(attention: TappedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False) -> Tensor:
+    """The sums of logarithms in `anchor_weights`, (N, L), or (N, A, L) with `per_head`: tile by tile of queries."""
+    query_NALE, key_NGLE = attention.query_NALE, attention.key_NGLE
+    constant = replace(attention, query_NALE=query_NALE.detach(), key_NGLE=key_NGLE.detach())
+    weight: Tensor = _AnchorWeights.apply(  # type: ignore[no-untyped-call]
+        query_NALE, key_NGLE, constant, is_token_NL, axis, per_head
+    )
+    return weight
 
 
 def anchor_weights(
@@ -44,6 +61,7 @@ def anchor_weights(
     axis: Axis = "key",
     per_head: bool = False,
     by_visible_queries: bool = False,
+    sums: Sums = tiled_sums,
 ) -> Tensor:
     """The weight of each token before it is normalised over the text.
 
@@ -59,22 +77,19 @@ def anchor_weights(
         per_head: Whether each head's weights are first divided by their sum, so that heads count alike; else a head
             whose attention is uniform brings several times as much as one with a sink.
         by_visible_queries: Whether a token's weight is divided by the number of queries that see it.
+        sums: What computes the sums.
 
     Returns:
         weight_NL: (N, L) float32 (float64 where the states are), >= 0, 0 at padding.
 
     Memory: the L x L scores of a tile of queries, at most `TILE_SCORES` or one query's, forward and backward; they are
         computed again for the backward pass.
-    Precision: scores, softmax and sums in float32 whatever the input; the logarithms of several heads are taken of
-        their product.
+    Precision: scores, softmax and sums in float32 whatever the input, under autocast too; the logarithms of several
+        heads are taken of their product.
     Source: MGH, §2.2, Eq. 3. Differs: the key axis, since the paper's text, Fig. 5 and App. D.2 describe what a token
         receives while Eq. 3, read to the letter, sums over a row of the softmax.
     """
-    query_NALE, key_NGLE = attention.query_NALE, attention.key_NGLE
-    constant = replace(attention, query_NALE=query_NALE.detach(), key_NGLE=key_NGLE.detach())
-    weight: Tensor = _AnchorWeights.apply(  # type: ignore[no-untyped-call]
-        query_NALE, key_NGLE, constant, is_token_NL, axis, per_head
-    )
+    weight = sums(attention, is_token_NL, axis, per_head)
     if per_head:
         weight = (weight / weight.sum(dim=2, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)).sum(dim=1)
     if by_visible_queries:
@@ -145,8 +160,9 @@ class _AnchorWeights(torch.autograd.Function):
             outer = gradient[..., None, :] if axis == "key" else gradient[..., rows, None]
             slope = outer * count_N111 / (attention_NArL * count_N111 + 1.0)
             slope = attention_NArL * (slope - (attention_NArL * slope).sum(dim=-1, keepdim=True)) * attention.scaling
-            to_query[:, :, rows] = (slope @ key_NALE).to(to_query.dtype)
-            to_keys_NALE = slope.transpose(-1, -2) @ query_NALE[:, :, rows].to(gradient.dtype)
+            with torch.autocast(slope.device.type, enabled=False):
+                to_query[:, :, rows] = (slope @ key_NALE).to(to_query.dtype)
+                to_keys_NALE = slope.transpose(-1, -2) @ query_NALE[:, :, rows].to(gradient.dtype)
             to_key += torch.unflatten(to_keys_NALE, 1, (-1, num_shared)).sum(dim=2)
         return to_query, to_key.to(key_NGLE.dtype), None, None, None, None
 
@@ -169,12 +185,16 @@ def _attention(attention: TappedAttention, is_token_NL: Tensor, rows: slice) -> 
     dtype = torch.promote_types(query_NArE.dtype, torch.float32)
     num_shared = query_NArE.shape[1] // key_NGLE.shape[1]
     # One product a group of heads: its queries side by side.
-    grouped = torch.unflatten(query_NArE.to(dtype), 1, (-1, num_shared)).flatten(2, 3)
-    score = torch.unflatten(grouped @ key_NGLE.to(dtype).transpose(-1, -2), 2, (num_shared, -1)).flatten(1, 2)
-    score = score.mul_(attention.scaling)
+    grouped = torch.unflatten(query_NArE.to(dtype) * attention.scaling, 1, (-1, num_shared)).flatten(2, 3)
+    # Autocast would round the scores.
+    with torch.autocast(query_NArE.device.type, enabled=False):
+        score = torch.unflatten(grouped @ key_NGLE.to(dtype).transpose(-1, -2), 2, (num_shared, -1)).flatten(1, 2)
     if attention.mask is not None and attention.mask.dtype != torch.bool:
         score += _rows_of(attention.mask, rows)
     seen = _visible(attention, is_token_NL, rows)
+    # On a processor a fill costs half a softmax.
+    if bool(seen.all()):
+        return score.softmax(dim=-1)
     score = score.masked_fill_(~seen, -torch.inf).softmax(dim=-1)
     # A query that sees nothing has NaN in its row; padding's rows would add what no token pays.
     pays = is_token_NL[:, None, rows, None] & seen.any(dim=-1, keepdim=True)
@@ -188,9 +208,13 @@ def _visible(attention: TappedAttention, is_token_NL: Tensor, rows: slice) -> Te
         part = _rows_of(attention.mask, rows)
         # An additive mask says with its least number, or less, that nothing is seen.
         seen = seen & (part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2)
-    if attention.is_causal:
+    if attention.is_causal or attention.window is not None:
         position_L = torch.arange(is_token_NL.shape[1], device=is_token_NL.device)
-        seen = seen & (position_L[None, :] <= position_L[rows, None])
+        distance_rL = position_L[rows, None] - position_L[None, :]
+        if attention.is_causal:
+            seen = seen & (distance_rL >= 0)
+        if attention.window is not None:
+            seen = seen & (distance_rL.abs() < attention.window)
     return seen
 
 

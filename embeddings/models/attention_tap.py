@@ -34,25 +34,43 @@ class AttentionTap:
         layers: Which of its attention layers, counted from 0 or, negative, from the last.
 
     Raises:
-        ValueError: If the backbone has no such layer, or its attention cannot be read.
+        ValueError: If the backbone has no such layer, a layer is named twice, or its attention cannot be read.
     """
 
     def __init__(self, backbone: nn.Module, layers: Sequence[int]) -> None:
         found = attention_layers(backbone)
         if not layers or any(not -len(found) <= layer < len(found) for layer in layers):
             raise ValueError(f"layers {list(layers)} must be among the {len(found)} attention layers that can be read")
+        if len({layer % len(found) for layer in layers}) < len(layers):
+            raise ValueError(f"layers {list(layers)} must name each layer once")
         AttentionInterface.register(NAME, _noting)
         self._tapped = [found[layer] for layer in layers]
+        self._own_configs: list[Any] = []
         self._noted: dict[int, TappedAttention] | None = None
-        for module in self._tapped:
-            config: Any = copy.copy(module.config)
-            inner = config._attn_implementation
-            if inner == NAME:
-                raise ValueError("another pooling reads this backbone's attention already")
+        self.attach()
+
+    def attach(self) -> None:
+        """Reach the layers; a new tap has done so.
+
+        Raises:
+            ValueError: If another tap has one of them.
+        """
+        if any(module.config._attn_implementation == NAME for module in self._tapped):
+            raise ValueError("another pooling reads this backbone's attention already")
+        self._own_configs = [module.config for module in self._tapped]
+        for module, own in zip(self._tapped, self._own_configs, strict=True):
+            config = copy.copy(own)
             config._attn_implementation_internal = NAME
             module.config = config
             # A plain attribute: a tap is no part of the module's state.
-            object.__setattr__(module, "embeddings_tap", (self, inner))
+            object.__setattr__(module, "embeddings_tap", (self, own._attn_implementation))
+
+    def detach(self) -> None:
+        """Leave the layers as they were found, so that another tap can have them; `attach` comes back."""
+        for module, own in zip(self._tapped, self._own_configs, strict=True):
+            module.config = own
+            object.__delattr__(module, "embeddings_tap")
+        self._own_configs = []
 
     @contextmanager
     def open(self) -> Iterator[Callable[[], list[TappedAttention]]]:
@@ -122,15 +140,17 @@ def _noting(
     is_causal = arguments.get("is_causal")
     is_causal = module.is_causal if is_causal is None else is_causal
     scaling = arguments.get("scaling")
+    # Where there is a mask it says all; two-dimensional ones, of flash attention, are padding alone.
+    mask = None if attention_mask is None or attention_mask.dim() == 2 else attention_mask
     tap.note(
         module,
         TappedAttention(
             query,
             key,
-            attention_mask,
-            # Where there is a mask it says all; two-dimensional ones are padding alone.
-            bool(is_causal) and (attention_mask is None or attention_mask.dim() == 2),
+            mask,
+            bool(is_causal) and mask is None,
             query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            arguments.get("sliding_window") if mask is None else None,
         ),
     )
     if inner == "eager":

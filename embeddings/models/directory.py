@@ -26,6 +26,8 @@ from embeddings.models.portable import POOLINGS, TEXT_FILE, save_pooling
 # What a directory with modules of our own carries; each imports nothing but torch, transformers and the others.
 PORTABLE_FILES = (
     "portable.py",
+    "anchor_fused.py",
+    "anchor_kernels.py",
     "anchor_token.py",
     "anchor_weights.py",
     "attention_tap.py",

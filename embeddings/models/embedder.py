@@ -215,6 +215,7 @@ def tap_of(backbone: nn.Module, pooling: Pooling) -> AttentionTap | None:
     except ValueError as error:
         raise OptionError("pooling.layers", list(pooling.tapped_layers), str(error), "-1 is the last layer") from error
     if getattr(pooling, "needs_both_ways", False) and tap.is_causal(backbone):
+        tap.detach()
         rule = "weighs early tokens more under a causal mask, whatever they say"
         fix = "set bidirectional: true on the backbone, or by_visible_queries: true on the pooling"
         raise OptionError("pooling.axis", "key", rule, fix)

@@ -66,12 +66,13 @@ class ContrastiveModule(OptimizedModule):
         """Check loss, lengths, optimiser and schedule against what the trainer and the data say of themselves.
 
         Raises:
-            OptionError: If a filter has no vectors to go by, a text is longer than the backbone has positions, or the
-                schedule does not fit the run.
+            OptionError: If the loss does not suit the width of the vectors, a filter has no vectors to go by, a text is
+                longer than the backbone has positions, or the schedule does not fit the run.
             InputError: If the optimiser refuses its options.
         """
         if self.loss.false_negative_filter is not None and not getattr(data, "has_surrogates", False):
             raise without_surrogates()
+        self.loss.check_width(self.embedder.embedding_dim)
         text = getattr(data, "text", None)
         if isinstance(text, TextSettings):
             self.embedder.check_lengths(text)

@@ -12,6 +12,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, UserError
+from embeddings.common.log import logger
 from embeddings.synthesis.answers import Answer
 from embeddings.synthesis.client import ChatClient, EndpointError, Request, UnansweredError
 from embeddings.synthesis.journal import Journal
@@ -229,6 +230,9 @@ class Asker:
                     tried = f" (tried {retry + 1} times)" if retry else ""
                     fix = "check the endpoint and its account; the same line goes on where it stopped"
                     raise EndpointError(self.client.endpoint, f"{failure}{tried}", fix) from None
+                if failure.kind not in self.retries:
+                    most = self.traffic.max_retries
+                    logger.warning("%s: %s; trying again, %d times at most", self.client.endpoint, failure, most)
                 self.retries[failure.kind] += 1
                 await self._back_off(retry, failure.retry_after_seconds)
         raise AssertionError

@@ -85,8 +85,9 @@ _GRADED = ("hard_negative_examples",)
 
 # Pan et al. 2025 (MGH), section 2.1, Figure 2, Table 6, Appendix A. Table 6 prints the prompt of short-long alone; of
 # the others the text gives the category and the four levels, so their fields are Figure 2's and their placeholders
-# those of NV-Embed's Table 16 and, for STS, of Wang et al. 2024, whom the paper follows. Figure 6 has no numbers in its
-# text: the shares keep its order (short-long, long-short and STS are most of the data). Which languages is not stated.
+# those of NV-Embed's Table 16 and, for STS, of Wang et al. 2024, arXiv:2401.00368, Table 12, whom the paper follows;
+# the two similarity scores there have become the four levels. Figure 6 has no numbers in its text: the shares keep its
+# order (short-long, long-short and STS are most of the data). Which languages is not stated.
 MGH = Method(
     "mgh",
     (

@@ -33,6 +33,26 @@ def test_options_and_positions_reach_the_function(painted):
     assert painted == [("red", 3, False)]
 
 
+def mix(colours: list[str], parts: int | list[int] = 1) -> None:
+    """Mix some colours.
+
+    Args:
+        colours: Which colours.
+        parts: How much of each.
+    """
+    CALLS.append((colours, parts))
+
+
+def test_several_words_may_be_one_parameter(painted, monkeypatch):
+    monkeypatch.setitem(COMMANDS, "paint mix", Command(f"{__name__}:mix", "mix", ("colours",)))
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[mix.__module__])
+    run_command("paint mix", ["red", "12", "--parts", "-1"])
+    run_command("paint mix", ["--parts=[-1,-2]", "null"])
+    assert painted == [(["red", "12"], -1), (["null"], [-1, -2])]
+    with pytest.raises(ConfigError):
+        run_command("paint mix", ["--parts", "2"])
+
+
 def test_a_config_file_sets_options_and_the_line_wins(painted, tmp_path):
     (tmp_path / "paint.yaml").write_text("coats: 4\ndry: true\n")
     run_command("paint", ["red", "--config", str(tmp_path / "paint.yaml"), "--coats", "5"])

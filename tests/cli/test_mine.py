@@ -1,6 +1,7 @@
 """`mine` through the command line: records out, and one line and code 2 for what cannot be."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -54,6 +55,42 @@ def test_pairs_become_records_with_negatives_and_a_report(mine, capsys):
     assert "wrote 36 negatives" in capsys.readouterr().out
 
 
+def test_levels_by_quantiles_are_one_of_each_and_reported(mine, capsys):
+    options = ["--levels", "quantiles", "--margin", "null"]
+    assert mine(*options) == 0
+    printed = capsys.readouterr().out
+    rows = pq.read_table("mined.parquet").to_pylist()
+    assert [[item["level"] for item in row["negatives"]] for row in rows] == [[1, 2, 3, 4]] * 12
+    assert re.search(
+        r"level 4: 12 negatives, scores -?\d\.\d{3} to -?\d\.\d{3}, mean -?\d\.\d{3}; 0 records have none", printed
+    )
+    assert mine(*options, "--num-negatives", "8", "--output", "two.parquet") == 0
+    assert [len(row["negatives"]) for row in pq.read_table("two.parquet").to_pylist()] == [8] * 12
+
+
+def test_levels_by_grades_follow_the_judgments_of_a_folder(mine, tmp_path, capsys):
+    write_judged(tmp_path / "work", [("q0", "d0", 3), ("q0", "d1", 2), ("q0", "d2", 1), ("q0", "d3", 0)])
+    assert mine("--levels", "grades", "--judgments", "judged/qrels/train.tsv", "--last-rank", "4") == 0
+    assert "level 1: 1 negatives" in capsys.readouterr().out
+    first, *others = pq.read_table("mined.parquet").to_pylist()
+    texts = [json.loads(line)["positive"] for line in Path("pairs.jsonl").read_text().splitlines()]
+    assert [(item["text"], item["level"]) for item in first["negatives"]][:3] == [
+        (texts[level], level) for level in (1, 2, 3)
+    ]
+    assert all(not row["negatives"] for row in others)
+
+
+def write_judged(folder, judged):
+    """A retrieval folder of the pairs in `folder`, with these judgments."""
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    (folder / "judged" / "qrels").mkdir(parents=True)
+    for name, prefix, field in (("corpus", "d", "positive"), ("queries", "q", "query")):
+        texts = [{"_id": f"{prefix}{row}", "text": values[field]} for row, values in enumerate(rows)]
+        write_jsonl(folder / "judged" / f"{name}.jsonl", texts)
+    lines = ["query-id\tcorpus-id\tscore", *("\t".join(map(str, row)) for row in judged)]
+    (folder / "judged" / "qrels" / "train.tsv").write_text("\n".join(lines) + "\n")
+
+
 def test_array_tasks_share_the_work_and_the_last_one_reports(mine, capsys, monkeypatch):
     options = ["--num-negatives", "3", "--margin", "null", "--shard-size", "5"]
     assert mine(*options, "--task-index", "1", "--num-tasks", "2") == 0
@@ -74,6 +111,7 @@ def test_a_task_on_another_number_of_threads_ends_with_the_same_bytes(mine, caps
         assert Path(name.format("mined")).read_bytes() == Path(name.format("whole")).read_bytes()
 
 
+GRADES = ["--levels", "grades", "--judgments"]
 BAD = [
     (["--margin", "0"], "margin must lie in (0, 1]"),
     (["--margin", "1.2"], "margin must lie in (0, 1]"),
@@ -81,6 +119,14 @@ BAD = [
     (["--num-negatives", "0"], "num_negatives must be >= 1"),
     (["--num-negatives", "12"], "12 different documents, too few for 12 negatives"),
     (["--first-rank", "5", "--last-rank", "6"], "last_rank must leave 7 ranks"),
+    (["--levels", "thirds"], "levels"),
+    (["--levels", "quantiles", "--num-negatives", "6"], "num_negatives must be a multiple of 4"),
+    (["--levels", "quantiles", "--last-rank", "3"], "last_rank must leave 4 ranks"),
+    (["--levels", "grades"], "levels needs judgments"),
+    (["--judgments", "judged/qrels/train.tsv"], "judgments have no effect without --levels grades"),
+    ([*GRADES, "nowhere.tsv"], "nowhere.tsv: no such file"),
+    ([*GRADES, "judged/qrels/train.tsv"], "every judged document has the score 1"),
+    ([*GRADES, "judged/qrels/train.tsv", "--corpus", "bad.jsonl"], "corpus is judged/corpus.jsonl with judgments"),
     (["--num-probes", "3"], "num_probes has no effect"),
     (["--index", "ivf", "--num-lists", "99"], "num_lists must lie in 1 … 12"),
     (["--index", "hnsw"], "index"),
@@ -98,6 +144,7 @@ BAD = [
 @pytest.mark.parametrize(("options", "says"), BAD, ids=[" ".join(options) for options, _ in BAD])
 def test_bad_input_is_one_line_and_code_2_and_nothing_is_written(options, says, mine, tmp_path, capsys):
     (tmp_path / "work" / "bad.jsonl").write_text('{"text": 3}\n')
+    write_judged(tmp_path / "work", [("q0", "d0", 1), ("q1", "d1", 1)])
     before = sorted((tmp_path / "work").rglob("*"))
     capsys.readouterr()
     assert mine(*options) == 2

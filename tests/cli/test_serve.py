@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 
 from embeddings.cli.main import main
@@ -29,6 +30,30 @@ def test_a_corpus_file_and_its_encoded_folder_give_the_same_hits(model, tmp_path
         found.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")])
     assert len(found[0]) == 3
     assert [line.split()[1] for line in found[0]] == [line.split()[1] for line in found[1]]
+
+
+def test_a_model_encodes_searches_and_is_scored_at_fewer_dimensions(model, tmp_path, capsys):
+    corpus = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl")
+    vectors, cut = str(tmp_path / "vectors"), ["--dimensions", "8", "--precision", "float32"]
+    assert main(["encode", "--model", model, "--input", corpus, "--output", vectors, *cut]) == 0
+    assert "wrote 8 vectors of width 8" in capsys.readouterr().out
+    assert np.load(tmp_path / "vectors" / "vectors-00000.npy").shape == (8, 8)
+    found = []
+    for place in (corpus, vectors):
+        assert main(["search", "--model", model, "--corpus", place, *cut, "fox"]) == 0
+        found.append([line.split()[1] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")])
+    assert len(found[0]) == 5
+    assert found[0] == found[1]
+    assert main(["search", "--model", model, "--corpus", vectors, "fox"]) == 2
+    assert "field 'embedding_dim' is 8" in capsys.readouterr().err.strip().splitlines()[-1]
+    scores = []
+    for options in ([], cut):
+        output = str(tmp_path / "scores.json")
+        assert main(["evaluate", "--model", model, "--data", str(tmp_path / "eval"), "--output", output, *options]) == 0
+        scores.append(json.loads((tmp_path / "scores.json").read_text())[0]["metrics"])
+    assert scores[0] != scores[1]
+    assert main(["encode", "--model", model, "--input", corpus, "--output", "no", "--dimensions", "33"]) == 2
+    assert "dimensions must be from 1 to the 32" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 @pytest.fixture(scope="module")

@@ -1,42 +1,159 @@
+"""The pictures through the command line; what they show is tested beside each of them."""
+
+import sys
+
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.cli.show import read_curve
+from embeddings.common import TextSettings
+from embeddings.models import AnchorTokenPooling, Embedder, MeanPooling, make_bidirectional
+from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.models.contextual_models import tiny_contextual
 
-METRICS = """step,train/loss,val/ndcg_at_10
-0,2.0,
-0,,0.25
-1,1.0,
-2,,0.5
-"""
+TEXT = "the quick brown fox, one length"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Model directories by what is special about them."""
+    folder = tmp_path_factory.mktemp("models")
+    text = TextSettings(query_max_length=24, document_max_length=24, prompts={"query": "search_query: "})
+    decoder = tiny_mistral()
+    make_bidirectional(decoder)
+    for name, backbone, tokenizer, pooling in (
+        ("mean", tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)),
+        ("anchor", decoder, sentencepiece_tokenizer(), AnchorTokenPooling(32, layers=(0,), per_head=True)),
+        ("causal", tiny_mistral(), sentencepiece_tokenizer(), MeanPooling(32)),
+    ):
+        Embedder(backbone, tokenizer, pooling, text=text).save_pretrained(folder / name)
+    tiny_contextual().save_pretrained(folder / "contextual")
+    return folder
 
 
 @pytest.fixture
-def run(tmp_path):
-    (tmp_path / "metrics.csv").write_text(METRICS)
-    return tmp_path
-
-
-def test_a_curve_is_the_rows_that_have_it(run):
-    assert read_curve(run, "train/loss") == ([0, 1], [2.0, 1.0])
-    assert read_curve(run, "val/ndcg_at_10") == ([0, 2], [0.25, 0.5])
-
-
-def test_the_picture_is_a_png(run):
+def drawing(monkeypatch, tmp_path):
+    """Runs `show anchor-tokens` without the drawing itself; what would be drawn is kept."""
     pytest.importorskip("matplotlib")
-    assert main(["show", "curves", "--run", str(run)]) == 0
-    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("embeddings.figures.draw_anchor_tokens", lambda *drawn: calls.append(drawn))
+    calls = []
+    return calls
 
 
-def test_a_folder_without_metrics_is_one_line(tmp_path, capsys):
-    assert main(["show", "curves", "--run", str(tmp_path)]) == 2
-    assert "metrics.csv: no such file" in capsys.readouterr().err
+def show(models, name, *words):
+    return main(["show", "anchor-tokens", "--model", str(models / name), *words])
 
 
-@pytest.mark.parametrize(("header", "missing"), [("a,train/loss", "step"), ("step,b", "train/loss"), ("", "step")])
-def test_a_file_without_the_columns_is_one_line_and_no_picture(header, missing, tmp_path, capsys):
+def rows_of(out):
+    """Weight and token of each row of the tables."""
+    rows = [line.split(maxsplit=2) for line in out.splitlines()]
+    return [(float(row[0]), row[2]) for row in rows if len(row) == 3 and row[0].startswith(("0.", "1."))]
+
+
+def test_curves_go_beside_the_run_unless_named(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    (tmp_path / "metrics.csv").write_text(f"{header}\n1,2.0\n" if header else "")
-    assert main(["show", "curves", "--run", str(tmp_path)]) == 2
-    assert f"metrics.csv: has no column '{missing}'; " in capsys.readouterr().err
-    assert not (tmp_path / "curves.png").exists()
+    (tmp_path / "metrics.csv").write_text("step,train/loss,val/ndcg_at_10\n0,2.0,\n1,,0.5\n")
+    assert main(["show", "curves", "--run", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'curves.png'}\n"
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["show", "curves", "--run", str(tmp_path), "--output", str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err
+
+
+def test_a_picture_and_a_table_of_a_model_that_pools_otherwise(models, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "anchor-tokens.png").write_bytes(b"old")
+    assert show(models, "mean", TEXT, "dog") == 0
+    assert (tmp_path / "anchor-tokens.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert out.startswith("mean (mean pooling): anchor weights as they would be\n")
+    assert "key axis, layer -1." in out
+    rows = rows_of(out)
+    tokens = ["[CLS]", "the", "quick", "brown", "fox", ",", "one", "length", "[SEP]", "[CLS]", "dog", "[SEP]"]
+    assert [token for _, token in rows] == tokens
+    assert sum(weight for weight, _ in rows) == pytest.approx(2, abs=1e-3)
+    shares = [line.split() for line in out.splitlines() if line.endswith("%")]
+    assert [" ".join(row[:-2]) for row in shares[:4]] == ["first token", "last token", "punctuation", "everything else"]
+    assert [row[-1] for row in shares] == ["11.1%", "11.1%", "11.1%", "66.7%", "33.3%", "33.3%", "0.0%", "33.3%"]
+    assert [path.name for path in tmp_path.iterdir()] == ["anchor-tokens.png"]
+
+
+def test_a_models_own_settings_hold_and_each_option_changes_one(models, drawing, capsys):
+    given = [[], ["--layers", "-1"], ["--layers", "[0,-1]"], ["--axis", "query"], ["--per-head", "false"]]
+    given += [["--include-first", "false"], ["--by-visible-queries", "true"], ["--layers", "0"]]
+    for options in given:
+        assert show(models, "anchor", TEXT, *options) == 0
+    titles, subtitles = ([drawn[place] for drawn in drawing] for place in (1, 2))
+    assert titles[0] == titles[-1] == "anchor: its own anchor weights"
+    assert set(titles[1:-1]) == {"anchor: anchor weights with other settings than its own"}
+    own = "Anchor-token-aware pooling, key axis, layer 0, heads count alike"
+    assert subtitles == [
+        f"{own}.",
+        own.replace("layer 0", "layer -1") + ".",
+        own.replace("layer 0", "layers 0, -1") + ".",
+        own.replace("key", "query") + ".",
+        own.removesuffix(", heads count alike") + ".",
+        f"{own}, without the first token.",
+        f"{own}, by visible queries.",
+        f"{own}.",
+    ]
+    weights = [tuple(drawn[0][0].weight_T.tolist()) for drawn in drawing]
+    # All queries see every token here, so counting them changes nothing.
+    assert len(set(weights[:6])) == 6
+    assert weights[6] == pytest.approx(weights[0], abs=1e-6)
+    assert weights[5][0] == 0 < weights[0][0]
+
+
+def test_a_prompt_is_shown_without_a_weight(models, drawing, capsys):
+    assert show(models, "mean", TEXT, "--role", "query") == 0
+    by_role = capsys.readouterr().out
+    assert show(models, "mean", TEXT, "--prompt_name", "query", "--output", "other.png") == 0
+    assert capsys.readouterr().out.replace("other.png", "anchor-tokens.png") == by_role
+    lines = [line.split() for line in by_role.splitlines()]
+    assert ["-", "-", "[CLS]"] in lines
+    assert drawing[0][0][0].text == f"search_query: {TEXT}"
+    assert drawing[1][3].name == "other.png"
+
+
+def test_a_causal_model_needs_the_visible_queries_or_the_other_axis(models, drawing, capsys):
+    assert show(models, "causal", TEXT) == 2
+    assert "under a causal mask" in (error := capsys.readouterr().err)
+    assert "by_visible_queries: true" in error
+    assert drawing == []
+    assert show(models, "causal", TEXT, "--by-visible-queries", "true") == 0
+    assert show(models, "causal", TEXT, "--axis", "query") == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "says"),
+    [
+        ("mean", [""], "TEXT must not be empty, got ''"),
+        ("mean", [TEXT, " \n"], "TEXT must not be empty"),
+        ("mean", ["\x00\x00"], "TEXT must hold a token of its own"),
+        ("mean", ["\x00", "--role", "query"], "TEXT must hold a token of its own"),
+        ("mean", [], "texts"),
+        ("mean", [TEXT, "--axis", "both"], "axis"),
+        ("mean", [TEXT, "--layers", "[]"], "pooling.layers must name a layer"),
+        ("mean", [TEXT, "--layers", "9"], "among the 2 attention layers"),
+        ("mean", [TEXT, "--layers", "[1,-1]"], "must name each layer once"),
+        ("mean", [TEXT, "--prompt_name", "qury"], "must name a prompt of the model (query)"),
+        ("mean", [TEXT, "--output", "."], "--output .: is a directory; name a PNG file"),
+        ("nothing", [TEXT], "nothing: is no directory"),
+        ("contextual", [TEXT], "is contextual"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line_and_nothing_is_written(model, words, says, models, tmp_path, capsys, drawing):
+    assert show(models, model, *words) == 2
+    written = capsys.readouterr()
+    assert says in written.err
+    assert written.err.count("\n") == 1
+    assert (written.out, drawing, list(tmp_path.iterdir())) == ("", [], [])
+
+
+def test_without_matplotlib_no_model_is_loaded(models, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("embeddings.inference.Encoder.from_pretrained", lambda *_: pytest.fail("loaded"))
+    assert show(models, "mean", TEXT, "--output", str(tmp_path / "a.png")) == 2
+    assert "matplotlib is not installed; run: pip install" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -20,3 +20,11 @@ def test_each_role_has_its_length():
 def test_a_length_without_room_for_text_is_refused():
     with pytest.raises(OptionError, match=r"document_max_length must be >= 4, got 2"):
         TextSettings(document_max_length=2)
+
+
+def test_a_prompt_is_named_or_the_roles_or_none():
+    settings = TextSettings(prompts={"query": "q: ", "task": "t: "})
+    assert settings.prompt("task", "query") == "t: "
+    assert (settings.prompt(None, "query"), settings.prompt(None, "document")) == ("q: ", "")
+    with pytest.raises(OptionError, match=r"^prompt_name must name a prompt of the model \(query, task\), got 'tsk'"):
+        settings.prompt("tsk", "query")

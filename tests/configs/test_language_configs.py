@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -88,6 +89,15 @@ def test_data_holds_the_lengths_and_rows_of_a_step(
     assert isinstance(data, TextDataModule)
     assert data.row_length == row_length
     assert data.batch_size * trainer["devices"] * trainer.get("accumulate_grad_batches", 1) == rows
+
+
+def test_the_adaptation_draws_languages_by_the_power_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBED_TRAIN_DATA", "data")
+    data = build("data", LightningDataModule, read(CONFIGS / "data" / "mlm_adapt.yaml"))
+    assert isinstance(data, TextDataModule)
+    plan = data.sampler([20_000, 200], 20, 0, [1.0, 1.0])
+    rows = np.concatenate([plan.global_batch(0, step)[0] for step in range(30)])
+    assert (rows >= 20_000).mean() == pytest.approx(1 / (1 + 100**0.3), abs=2 / 600)
 
 
 def test_the_small_decoder_runs_as_its_file_says_and_its_directory_is_a_backbone(

@@ -45,6 +45,20 @@ def take(loader: ResumableLoader, count: int) -> Iterator[list[int]]:
                 return
 
 
+class BatchEcho(RowEcho):
+    """The same for a whole batch at once."""
+
+    def __getitems__(self, entries: list[RowDraw]) -> list[int]:
+        return [-1 - entry.row for entry in entries]
+
+
+def test_a_data_set_that_can_reads_a_batch_at_once() -> None:
+    sampler = BlendedBatchSampler([15, 9], 4, seed=1)
+    assert [batch.tolist() for batch in ResumableLoader(BatchEcho(), sampler, torch.tensor)] == [
+        [-1 - row for row in batch] for batch in epochs(make(), 1)[0]
+    ]
+
+
 def test_iterating_again_goes_on_with_the_next_epoch() -> None:
     first, second = epochs(make(), 2)
     assert len(first) == len(second) == len(make()) == 6

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader
 from embeddings.common import OptionError
 from embeddings.data import Mixture, RowDraw
 from embeddings.data.examples import LevelRule
+from embeddings.data.table import Table
 from tests.data.rows import dataset, graded, labelled, pairs
 
 
@@ -34,6 +35,16 @@ def test_an_example_is_its_sources_own_with_row_and_source_of_the_mixture(mixtur
         assert (example.row, example.source, example.draw) == (row, source, 7)
         assert (example.query, example.positives, example.negatives) == (local.query, local.positives, local.negatives)
         assert example.in_batch_negatives == (source != 1)
+
+
+def test_a_batch_is_its_entries_one_by_one_in_their_order(mixture, monkeypatch):
+    entries = [RowDraw(row, 100 + place) for place, row in enumerate((11, 3, 0, 10, 3, 2, 0, 7))]
+    expected = [mixture[entry] for entry in entries]
+    monkeypatch.setattr(Table, "row", None)
+    calls, rows = [], Table.rows
+    monkeypatch.setattr(Table, "rows", lambda table, indices: calls.append(len(indices)) or rows(table, indices))
+    assert mixture.__getitems__(entries) == expected
+    assert sorted(calls) == [1, 3, 4]
 
 
 @pytest.mark.parametrize("row", [-1, 12])

@@ -1,4 +1,5 @@
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -6,6 +7,8 @@ import pytest
 from embeddings.common import InputError
 from embeddings.data import table as table_module
 from embeddings.data.table import ROWS_FILE, StoredRow, Table, write_table
+
+DAMAGED = "the converted data is damaged; delete the folder and run again"
 
 
 def rows_of(count):
@@ -32,6 +35,50 @@ def test_every_row_comes_back_wherever_the_batches_are_cut(tmp_path, monkeypatch
     assert [table.positives(i) for i in (5, 3)] == [["positive 5"] * 2, []]
     np.testing.assert_array_equal(table.labels(), np.arange(7))
     assert [level for levels in table.negative_levels() for level in levels.tolist()] == [1] * 9
+
+
+@pytest.mark.parametrize("batch_rows", [1, 3, 7, 100])
+def test_many_rows_at_once_are_the_rows_one_by_one(tmp_path, monkeypatch, batch_rows):
+    monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", batch_rows)
+    rows = [
+        *rows_of(9),
+        StoredRow("", ["", "東京 café", "\U0001f600"], [], [], -1, "ein – Auftrag"),
+        StoredRow("é" * 500),
+    ]
+    rows = [StoredRow(*map(list_of, row)) for row in rows]
+    write_table(tmp_path, iter(rows))
+    indices = random.Random(0).choices(range(len(rows)), k=50)
+    assert Table(tmp_path).rows(indices) == [rows[i] for i in indices]
+    assert Table(tmp_path).rows(np.array(indices)) == [Table(tmp_path).row(i) for i in indices]
+    assert Table(tmp_path).rows(range(1, 5)) == rows[1:5]
+    found = Table(tmp_path).rows([10, 0, 10])
+    assert found == [rows[10], rows[0], rows[10]]
+    assert {type(row) for row in found} == {StoredRow}
+    assert {type(row.label) for row in found} == {int}
+    assert Table(tmp_path).rows([]) == []
+
+
+def list_of(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_many_rows_at_once_are_not_read_one_by_one(tmp_path, monkeypatch):
+    write_table(tmp_path, rows_of(9))
+    table = Table(tmp_path)
+    expected = [table.row(i) for i in range(9)]
+    monkeypatch.setattr(table_module.TextColumn, "at", None)
+    assert table.rows(range(9)) == expected
+
+
+def test_only_the_batches_of_the_rows_asked_for_are_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", 2)
+    write_table(tmp_path, rows_of(9))
+    table, opened = Table(tmp_path), []
+    monkeypatch.setattr(table, "_open", lambda batch, open_it=table._open: (opened.append(batch), open_it(batch)))
+    table.rows([7, 2, 6, 3])
+    table.rows([2, 6])
+    table.row(7)
+    assert opened == [1, 3]
 
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 100])
@@ -62,8 +109,9 @@ def test_a_table_is_pickled_by_its_folder(tmp_path):
 @pytest.mark.parametrize("index", [-1, 3])
 def test_a_row_outside_the_table_is_refused(tmp_path, index):
     write_table(tmp_path, rows_of(3))
-    with pytest.raises(IndexError, match=f"row {index} of 3"):
-        Table(tmp_path).row(index)
+    for read in (Table(tmp_path).row, Table(tmp_path).query, lambda index: Table(tmp_path).rows([0, index])):
+        with pytest.raises(IndexError, match=f"row {index} of 3"):
+            read(index)
 
 
 @pytest.mark.parametrize("cut", [1, 100, 10_000])
@@ -72,5 +120,56 @@ def test_a_damaged_file_is_refused(tmp_path, cut):
     data = (tmp_path / ROWS_FILE).read_bytes()
     assert len(data) > cut
     (tmp_path / ROWS_FILE).write_bytes(data[:-cut])
-    with pytest.raises(InputError, match="the converted data is damaged; delete the folder and run again"):
+    with pytest.raises(InputError, match=DAMAGED):
         Table(tmp_path)
+
+
+def reads(table):
+    """Each way to read row 4, in which the damage is."""
+    return lambda: table.row(4), lambda: table.rows([0, 4]), lambda: table.positives(4)
+
+
+def overwrite(tmp_path, place, data):
+    with open(tmp_path / ROWS_FILE, "r+b") as file:
+        file.seek(place)
+        file.write(data)
+
+
+@pytest.mark.parametrize("offset", [-1, 2**40])
+@pytest.mark.parametrize("column", ["_positives", "child"])
+def test_an_offset_out_of_its_range_is_damage(tmp_path, column, offset):
+    write_table(tmp_path, (StoredRow(f"query {i}", [f"positive {i}"]) for i in range(9)))
+    table = Table(tmp_path)
+    assert all(read() for read in reads(table))
+    offsets = table._positives if column == "_positives" else table._positives.child
+    overwrite(tmp_path, 8 * (offsets._at[0] + 4), offset.to_bytes(8, "little", signed=True))
+    for read in reads(Table(tmp_path)):
+        with pytest.raises(InputError, match=DAMAGED):
+            read()
+
+
+def test_bytes_that_are_no_text_are_damage(tmp_path):
+    write_table(tmp_path, rows_of(9))
+    overwrite(tmp_path, (tmp_path / ROWS_FILE).read_bytes().index(b"positive 4"), b"\xff")
+    for read in reads(Table(tmp_path)):
+        with pytest.raises(InputError, match=DAMAGED):
+            read()
+
+
+def test_batches_of_other_sizes_than_were_written_are_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", 4)
+    write_table(tmp_path, rows_of(9))
+    np.save(tmp_path / table_module.STARTS_FILE, np.array([0, 3, 8, 9]))
+    for read in reads(Table(tmp_path)):
+        with pytest.raises(InputError, match=DAMAGED):
+            read()
+
+
+def test_a_batch_that_arrow_cannot_read_is_damage(tmp_path):
+    write_table(tmp_path, rows_of(9))
+    data = (tmp_path / ROWS_FILE).read_bytes()
+    message = data.index(b"\xff" * 4, data.index(b"\xff" * 4) + 4)
+    overwrite(tmp_path, message + 8, b"\x7f" * 32)
+    for read in reads(Table(tmp_path)):
+        with pytest.raises(InputError, match=DAMAGED):
+            read()

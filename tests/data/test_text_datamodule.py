@@ -112,26 +112,14 @@ def test_validation_batches_are_the_same_every_time(options: dict[str, Any], tmp
     assert TextDataModule(**options, tokenizer=folder).val_dataloader() == []
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"sources": []}, r"data\.sources must name at least one source"),
-        ({"row_length": 1}, r"data\.row_length must be >= 2, got 1"),
-        ({"batch_size": 0}, r"data\.batch_size must be >= 1, got 0"),
-        ({"num_workers": -1}, r"data\.num_workers must be >= 0, got -1"),
-        ({"sources": [TextSource("a", "x"), TextSource("a", "y")]}, r"data\.sources must have different names"),
-    ],
-)
-def test_an_option_that_cannot_be_is_refused(change: dict[str, Any], says: str, options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=says):
-        TextDataModule(**{**options, **change})
+def test_what_only_texts_have_is_checked_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"data\.row_length must be >= 2, got 1"):
+        TextDataModule(**{**options, "row_length": 1})
+    with pytest.raises(OptionError, match=r"data\.validation_sources must have different names"):
+        TextDataModule(**options, validation_sources=[TextSource("a", "x"), TextSource("a", "y")])
 
 
-def test_fewer_rows_than_a_batch_and_an_empty_corpus_are_refused_before_training(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
-    with pytest.raises(OptionError, match=r"data\.batch_size must not exceed the"):
-        fit(TextDataModule(**{**options, "batch_size": 1000}), Ledger(content, TOKENIZER), max_steps=1)
+def test_an_empty_corpus_is_refused_before_training(options: dict[str, Any], tmp_path: Path) -> None:
     empty = [source(tmp_path, [""], "empty.jsonl")]
     with pytest.raises(InputError, match="holds no text"):
         fit(TextDataModule(**{**options, "sources": empty}), Ledger(content, TOKENIZER), max_steps=1)

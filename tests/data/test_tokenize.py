@@ -263,3 +263,23 @@ def test_a_tokenizer_without_offsets_is_refused() -> None:
 def test_append_eos_needs_an_eos_token() -> None:
     with pytest.raises(OptionError, match=r"data\.text\.append_eos needs a tokenizer with an eos_token"):
         make(wordpiece_tokenizer(), append_eos=True)
+
+
+@pytest.mark.parametrize("append_eos", [False, True])
+def test_spans_are_of_the_same_tokens_as_ids_are_given(tokenizer: PreTrainedTokenizerFast, append_eos: bool) -> None:
+    append_eos = append_eos and tokenizer.eos_token is not None
+    made = make(tokenizer, append_eos=append_eos, document_max_length=10)
+    texts, prompt = ["fox", "東", "how do I pad sequences to one length"], "a: "
+    ids = [ids for ids, _ in rows_of(made(texts, "document", prompt))]
+    spans = made.spans(texts, "document", prompt)
+    assert [[tokenizer.convert_tokens_to_ids(span.token) for span in row] for row in spans] == ids
+    assert len(ids[2]) == 10
+    for text, row in zip(texts[:2], spans, strict=False):
+        own = tokenizer(prompt + text, return_offsets_mapping=True)["offset_mapping"]
+        assert [(span.start, span.end) for span in row] == own + [(0, 0)] * (len(row) - len(own))
+    assert all(span.is_special == (span.end == 0) for row in spans for span in row)
+
+
+def test_a_text_of_no_token_has_the_span_of_its_stand_in() -> None:
+    made = make(bpe_tokenizer())
+    assert [(span.token, span.is_special) for span in made.spans([""], "document")[0]] == [("<|endoftext|>", True)]

@@ -15,6 +15,8 @@ from embeddings.evaluation.folders import (
     SimilarityFolder,
     find_evaluation_folders,
     read_evaluation_folder,
+    read_retrieval_files,
+    retrieval_files_of,
 )
 from tests.evaluation.data import write_labelled, write_retrieval, write_rows, write_similarity
 
@@ -42,6 +44,21 @@ def test_gzipped_files_and_the_benchmarks_own_place_of_judgments_are_read(tmp_pa
     (tmp_path / "qrels").mkdir()
     shutil.move(tmp_path / "qrels.tsv", tmp_path / "qrels" / "test.tsv")
     check_retrieval(read_evaluation_folder(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["qrels.tsv", "qrels/train.tsv"])
+def test_judgments_of_one_split_are_read_with_the_folder_around_them(name, tmp_path):
+    write_retrieval(tmp_path)
+    (tmp_path / "qrels").mkdir()
+    qrels = shutil.move(tmp_path / "qrels.tsv", tmp_path / name)
+    files = retrieval_files_of(qrels)
+    assert (files.corpus, files.queries) == (tmp_path / "corpus.jsonl", tmp_path / "queries.jsonl")
+    check_retrieval(read_retrieval_files(files))
+    with pytest.raises(InputError, match=r"qrels/dev\.tsv: no such file"):
+        retrieval_files_of(tmp_path / "qrels" / "dev.tsv")
+    files.queries.unlink()
+    with pytest.raises(InputError, match=r"queries\.jsonl is missing"):
+        retrieval_files_of(qrels)
 
 
 def test_a_similarity_folder(tmp_path):

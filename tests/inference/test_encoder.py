@@ -243,3 +243,32 @@ def test_progress_counts_every_token_and_ends_at_its_total(monkeypatch, capsys):
 def test_nothing_is_drawn_unless_progress_is_asked_for(capsys):
     Encoder(tiny_embedder()).encode(some_texts(3))
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_dimensions_cut_vectors_and_bring_unit_ones_back_to_unit_length(normalize):
+    embedder, texts = tiny_embedder(normalize=normalize), some_texts(9)
+    whole = Encoder(embedder, precision="float32").encode(texts)
+    encoder = Encoder(embedder, precision="float32", dimensions=8)
+    cut = encoder.encode(texts)
+    assert encoder.embedding_dim == encoder.with_mini_batch_tokens(64).embedding_dim == 8
+    expected = whole[:, :8]
+    if normalize:
+        expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(cut, expected, rtol=0, atol=1e-6)
+    assert encoder.encode([]).shape == (0, 8)
+
+
+def test_a_cut_contextual_model_still_reads_its_context_whole():
+    model, texts = tiny_contextual(), some_texts(5)
+    whole, cut = (Encoder(model, precision="float32", dimensions=dimensions) for dimensions in (None, 8))
+    context = texts[:2]
+    expected = whole.encode(texts, context=context)[:, :8]
+    expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(cut.encode(texts, context=context), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dimensions", [0, 33])
+def test_dimensions_that_the_vectors_have_not_are_refused(dimensions):
+    with pytest.raises(OptionError, match=rf"dimensions must be from 1 to the 32 .*, got {dimensions}; leave it out"):
+        Encoder(tiny_embedder(), dimensions=dimensions)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError
-from embeddings.losses import InfoNCE, is_negative_mask, similarity_matrix, tiled_cross_entropy
-from embeddings.losses.info_nce import _tiles
+from embeddings.losses import InfoNCE, is_negative_mask, similarity_matrix
 from embeddings.losses.masks import CandidateFacts, QueryFacts, query_index
 from tests.helpers.contrastive import Record, batch_of, random_batch, relative_error
 
@@ -168,20 +167,6 @@ def test_far_apart_scores_overflow_nothing() -> None:
     assert loss.item() == pytest.approx(5e5)
     assert query.grad is not None
     assert query.grad.isfinite().all()
-
-
-def test_tiles_cover_every_row_once_and_hold_whole_rows() -> None:
-    for num_rows, num_columns, tile_size in [(1, 1, 1), (100, 7, 1), (100, 7, 350), (64, 10, 640), (3, 10**9, 8)]:
-        tiles = list(_tiles(num_rows, num_columns, tile_size))
-        assert [row for rows in tiles for row in range(num_rows)[rows]] == list(range(num_rows))
-
-
-def test_without_gradients_none_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    row, column = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
-    monkeypatch.setattr(Tensor, "addmm_", lambda *_: pytest.fail("a gradient was made"))
-    with torch.no_grad():
-        loss, _, _ = tiled_cross_entropy(row, column, torch.tensor(2.0), torch.arange(4))
-    assert not loss.requires_grad
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])

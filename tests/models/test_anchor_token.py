@@ -86,6 +86,13 @@ def test_the_key_axis_under_a_causal_mask_is_refused_with_its_two_ways_out():
     embedder_of("mistral", causal=True, axis="query")
 
 
+def test_a_backbone_that_was_refused_is_left_without_a_tap():
+    backbone = backbone_of("mistral", causal=True)
+    with pytest.raises(OptionError, match="causal mask"):
+        Embedder(backbone, sentencepiece_tokenizer(), AnchorTokenPooling(32))
+    Embedder(backbone, sentencepiece_tokenizer(), AnchorTokenPooling(32, by_visible_queries=True))
+
+
 @torch.no_grad()
 def test_the_tap_changes_no_state_of_the_backbone_and_its_config_stays():
     for kind in ("bert", "mistral"):

@@ -1,6 +1,7 @@
 """The weights of MGH's pooling against a loop over heads, queries and keys, and its two axes in numbers."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -179,3 +180,24 @@ def test_the_logarithm_of_a_product_of_heads_does_not_overflow(num_heads):
     weight = anchor_weights(tapped, torch.ones(1, length, dtype=torch.bool))
     assert weight.isfinite().all()
     assert float(weight[0, 7]) == pytest.approx(num_heads * length * math.log(length + 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_says_what_its_mask_says(is_causal):
+    distance = torch.arange(7)[:, None] - torch.arange(7)[None, :]
+    seen = ((distance.abs() < 3) & ((distance >= 0) | (not is_causal)))[None, None]
+    tapped = replace(attention(is_causal=is_causal), window=3)
+    masked = attention(mask=seen)
+    torch.testing.assert_close(anchor_weights(tapped, IS_TOKEN), anchor_weights(masked, IS_TOKEN))
+    assert not torch.allclose(anchor_weights(tapped, IS_TOKEN), anchor_weights(replace(tapped, window=None), IS_TOKEN))
+    torch.testing.assert_close(visible_queries(tapped, IS_TOKEN), visible_queries(masked, IS_TOKEN))
+
+
+def test_autocast_rounds_neither_weights_nor_gradients():
+    tapped = attention(torch.float32)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            weight = anchor_weights(tapped, IS_TOKEN)
+            found.append((weight, *torch.autograd.grad(weight.square().sum(), (tapped.query_NALE, tapped.key_NGLE))))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)

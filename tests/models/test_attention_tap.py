@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from embeddings.models.attention_tap import AttentionTap, _noting, attention_layers
 from tests.helpers.tiny import tiny_bert, tiny_mistral
@@ -63,6 +64,38 @@ def test_a_backbone_has_one_tap():
         AttentionTap(backbone, (-1,))
 
 
+def test_a_layer_named_twice_is_refused():
+    with pytest.raises(ValueError, match=r"layers \[1, -1\] must name each layer once"):
+        AttentionTap(tiny_bert(), (1, -1))
+
+
+def test_a_tap_that_is_detached_leaves_its_layers_to_another_and_comes_back():
+    backbone = tiny_bert()
+    before = [(module.config, set(vars(module))) for module in attention_layers(backbone)]
+    tap = AttentionTap(backbone, (-1, 0))
+    tap.detach()
+    assert all(
+        module.config is config and set(vars(module)) == names
+        for module, (config, names) in zip(attention_layers(backbone), before, strict=True)
+    )
+    other = AttentionTap(backbone, (0,))
+    with pytest.raises(ValueError, match="already"):
+        tap.attach()
+    other.detach()
+    tap.attach()
+    with tap.open() as tapped:
+        run(backbone)
+        assert len(tapped()) == 2
+
+
+def test_a_tap_that_is_refused_leaves_every_layer_as_it_was():
+    backbone = tiny_bert()
+    AttentionTap(backbone, (-1,))
+    with pytest.raises(ValueError, match="already"):
+        AttentionTap(backbone, (0, -1))
+    AttentionTap(backbone, (0,))
+
+
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 def test_a_causal_backbone_is_told_from_one_that_sees_both_ways(attn):
     for backbone, expected in ((tiny_mistral(), True), (tiny_bert(), False)):
@@ -79,3 +112,21 @@ def test_attention_that_cannot_be_read_is_refused_by_name():
     states = torch.zeros(1, 4, 3, 8)
     with tap.open(), pytest.raises(ValueError, match="attention with softcap cannot be read"):
         _noting(module, states, states, states, None, softcap=30.0)
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_without_a_whole_mask_causality_and_window_are_those_of_the_call(mask, monkeypatch):
+    """As flash attention is called: a mask of padding alone, the rest by name."""
+    tap, module = AttentionTap(tiny_bert(), (-1,)), torch.nn.Module()
+    object.__setattr__(module, "embeddings_tap", (tap, "told"))
+    called = []
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "told", lambda *given, **_: called.append(given))
+    states = torch.zeros(2, 4, 5, 8)
+    noted = []
+    monkeypatch.setattr(tap, "note", lambda _, attention: noted.append(attention))
+    for whole in (mask, torch.ones(2, 1, 5, 5, dtype=torch.bool)):
+        _noting(module, states, states, states, whole, is_causal=True, sliding_window=3)
+    assert (noted[0].mask, noted[0].is_causal, noted[0].window) == (None, True, 3)
+    assert (noted[1].is_causal, noted[1].window) == (False, None)
+    assert noted[1].mask is not None
+    assert len(called) == 2

@@ -32,6 +32,8 @@ def test_both_stages_lie_in_the_directory_with_their_code(written: Path) -> None
         "1_Pooling/config.json",
         "2_ResidualHead/config.json",
         "2_ResidualHead/model.safetensors",
+        "anchor_fused.py",
+        "anchor_kernels.py",
         "anchor_token.py",
         "anchor_weights.py",
         "attention_tap.py",

@@ -3,7 +3,7 @@ import torch
 
 from embeddings.callbacks import GradCacheCallback
 from embeddings.cli.app import run_trainer
-from embeddings.common import ContrastiveStep, NumericError, TextSettings
+from embeddings.common import ContrastiveStep, NumericError, OptionError, TextSettings
 from embeddings.modules import ContrastiveModule
 from tests.helpers.runs import run_config, write_config
 
@@ -90,3 +90,27 @@ def test_gradcache_scales_early_gradients_like_the_last_one(tmp_path):
     worst = max((plain[name] - cached[name]).abs().max().item() for name in plain if plain[name].is_floating_point())
     assert worst < 1e-12
     assert GradCacheCallback(20).engine.mini_batch_tokens == 20
+
+
+def with_widths(folder, widths):
+    config = run_config(folder)
+    init_args = {"temperature": 0.1, "widths": widths, "weights": [2.0, 1.0]}
+    config["model"]["init_args"]["loss"] = {"class_path": "embeddings.losses.MatryoshkaInfoNCE", "init_args": init_args}
+    return config
+
+
+def test_a_run_logs_the_loss_of_each_width(tmp_path):
+    config = with_widths(tmp_path, [32, 8])
+    config["trainer"]["max_steps"] = 2
+    metrics = fit(tmp_path, config).trainer.callback_metrics
+    expected = (2 * metrics["train/loss_32"] + metrics["train/loss_8"]) / 3
+    assert metrics["train/loss"].item() == pytest.approx(expected.item(), rel=1e-6)
+    assert metrics["train/loss_32"] != metrics["train/loss_8"]
+
+
+@pytest.mark.parametrize(("widths", "says"), [([64, 8], "must not exceed the 32"), ([16, 8], "leave the last of")])
+def test_widths_that_do_not_fit_the_model_end_the_run_before_its_data_are_read(tmp_path, widths, says):
+    config = with_widths(tmp_path, widths)
+    with pytest.raises(OptionError, match=f"widths {says}"):
+        fit(tmp_path, config)
+    assert not (tmp_path / "cache").exists()

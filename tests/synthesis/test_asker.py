@@ -35,7 +35,7 @@ def test_so_many_requests_are_under_way_at_once(tmp_path, concurrency):
     assert client.most_at_once == min(concurrency, 12)
 
 
-def test_a_request_that_fails_is_tried_again_after_ever_longer_waits(tmp_path):
+def test_a_request_that_fails_is_tried_again_after_ever_longer_waits(tmp_path, caplog):
     times = []
 
     def behaviour(prompt, seed, count):
@@ -46,6 +46,9 @@ def test_a_request_that_fails_is_tried_again_after_ever_longer_waits(tmp_path):
     asker, journal = ask(tmp_path, FakeClient(behaviour), traffic, requests=REQUESTS[:1])
     assert asker.retries == {"status 500": 3}
     assert len(journal) == 1
+    # Whoever watches learns at once why nothing moves, and once.
+    (message,) = caplog.messages
+    assert "status 500 (no); trying again, 3 times at most" in message
     waits = [after - before for before, after in pairwise(times)]
     assert all(wait >= 0.02 * 2**retry / 2 for retry, wait in enumerate(waits))
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from embeddings.common import ContrastiveBatch, Representations, TokenBatch
 from embeddings.common.distributed import gather_candidates
-from embeddings.losses import InfoNCE
+from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
 from embeddings.training import GradCache
 from tests.helpers.contrastive import (
     Record,
@@ -94,10 +94,11 @@ def make_step(
     kind: type[TinyStep] = TinyStep,
     dtype: torch.dtype = torch.float64,
     backbone: Callable[[], nn.Module] = tiny_bert,
+    loss: type[InfoNCE] = InfoNCE,
     **options: Any,
 ) -> TinyStep:
     step = kind(backbone()).to(dtype)
-    step.loss = InfoNCE(temperature=0.05, gather_across_devices=gathers, **options).to(dtype)
+    step.loss = loss(temperature=0.05, gather_across_devices=gathers, **options).to(dtype)
     return step
 
 
@@ -207,6 +208,7 @@ def errors_of_equal_steps(rank: int, dtype: torch.dtype) -> dict[str, float]:
     engine = ENGINES["half kept"]
     results["both directions"] = error(rank, engine, directions="both", dtype=dtype)
     results["learnt temperature"] = error(rank, engine, learnable_temperature=True, dtype=dtype)
+    results["matryoshka"] = error(rank, engine, loss=MatryoshkaInfoNCE, widths=(32, 8), dtype=dtype)
     results["late parameter"] = error(rank, GradCache(mini_batch_tokens=10), kind=LateParameter, dtype=dtype)
     results["through the wrapper"] = error_through_the_wrapper(rank, dtype)
     for name in CUTS:
@@ -247,6 +249,7 @@ def test_two_ranks_equal_one_with_twice_the_batch(
         "plain",
         "both directions",
         "learnt temperature",
+        "matryoshka",
         "late parameter",
         "through the wrapper",
         *(f"{what}, {name}" for what in ("dropout", "LoRA", "LoRA with dropout") for name in CUTS),

@@ -4,6 +4,7 @@ from embeddings.data.samplers.base import BatchSampler, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
 from embeddings.data.samplers.clustered import ClusteredBatchSampler
 from embeddings.data.samplers.curriculum import CurriculumBatchSampler
+from embeddings.data.samplers.homogeneous import HomogeneousBatchSampler
 from embeddings.data.samplers.permutation import KeyedPermutation
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "BlendedBatchSampler",
     "ClusteredBatchSampler",
     "CurriculumBatchSampler",
+    "HomogeneousBatchSampler",
     "KeyedPermutation",
     "SourceIdentity",
 ]

@@ -133,6 +133,23 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
             "num_steps": self.num_steps,
         }
 
+    def whole_batches(self, sizes: Sequence[int], names: Sequence[str] = ()) -> list[int]:
+        """Global batches that the rows of each source fill, for a plan whose sources never share a batch.
+
+        Args:
+            sizes: Rows of each source.
+            names: Their names, or none while they are not known.
+
+        Raises:
+            OptionError: If a source has fewer rows than one.
+        """
+        for source, size in enumerate(sizes):
+            if size < self.global_batch_size:
+                name = names[source] if names else source
+                rule = f"must not exceed the {size} rows of source {name!r} (batch_size x {self.place[1]} ranks)"
+                raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or leave out the source")
+        return [size // self.global_batch_size for size in sizes]
+
     def draw_keys(self, epoch: int, step: int) -> Rows:
         """The draw keys of one step, (global_batch_size,) int64 >= 0: a hash of (seed, epoch, position)."""
         first = step * self.global_batch_size

@@ -1,7 +1,6 @@
 """Batches that mix all sources in given proportions (NV-Embed's blended batches)."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -10,10 +9,11 @@ from embeddings.common.randomness import derive_seed
 from embeddings.data.samplers.apportion import Apportionment
 from embeddings.data.samplers.base import BatchSampler, Rows
 from embeddings.data.samplers.permutation import KeyedPermutation
+from embeddings.data.samplers.proportions import Proportions, source_parts
 
 
 class BlendedBatchSampler(BatchSampler):
-    """Every batch mixes all sources, in proportion to their sizes, in equal parts, or in the parts given.
+    """Every batch mixes all sources, in proportion to their sizes or a power of them, in equal or in given parts.
 
     Each source is walked through in a random order of its own; when it ends, the next pass has another order. How many
     rows of a source the first t draws hold is computed (`Apportionment`), so any step is found at once, and nothing is
@@ -21,8 +21,8 @@ class BlendedBatchSampler(BatchSampler):
 
     Determinism: see `BatchSampler`.
     Guarantees: over any number of steps a source's share of the draws is less than 2 rows off its proportion. With
-    proportions `size` and no `steps_per_epoch`, an epoch is one pass: no row comes twice in it, and only the fewer than
-    global_batch_size rows that do not fill a batch are left out, others in the next epoch. In the other cases the
+    proportions `size`, temperature 1 and no `steps_per_epoch`, an epoch is one pass: no row comes twice in it, and only
+    the fewer than global_batch_size rows that do not fill a batch are left out, others in the next epoch. Else the
     walks run on from epoch to epoch: a source has all its rows drawn j times before any is drawn j + 1 times,
     and one batch can hold a row twice only where it crosses the end of that source's pass.
     Length: `steps_per_epoch`, or as many whole global batches as the rows of all sources fill.
@@ -33,15 +33,17 @@ class BlendedBatchSampler(BatchSampler):
         seed: The run's seed.
         weights: With proportions `given`, the part of each source, > 0; only their ratios matter. Elsewhere None, or
             all equal.
-        proportions: `size`: a source's part is its share of all rows, NV-Embed's "uniformly sampled"; `uniform`:
-            equal parts; `given`: `weights`.
+        proportions: `size`: a source's part is the number of its rows to the power `temperature`; with 1 that is its
+            share of all rows, NV-Embed's "uniformly sampled"; `uniform`: equal parts; `given`: `weights`.
         steps_per_epoch: Global batches that count as an epoch, or None for one pass over as many rows as there are.
         num_replicas: Number of ranks, or None for the process group's.
         rank: This rank, or None for the process group's.
+        temperature: The exponent of the sizes, 0 to 1. Below 1 the rows of a small source come more often than
+            those of a large one; *MoE* and XLM-R draw languages with 0.3.
 
     Raises:
-        OptionError: If a size, weight or steps_per_epoch is impossible, weights cannot take effect, or there are fewer
-            rows than one global batch.
+        OptionError: If a size, weight, the temperature or steps_per_epoch is impossible, weights or temperature cannot
+            take effect, or there are fewer rows than one global batch.
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §2.2 and §4. Differs: the paper does not say how batches are
         drawn; exact apportionment instead of independent draws.
     """
@@ -52,10 +54,12 @@ class BlendedBatchSampler(BatchSampler):
         batch_size: int,
         seed: int = 0,
         weights: Sequence[float] | None = None,
-        proportions: Literal["size", "uniform", "given"] = "size",
+        proportions: Proportions = "size",
         steps_per_epoch: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
+        *,
+        temperature: float = 1.0,
     ) -> None:
         super().__init__(batch_size, seed, num_replicas, rank)
         if not sizes or min(sizes) < 1:
@@ -63,10 +67,11 @@ class BlendedBatchSampler(BatchSampler):
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise OptionError("steps_per_epoch", steps_per_epoch, "must be >= 1", "leave it out for one pass")
         self.sizes = tuple(sizes)
-        self.proportions = proportions
+        self.proportions: Proportions = proportions
+        self.temperature = temperature
         self.steps_per_epoch = steps_per_epoch
         self._offsets = [sum(self.sizes[:source]) for source in range(len(self.sizes))]
-        self._shares = _parts(self.sizes, weights, proportions)
+        self._shares = source_parts(self.sizes, weights, proportions, temperature)
         self._apportionment = Apportionment(self._shares)
         self._walks: dict[int, tuple[int, KeyedPermutation]] = {}
         _ = self.num_steps
@@ -98,7 +103,7 @@ class BlendedBatchSampler(BatchSampler):
 
     def _draws_per_epoch(self) -> int:
         """Draws between the starts of two epochs; a natural one counts the rows left out, so that each is one pass."""
-        if self.proportions == "size" and self.steps_per_epoch is None:
+        if self.proportions == "size" and self.temperature == 1 and self.steps_per_epoch is None:
             return sum(self.sizes)
         return self.num_steps * self.global_batch_size
 
@@ -119,20 +124,3 @@ class BlendedBatchSampler(BatchSampler):
             key = derive_seed(self.seed, "pass", source, number)
             known = self._walks[source] = (number, KeyedPermutation(self.sizes[source], key))
         return known[1]
-
-
-def _parts(sizes: Sequence[int], weights: Sequence[float] | None, proportions: str) -> Sequence[float]:
-    """The part of each source, checked."""
-    given = [1.0] * len(sizes) if weights is None else list(weights)
-    if len(given) != len(sizes):
-        raise OptionError("weights", given, f"must be one for each of the {len(sizes)} sources", "give as many")
-    if proportions == "given":
-        if not all(0 < weight < float("inf") for weight in given):
-            raise OptionError(
-                "data.sources[].weight", given, "must be > 0 and finite", "leave out a source without part"
-            )
-        return given
-    if len(set(given)) > 1:
-        rule = f"cannot take effect with proportions {proportions!r}"
-        raise OptionError("data.sources[].weight", given, rule, "set the sampler's proportions to given")
-    return sizes if proportions == "size" else [1] * len(sizes)

@@ -128,12 +128,7 @@ class ClusteredBatchSampler(BatchSampler):
 
     def _last_steps(self) -> list[int]:
         """For each source the global batches of it and of those before it, where they are not shuffled yet."""
-        for source, size in enumerate(self.sizes):
-            if size < self.global_batch_size:
-                name = self._names[source] if self._names else source
-                rule = f"must not exceed the {size} rows of source {name!r} (batch_size x {self.place[1]} ranks)"
-                raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or leave out the source")
-        return list(accumulate(size // self.global_batch_size for size in self.sizes))
+        return list(accumulate(self.whole_batches(self.sizes, self._names)))
 
     def _packed_source(self, source: int, epoch: int) -> PackedClusters:
         """The batches of a source in an epoch; the latest of each source are kept."""

@@ -52,7 +52,7 @@ class CurriculumBatchSampler(BatchSampler):
         OptionError: If an option is impossible or cannot take effect.
 
     Source: MGH, §2.1 and §4.1. Differs: see `level_of`.
-    Related: `BlendedBatchSampler`, `ClusteredBatchSampler`, which decide the rows.
+    Related: `BlendedBatchSampler`, `ClusteredBatchSampler`, `HomogeneousBatchSampler`, which decide the rows.
     """
 
     def __init__(

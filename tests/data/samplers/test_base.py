@@ -95,5 +95,14 @@ def test_impossible_numbers_are_refused_in_one_line() -> None:
         CountingSampler(1, rank=0)
 
 
+def test_whole_batches_are_counted_over_all_ranks_and_a_source_without_one_is_named() -> None:
+    sampler = CountingSampler(2, num_replicas=2, rank=1)
+    assert sampler.whole_batches([4, 7, 8]) == [1, 1, 2]
+    with pytest.raises(OptionError, match=r"the 3 rows of source 1 \(batch_size x 2 ranks\), got 2"):
+        sampler.whole_batches([4, 3])
+    with pytest.raises(OptionError, match="the 3 rows of source 'b'"):
+        sampler.whole_batches([4, 3], ["a", "b"])
+
+
 def test_a_sampler_that_keeps_nothing_beside_the_sources_suits_any() -> None:
     assert CountingSampler(4).check_sources(["a", "b"]) is None

@@ -98,13 +98,15 @@ def test_the_number_of_workers_changes_nothing() -> None:
         ("size", None, [800, 60, 139, 1]),
         ("uniform", None, [1, 1, 1, 1]),
         ("given", [3, 1, 0.5, 0.25], [3, 1, 0.5, 0.25]),
+        ("cooled", None, [800**0.3, 60**0.3, 139**0.3, 1]),
     ],
 )
 def test_every_stretch_of_batches_keeps_the_proportions_within_two_rows(
     proportions: Any, weights: list[float] | None, parts: list[float]
 ) -> None:
     sizes = [800, 60, 139, 1]
-    sampler = make(16, sizes=sizes, proportions=proportions, weights=weights, steps_per_epoch=50)
+    options = {"temperature": 0.3} if proportions == "cooled" else {"proportions": proportions}
+    sampler = make(16, sizes=sizes, weights=weights, steps_per_epoch=50, **options)
     drawn = np.zeros(4)
     for epoch in range(2):
         for step, batch in enumerate(rows_of(sampler, epoch)):
@@ -146,6 +148,15 @@ def test_a_source_smaller_than_its_part_of_a_batch_is_passed_through_many_times(
     assert sum(row == 100 for row in batch) == 10
 
 
+def test_under_a_temperature_the_walks_run_on_from_epoch_to_epoch() -> None:
+    sampler = make(8, temperature=0.3, sizes=[100, 10])
+    assert len(sampler) == 110 // 8
+    drawn = Counter(chain(*(row for epoch in range(9) for row in rows_of(sampler, epoch))))
+    small = [drawn[row] for row in range(100, 110)]
+    assert sum(small) == pytest.approx(9 * 13 * 8 / (1 + 10**0.3), abs=2)
+    assert max(small) - min(small) <= 1
+
+
 def test_one_pass_after_another_has_another_order() -> None:
     sampler = make(10, sizes=[10], steps_per_epoch=3)
     passes = rows_of(sampler)
@@ -179,6 +190,7 @@ def test_what_the_plan_depends_on_is_plain_and_does_not_name_the_rank() -> None:
         ({"sizes": [3, 0]}, r"data\.sources must each have rows"),
         ({"steps_per_epoch": 0}, "steps_per_epoch must be >= 1"),
         ({"weights": [1, 2, 3, 4]}, "cannot take effect with proportions 'size'"),
+        ({"temperature": 1.5}, "must be from 0 to 1"),
         ({"weights": [1, 1]}, "one for each of the 4 sources"),
         ({"weights": [1, 1, 1, 0], "proportions": "given"}, "must be > 0 and finite"),
     ],
@@ -202,3 +214,8 @@ def test_other_given_weights_are_another_plan_and_their_scale_is_not() -> None:
 
     assert fields(1, 9) != fields(9, 1)
     assert fields(1, 9) == fields(2, 18)
+
+
+def test_another_temperature_is_another_plan_and_the_default_is_as_before() -> None:
+    assert make(temperature=0.3).plan_fields() != make(temperature=0.5).plan_fields() != make().plan_fields()
+    assert make(temperature=1.0).plan_fields() == make().plan_fields()

@@ -1,4 +1,4 @@
-"""The laws of a batch sampler for a curriculum over two others, and its level at every optimiser step of a training."""
+"""The laws of a batch sampler for a curriculum over the others, and its level at every optimiser step of a training."""
 
 import os
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from embeddings.data.samplers import (
     BlendedBatchSampler,
     ClusteredBatchSampler,
     CurriculumBatchSampler,
+    HomogeneousBatchSampler,
     SourceIdentity,
 )
 from embeddings.data.samplers.level_schedule import level_of
@@ -49,10 +50,14 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(params=["blended", "clustered"])
+@pytest.fixture(params=["blended", "clustered", "homogeneous"])
 def make(request: pytest.FixtureRequest, clusters: str) -> Maker:
-    """Samplers over either of the others, three epochs long."""
-    inner = BlendedBatchSampler if request.param == "blended" else partial(ClusteredBatchSampler, clusters=clusters)
+    """Samplers over each of the others, three epochs long."""
+    inner: Any = {
+        "blended": BlendedBatchSampler,
+        "clustered": partial(ClusteredBatchSampler, clusters=clusters),
+        "homogeneous": partial(HomogeneousBatchSampler, temperature=0.3),
+    }[request.param]
 
     def maker(batch_size: int = 4, **options: Any) -> CurriculumBatchSampler:
         sampler = CurriculumBatchSampler(SIZES, batch_size, **{"inner": inner, **options})

@@ -1,0 +1,93 @@
+"""E7: where anchor-token-aware pooling puts its weight: the first token, the last one, punctuation, or the rest.
+
+MGH shows one sentence of a 7B decoder, whose first token, punctuation and last tokens weigh most ("Negative Matters",
+§5.2, Fig. 5). Here are the mean shares over documents of the held-out packages, beside the shares of tokens, which are
+what mean pooling gives: for MiniLM as it is published and after `lightning_configs/mgh_docstrings.yaml`, and for the
+small decoder of `small_decoder.yaml` with its causal mask, without it, and after `small_decoder_mntp.yaml`. A seed
+draws the documents.
+"""
+
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.docstring_trials import MODEL, World
+from benchmarks.e5_pooling_and_mask import CONFIGS, decoder
+from benchmarks.trials import Metrics, Trial, run_recipes, table, trial_options
+from embeddings.common import TextSettings
+from embeddings.evaluation import read_retrieval_folder
+from embeddings.inference.anchor_shares import PLACES, anchor_shares
+from embeddings.models import AnchorTokenPooling, BackboneConfig, Embedder, load_backbone
+
+NUM_TEXTS, TINY_TEXTS = 512, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is looked at.
+
+    Args:
+        model: A model directory, or a name.
+        bidirectional: Whether a decoder's causal mask is switched off.
+        by_visible_queries: Whether a weight is divided by the number of queries that see the token.
+        num_texts: Documents.
+        max_length: Most tokens of a document.
+    """
+
+    model: str
+    bidirectional: bool = False
+    by_visible_queries: bool = False
+    num_texts: int = NUM_TEXTS
+    max_length: int = 128
+
+
+def main() -> None:
+    """Look at each model; print the shares of weight and of tokens."""
+    chosen = trial_options(__doc__)
+    small, adapted = decoder(chosen, "small_decoder"), decoder(chosen, "small_decoder_mntp")
+    cases = {
+        "MiniLM": Case(MODEL),
+        "MiniLM after MGH": Case(trained(chosen)),
+        "decoder, causal": Case(small, by_visible_queries=True),
+        "decoder, both ways": Case(small, bidirectional=True),
+        "decoder, adapted": Case(adapted, bidirectional=True),
+    }
+    World(chosen.work, chosen.tiny).prepare([])
+    scores = run_recipes(chosen, "E7", cases, shares)
+    print(f"E7, share of the weight\n{table(scores, [f'weight on {place}' for place in PLACES])}")
+    print(f"\nshare of the tokens\n{table(scores, [f'tokens, {place}' for place in PLACES])}")
+
+
+def trained(chosen: Namespace) -> str:
+    """The directory of the model of `mgh_docstrings.yaml`, which is trained where there is none; MiniLM where tiny."""
+    folder = "checkpoints/mgh_docstrings"
+    if chosen.tiny:
+        return MODEL
+    if not Path(folder).is_dir():
+        for line in (
+            "prepare docstrings --output data/docstrings",
+            f"fit --config {CONFIGS / 'mgh_docstrings.yaml'}",
+        ):
+            subprocess.run([sys.executable, "main.py", *line.split()], cwd=CONFIGS.parent, check=True)
+    return folder
+
+
+def shares(trial: Trial, work: Path, tiny: bool) -> Metrics:
+    """The mean shares over documents of the held-out packages."""
+    case = Case(**trial.settings)  # type: ignore[arg-type]
+    documents = read_retrieval_folder(World(work, tiny).folder / "corpus" / "eval" / "held_out").documents
+    places = np.random.default_rng(trial.seed).permutation(len(documents))[: TINY_TEXTS if tiny else case.num_texts]
+    backbone, tokenizer = load_backbone(BackboneConfig(case.model, bidirectional=case.bidirectional))
+    pooling = AnchorTokenPooling(backbone.config.hidden_size, by_visible_queries=case.by_visible_queries)
+    text = TextSettings(document_max_length=case.max_length)
+    found = anchor_shares(Embedder(backbone, tokenizer, pooling, text=text), [documents[place] for place in places])
+    weights = {f"weight on {place}": value for place, value in found.weight.items()}
+    return {**weights, **{f"tokens, {place}": value for place, value in found.tokens.items()}}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What the experiments on MGH share: training on the docstring corpus with its four levels of negatives, and scoring.
+
+A row's negatives are a function of another package (level 4), of the same package (3), of the same module (2) and of
+the same class or module's top level (1); a row that lacks a level takes its nearest coarser one. Held out are whole
+packages, each searched by itself, and functions of the training packages.
+"""
+
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+
+from benchmarks.docstring_trials import MODEL, World, fit, score
+from benchmarks.trials import Metrics, Scores, Trial, run_recipes
+from embeddings.common import TextSettings
+from embeddings.data import BlendedBatchSampler, CurriculumBatchSampler, EmbeddingDataModule, SourceConfig
+from embeddings.data.samplers.level_schedule import LevelOrder
+from embeddings.losses import InfoNCE
+from embeddings.models import (
+    AnchorTokenPooling,
+    BackboneConfig,
+    LastTokenPooling,
+    LatentAttentionPooling,
+    MeanPooling,
+)
+from embeddings.modules import MGHCurriculumModule
+from embeddings.training.schedule import Schedule
+
+PoolingName = Literal["mean", "last", "latent", "anchor, key axis", "anchor, query axis"]
+PAGES = ("held-out packages", "held-out functions")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained.
+
+    Args:
+        backbone: A model directory, or a name.
+        bidirectional: Whether a decoder's causal mask is switched off.
+        pooling: Which pooling; under a causal mask the key axis is divided by the queries that see a token.
+        order: The order of the levels, or None for no hard negatives.
+        level: The level of the order `fixed`.
+        temperature: The loss's.
+        num_steps: Steps; 0 scores what training starts from.
+        batch_size: Pairs of a batch.
+        max_length: Most tokens of a text, in training and scoring.
+        learning_rate: Its peak.
+    """
+
+    backbone: str = MODEL
+    bidirectional: bool = False
+    pooling: PoolingName = "anchor, key axis"
+    order: LevelOrder | None = "coarse_to_fine"
+    level: int | None = None
+    temperature: float = 0.05
+    num_steps: int = 40
+    batch_size: int = 32
+    max_length: int = 64
+    learning_rate: float = 1e-4
+
+    @property
+    def text(self) -> TextSettings:
+        """Lengths of the texts."""
+        return TextSettings(query_max_length=self.max_length, document_max_length=self.max_length)
+
+
+def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
+    """Train and score by each recipe with each seed; what earlier runs have done is taken from them.
+
+    Args:
+        chosen: The command line.
+        experiment: Its name in the rows.
+        recipes: By the name of the variant.
+    """
+    if chosen.tiny:
+        recipes = {
+            name: replace(recipe, num_steps=min(recipe.num_steps, 4), batch_size=4, max_length=12)
+            for name, recipe in recipes.items()
+        }
+    World(chosen.work, chosen.tiny).prepare([])
+    return run_recipes(chosen, experiment, recipes, run_trial)
+
+
+def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
+    """Train by the trial's recipe, and score the model."""
+    world, recipe = World(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
+    start = time.perf_counter()
+    module, found = module_of(recipe, trial.seed), {}
+    if recipe.num_steps:
+        found = {"last training loss": train(world, recipe, trial.seed, module)}
+        found["training seconds"] = time.perf_counter() - start
+    module.embedder.text = recipe.text
+    return {**score(world, module.embedder, others=False), **found}
+
+
+def train(world: World, recipe: Recipe, seed: int, module: MGHCurriculumModule) -> float:
+    """Train a model by a recipe; returns the mean loss of its last ten steps."""
+    losses = _Losses()
+    fit(world, module, data_of(world, recipe, seed), recipe.num_steps, [losses])
+    return sum(losses.values[-10:]) / len(losses.values[-10:])
+
+
+def data_of(world: World, recipe: Recipe, seed: int) -> EmbeddingDataModule:
+    """The batches of a recipe, the same rows in the same order for all recipes of a seed."""
+    source = SourceConfig("docstrings", str(world.folder / "corpus" / "train.jsonl.gz"))
+    if recipe.order is None:
+        return EmbeddingDataModule([source], recipe.text, recipe.batch_size, 0, BlendedBatchSampler, seed=seed)
+    sampler = partial(CurriculumBatchSampler, order=recipe.order, level=recipe.level, missing_level="coarser")
+    return EmbeddingDataModule([source], recipe.text, recipe.batch_size, 1, sampler, seed=seed)
+
+
+def module_of(recipe: Recipe, seed: int) -> MGHCurriculumModule:
+    """The model of a recipe, untrained."""
+    return MGHCurriculumModule(
+        BackboneConfig(recipe.backbone, bidirectional=recipe.bidirectional),
+        pooling=pooling_of(recipe),
+        loss=InfoNCE(temperature=recipe.temperature),
+        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
+        schedule=Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        seed=seed,
+    )
+
+
+def pooling_of(recipe: Recipe) -> Any:
+    """What makes the pooling of a recipe from the hidden size."""
+    is_encoder = recipe.backbone == MODEL
+    makers: dict[PoolingName, Any] = {
+        "mean": MeanPooling,
+        "last": LastTokenPooling,
+        "latent": partial(LatentAttentionPooling, num_latents=64, num_heads=4),
+        "anchor, key axis": partial(AnchorTokenPooling, by_visible_queries=not (is_encoder or recipe.bidirectional)),
+        "anchor, query axis": partial(AnchorTokenPooling, axis="query"),
+    }
+    return makers[recipe.pooling]
+
+
+class _Losses(L.Callback):
+    """Keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        self.values.append(float(trainer.callback_metrics["train/loss"]))

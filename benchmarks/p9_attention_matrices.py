@@ -1,0 +1,96 @@
+"""P9: anchor-token-aware pooling is at least 1.3 times faster than asking the backbone for its attention matrices.
+
+The peer is transformers' eager attention under `output_attentions=True`, from whose last matrix the same weights are
+summed; ours leaves the backbone its own attention function. Ours needs at most 25 % of the peer's memory, and memory
+that grows with the length of a text as the states do: doubling the length at most doubles it.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import compare, options, peak_growth_bytes, record
+from benchmarks.workloads import BASE_WIDTH, random_encoder
+from embeddings.models import AnchorTokenPooling, Embedder
+
+NUM_TEXTS, LENGTH = 2, 512
+LENGTHS = (512, 1024, 2048, 4096)
+PEERS = "transformers, torch"
+
+
+def token_ids(num_texts: int, length: int) -> Tensor:
+    """Random ids, (N, L)."""
+    return torch.randint(1000, 20000, (num_texts, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.inference_mode()
+def tapped(model: Embedder, ids_NL: Tensor) -> tuple[Tensor, Tensor]:
+    """Ours: the vectors, (N, H), and the weights of the tokens, (N, L)."""
+    pooling, is_token_NL = model.pooling, torch.ones_like(ids_NL, dtype=torch.bool)
+    assert isinstance(pooling, AnchorTokenPooling)
+    assert model.tap is not None
+    with model.tap.open() as layers:
+        state_NLH = model.backbone(input_ids=ids_NL).last_hidden_state
+    weight_NL = pooling.weights(is_token_NL, None, layers())
+    return (weight_NL[:, None] @ state_NLH)[:, 0], weight_NL
+
+
+@torch.inference_mode()
+def from_matrices(model: Embedder, ids_NL: Tensor) -> tuple[Tensor, Tensor]:
+    """The peer: the same from the matrix of the last layer."""
+    output = model.backbone(input_ids=ids_NL, output_attentions=True)
+    weight_NL = (output.attentions[-1] * ids_NL.shape[1] + 1).log().sum(dim=(1, 2))
+    weight_NL = weight_NL / weight_NL.sum(dim=1, keepdim=True)
+    return (weight_NL[:, None] @ output.last_hidden_state)[:, 0], weight_NL
+
+
+def model_of(is_tapped: bool, length: int, width: int, num_layers: int) -> Embedder:
+    """The encoder with the attention function of either way."""
+    attn = "sdpa" if is_tapped else "eager"
+    return random_encoder(AnchorTokenPooling(width), length, num_layers, attn)
+
+
+def measured(is_tapped: bool, num_texts: int, length: int, width: int, num_layers: int) -> Iterator[None]:
+    """One pass in a child process, after a short one that warms the libraries up."""
+    model, run = model_of(is_tapped, length, width, num_layers), tapped if is_tapped else from_matrices
+    run(model, token_ids(1, 16))
+    yield
+    run(model, token_ids(num_texts, length))
+
+
+def main() -> None:
+    """See that both give the same weights and vectors, time both, then measure their peaks and the growth of ours."""
+    chosen = options(__doc__)
+    num_texts, length, lengths = (2, 16, (32, 64, 128)) if chosen.tiny else (NUM_TEXTS, LENGTH, LENGTHS)
+    size = (48, 2) if chosen.tiny else (BASE_WIDTH, 12)
+    ours, peer = (model_of(is_tapped, length, *size) for is_tapped in (True, False))
+    ids_NL = token_ids(num_texts, length)
+    (vector_NH, weight_NL), (expected_NH, expected_NL) = tapped(ours, ids_NL), from_matrices(peer, ids_NL)
+    torch.testing.assert_close(weight_NL, expected_NL, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(vector_NH, expected_NH, rtol=1e-4, atol=1e-5)
+    texts = f"{num_texts} texts of {length} tokens"
+    ratio = compare(partial(tapped, ours, ids_NL), partial(from_matrices, peer, ids_NL), chosen)
+    record(chosen, f"P9 time over the attention matrices' route, {texts}", ratio, "ratio", "<=0.77", PEERS)
+    for longer in lengths[1:-1]:
+        longer_NL = token_ids(1, longer)
+        models = [model_of(is_tapped, longer, *size) for is_tapped in (True, False)]
+        ratio = compare(partial(tapped, models[0], longer_NL), partial(from_matrices, models[1], longer_NL), chosen)
+        claim = f"P9 time over the attention matrices' route, 1 text of {longer} tokens"
+        record(chosen, claim, ratio, "ratio", "<=0.77", PEERS)
+    peaks = [max(1, peak_growth_bytes(measured, way, num_texts, length, *size)) for way in (True, False)]
+    print(f"peaks: ours {peaks[0] / 2**20:.0f} MiB, matrices {peaks[1] / 2**20:.0f} MiB")
+    share = peaks[0] / peaks[1]
+    record(chosen, f"P9 memory over the attention matrices' route, {texts}", share, "ratio", "<=0.25", PEERS)
+    grown = [max(1, peak_growth_bytes(measured, True, 1, longer, *size)) / 2**20 for longer in lengths]
+    for longer, peak in zip(lengths, grown, strict=True):
+        record(chosen, f"P9 peak memory of one text of {longer} tokens", peak, "MiB", "none", PEERS)
+    doubling = max(after / before for before, after in pairwise(grown))
+    claim = f"P9 most growth of memory as a text's length doubles, {lengths[0]} to {lengths[-1]} tokens"
+    record(chosen, claim, doubling, "ratio", "<=2", PEERS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Batches of one source each, the sources drawn by their parts until their rows run out (Nomic Embed)."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embeddings.common.errors import OptionError
+from embeddings.common.randomness import derive_seed
+from embeddings.data.samplers.base import BatchSampler, Rows, SourceIdentity
+from embeddings.data.samplers.permutation import KeyedPermutation
+from embeddings.data.samplers.proportions import Proportions, source_parts
+
+
+class HomogeneousBatchSampler(BatchSampler):
+    """Every global batch holds rows of one source, the same on all ranks; which one is drawn by the sources' parts.
+
+    An epoch is a pass: a source whose rows do not fill another batch leaves until the epoch ends, and the others go on
+    in the ratio of their own parts. So a source of a large part ends early; with parts as large as the sources, the
+    default, all last until the end.
+
+    The stretches between two leavings are computed and not walked through (see `_Plan`). Within a stretch the sources'
+    batches lie in a random order, in which a step is found at once.
+
+    Determinism: see `BatchSampler`; finding a step costs a few array operations over the sources, whatever the step.
+    Guarantees: sources never share a batch. In an epoch no row comes twice, and of each source only the fewer than
+    global_batch_size rows that do not fill a batch are left out, others in the next epoch. Where a source leaves, each
+    one that stays has had its part of the batches within half a batch. Memory: a few numbers a source, nothing a row.
+    Length: the sum over the sources of the global batches that their rows fill.
+
+    Args:
+        sizes: Rows of each source, each >= 1; row numbers count through the sources one after another.
+        batch_size: Queries of one rank's batch.
+        seed: The run's seed.
+        weights: With proportions `given`, the part of each source, > 0; only their ratios matter. Elsewhere None, or
+            all equal.
+        proportions: `size`: a source's part is the number of its global batches to the power `temperature`;
+            `uniform`: equal parts; `given`: `weights`.
+        temperature: The exponent, 0 to 1.
+        num_replicas: Number of ranks, or None for the process group's.
+        rank: This rank, or None for the process group's.
+
+    Raises:
+        OptionError: If a size, weight or the temperature is impossible, weights or temperature cannot take effect, or a
+            source has fewer rows than a global batch.
+    Source: Nussbaum and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.3: one data set a batch. Differs: the
+        paper does not say how the data set of a batch is drawn; a random order of exact numbers instead of independent
+        draws.
+    Related: `BlendedBatchSampler` mixes the sources in each batch, and draws small ones more than once an epoch;
+        `ClusteredBatchSampler` has one source a batch too, and rows that are alike.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        batch_size: int,
+        seed: int = 0,
+        weights: Sequence[float] | None = None,
+        proportions: Proportions = "size",
+        temperature: float = 1.0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(batch_size, seed, num_replicas, rank)
+        if not sizes or min(sizes) < 1:
+            raise OptionError("data.sources", list(sizes), "must each have rows", "leave out the empty source")
+        self.sizes, self.weights = tuple(sizes), weights
+        self.proportions: Proportions = proportions
+        self.temperature = temperature
+        self._first_rows = [0, *accumulate(self.sizes)]
+        self._names: tuple[str, ...] = ()
+        self._planned: tuple[int, _Plan] | None = None
+        _ = self.num_steps
+
+    def identify(self, sources: Sequence[SourceIdentity]) -> None:
+        """Learn the names of the sources, for messages.
+
+        Raises:
+            OptionError: If a source has fewer rows than a global batch.
+        """
+        self._names = tuple(source.name for source in sources)
+        self._planned = None
+        _ = self.num_steps
+
+    @property
+    def num_steps(self) -> int:
+        """Global batches in an epoch."""
+        return self._plan.ends[-1]
+
+    def plan_fields(self) -> dict[str, int | str]:
+        """What the plan depends on, in plain types."""
+        sizes, parts = ",".join(map(str, self.sizes)), self._plan.part_S
+        shares = ",".join(f"{share:.12g}" for share in parts / parts.sum())
+        return {**super().plan_fields(), "sizes": sizes, "proportions": self.proportions, "parts": shares}
+
+    def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
+        """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
+        source, number = self.source_batch(epoch, step)
+        order = KeyedPermutation(self.sizes[source], derive_seed(self.seed, "rows", source, epoch))
+        size = self.global_batch_size
+        rows = order(np.arange(number * size, (number + 1) * size))
+        return rows + self._first_rows[source], self.draw_keys(epoch, step)
+
+    def source_batch(self, epoch: int, step: int) -> tuple[int, int]:
+        """The source of a step, and how many batches of it came before in the epoch."""
+        plan = self._plan
+        stretch = bisect_right(plan.ends, step)
+        before_S = plan.drawn(stretch - 1)
+        last_S = np.cumsum(plan.drawn(stretch) - before_S)
+        first = plan.ends[stretch - 1] if stretch else 0
+        shuffle = KeyedPermutation(int(last_S[-1]), derive_seed(self.seed, "sources", epoch, stretch))
+        place = int(shuffle(np.array([step - first]))[0])
+        source = int(np.searchsorted(last_S, place, side="right"))
+        return source, int(before_S[source]) + place - (int(last_S[source - 1]) if source else 0)
+
+    @property
+    def _plan(self) -> "_Plan":
+        """The plan of an epoch; that of the latest global batch size is kept."""
+        size = self.global_batch_size
+        if self._planned is None or self._planned[0] != size:
+            batches = self.whole_batches(self.sizes, self._names)
+            parts = source_parts(batches, self.weights, self.proportions, self.temperature)
+            self._planned = (size, _Plan.of(batches, parts))
+        return self._planned[1]
+
+
+class _Plan(NamedTuple):
+    """How many batches each of S sources has had where one or more of them run out.
+
+    All sources are emptied side by side, each at the speed of its part: by time t source s has given
+    floor(part_s t + 1/2) of its batches, and all of them by batches_s / part_s. A stretch ends at each such time.
+
+    Attributes:
+        batch_S: Batches of each source, (S,) int64.
+        part_S: Part of each source, (S,) float64.
+        time_S: When each source runs out, (S,) float64.
+        times: These times once each, ascending.
+        ends: Batches of all sources drawn by each of `times`.
+    """
+
+    batch_S: NDArray[np.int64]
+    part_S: NDArray[np.float64]
+    time_S: NDArray[np.float64]
+    times: list[float]
+    ends: list[int]
+
+    @classmethod
+    def of(cls, batches: Sequence[int], parts: Sequence[float]) -> "_Plan":
+        """The plan of sources with these batches and parts."""
+        batch_S, part_S = np.array(batches, dtype=np.int64), np.array(parts, dtype=np.float64)
+        time_S = batch_S / part_S
+        plan = cls(batch_S, part_S, time_S, sorted(set(time_S.tolist())), [])
+        plan.ends.extend(int(plan.drawn(stretch).sum()) for stretch in range(len(plan.times)))
+        return plan
+
+    def drawn(self, stretch: int) -> NDArray[np.int64]:
+        """Batches of each source drawn by the end of a stretch, (S,) int64; none by the end of stretch -1."""
+        if stretch < 0:
+            return np.zeros_like(self.batch_S)
+        time = self.times[stretch]
+        so_far_S = np.floor(self.part_S * time + 0.5).astype(np.int64)
+        return np.where(self.time_S <= time, self.batch_S, np.minimum(so_far_S, self.batch_S))

@@ -1,0 +1,237 @@
+"""Triton kernels of `anchor_weights`: scores are made, summed and forgotten tile by tile on the chip.
+
+Every kernel walks over one side's rows ("own", R of them a program) and meets the other side's tiles in a loop, so that
+nothing is added by two programs and results are the same from run to run. A query that pays nothing, such as padding,
+has a log-sum-exp of plus infinity, and with it attention 0.
+
+This file travels inside model directories: it imports nothing but torch's own triton.
+"""
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    # Code that travels may only import what is everywhere, unless it says that it expects a failure.
+    raise
+
+# Kinds of masks: none, bool, or added to the scores.
+NO_MASK: tl.constexpr = tl.constexpr(0)
+BOOL_MASK: tl.constexpr = tl.constexpr(1)
+ADDED_MASK: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit
+def _rows(base, first, stride_l, stride_e, length, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Some rows of a head's queries or keys, (ROWS, WIDTH), zero beyond them."""
+    row = first + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    inside = (row[:, None] < length) & (column[None, :] < width)
+    return tl.load(base + row[:, None] * stride_l + column[None, :] * stride_e, mask=inside, other=0.0)
+
+
+@triton.jit
+def _scores(
+    own, other, own_first, other_first, is_token, mask, mask_query, mask_key, least, scaling, length, window,
+    OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, MASK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Scores of own rows with other rows, (ROWS, COLUMNS) float32, minus infinity where a query does not see a key."""
+    own_R1 = (own_first + tl.arange(0, ROWS))[:, None]
+    other_1C = (other_first + tl.arange(0, COLUMNS))[None, :]
+    if OWN_IS_KEY:
+        query, key = other_1C, own_R1
+    else:
+        query, key = own_R1, other_1C
+    score = tl.dot(own, tl.trans(other), input_precision="ieee") * scaling
+    inside = (query < length) & (key < length)
+    seen = inside & (tl.load(is_token + key, mask=key < length, other=0) != 0)
+    if IS_CAUSAL:
+        seen = seen & (key <= query)
+    if HAS_WINDOW:
+        seen = seen & (query - key < window) & (key - query < window)
+    if MASK != NO_MASK:
+        part = tl.load(mask + query * mask_query + key * mask_key, mask=inside, other=0)
+        if MASK == BOOL_MASK:
+            seen = seen & (part != 0)
+        else:
+            seen = seen & (part.to(tl.float32) > least)
+            score += part.to(tl.float32)
+    return tl.where(seen, score, float("-inf"))
+
+
+@triton.jit
+def _range(tile, length, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """First and last place of the other side that own rows may meet, the first a multiple of COLUMNS."""
+    low, high = 0, length
+    if IS_CAUSAL:
+        if OWN_IS_KEY:
+            low = (tile * ROWS // COLUMNS) * COLUMNS
+        else:
+            high = tl.minimum(length, (tile + 1) * ROWS)
+    return low, high
+
+
+@triton.jit
+def log_sum_exp(
+    query, key, is_token, mask, lse, least, scaling, length, width, num_heads, num_shared, window,
+    query_n, query_a, query_l, query_e, key_n, key_g, key_l, key_e, mask_n, mask_a, mask_query, mask_key,
+    IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, MASK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The logarithm of each query's softmax denominator, (N, A, L) float32; plus infinity where it pays nothing."""
+    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    text, head = place // num_heads, place % num_heads
+    is_token += text * length
+    mask += text * mask_n + head * mask_a
+    key += text * key_n + (head // num_shared) * key_g
+    own = _rows(query + text * query_n + head * query_a, tile * ROWS, query_l, query_e, length, width, ROWS, WIDTH)
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    low, high = _range(tile, length, False, IS_CAUSAL, ROWS, COLUMNS)
+    for first in range(low, high, COLUMNS):
+        other = _rows(key, first, key_l, key_e, length, width, COLUMNS, WIDTH)
+        score = _scores(
+            own, other, tile * ROWS, first, is_token, mask, mask_query, mask_key, least, scaling, length, window,
+            False, IS_CAUSAL, HAS_WINDOW, MASK, ROWS, COLUMNS,
+        )  # fmt: skip
+        larger = tl.maximum(most, tl.max(score, axis=1))
+        origin = tl.where(larger == float("-inf"), 0.0, larger)
+        total = total * tl.exp(most - origin) + tl.sum(tl.exp(score - origin[:, None]), axis=1)
+        most = larger
+    row = tile * ROWS + tl.arange(0, ROWS)
+    pays = (tl.load(is_token + row, mask=row < length, other=0) != 0) & (total > 0.0)
+    result = tl.where(pays, most + tl.log(tl.where(pays, total, 1.0)), float("inf"))
+    tl.store(lse + place * length + row, result, mask=row < length)
+
+
+@triton.jit
+def sums(
+    own_side, other_side, is_token, mask, lse, count, weight, least, scaling, length, width,
+    num_heads, own_shared, other_shared, window,
+    own_n, own_a, own_l, own_e, other_n, other_a, other_l, other_e, mask_n, mask_a, mask_query, mask_key,
+    OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, MASK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The sum of log(K a + 1) over the other side, (N, A, L) float32; a is made from scores and log-sum-exp."""
+    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    text, head = place // num_heads, place % num_heads
+    is_token += text * length
+    mask += text * mask_n + head * mask_a
+    lse += place * length
+    own_side += text * own_n + (head // own_shared) * own_a
+    other_side += text * other_n + (head // other_shared) * other_a
+    own = _rows(own_side, tile * ROWS, own_l, own_e, length, width, ROWS, WIDTH)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    num_tokens = tl.load(count + text)
+    result = tl.zeros((ROWS,), tl.float32)
+    low, high = _range(tile, length, OWN_IS_KEY, IS_CAUSAL, ROWS, COLUMNS)
+    for first in range(low, high, COLUMNS):
+        other = _rows(other_side, first, other_l, other_e, length, width, COLUMNS, WIDTH)
+        score = _scores(
+            own, other, tile * ROWS, first, is_token, mask, mask_query, mask_key, least, scaling, length, window,
+            OWN_IS_KEY, IS_CAUSAL, HAS_WINDOW, MASK, ROWS, COLUMNS,
+        )  # fmt: skip
+        if OWN_IS_KEY:
+            column = first + tl.arange(0, COLUMNS)
+            total = tl.load(lse + column, mask=column < length, other=float("inf"))[None, :]
+        else:
+            total = tl.load(lse + row, mask=row < length, other=float("inf"))[:, None]
+        result += tl.sum(tl.log(num_tokens * tl.exp(score - total) + 1.0), axis=1)
+    tl.store(weight + place * length + row, result, mask=row < length)
+
+
+@triton.jit
+def to_queries(
+    query, key, is_token, mask, lse, count, gradient, delta, result, least, scaling, length, width,
+    num_heads, num_shared, window,
+    query_n, query_a, query_l, query_e, key_n, key_g, key_l, key_e, mask_n, mask_a, mask_query, mask_key,
+    BY_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, MASK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the queries, (N, A, L, E), and what the softmax's rule takes off, delta = sum over keys a da.
+
+    With da = g K / (K a + 1), g the gradient of the key's weight or, on the query axis, of the query's own:
+    ds = a (da - delta), and the gradient is the sum of ds times the keys.
+    """
+    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    text, head = place // num_heads, place % num_heads
+    is_token += text * length
+    mask += text * mask_n + head * mask_a
+    gradient += place * length
+    key += text * key_n + (head // num_shared) * key_g
+    own = _rows(query + text * query_n + head * query_a, tile * ROWS, query_l, query_e, length, width, ROWS, WIDTH)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    num_tokens = tl.load(count + text)
+    total = tl.load(lse + place * length + row, mask=row < length, other=float("inf"))[:, None]
+    taken = tl.zeros((ROWS,), tl.float32)
+    sum_RE = tl.zeros((ROWS, WIDTH), tl.float32)
+    low, high = _range(tile, length, False, IS_CAUSAL, ROWS, COLUMNS)
+    for turn in tl.static_range(2):
+        for first in range(low, high, COLUMNS):
+            other = _rows(key, first, key_l, key_e, length, width, COLUMNS, WIDTH)
+            score = _scores(
+                own, other, tile * ROWS, first, is_token, mask, mask_query, mask_key, least, scaling, length, window,
+                False, IS_CAUSAL, HAS_WINDOW, MASK, ROWS, COLUMNS,
+            )  # fmt: skip
+            share = tl.exp(score - total)
+            if BY_KEY:
+                column = first + tl.arange(0, COLUMNS)
+                outer = tl.load(gradient + column, mask=column < length, other=0.0)[None, :]
+            else:
+                outer = tl.load(gradient + row, mask=row < length, other=0.0)[:, None]
+            slope = outer * num_tokens / (share * num_tokens + 1.0)
+            if turn == 0:
+                taken += tl.sum(share * slope, axis=1)
+            else:
+                slope = share * (slope - taken[:, None]) * scaling
+                sum_RE += tl.dot(slope, other.to(tl.float32), input_precision="ieee")
+    tl.store(delta + place * length + row, taken, mask=row < length)
+    column_E = tl.arange(0, WIDTH)
+    inside = (row[:, None] < length) & (column_E[None, :] < width)
+    where = result + (place * length + row[:, None]) * width + column_E[None, :]
+    tl.store(where, sum_RE.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def to_keys(
+    query, key, is_token, mask, lse, count, gradient, delta, result, least, scaling, length, width,
+    num_heads, num_shared, window,
+    query_n, query_a, query_l, query_e, key_n, key_g, key_l, key_e, mask_n, mask_a, mask_query, mask_key,
+    BY_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, MASK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the keys, (N, G, L, E), over all heads that share one; ds as in `to_queries`."""
+    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_groups = num_heads // num_shared
+    text, group = place // num_groups, place % num_groups
+    is_token += text * length
+    own = _rows(key + text * key_n + group * key_g, tile * ROWS, key_l, key_e, length, width, ROWS, WIDTH)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    num_tokens = tl.load(count + text)
+    sum_RE = tl.zeros((ROWS, WIDTH), tl.float32)
+    low, high = _range(tile, length, True, IS_CAUSAL, ROWS, COLUMNS)
+    for member in range(num_shared):
+        head = group * num_shared + member
+        start = (text * num_heads + head) * length
+        for first in range(low, high, COLUMNS):
+            base = query + text * query_n + head * query_a
+            other = _rows(base, first, query_l, query_e, length, width, COLUMNS, WIDTH)
+            score = _scores(
+                own, other, tile * ROWS, first, is_token, mask + text * mask_n + head * mask_a, mask_query, mask_key,
+                least, scaling, length, window, True, IS_CAUSAL, HAS_WINDOW, MASK, ROWS, COLUMNS,
+            )  # fmt: skip
+            column = first + tl.arange(0, COLUMNS)
+            total = tl.load(lse + start + column, mask=column < length, other=float("inf"))
+            taken = tl.load(delta + start + column, mask=column < length, other=0.0)
+            share = tl.exp(score - total[None, :])
+            if BY_KEY:
+                outer = tl.load(gradient + start + row, mask=row < length, other=0.0)[:, None]
+            else:
+                outer = tl.load(gradient + start + column, mask=column < length, other=0.0)[None, :]
+            slope = outer * num_tokens / (share * num_tokens + 1.0)
+            slope = share * (slope - taken[None, :]) * scaling
+            sum_RE += tl.dot(slope, other.to(tl.float32), input_precision="ieee")
+    column_E = tl.arange(0, WIDTH)
+    inside = (row[:, None] < length) & (column_E[None, :] < width)
+    where = result + (place * length + row[:, None]) * width + column_E[None, :]
+    tl.store(where, sum_RE.to(result.dtype.element_ty), mask=inside)

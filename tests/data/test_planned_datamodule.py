@@ -1,0 +1,94 @@
+"""What holds for the data module of pairs and for that of plain texts alike."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from embeddings.common import OptionError
+from embeddings.data import EmbeddingDataModule, SourceConfig, TextDataModule, TextSource
+from embeddings.data.planned_datamodule import PlannedDataModule
+from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger
+from tests.helpers.tiny import wordpiece_tokenizer
+
+# The ledger only trains.
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS, "ignore:You passed in a `val_dataloader`")
+TOKENIZER = wordpiece_tokenizer()
+
+
+class Kind:
+    """A data module, its source, and the content of its batches."""
+
+    def __init__(self, module: Any, source: Any, path: Path, contents: Any, options: dict[str, Any]) -> None:
+        self.module, self.source, self.contents = module, source, contents
+        self.options = {"sources": [source("first", str(path))], "batch_size": 4, "seed": 1, **options}
+
+    def make(self, **changes: Any) -> PlannedDataModule:
+        return self.module(**{**self.options, **changes})
+
+    def ledger(self, **options: Any) -> Ledger:
+        return Ledger(self.contents, **options)
+
+
+@pytest.fixture(params=["pairs", "texts"])
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
+    lines = [{"query": f"quick {row}", "positive": f"fox {row}", "text": f"the lazy dog {row}"} for row in range(12)]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cache = {"cache_dir": str(tmp_path / "cache")}
+    if request.param == "texts":
+        contents = lambda batch: batch.input_ids_NL.flatten().tolist()  # noqa: E731
+        return Kind(TextDataModule, TextSource, path, contents, {**cache, "row_length": 4})
+    return Kind(EmbeddingDataModule, SourceConfig, path, lambda batch: batch.row_B.tolist(), cache)
+
+
+def fit(data: PlannedDataModule, module: Ledger) -> None:
+    Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        max_epochs=1,
+    ).fit(module, data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, r"data\.batch_size must be >= 1, got 0"),
+        ({"batch_size": None}, r"data\.batch_size must be >= 1, got None"),
+        ({"num_workers": -2}, r"data\.num_workers must be >= 0, got -2"),
+        ({"sources": []}, r"data\.sources must name at least one source"),
+    ],
+)
+def test_impossible_options_are_refused_at_once(kind: Kind, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as raised:
+        kind.make(**changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_two_sources_of_one_name_are_refused_at_once(kind: Kind) -> None:
+    with pytest.raises(OptionError, match=r"data\.sources must have different names, got 'first'"):
+        kind.make(sources=kind.options["sources"] * 2)
+
+
+def test_a_second_fit_begins_at_the_start_again(kind: Kind) -> None:
+    data, (first, second) = kind.make(), (kind.ledger(tokenizer=TOKENIZER) for _ in range(2))
+    fit(data, first)
+    fit(data, second)
+    assert first.rows == second.rows
+    assert len(first.rows) > 1
+
+
+def test_a_batch_larger_than_the_data_is_refused(kind: Kind) -> None:
+    with pytest.raises(OptionError, match=r"data\.batch_size must not exceed the"):
+        fit(kind.make(batch_size=1000), kind.ledger(tokenizer=TOKENIZER))
+
+
+def test_a_module_without_a_tokenizer_needs_one_named(kind: Kind) -> None:
+    with pytest.raises(OptionError, match=r"data\.tokenizer must be given"):
+        fit(kind.make(), kind.ledger())

@@ -1,0 +1,54 @@
+"""Tiles against the whole matrix, at one width and at several."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from embeddings.losses import tiled_cross_entropy
+from embeddings.losses.tiled_cross_entropy import _tiles, tiled_cross_entropies
+from tests.helpers.contrastive import relative_error
+
+
+def exclude_next_(score_rC: Tensor, rows: slice) -> None:
+    """The column after each row's own does not compete; a row's own is its number."""
+    row_r1 = torch.arange(rows.start, rows.start + len(score_rC))[:, None]
+    score_rC.scatter_(1, row_r1 + 1, -torch.inf)
+
+
+@pytest.mark.parametrize("tile_size", [1, 10_000])
+def test_widths_share_targets_and_exclusions_and_each_has_a_gradient_of_its_own(tile_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(count, 5, generator=generator, dtype=torch.float64) for count in (70, 80)]
+    row, column = (vector_ND.requires_grad_() for vector_ND in drawn)
+    scale = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    target, factor = torch.arange(70), torch.tensor([1.0, -2.0], dtype=torch.float64)
+    pairs = [(row, column), (row[:, :2], column[:, :2])]
+    rows, columns = zip(*pairs, strict=True)
+    scores = tiled_cross_entropies(rows, columns, scale, target, exclude_next_, tile_size)
+    losses = []
+    for index, (row_RD, column_CD) in enumerate(pairs):
+        score = row_RD @ column_CD.T
+        competing = (scale * score).scatter(1, target[:, None] + 1, -torch.inf)
+        losses.append(torch.nn.functional.cross_entropy(competing, target))
+        is_best = competing.argmax(1) == target
+        assert scores.loss_W[index].item() == pytest.approx(losses[-1].item(), rel=1e-12)
+        assert scores.accuracy_W[index].item() == pytest.approx(is_best.double().mean().item())
+        assert scores.positive_score_W[index].item() == pytest.approx(score.diagonal().mean().item(), rel=1e-12)
+    found = torch.autograd.grad(scores.loss_W @ factor, [row, column, scale])
+    expected = torch.autograd.grad(losses[0] - 2 * losses[1], [row, column, scale])
+    for found_ND, expected_ND in zip(found, expected, strict=True):
+        assert relative_error(found_ND, expected_ND) <= 1e-12
+
+
+def test_tiles_cover_every_row_once_and_hold_whole_rows() -> None:
+    for num_rows, num_columns, tile_size in [(1, 1, 1), (100, 7, 1), (100, 7, 350), (64, 10, 640), (3, 10**9, 8)]:
+        tiles = list(_tiles(num_rows, num_columns, tile_size))
+        assert [row for rows in tiles for row in range(num_rows)[rows]] == list(range(num_rows))
+
+
+def test_without_gradients_none_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, column = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    monkeypatch.setattr(Tensor, "addmm_", lambda *_: pytest.fail("a gradient was made"))
+    with torch.no_grad():
+        loss, _, _ = tiled_cross_entropy(row, column, torch.tensor(2.0), torch.arange(4))
+    assert not loss.requires_grad
