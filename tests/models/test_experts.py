@@ -187,6 +187,7 @@ def test_a_checkpointed_layer_has_the_same_gradients(backend: str) -> None:
 
 # dynamo looks at what it is handed where a graph was broken.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_layer_compiles(dtype: torch.dtype) -> None:
     """In float32 torch has no shapes for its grouped product, so the graph breaks there; in bfloat16 it is one."""
