@@ -3,9 +3,9 @@
 Ten million short rows in one Arrow file each, memory-mapped, and two workers that read batches of rows in random order:
 ours by a keyed permutation, the peer's by the mapping of indices that `Dataset.shuffle()` writes. Both are asked for
 whole batches at once, ours as training asks and for whole rows, the peer for the two columns that are used. The texts
-then go to the parent process as they are, which costs both sides the same and so draws the ratio towards 1. A worker's
-memory is what it shares with nobody, without the pages of the mapped file, which the operating system may drop at any
-time.
+then go to the parent process as they are, which costs both sides the same and so draws the ratio towards 1. Both have
+workers that are started as those of training. A worker's memory is what it shares with nobody, without the pages of the
+mapped file, which the operating system may drop at any time.
 """
 
 import tempfile
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from benchmarks.harness import compare, options, record
+from embeddings.data.planned_datamodule import start_worker
 from embeddings.data.samplers import KeyedPermutation
 from embeddings.data.table import ROWS_FILE, StoredRow, Table, write_table
 
@@ -99,6 +100,7 @@ def loader_of(rows: Any, permuted: bool) -> tuple[Iterator[Texts], Callable[[], 
         batch_sampler=RandomBatches(len(rows), permuted),  # type: ignore[arg-type]
         collate_fn=list,
         num_workers=NUM_WORKERS,
+        worker_init_fn=start_worker,
     )
     batches = iter(loader)
     return batches, lambda: [worker.pid for worker in batches._workers]  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """What all data modules share: batches that a plan draws from sources, and the place in it."""
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -112,7 +113,7 @@ class PlannedDataModule(LightningDataModule):
             collate,
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=single_threaded_tokenizers,
+            worker_init_fn=start_worker,
         )
         self._loader.in_flight = self._in_flight
         if self._pending_state is not None:
@@ -157,6 +158,11 @@ def check_least(option: str, value: int, least: int) -> None:
         raise OptionError(f"data.{option}", value, f"must be >= {least}", "see the data configs for usual values")
 
 
-def single_threaded_tokenizers(worker: int) -> None:
-    """Keep a forked worker's tokenizer from starting threads of its own (and from warning that it cannot)."""
+def start_worker(worker: int) -> None:
+    """Make a forked worker a lean one.
+
+    Its tokenizer starts no threads of its own (and does not warn that it cannot), and what it has of its parent is left
+    out of garbage collection, which would copy that memory page by page as it walks over it.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    gc.freeze()

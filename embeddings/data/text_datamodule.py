@@ -14,7 +14,7 @@ from embeddings.data.packed_rows import RowCollator, RowMixture
 from embeddings.data.planned_datamodule import (
     PlannedDataModule,
     check_least,
-    single_threaded_tokenizers,
+    start_worker,
 )
 from embeddings.data.samplers.base import BatchSampler, SamplerFactory, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
@@ -130,7 +130,7 @@ class TextDataModule(PlannedDataModule):
             collate_fn=self._collator(),
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=single_threaded_tokenizers,
+            worker_init_fn=start_worker,
             generator=torch.Generator().manual_seed(self.seed),
         )
         return [loader]
