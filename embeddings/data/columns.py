@@ -171,9 +171,9 @@ class TextColumn(_OffsetColumn):
         Raises:
             ValueError: If one is damaged.
         """
+        if not self._size_R[batch_N].any():
+            return [""] * len(batch_N)
         start_N, stop_N = self.bounds_of(batch_N, number_N)
-        if not (start_N < stop_N).any():
-            return [""] * len(start_N)
         data_N, data = self._data_R[batch_N], self._file.data
         start_N, stop_N = data_N + start_N, data_N + stop_N
         # One look at all first bytes has the memory fetch them side by side; the texts are then read from its caches.
@@ -223,10 +223,10 @@ class ListColumn(_OffsetColumn):
         Raises:
             ValueError: If one is damaged.
         """
+        if not self._size_R[batch_N].any():
+            return [[] for _ in range(len(batch_N))]
         start_N, stop_N = self.bounds_of(batch_N, number_N)
         count_N = stop_N - start_N
-        if not count_N.any():
-            return [[] for _ in range(len(count_N))]
         if (count_N == 1).all():
             return [[value] for value in self.child.take(batch_N, start_N)]
         end_N = np.cumsum(count_N)

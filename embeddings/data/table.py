@@ -132,8 +132,10 @@ class Table:
         if outside_N.any():
             raise self._outside(int(index_N[outside_N][0]))
         batch_N = np.searchsorted(self._start_R, index_N, side="right") - 1
-        for batch in np.unique(batch_N[~self._is_open_R[batch_N]]).tolist():
-            self._open(batch)
+        closed_N = ~self._is_open_R[batch_N]
+        if closed_N.any():
+            for batch in np.unique(batch_N[closed_N]).tolist():
+                self._open(batch)
         try:
             columns = [column.take(batch_N, index_N) for column in self._columns]
         except ValueError as error:

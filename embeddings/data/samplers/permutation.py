@@ -1,5 +1,7 @@
 """Random orders that are computed, not stored: a keyed bijection of 0 … n-1."""
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,22 +27,23 @@ def sorted_permutation(n: int, key: int) -> NDArray[np.int64]:
     return np.argsort(mix_bits(np.arange(n, dtype=np.uint64) + np.uint64(key)), kind="stable")
 
 
-def _keyed_hash(halves: NDArray[np.uint64], key: np.uint64, mask: np.uint64) -> NDArray[np.uint64]:
-    """A hash of each value below 2^32 under the key, cut to the mask's bits (at most 32)."""
-    hashed = (halves ^ key) * _MULTIPLIER
+def _keyed_shift(values: NDArray[np.uint64], key: np.uint64, size: np.uint64) -> NDArray[np.uint64]:
+    """A number below `size` (at most 2^31) for each value below 2^32, by a hash of it under the key."""
+    hashed = (values ^ key) * _MULTIPLIER
     hashed ^= hashed >> _HALF
     hashed *= _MULTIPLIER
     hashed >>= _HALF
-    hashed &= mask
+    hashed *= size
+    hashed >>= _HALF
     return hashed
 
 
 class KeyedPermutation:
     """A permutation of 0 … n-1 that is a pure function of (n, key) and takes no memory.
 
-    A Feistel network over the fewest bits that hold n-1: the high and the low half are in turn xor-ed with a keyed hash
-    of the other. The halves need not be equal, so an odd number of bits costs nothing. A value that lands at n or above
-    goes through again until it falls below (cycle walking): fewer than two passes a value on average.
+    A Feistel network over a grid of rows and columns that is as near to square as holds n places: in turn a place's row
+    and its column are shifted around by a keyed hash of the other. A value that lands at n or above goes through again
+    until it falls below (cycle walking). The grid has fewer than sqrt(n) + 1 places too many, so hardly any value does.
 
     Args:
         n: Number of values, >= 1.
@@ -52,12 +55,10 @@ class KeyedPermutation:
     def __init__(self, n: int, key: int) -> None:
         assert 1 <= n <= 2**62
         self.n = n
-        bits = max(1, (n - 1).bit_length())
-        self._low_bits = np.uint64((bits + 1) // 2)
-        self._low_mask = np.uint64((1 << ((bits + 1) // 2)) - 1)
-        self._high_mask = np.uint64((1 << (bits // 2)) - 1)
-        # Hashes of few bits are few, so a small range needs more rounds to reach all its orders evenly.
-        num_rounds = max(NUM_ROUNDS, 20 - bits)
+        num_rows = math.isqrt(n - 1) + 1
+        self._num_rows, self._num_columns = np.uint64(num_rows), np.uint64(-(-n // num_rows))
+        # Hashes below a small number are few, so a small range needs more rounds to reach all its orders evenly.
+        num_rounds = max(NUM_ROUNDS, 20 - (n - 1).bit_length())
         self._round_keys = [np.uint64(derive_seed(key, "round", index)) for index in range(num_rounds)]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -78,10 +79,19 @@ class KeyedPermutation:
         return values.astype(np.int64)
 
     def _encipher(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        high, low = values >> self._low_bits, values & self._low_mask
+        row = values // self._num_columns
+        column = values - row * self._num_columns
         for index, key in enumerate(self._round_keys):
             if index % 2 == 0:
-                high ^= _keyed_hash(low, key, self._high_mask)
+                row = _shifted(row, _keyed_shift(column, key, self._num_rows), self._num_rows)
             else:
-                low ^= _keyed_hash(high, key, self._low_mask)
-        return (high << self._low_bits) | low
+                column = _shifted(column, _keyed_shift(row, key, self._num_columns), self._num_columns)
+        return row * self._num_columns + column
+
+
+def _shifted(values: NDArray[np.uint64], shift: NDArray[np.uint64], size: np.uint64) -> NDArray[np.uint64]:
+    """(values + shift) mod size for both below size; the sum is overwritten."""
+    shift += values
+    # Below size the difference wraps round to a huge number.
+    shifted: NDArray[np.uint64] = np.minimum(shift, shift - size)
+    return shifted
