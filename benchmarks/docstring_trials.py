@@ -19,6 +19,7 @@ from typing import Any, Literal
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.loggers import Logger
 
 from benchmarks.trials import Metrics, Scores, Trial, run_recipes
 from embeddings.callbacks import ExportModel, GradCacheCallback
@@ -237,6 +238,7 @@ def fit(
     data: EmbeddingDataModule,
     num_steps: int,
     callbacks: Sequence[L.Callback] = (),
+    logger: Logger | None = None,
 ) -> None:
     """Train a model for some steps, in bfloat16 and with GradCache, quietly."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -246,7 +248,8 @@ def fit(
         max_steps=num_steps,
         gradient_clip_val=1.0,
         callbacks=[GradCacheCallback(mini_batch_tokens=1024 if not world.tiny else 256, kept_gib=4), *callbacks],
-        logger=False,
+        logger=logger or False,
+        log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

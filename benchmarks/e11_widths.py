@@ -1,0 +1,32 @@
+"""E11: scores of the first numbers of a vector, trained as vectors of their own (Matryoshka) or not.
+
+Nomic Embed v2 trains 768 and 256 numbers (arXiv:2502.07972, §4.5); the model here has 384, and is dense.
+"""
+
+from benchmarks.moe_trials import Recipe, run
+from benchmarks.trials import difference, table, trial_options
+
+PAGES = (
+    "held-out packages",
+    *(f"held-out packages, width {width}" for width in (256, 128, 64)),
+)
+RECIPES = {
+    "whole vector alone": Recipe(),
+    "widths 384 and 128": Recipe(widths=(384, 128)),
+    "widths 384, 256, 128 and 64": Recipe(widths=(384, 256, 128, 64)),
+}
+
+
+def main() -> None:
+    """Train with each loss; print the table and what the narrower widths gain."""
+    chosen = trial_options(__doc__)
+    scores = run(chosen, "E11", RECIPES)
+    print(f"E11, nDCG@10\n{table(scores, PAGES)}")
+    whole, *several = scores
+    for page in PAGES:
+        for model in several:
+            print(difference(model, whole, page))
+
+
+if __name__ == "__main__":
+    main()

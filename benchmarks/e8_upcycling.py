@@ -1,0 +1,36 @@
+"""E8: what upcycling keeps of the dense model, before training and after.
+
+`preserving` upcycling starts at the dense model's score, whatever the router draws; `release`, as the released model
+was made, drops the biases of the inner layers and weighs experts by probabilities that do not add up to one, and has to
+find its way back. Both are measured against the dense model trained on the same batches.
+"""
+
+from benchmarks.moe_trials import Recipe, run
+from benchmarks.trials import difference, table, trial_options
+
+PAGES = ("held-out packages", "held-out functions")
+RECIPES = {
+    "dense, before": Recipe(num_steps=0),
+    "preserving, before": Recipe(top_k=2, num_steps=0),
+    "release, before": Recipe(top_k=2, mode="release", num_steps=0),
+    "dense": Recipe(),
+    "preserving": Recipe(top_k=2),
+    "release": Recipe(top_k=2, mode="release"),
+}
+
+
+def main() -> None:
+    """Score each start and train from it; print the table and the differences to the dense model."""
+    chosen = trial_options(__doc__)
+    scores = run(chosen, "E8", RECIPES)
+    print(f"E8, nDCG@10\n{table(scores, [*PAGES, 'total parameters', 'active parameters'])}")
+    dense_before, preserving_before, release_before, dense, preserving, release = scores
+    for page in PAGES:
+        for sparse, than in ((preserving_before, dense_before), (release_before, dense_before)):
+            print(difference(sparse, than, page))
+        for sparse, than in ((preserving, dense), (release, dense)):
+            print(difference(sparse, than, page))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""What the experiments on mixtures of experts share: a small rotary encoder, made sparse, trained and scored.
+
+The start is all-MiniLM-L6-v2 with rotary positions in place of its learned ones. That changes its states, so it is
+first trained, dense, on the docstring corpus; every variant and seed begins with that one model. Two corpora: the
+docstrings, and question-paragraph pairs of several languages, scored on languages of XQuAD.
+"""
+
+import csv
+import gzip
+import json
+import os
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+from benchmarks.docstring_trials import MODEL, WARMUP_SEED, World, fit
+from benchmarks.trials import Metrics, Scores, Trial, run_recipes
+from embeddings.callbacks import ExportModel
+from embeddings.callbacks.routing_statistics import RoutingStatistics
+from embeddings.common import TextSettings
+from embeddings.common.fileio import write_text
+from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, HomogeneousBatchSampler, SourceConfig
+from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, score_retrieval
+from embeddings.inference import Encoder
+from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
+from embeddings.losses.load_balancing import LoadBalancing
+from embeddings.models import BackboneConfig, Embedder
+from embeddings.models.rotary import write_rotary_model
+from embeddings.models.upcycling import Upcycling, parameter_counts
+from embeddings.modules import MoEEmbedModule
+from embeddings.training.schedule import Schedule
+
+# Steps after which the entropy of the experts' load is kept.
+ENTROPY_STEPS = (1, 5, 10, 20, 40)
+PAIRS = ("multilingual_pairs/train.jsonl.gz", "covid_faq_pairs/train.jsonl")
+TRAINED_LANGUAGES, FURTHER_LANGUAGES = ("ar", "de", "zh"), ("en", "es", "ru")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained.
+
+    Args:
+        top_k: Experts a token, or None for the dense model.
+        mode: What upcycling keeps of the dense model.
+        num_experts: Experts of each of the three sparse layers.
+        coefficient: Of the load-balancing loss.
+        widths: Widths of the Matryoshka loss, or None for the whole vector alone.
+        corpus: What is trained on and scored.
+        num_steps: Steps; 0 scores what training starts from.
+        warmup_steps: Steps of the dense model on docstrings before, the same model for all seeds and variants.
+        batch_size: Pairs of a batch.
+        max_length: Most tokens of a text, in training and scoring.
+        learning_rate: Its peak.
+    """
+
+    top_k: int | None = None
+    mode: Literal["preserving", "release"] = "preserving"
+    num_experts: int = 8
+    coefficient: float = 1.0
+    widths: tuple[int, ...] | None = None
+    corpus: Literal["docstrings", "languages"] = "docstrings"
+    num_steps: int = 40
+    warmup_steps: int = 100
+    batch_size: int = 32
+    max_length: int = 64
+    learning_rate: float = 1e-4
+
+    @property
+    def text(self) -> TextSettings:
+        """Lengths of the texts."""
+        return TextSettings(query_max_length=self.max_length, document_max_length=self.max_length)
+
+
+def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
+    """Train and score by each recipe with each seed; what earlier runs have done is taken from them.
+
+    Args:
+        chosen: The command line.
+        experiment: Its name in the rows.
+        recipes: By the name of the variant.
+    """
+    if chosen.tiny:
+        recipes = {name: _tiny(recipe) for name, recipe in recipes.items()}
+    world = World(chosen.work, chosen.tiny)
+    world.prepare([])
+    for recipe in recipes.values():
+        _make_start(world, recipe)
+    if any(recipe.corpus == "languages" for recipe in recipes.values()):
+        _split_by_language(world)
+    return run_recipes(chosen, experiment, recipes, run_trial)
+
+
+def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
+    """Train by the trial's recipe, and score the model at all its widths."""
+    widths: Any = trial.settings["widths"]
+    world = World(work, tiny)
+    recipe = Recipe(**{**trial.settings, "widths": None if widths is None else tuple(widths)})  # type: ignore[arg-type]
+    start, module = time.perf_counter(), module_of(world, recipe, trial.seed)
+    counts = parameter_counts(module.embedder.backbone)
+    found: Metrics = {"total parameters": counts.total, "active parameters": counts.active}
+    if recipe.num_steps:
+        folder = runs_folder(world, trial.experiment) / f"{trial.variant.replace(' ', '_')}-seed{trial.seed}"
+        found |= train(world, module, data_of(world, recipe, trial.seed), recipe.num_steps, folder)
+        found["training seconds"] = time.perf_counter() - start
+    module.embedder.text = recipe.text
+    return {**score(world, recipe, module.embedder), **found}
+
+
+def train(world: World, module: MoEEmbedModule, data: EmbeddingDataModule, num_steps: int, folder: Path) -> Metrics:
+    """Train a model, which writes its metrics into a folder of its own; returns the entropies of the experts' load."""
+    logger = CSVLogger(folder.parent, folder.name, version="", flush_logs_every_n_steps=1)
+    fit(world, module, data, num_steps, [RoutingStatistics(1)] if module.moe_layers else [], logger)
+    if not module.moe_layers:
+        return {}
+    with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("routing/load_entropy")]
+    entropies = {int(row["step"]): float(row["routing/load_entropy"]) for row in rows}
+    idle = {"idle experts at the end": float(rows[-1]["routing/idle_experts"])}
+    return {f"load entropy after {step}": entropies[step] for step in ENTROPY_STEPS if step in entropies} | idle
+
+
+def runs_folder(world: World, experiment: str) -> Path:
+    """Where an experiment's runs write their metrics."""
+    return world.folder / "runs" / experiment
+
+
+def module_of(world: World, recipe: Recipe, seed: int) -> MoEEmbedModule:
+    """The model of a recipe, untrained."""
+    common = {"temperature": 0.05}
+    loss = InfoNCE(**common) if recipe.widths is None else MatryoshkaInfoNCE(recipe.widths, **common)
+    sparse = recipe.top_k is not None
+    return MoEEmbedModule(
+        BackboneConfig(str(start_folder(world, recipe))),
+        upcycling=Upcycling(recipe.mode, recipe.num_experts, recipe.top_k or 1) if sparse else None,
+        load_balancing=LoadBalancing(recipe.coefficient) if sparse else None,
+        loss=loss,
+        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
+        schedule=Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        seed=seed,
+    )
+
+
+def data_of(world: World, recipe: Recipe, seed: int) -> EmbeddingDataModule:
+    """The batches of a recipe, the same rows in the same order for all recipes of a seed."""
+    if recipe.corpus == "languages":
+        sources = [SourceConfig(path.stem, str(path)) for path in sorted(_languages_folder(world).glob("*.jsonl"))]
+        sampler: Any = partial(HomogeneousBatchSampler, temperature=0.5)
+    else:
+        sources = [SourceConfig("docstrings", str(world.folder / "corpus" / "train.jsonl.gz"))]
+        sampler = BlendedBatchSampler
+    return EmbeddingDataModule(sources, recipe.text, recipe.batch_size, 0, sampler, seed=seed)
+
+
+def score(world: World, recipe: Recipe, embedder: Embedder) -> Metrics:
+    """nDCG@10 of a model: on the docstring corpus at all widths asked for, or on each language."""
+    if recipe.corpus == "languages":
+        encoder = Encoder(embedder)
+        found = {name: _ndcg(encoder, {name: folder}) for name, folder in languages().items()}
+        for name, members in (("trained languages", TRAINED_LANGUAGES), ("further languages", FURTHER_LANGUAGES)):
+            found[name] = sum(found[member] for member in members) / len(members)
+        return found
+    packages, functions = world.domains(), {"functions": world.in_domain()}
+    found = {
+        "held-out packages": _ndcg(Encoder(embedder), packages),
+        "held-out functions": _ndcg(Encoder(embedder), functions),
+    }
+    for width in (256, 128, 64):
+        found[f"held-out packages, width {width}"] = _ndcg(Encoder(embedder, dimensions=width), packages)
+    return found
+
+
+def languages() -> dict[str, RetrievalFolder]:
+    """The collections of the languages that are scored."""
+    root = data_folder() / "xquad"
+    return {name: read_retrieval_folder(root / name) for name in (*TRAINED_LANGUAGES, *FURTHER_LANGUAGES)}
+
+
+def start_folder(world: World, recipe: Recipe) -> Path:
+    """The dense model that a recipe starts from."""
+    return world.folder / f"start-rotary-{recipe.warmup_steps}-{recipe.learning_rate}"
+
+
+def _make_start(world: World, recipe: Recipe) -> None:
+    """Make the start where it is not there: MiniLM with rotary positions, trained for its warm-up."""
+    folder, rotary = start_folder(world, recipe), world.folder / "rotary"
+    if folder.exists():
+        return
+    if not rotary.exists():
+        write_rotary_model(MODEL, rotary, num_positions=512, keep_head=False)
+    dense = replace(recipe, top_k=None, widths=None, corpus="docstrings", num_steps=recipe.warmup_steps)
+    module = MoEEmbedModule(
+        BackboneConfig(str(rotary)),
+        load_balancing=None,
+        loss=InfoNCE(temperature=0.05),
+        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
+        schedule=Schedule(warmup_steps=dense.num_steps // 10, decay="linear"),
+        seed=WARMUP_SEED,
+    )
+    fit(world, module, data_of(world, dense, WARMUP_SEED), dense.num_steps, [ExportModel(str(folder))])
+
+
+def _languages_folder(world: World) -> Path:
+    return world.folder / "languages"
+
+
+def _split_by_language(world: World) -> None:
+    """Write the pairs of several languages, a file for each data set and language: a batch then is of one language."""
+    by_name: dict[str, list[str]] = {}
+    for name in PAIRS:
+        path = data_folder() / name
+        content = path.read_bytes()
+        for line in (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines():
+            row = json.loads(line)
+            pair = json.dumps({"query": row["query"], "positive": row["positive"]})
+            by_name.setdefault(f"{path.parent.name}-{row['lang']}", []).append(pair)
+    for name, lines in by_name.items():
+        write_text(_languages_folder(world) / f"{name}.jsonl", "\n".join(lines) + "\n")
+
+
+def data_folder() -> Path:
+    """The folder of real data sets; it need not be there."""
+    return Path(os.environ.get("EMBED_DATA", "../shared/data"))
+
+
+def _ndcg(encoder: Encoder, folders: Mapping[str, RetrievalFolder]) -> float:
+    """nDCG@10 over the queries of all folders, each searched by itself."""
+    scores = [
+        (score_retrieval(encoder, folder).metrics["ndcg_at_10"], len(folder.queries)) for folder in folders.values()
+    ]
+    return sum(value * weight for value, weight in scores) / sum(weight for _, weight in scores)
+
+
+def _tiny(recipe: Recipe) -> Recipe:
+    return replace(
+        recipe, num_steps=min(recipe.num_steps, 2), warmup_steps=1, batch_size=4, max_length=12, num_experts=2
+    )
