@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import repeat
 from typing import NamedTuple, Self
 
@@ -168,7 +169,9 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
         for step in range(self.start, self.num_steps):
             rows, draws = self.global_batch(epoch, step)
             rule = self.level_rule(epoch, step)
-            yield list(map(RowDraw, rows[mine].tolist(), draws[mine].tolist(), repeat(rule)))
+            # The tuples' own constructor takes half the time of a named tuple's.
+            entries = zip(rows[mine].tolist(), draws[mine].tolist(), repeat(rule))
+            yield list(map(partial(tuple.__new__, RowDraw), entries))
 
 
 # Makes a plan of the rows of each source, batch_size, the seed and the weight of each source.
