@@ -2,7 +2,7 @@
 
 One expert a token has the dense model's active parameters, but for the router. Trained on questions and paragraphs in
 Arabic, Chinese and Japanese and on questions and answers in five European languages, one language a batch; scored on
-XQuAD, in three languages that are trained on and three that are hardly or not (English has 211 pairs). Nomic Embed v2
+XQuAD, in two languages that are trained on and two that are hardly (German has 393 pairs) or not. Nomic Embed v2
 finds experts behind the dense model with 100M pairs (arXiv:2502.07972, §7.2). Needs EMBED_DATA.
 """
 
