@@ -5,6 +5,7 @@ from embeddings.callbacks.export_model import ExportModel
 from embeddings.callbacks.gradcache import GradCacheCallback
 from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.routing_statistics import RoutingStatistics
+from embeddings.callbacks.run_health import RunHealth
 from embeddings.callbacks.run_record import RunRecord
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "GradCacheCallback",
     "RetrievalEvaluation",
     "RoutingStatistics",
+    "RunHealth",
     "RunRecord",
 ]

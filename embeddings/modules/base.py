@@ -3,7 +3,6 @@
 from typing import Any
 
 import lightning as L
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from embeddings.common import (
     ContrastiveBatch,
     LossOutput,
-    NumericError,
     Representations,
     TextSettings,
     TokenBatch,
@@ -105,8 +103,7 @@ class ContrastiveModule(OptimizedModule):
                 for optimizer in self.trainer.optimizers:
                     optimizer.zero_grad()
             output = self.grad_cache.forward_backward(self, batch, scale=self._early_scale())
-        if not torch.isfinite(output.loss):
-            raise NumericError(f"loss is {output.loss.item()} at step {self.global_step}: no update was made")
+        self.check_loss(output.loss)
         self.log("train/loss", output.loss.detach(), prog_bar=True, batch_size=len(batch))
         self.log_dict({f"train/{name}": value for name, value in output.terms.items()}, batch_size=len(batch))
         if batch.negative_level:

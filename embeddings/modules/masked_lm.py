@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from embeddings.common import LossOutput, NumericError, OptionError
+from embeddings.common import LossOutput, OptionError
 from embeddings.common.distributed import gather_counts
 from embeddings.common.packed_rows import Prediction
 from embeddings.common.randomness import run_seed
@@ -110,8 +110,7 @@ class MaskedLMModule(OptimizedModule):
         """The mean cross-entropy of one batch's targets."""
         counts = gather_counts(len(batch), self.device)
         output = self.score(batch, num_targets=sum(counts) / len(counts))
-        if not torch.isfinite(output.loss):
-            raise NumericError(f"loss is {output.loss.item()} at step {self.global_step}: no update was made")
+        self.check_loss(output.loss)
         size = max(1, len(batch))
         self.log("train/loss", output.loss.detach(), prog_bar=True, batch_size=size)
         self.log_dict({f"train/{name}": value for name, value in output.terms.items()}, batch_size=size)

@@ -6,9 +6,12 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from embeddings.common import InputError
+from embeddings.common import InputError, NumericError
+from embeddings.common.distributed import reduce_int
 from embeddings.common.randomness import derive_seed, run_seed
 from embeddings.data.run_length import run_steps
 from embeddings.training.optim import parameter_groups
@@ -64,6 +67,37 @@ class OptimizedModule(L.LightningModule):
             progress.increment_ready()
             progress.increment_started()
         torch.manual_seed(derive_seed(self._seed, "step", self.current_epoch, batch_idx, self.global_rank))
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Stop the step where the loss of any rank is no number: all ranks stop together, and nothing is updated.
+
+        Distributed: one all-reduce of a number.
+        Raises:
+            NumericError: If it is not.
+        """
+        is_finite = bool(torch.isfinite(loss))
+        if reduce_int(int(is_finite), "min", loss.device):
+            return
+        whose = f"loss is {loss.item()}" if not is_finite else "loss of another rank is no number"
+        raise NumericError(f"{whose} at step {self.global_step}: no update was made")
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Stop before an update by a gradient that is no number; the ranks' gradients are one, so all of them stop.
+
+        Loss scaling of float16 finds such gradients itself and leaves the update out.
+
+        Raises:
+            NumericError: If it is not.
+        """
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            return
+        norm = torch.nn.utils.get_total_norm(
+            [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        )
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if not torch.isfinite(norm):
+            raise NumericError(f"gradient is {norm.item()} at step {self.global_step}: no update was made")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimiser over trainable parameters and its schedule, stepped once an optimiser step."""

@@ -1,0 +1,127 @@
+"""What a long run needs to be trusted: it stops before numbers go wrong, and says which examples were being read."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
+
+from embeddings.common import NumericError, OptionError
+from embeddings.common.distributed import gather_counts
+from embeddings.common.fileio import write_json
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RunHealth(L.Callback):
+    """Compares the ranks' weights every so many steps, and keeps the examples of a step that went wrong.
+
+    A module of this library stops before an update where a loss or a gradient is NaN or infinite, on all ranks. This
+    callback then writes `numeric-error-rank-R.json` into the run's folder, one file a rank: the step, the message, and
+    the rows of each source that the rank read since the last update. Checkpoints are left as they are.
+
+    Under DDP all ranks hold the same weights, until a fault of memory or an update that only some ranks made. Their
+    checksums are compared, and a difference ends the run. Sharded weights are not compared.
+
+    Args:
+        compare_every_n_steps: Optimiser steps between two comparisons of the weights; None compares nothing.
+
+    Distributed: an all-gather of one number every `compare_every_n_steps` optimiser steps.
+    Raises:
+        OptionError: If `compare_every_n_steps` is not positive.
+        NumericError: After a step, on all ranks, if a rank's weights differ from rank 0's.
+    """
+
+    def __init__(self, compare_every_n_steps: int | None = 500) -> None:
+        if compare_every_n_steps is not None and compare_every_n_steps < 1:
+            raise OptionError("RunHealth.compare_every_n_steps", compare_every_n_steps, "must be >= 1", "try 500")
+        self.compare_every_n_steps = compare_every_n_steps
+        self._folder = Path()
+        self._read: list[dict[str, Any]] = []
+        self._step = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Note the run's folder; all ranks take part, because asking the trainer for it is a broadcast."""
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self._step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note which rows are read."""
+        self._read.append({"batch": batch_idx, "rows": getattr(batch, "row_B", None)})
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Forget the rows once an update is made, and compare the weights when it is time."""
+        if trainer.global_step == self._step:
+            return
+        self._step, self._read = trainer.global_step, []
+        every = self.compare_every_n_steps
+        if every is not None and self._step % every == 0 and trainer.world_size > 1:
+            self._compare(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Write what was read, if numbers went wrong."""
+        if not isinstance(exception, NumericError):
+            return
+        data: Any = getattr(trainer, "datamodule", None)
+        mixture = getattr(data, "mixture", None)
+        batches = [
+            {"batch": read["batch"], "rows": None if read["rows"] is None else located(read["rows"].tolist(), mixture)}
+            for read in self._read
+        ]
+        content = {
+            "error": str(exception),
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "rank": trainer.global_rank,
+            "batches": batches,
+        }
+        write_json(self._folder / f"numeric-error-rank-{trainer.global_rank}.json", content)
+
+    def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            return
+        checksums = gather_counts(weights_checksum(module), module.device)
+        different = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+        if different:
+            ranks = ", ".join(map(str, different))
+            raise NumericError(
+                f"the weights of rank {ranks} are not those of rank 0 after step {trainer.global_step}; "
+                "resume from the last checkpoint, on another machine if it comes again"
+            )
+
+
+def weights_checksum(module: nn.Module) -> int:
+    """A whole number that differs between modules of one shape whose weights differ in a bit; equal on all ranks.
+
+    A parameter's bits are added up as whole numbers, times an odd number from its name. Two flipped bits of one
+    parameter may cancel out; one cannot.
+    """
+    parameters = dict(module.named_parameters())
+    sums = [
+        parameter.detach().contiguous().flatten().view(_WORDS[parameter.element_size()]).sum(dtype=torch.int64)
+        for parameter in parameters.values()
+    ]
+    total = 0
+    for name, of_bits in zip(parameters, torch.stack(sums).tolist(), strict=True):
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        total += of_bits * (int.from_bytes(digest, "little") | 1)
+    # As a signed 64-bit number, which is what ranks exchange.
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def located(rows: list[int], mixture: Any) -> dict[str, list[int]] | list[int]:
+    """The rows of each source by its name, numbered within it from 0; without a mixture, the rows as they are."""
+    if mixture is None:
+        return rows
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        source = mixture.source_of(row)
+        found.setdefault(mixture.names[source], []).append(row - sum(mixture.sizes[:source]))
+    return found

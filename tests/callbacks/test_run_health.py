@@ -1,0 +1,113 @@
+"""A run stops on all ranks before numbers go wrong, and says what it was reading."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from embeddings.callbacks import RunHealth
+from embeddings.callbacks.run_health import located, weights_checksum
+from embeddings.cli.app import run_trainer
+from embeddings.common import NumericError, OptionError
+from tests.helpers.runs import run_config, write_config
+
+HEALTH = {"class_path": "embeddings.callbacks.RunHealth", "init_args": {"compare_every_n_steps": 1}}
+CHECKPOINT = {
+    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "init_args": {"every_n_train_steps": 1, "save_last": True},
+}
+
+
+def poison(name, **arguments):
+    return {"class_path": f"tests.helpers.poison.{name}", "init_args": arguments}
+
+
+def written(folder):
+    return {path.name: json.loads(path.read_text()) for path in sorted(folder.rglob("numeric-error-rank-*.json"))}
+
+
+@pytest.mark.parametrize(
+    ("callback", "message", "first_batch"),
+    [
+        (poison("PoisonLoss", rank=0, batch=2), "loss is nan at step 2: no update was made", 2),
+        (poison("PoisonGradient", batch=1), "gradient is inf at step 1: no update was made", 1),
+    ],
+)
+def test_wrong_numbers_stop_the_run_and_leave_the_rows_behind(callback, message, first_batch, tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [callback, HEALTH, CHECKPOINT]
+    with pytest.raises(NumericError, match=message):
+        run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    found = written(tmp_path)["numeric-error-rank-0.json"]
+    assert (found["error"], found["step"], found["rank"]) == (message, first_batch, 0)
+    assert [read["batch"] for read in found["batches"]] == [first_batch]
+    rows = found["batches"][0]["rows"]["pairs"]
+    assert len(set(rows)) == 8
+    assert all(0 <= row < 64 for row in rows)
+    # The weights of the last update, finite, are what the last checkpoint holds.
+    last = next(tmp_path.rglob("last.ckpt"))
+    state = torch.load(last, weights_only=True)
+    assert state["global_step"] == first_batch
+    assert all(value.isfinite().all() for value in state["state_dict"].values() if value.is_floating_point())
+
+
+def test_rows_are_those_of_the_whole_accumulation_window(tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"] |= {"accumulate_grad_batches": 2, "max_steps": 3}
+    config["trainer"]["callbacks"] = [poison("PoisonLoss", rank=0, batch=3), HEALTH]
+    with pytest.raises(NumericError, match="at step 1"):
+        run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    assert [read["batch"] for read in written(tmp_path)["numeric-error-rank-0.json"]["batches"]] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("callback", "line"),
+    [
+        (poison("PoisonLoss", rank=1, batch=1), "loss of another rank is no number at step 1: no update was made"),
+        (poison("DriftingWeight", step=2), "the weights of rank 1 are not those of rank 0 after step 2"),
+    ],
+)
+def test_all_ranks_stop_where_one_goes_wrong(callback, line, tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"] |= {"devices": 2, "strategy": "ddp"}
+    config["trainer"]["callbacks"] = [callback, HEALTH]
+    command = [sys.executable, "main.py", "fit", "--config", write_config(tmp_path, config)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 70, ended.stderr
+    assert line in ended.stderr
+    assert sorted(written(tmp_path)) == ["numeric-error-rank-0.json", "numeric-error-rank-1.json"]
+
+
+def test_a_checksum_tells_a_flipped_bit_and_a_swap_of_two_parameters():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
+    before = weights_checksum(model)
+    assert before == weights_checksum(model)
+    with torch.no_grad():
+        bits = model[0].weight.view(-1).view(torch.int16)
+        for bit in range(15):
+            bits[5] ^= 1 << bit
+            assert weights_checksum(model) != before
+            bits[5] ^= 1 << bit
+    assert weights_checksum(model) == before
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+    assert weights_checksum(model) != before
+
+
+def test_rows_are_numbered_within_their_source():
+    class Mixture:
+        names, sizes = ("a", "b"), (10, 5)
+
+        def source_of(self, row):
+            return int(row >= 10)
+
+    assert located([3, 12, 9, 10], Mixture()) == {"a": [3, 9], "b": [2, 0]}
+    assert located([3, 12], None) == [3, 12]
+
+
+def test_impossible_options_are_refused():
+    with pytest.raises(OptionError, match=r"RunHealth\.compare_every_n_steps must be >= 1, got 0"):
+        RunHealth(0)

@@ -1,0 +1,45 @@
+"""Callbacks that make a run's numbers go wrong."""
+
+import lightning as L
+import torch
+
+
+class PoisonLoss(L.Callback):
+    """Makes the loss NaN on one rank, at one batch."""
+
+    def __init__(self, rank: int, batch: int) -> None:
+        self.rank, self.batch = rank, batch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank != self.rank or batch_idx != self.batch:
+            return
+        original = pl_module.loss_from_representations
+
+        def poisoned(*arguments):
+            output = original(*arguments)
+            return output._replace(loss=output.loss * float("nan"))
+
+        pl_module.loss_from_representations = poisoned
+
+
+class PoisonGradient(L.Callback):
+    """Makes a parameter's gradient infinite at one batch; the loss stays finite."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == self.batch:
+            next(p for p in pl_module.parameters() if p.grad is not None).grad.view(-1)[0] = torch.inf
+
+
+class DriftingWeight(L.Callback):
+    """Flips a bit of a weight on rank 1 after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            with torch.no_grad():
+                next(iter(pl_module.parameters())).view(-1).view(torch.int32)[3] ^= 1
