@@ -116,6 +116,8 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
 
 def train(world: World, module: MoEEmbedModule, data: EmbeddingDataModule, num_steps: int, folder: Path) -> Metrics:
     """Train a model, which writes its metrics into a folder of its own; returns the entropies of the experts' load."""
+    # What a killed run left there has other columns.
+    (folder / "metrics.csv").unlink(missing_ok=True)
     logger = CSVLogger(folder.parent, folder.name, version="", flush_logs_every_n_steps=1)
     fit(world, module, data, num_steps, [RoutingStatistics(1)] if module.moe_layers else [], logger)
     if not module.moe_layers:

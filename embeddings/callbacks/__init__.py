@@ -7,6 +7,7 @@ from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.routing_statistics import RoutingStatistics
 from embeddings.callbacks.run_health import RunHealth
 from embeddings.callbacks.run_record import RunRecord
+from embeddings.callbacks.throughput import Throughput
 
 __all__ = [
     "ExportLanguageModel",
@@ -16,4 +17,5 @@ __all__ = [
     "RoutingStatistics",
     "RunHealth",
     "RunRecord",
+    "Throughput",
 ]

@@ -1,0 +1,128 @@
+"""The speed of a run: what is counted, by hand; and that a run logs it."""
+
+import csv
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from embeddings.callbacks import Throughput
+from embeddings.callbacks.throughput import Work, backbone_of, dtype_of, flops, matmul_tflops, work_of
+from embeddings.cli.app import run_trainer
+from embeddings.common import OptionError, UserError
+from embeddings.common.packed_rows import Prediction
+from embeddings.models.upcycling import Upcycling, upcycle
+from embeddings.training.gradcache import GradCache
+from tests.helpers.contrastive import random_batch, with_context
+from tests.helpers.runs import run_config, write_config
+from tests.helpers.tiny import tiny_bert
+from tests.models.moe import tiny_rotary
+
+
+def test_the_tokens_of_a_contrastive_batch():
+    batch = random_batch(6, 2)
+    lengths = [batch.query.lengths_N.tolist(), batch.candidate.lengths_N.tolist()]
+    plain = work_of(batch)
+    assert plain.pairs == 6
+    assert plain.tokens == sum(map(sum, lengths))
+    assert plain.positions == sum(len(of_tower) * max(of_tower) for of_tower in lengths)
+    assert plain.squares == sum(length**2 for of_tower in lengths for length in of_tower)
+    cut = work_of(batch, GradCache(mini_batch_tokens=1, mini_batch_texts=1))
+    assert (cut.tokens, cut.positions, cut.squares) == (plain.tokens, plain.tokens, plain.squares)
+    pairs = work_of(batch, GradCache(mini_batch_tokens=10**6, mini_batch_texts=2))
+    by_hand = 0
+    for of_tower in lengths:
+        longest_first = sorted(of_tower, reverse=True)
+        by_hand += sum(len(longest_first[i : i + 2]) * longest_first[i] for i in range(0, len(of_tower), 2))
+    assert pairs.positions == by_hand
+
+
+def test_a_context_counts_as_the_texts_it_is():
+    batch = random_batch(4, 1)
+    context = with_context(batch, 5)
+    assert work_of(context).tokens == work_of(batch).tokens + context.context.num_tokens
+
+
+def test_the_tokens_of_a_language_model_s_rows():
+    document_NL = torch.tensor([[0, 0, 1, 1], [0, 0, -1, -1]])
+    batch = Prediction(torch.zeros(2, 4, dtype=torch.int64), document_NL, torch.zeros(1), torch.zeros(1), True)
+    assert work_of(batch) == Work(2, 6, 8, 32)
+
+
+class Module(L.LightningModule):
+    def __init__(self, backbone):
+        super().__init__()
+        self.embedder = nn.Module()
+        self.embedder.backbone = backbone
+
+
+def test_the_arithmetic_of_an_encoder_by_hand():
+    model = tiny_bert()
+    config, module = model.config, Module(model)
+    width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    matrices = layers * (4 * width * width + 2 * width * inner)
+    found = flops(module, Work(tokens=100)) / 100
+    # Biases and norms are in it too.
+    assert 6 * matrices < found < 6 * matrices * 1.1
+    only_squares = flops(module, Work(squares=1000))
+    # Two products of L^2 H a layer, 2 operations each, forward and twice backward.
+    assert only_squares == 3 * layers * 2 * 2 * 1000 * width
+
+
+def test_frozen_weights_have_no_gradient_of_their_own():
+    model = tiny_bert()
+    whole = flops(Module(model), Work(tokens=100))
+    model.requires_grad_(False)
+    assert flops(Module(model), Work(tokens=100)) == pytest.approx(whole * 4 / 6)
+
+
+def test_of_experts_a_token_s_share_counts():
+    rotary = tiny_rotary()
+    dense = flops(Module(rotary), Work(tokens=100))
+    sparse = upcycle(rotary, Upcycling(num_experts=4, top_k=1))
+    assert flops(Module(sparse), Work(tokens=100)) == pytest.approx(dense, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("bf16-mixed", torch.bfloat16),
+        ("bf16-true", torch.bfloat16),
+        ("16-mixed", torch.float16),
+        ("32-true", torch.float32),
+        ("64-true", torch.float64),
+    ],
+)
+def test_the_type_of_the_products(precision, dtype):
+    assert dtype_of(precision) == dtype
+
+
+def test_a_product_is_measured():
+    assert 1e-4 < matmul_tflops(torch.device("cpu"), torch.float32) < 1e3
+
+
+def test_a_run_logs_its_speed(tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [
+        {"class_path": "embeddings.callbacks.Throughput", "init_args": {"every_n_steps": 2}}
+    ]
+    run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    with next((tmp_path / "run").rglob("metrics.csv")).open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["throughput/pairs_per_second"]]
+    assert [int(row["step"]) for row in rows] == [2, 4]
+    for row in rows:
+        pairs, tokens = float(row["throughput/pairs_per_second"]), float(row["throughput/tokens_per_second"])
+        # Each pair has a query and three candidates of 16 tokens or fewer.
+        assert pairs * 4 < tokens <= pairs * 4 * 16
+        assert 0 <= float(row["throughput/padding"]) < 1
+        assert 0 <= float(row["throughput/waiting"]) < 1
+        assert 0 < float(row["throughput/matmul_share"]) < 1
+
+
+def test_impossible_options_and_modules_are_refused():
+    with pytest.raises(OptionError, match=r"Throughput\.every_n_steps must be >= 1, got 0"):
+        Throughput(0)
+    with pytest.raises(UserError, match="needs a module with a backbone"):
+        Throughput().check_run(None, L.LightningModule(), None)
+    assert backbone_of(L.LightningModule()) is None
