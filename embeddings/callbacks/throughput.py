@@ -162,7 +162,7 @@ def flops(module: nn.Module, work: Work) -> float:
     trained = sum(p.numel() for p in backbone.parameters() if p.requires_grad)
     share = min(1.0, max(0, trained - sum(t.numel() for t in tables if t.requires_grad)) / max(1, weights))
     config = plain_backbone(backbone).config
-    attention = 12.0 * config.num_hidden_layers * config.hidden_size * work.squares
+    attention: float = 12.0 * config.num_hidden_layers * config.hidden_size * work.squares
     return weights * (4.0 + 2.0 * share) * work.tokens + attention
 
 
