@@ -11,11 +11,16 @@ from embeddings.common import NumericError, UserError
 
 EXIT_OK = 0
 EXIT_INPUT = 2
+EXIT_INTERNAL = 70
 EXIT_IO = 74
 EXIT_INTERRUPTED = 130
 
 INTERRUPTED = "interrupted; finished checkpoints and shards are kept, --ckpt_path resumes from a checkpoint"
 
+
+_DEAD_WORKER = re.compile(
+    r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (?:is killed by signal: (\w+)|exited unexpectedly)"
+)
 
 _KEY = re.compile(r'Parser key "([^"]+)":\s*')
 _EXPECTED = re.compile(r"Expected an? (.+)", re.DOTALL)
@@ -120,8 +125,8 @@ def run_guarded(command: Callable[[], None]) -> int:
     """Run a command and return its exit code.
 
     A `UserError` ends in one line and code 2, a full disk, a refused path or what a library reports of a file or a
-    connection in one line and code 74, NaN or Inf in one line and code 70, Ctrl-C in one line and code 130. Any other
-    exception is a defect of ours and keeps its traceback.
+    connection in one line and code 74, NaN or Inf, or a loader's worker that died, in one line and code 70, Ctrl-C in
+    one line and code 130. Any other exception is a defect of ours and keeps its traceback.
     """
     try:
         command()
@@ -136,7 +141,19 @@ def run_guarded(command: Callable[[], None]) -> int:
         raise
     except OSError as error:
         return _report(_io_line(error), EXIT_IO)
+    except RuntimeError as error:
+        # torch raises it in the main process, wherever that is, as soon as the system tells of the death.
+        dead = _DEAD_WORKER.search(str(error))
+        if dead is None:
+            raise
+        return _report(_dead_worker_line(*dead.groups()), EXIT_INTERNAL)
     return EXIT_OK
+
+
+def _dead_worker_line(processes: str, signal: str | None) -> str:
+    cause = f"was ended by a signal ({signal})" if signal else "exited"
+    fix = "lower data.num_workers or data.batch_size if memory ran out, and resume with --ckpt_path"
+    return f"a worker of the loader, process {processes}, {cause}; {fix}"
 
 
 def _io_line(error: OSError) -> str:

@@ -1,8 +1,10 @@
 """A run stops on all ranks before numbers go wrong, and says what it was reading."""
 
 import json
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -79,6 +81,20 @@ def test_all_ranks_stop_where_one_goes_wrong(callback, line, tmp_path):
     assert ended.returncode == 70, ended.stderr
     assert line in ended.stderr
     assert sorted(written(tmp_path)) == ["numeric-error-rank-0.json", "numeric-error-rank-1.json"]
+
+
+def test_a_dead_worker_is_named_at_once(tmp_path):
+    config = run_config(tmp_path, num_workers=2)
+    config["trainer"]["callbacks"] = [poison("KillWorker", batch=1)]
+    command = [sys.executable, "main.py", "fit", "--config", write_config(tmp_path, config)]
+    start = time.monotonic()
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 70, ended.stderr
+    worker = re.search(r"worker (\d+)", ended.stdout)[1]
+    *_, line = ended.stderr.strip().splitlines()
+    assert line.startswith(f"error: a worker of the loader, process {worker}, was ended by a signal (Killed); lower")
+    assert "Traceback" not in ended.stderr
+    assert time.monotonic() - start < 30 + 20
 
 
 def test_a_checksum_tells_a_flipped_bit_and_a_swap_of_two_parameters():

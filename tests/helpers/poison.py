@@ -1,4 +1,8 @@
-"""Callbacks that make a run's numbers go wrong."""
+"""Callbacks that make a run go wrong."""
+
+import os
+import signal
+import time
 
 import lightning as L
 import torch
@@ -43,3 +47,17 @@ class DriftingWeight(L.Callback):
         if trainer.global_step == self.step and trainer.global_rank == 1:
             with torch.no_grad():
                 next(iter(pl_module.parameters())).view(-1).view(torch.int32)[3] ^= 1
+
+
+class KillWorker(L.Callback):
+    """Kills a worker of the loader at one batch, as the system does when memory runs out."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == self.batch:
+            worker = trainer.train_dataloader._iterator._workers[0].pid
+            print(f"worker {worker}", flush=True)
+            os.kill(worker, signal.SIGKILL)
+            time.sleep(20)
