@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", EMBED_IMPORTS="tests")
 
 from pathlib import Path
 

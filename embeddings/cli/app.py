@@ -17,6 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from embeddings.callbacks.run_record import RunRecord
 from embeddings.cli.errors import ConfigError, one_line, reason, with_way_out
 from embeddings.cli.given import Signature, check_names, check_nulls, config_paths, given_mappings, is_file
+from embeddings.cli.imports import restrict_imports
 from embeddings.cli.recipes import expand_recipe
 from embeddings.common import OptionError, UserError
 
@@ -135,6 +136,7 @@ def run_trainer(argv: Sequence[str]) -> TrainerCLI:
     Raises:
         ConfigError: If the arguments do not parse, two configs choose a method, or Lightning refuses an option.
     """
+    restrict_imports()
     expanded = expand_recipe(list(argv))
     if expanded != list(argv):
         print("python main.py " + " ".join(expanded), file=sys.stderr)

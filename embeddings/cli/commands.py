@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser
 
 from embeddings.cli.errors import ConfigError, with_way_out
 from embeddings.cli.given import check_names, check_nulls, given_mappings, signature_of
+from embeddings.cli.imports import restrict_imports
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class CommandParser(ArgumentParser):
 
 def run_command(name: str, argv: Sequence[str]) -> None:
     """Parse `argv` against the command's signature and call it."""
+    restrict_imports()
     command = COMMANDS[name]
     function = command.load()
     parser = CommandParser(prog=f"main.py {name}", description=(function.__doc__ or "").strip().splitlines()[0])

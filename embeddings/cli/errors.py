@@ -48,6 +48,7 @@ def reason(message: str) -> str:
     of the value's type alone.
     """
     keys: list[str] = []
+    refused = re.search(r"Importing '([^']+)' is not allowed", message)
     while "Errors:" in message:
         head, _, tail = message.partition("Errors:")
         found = _branches(tail)
@@ -64,6 +65,11 @@ def reason(message: str) -> str:
     single = re.match(r"\s*Expected an? (.*?)\. Got value: (.*?)(?:\. Got value: .*)?$", message, re.DOTALL)
     if single is not None:
         message = f"expected {_types([f'Expected a {single[1]}'])}, got {'null' if single[2] == 'None' else single[2]}"
+    if refused is not None:
+        package = refused[1].partition(".")[0]
+        message = f"a config may not name {refused[1]}; name a class of embeddings, lightning or torch.optim"
+        if package not in sys.stdlib_module_names:
+            message += f", or set EMBED_IMPORTS={package} to trust all of that package"
     return f"{'.'.join(keys)}: {message.strip()}" if keys else message
 
 

@@ -1,0 +1,48 @@
+"""Which classes a config may name: those of this library and of the libraries it trains with, and no others."""
+
+import os
+
+from jsonargparse import set_parsing_settings
+
+from embeddings.common import UserError
+
+VARIABLE = "EMBED_IMPORTS"
+ALLOWED = (
+    "embeddings.callbacks",
+    "embeddings.common.TextSettings",
+    "embeddings.common.text",
+    "embeddings.data",
+    "embeddings.losses",
+    "embeddings.models",
+    "embeddings.modules",
+    "embeddings.training",
+    "lightning.fabric.plugins",
+    "lightning.pytorch.accelerators",
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers",
+    "lightning.pytorch.plugins",
+    "lightning.pytorch.profilers",
+    "lightning.pytorch.strategies",
+    "torch.nn",
+    "torch.optim",
+)
+
+
+def restrict_imports() -> None:
+    """Have the parsers import what `ALLOWED` holds alone, and the packages that `$EMBED_IMPORTS` adds, comma-separated.
+
+    A config is data that people hand on, and a class path in it is a call of whatever it names. What is checked is the
+    path as it is written and the place where the object was defined, so no module of ours is a way to another's.
+
+    Raises:
+        UserError: If the variable holds no package.
+    """
+    added = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+    try:
+        set_parsing_settings(
+            import_path_denylist=["*"],
+            import_path_allowlist=[*ALLOWED, *added],
+            instantiate_subclass_spec_in_any=False,
+        )
+    except ValueError as error:
+        raise UserError(f"{VARIABLE}={os.environ[VARIABLE]} cannot be: {error}") from None
