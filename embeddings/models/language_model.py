@@ -20,7 +20,7 @@ from transformers import (
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import OptionError
 from embeddings.models.backbone import (
     DTYPES,
     BackboneConfig,
@@ -28,6 +28,7 @@ from embeddings.models.backbone import (
     load_model,
     load_tokenizer,
     quiet_transformers,
+    read_config,
 )
 from embeddings.models.bidirectional import check_bidirectional
 from embeddings.models.directory import replaced_folder
@@ -84,11 +85,7 @@ def load_language_model(
         _check_kind(AutoConfig.for_model(config.model_type), kind)
         return new_model(config, auto_class)
     folder = resolve_model(config.name, config.revision)
-    try:
-        found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(str(folder / "config.json"), "cannot be read", "give a Hugging Face model") from error
-    _check_kind(found, kind)
+    _check_kind(read_config(folder), kind)
     model = load_model(
         folder,
         DTYPES[config.dtype],

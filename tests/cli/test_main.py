@@ -6,7 +6,7 @@ from embeddings.cli.main import main
 def test_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for command in ("fit", "prepare", "quickstart", "encode", "search", "evaluate", "export", "show"):
+    for command in ("fit", "prepare", "quickstart", "encode", "search", "evaluate", "export", "convert", "show"):
         assert f"\n  {command} " in text
     assert "predict" not in text
 
