@@ -21,11 +21,13 @@ class Command:
         summary: One line for the list of commands.
         positional: Parameters given by position, the last one a list where it may be several words; all others are
             options.
+        may_be_none: Whether the last of them may be no word at all.
     """
 
     target: str
     summary: str
     positional: tuple[str, ...] = ()
+    may_be_none: bool = False
 
     def load(self) -> Callable[..., Any]:
         """The function."""
@@ -50,6 +52,12 @@ COMMANDS = {
     "show curves": Command("embeddings.cli.show:curves", "a picture of a run's loss and score"),
     "show anchor-tokens": Command(
         "embeddings.cli.show:anchor_tokens", "a picture of texts by anchor-token-aware pooling's weights", ("texts",)
+    ),
+    "show routing": Command(
+        "embeddings.cli.show_routing:routing",
+        "a picture of where a sparse model's tokens go, or of runs' expert loads",
+        ("texts",),
+        may_be_none=True,
     ),
 }
 
@@ -77,7 +85,8 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     for parameter in command.positional:
         annotation: Any = function.__annotations__[parameter]
         origin: Any = get_origin(annotation)
-        several = {"type": get_args(annotation)[0], "nargs": "+"} if origin is list else {}
+        nargs = "*" if command.may_be_none else "+"
+        several = {"type": get_args(annotation)[0], "nargs": nargs} if origin is list else {}
         parser.add_argument(parameter, **{"type": annotation, **several})
     words = underscored(argv)
     parsed, signature = parser.parse_args(words), signature_of(function)
