@@ -36,6 +36,7 @@ from embeddings.models.document_mask import document_inputs
 from embeddings.models.from_scratch import FromScratch, new_model
 from embeddings.models.hub import resolve_model
 from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict, plain_backbone
+from embeddings.models.rotary_moe import RotaryMoeConfig
 
 HeadKind = Literal["masked", "causal"]
 _MAPPINGS = {"masked": MODEL_FOR_MASKED_LM_MAPPING, "causal": MODEL_FOR_CAUSAL_LM_MAPPING}
@@ -271,6 +272,9 @@ def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:
     masked, causal = (type(config) in _MAPPINGS[name] for name in ("masked", "causal"))
     if masked if kind == "masked" else causal and not masked:
         return
-    found = "masked" if masked else "causal"
-    what = f"takes {_OBJECTIVES[found]}" if masked or causal else "has no language-model head"
-    raise OptionError("model.objective", _OBJECTIVES[kind], f"does not fit: {config.model_type} {what}", "change it")
+    what, fix = f"takes {_OBJECTIVES['masked' if masked else 'causal']}", "change it"
+    if not masked and not causal:
+        what, fix = "has no language-model head", "give a model that has one"
+        if isinstance(config, RotaryMoeConfig):
+            fix = "give the dense model that it was made of, and upcycle what comes out"
+    raise OptionError("model.objective", _OBJECTIVES[kind], f"does not fit: {config.model_type} {what}", fix)
