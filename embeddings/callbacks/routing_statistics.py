@@ -1,13 +1,11 @@
 """How evenly the experts of a model are used while it trains."""
 
-import math
 from typing import Any
 
 import lightning as L
-import torch
-from torch import Tensor
 
 from embeddings.common import OptionError, UserError
+from embeddings.models.routing_metrics import routing_metrics
 
 
 class RoutingStatistics(L.Callback):
@@ -65,39 +63,3 @@ class RoutingStatistics(L.Callback):
             logger.log_metrics(values, step=step)
         for name, value in values.items():
             pl_module.log(name, value, logger=False)
-
-
-def routing_metrics(count_YX: Tensor, probability_YX: Tensor, layers: list[int]) -> dict[str, float]:
-    """The metrics of one step (see `RoutingStatistics`).
-
-    Args:
-        count_YX: Tokens given to each expert of each sparse layer, (Y, X) int64.
-        probability_YX: Sums of router probabilities, (Y, X) float.
-        layers: The layers' indices.
-    """
-    load_entropy_Y, probability_entropy_Y = relative_entropy(count_YX), relative_entropy(probability_YX)
-    highest_Y = count_YX.amax(dim=1) * count_YX.shape[1] / count_YX.sum(dim=1).clamp(min=1)
-    idle_Y = (count_YX == 0).sum(dim=1)
-    by_name = {
-        "load_entropy": load_entropy_Y,
-        "probability_entropy": probability_entropy_Y,
-        "highest_load": highest_Y,
-        "idle_experts": idle_Y,
-    }
-    values = {
-        f"routing/{name}_layer_{layer}": float(value)
-        for name, value_Y in by_name.items()
-        for layer, value in zip(layers, value_Y.tolist(), strict=True)
-    }
-    return values | {
-        "routing/load_entropy": float(load_entropy_Y.mean()),
-        "routing/idle_experts": float(idle_Y.sum()),
-    }
-
-
-def relative_entropy(amount_YX: Tensor) -> Tensor:
-    """The entropy of each row's shares over log X, (Y,) float64; 1 where there is one expert alone."""
-    share_YX = amount_YX.double() / amount_YX.sum(dim=1, keepdim=True).clamp(min=1e-12)
-    most = math.log(amount_YX.shape[1])
-    entropy_Y = torch.special.entr(share_YX).sum(dim=1)
-    return entropy_Y / most if most else torch.ones_like(entropy_Y)

@@ -22,11 +22,13 @@ class Command:
         summary: One line for the list of commands.
         positional: Parameters given by position, the last one a list where it may be several words; all others are
             options.
+        may_be_none: Whether the last of them may be no word at all.
     """
 
     target: str
     summary: str
     positional: tuple[str, ...] = ()
+    may_be_none: bool = False
 
     def load(self) -> Callable[..., Any]:
         """The function."""
@@ -47,9 +49,16 @@ COMMANDS = {
     "filter": Command("embeddings.cli.filter:filter_records", "the training records that are worth training on"),
     "synthesize": Command("embeddings.cli.synthesize:synthesize", "training records that a language model writes"),
     "export": Command("embeddings.cli.export:export", "a training checkpoint to a model directory"),
+    "convert": Command("embeddings.cli.convert:convert", "a checkpoint with learned positions to one with rotary ones"),
     "show curves": Command("embeddings.cli.show:curves", "a picture of a run's loss and score"),
     "show anchor-tokens": Command(
         "embeddings.cli.show:anchor_tokens", "a picture of texts by anchor-token-aware pooling's weights", ("texts",)
+    ),
+    "show routing": Command(
+        "embeddings.cli.show_routing:routing",
+        "a picture of where a sparse model's tokens go, or of runs' expert loads",
+        ("texts",),
+        may_be_none=True,
     ),
 }
 
@@ -78,7 +87,8 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     for parameter in command.positional:
         annotation: Any = function.__annotations__[parameter]
         origin: Any = get_origin(annotation)
-        several = {"type": get_args(annotation)[0], "nargs": "+"} if origin is list else {}
+        nargs = "*" if command.may_be_none else "+"
+        several = {"type": get_args(annotation)[0], "nargs": nargs} if origin is list else {}
         parser.add_argument(parameter, **{"type": annotation, **several})
     words = underscored(argv)
     parsed, signature = parser.parse_args(words), signature_of(function)

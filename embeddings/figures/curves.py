@@ -20,11 +20,14 @@ def read_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
     if not path.is_file():
         raise InputError(str(path), "no such file", "give the folder of a run, such as checkpoints/runs/NAME/version_0")
     with open(path, encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in ("step", "train/loss") if name not in (reader.fieldnames or ())]
-        if missing:
-            raise InputError(str(path), f"has no column {missing[0]!r}", "give the folder of a run of fit")
-        rows = [(int(row["step"]), float(row[column])) for row in reader if row.get(column)]
+        try:
+            reader = csv.DictReader(file)
+            missing = [name for name in ("step", "train/loss") if name not in (reader.fieldnames or ())]
+            rows = [(int(row["step"]), float(row[column])) for row in reader if row.get(column)] if not missing else []
+        except (ValueError, TypeError, csv.Error) as error:
+            raise InputError(str(path), f"is damaged ({error})", "give the folder of a run of fit") from error
+    if missing:
+        raise InputError(str(path), f"has no column {missing[0]!r}", "give the folder of a run of fit")
     return [step for step, _ in rows], [value for _, value in rows]
 
 

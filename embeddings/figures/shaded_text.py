@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from embeddings.common import InputError
 from embeddings.figures.glyphs import MISSING, drawable, installed_fonts
 from embeddings.figures.png import pyplot, write_png
+from embeddings.figures.shades import BLACK, EDGE, GREY, is_dark, shades
 from embeddings.figures.text_layout import Part, Run, wrapped
 
 COLUMNS = 92
@@ -23,7 +24,6 @@ _TITLE, _SUBTITLE, _CAPTION = 20.0, 14.0, 36.0
 _SCALE_HEIGHT = 40.0
 _SCALE_COLUMNS = 40
 _WIDTH = COLUMNS * _ADVANCE + 2 * _MARGIN
-_GREY, _BLACK = "#777777", "#1a1a1a"
 _NOTE = f"{MISSING} stands for a character that no installed font has"
 
 
@@ -82,23 +82,23 @@ def draw_shaded_texts(texts: Sequence[ShadedText], title: str, subtitle: str, la
     figure = plt.figure(figsize=(_WIDTH / 72, height / 72), facecolor="white")
     axis = figure.add_axes((0, 0, 1, 1), xlim=(0, _WIDTH), ylim=(height, 0))
     axis.set_axis_off()
-    colours, norm = _scale(plt, texts)
+    colours, norm = shades(), _norm(texts)
     top = _MARGIN + 8
     _write(axis, _MARGIN, top, title, size=12, weight="bold")
     for note in notes:
         top += _SUBTITLE
-        _write(axis, _MARGIN, top + 2, note, size=9, color=_GREY)
+        _write(axis, _MARGIN, top + 2, note, size=9, color=GREY)
     top += 18
     for text, layout, lines in zip(texts, layouts, heights, strict=True):
         for run in layout:
             _draw_run(axis, run, text.pieces[run.owner or 0], top, colours, norm, fonts.names)
         top += lines * _LINE
-        _write(axis, _MARGIN, top + 10, text.caption, size=8.5, color=_GREY)
+        _write(axis, _MARGIN, top + 10, text.caption, size=8.5, color=GREY)
         top += _CAPTION
     bar = figure.add_axes((_MARGIN / _WIDTH, 42 / height, _SCALE_COLUMNS * _ADVANCE / _WIDTH, 8 / height))
     scale = figure.colorbar(plt.cm.ScalarMappable(norm, colours), cax=bar, orientation="horizontal")
-    scale.set_label(label, size=8.5, color=_GREY, loc="left")
-    scale.ax.tick_params(labelsize=8, colors=_GREY, length=2)
+    scale.set_label(label, size=8.5, color=GREY, loc="left")
+    scale.ax.tick_params(labelsize=8, colors=GREY, length=2)
     scale.set_ticks(ticks := _ticks(norm.vmax), labels=[f"{tick:g}" for tick in ticks])
     scale.ax.minorticks_off()
     scale.outline.set_visible(False)
@@ -112,14 +112,12 @@ def _parts(text: ShadedText, known: frozenset[int]) -> list[Part]:
     ]
 
 
-def _scale(plt: Any, texts: Sequence[ShadedText]) -> tuple[Any, Any]:
-    """Colours and their norm: by the square root, so that one large value leaves the others apart."""
-    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+def _norm(texts: Sequence[ShadedText]) -> Any:
+    """From 0 to the largest value, by the square root, so that one large value leaves the others apart."""
+    from matplotlib.colors import PowerNorm
 
     values = [piece.value for text in texts for piece in text.pieces if piece.value is not None]
-    paler = [plt.get_cmap("YlOrRd")(place / 100) for place in range(0, 86, 5)]
-    colours = LinearSegmentedColormap.from_list("shades", [(1, 1, 1, 1), *paler])
-    return colours, PowerNorm(0.5, vmin=0.0, vmax=max([*values, 1e-12]))
+    return PowerNorm(0.5, vmin=0.0, vmax=max([*values, 1e-12]))
 
 
 def _ticks(largest: float) -> list[float]:
@@ -136,14 +134,14 @@ def _draw_run(
 ) -> None:
     """One run of letters, in a box where it has a value."""
     left, baseline = _MARGIN + run.column * _ADVANCE, top + run.line * _LINE + 13
-    colour = _GREY if piece.is_special or piece.value is None else _BLACK
+    colour = GREY if piece.is_special or piece.value is None else BLACK
     if piece.value is not None:
         from matplotlib.patches import Rectangle
 
         shade = colours(norm(piece.value))
         box = (left, baseline - 11.5), run.num_columns * _ADVANCE - 1.0, 16.0
-        axis.add_patch(Rectangle(*box, facecolor=shade, edgecolor="#e4dccb", linewidth=0.5))
-        if 0.299 * shade[0] + 0.587 * shade[1] + 0.114 * shade[2] < 0.5:
+        axis.add_patch(Rectangle(*box, facecolor=shade, edgecolor=EDGE, linewidth=0.5))
+        if is_dark(shade):
             colour = "white"
         elif piece.is_special:
             colour = "#444444"

@@ -6,6 +6,7 @@ from embeddings.inference.context import Context, ContextDraw
 from embeddings.inference.context_choice import choose_context, draw_context, require_context_size, sample_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
+from embeddings.inference.expert_loads import ExpertLoads, expert_loads
 from embeddings.inference.precision import Precision
 from embeddings.inference.search import TopK, search_top_k, unit_rows
 from embeddings.inference.token_weights import TokenWeights, token_weights
@@ -19,6 +20,7 @@ __all__ = [
     "ContextDraw",
     "Document",
     "Encoder",
+    "ExpertLoads",
     "Hit",
     "Precision",
     "TokenWeights",
@@ -29,6 +31,7 @@ __all__ = [
     "choose_context",
     "draw_context",
     "encode_corpus",
+    "expert_loads",
     "read_corpus",
     "require_context_size",
     "sample_context",

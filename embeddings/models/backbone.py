@@ -30,6 +30,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
 DTYPES: dict[str, torch.dtype | str] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
 
+class MissingWeightsError(InputError):
+    """A checkpoint that lacks weights of the model it is to be."""
+
+
 @dataclass(frozen=True)
 class BackboneConfig:
     """Which backbone, and how it is loaded.
@@ -114,12 +118,10 @@ def load_model(
 
     Raises:
         OptionError: If dropout is asked of a model that has none.
-        InputError: If a file is missing or damaged, or the weights do not fit the config.
+        InputError: If a file is missing or damaged, or the weights do not fit the config; where some are missing, a
+            `MissingWeightsError`.
     """
-    try:
-        model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(str(folder / "config.json"), _first_line(error), "give a Hugging Face model") from error
+    model_config = read_config(folder)
     if make_bidirectional:
         make_bidirectional_config(model_config)
     if dropout is not None:
@@ -141,8 +143,22 @@ def load_model(
     if missing:
         # transformers would leave them random and go on.
         what = f"{len(missing)} weights of {type(model).__name__} are missing, {missing[0]} first"
-        raise InputError(str(folder), what, "give a checkpoint of this architecture")
+        raise MissingWeightsError(str(folder), what, "give a checkpoint of this architecture")
     return model
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config of a local folder's model; no code of the folder runs.
+
+    Raises:
+        InputError: If there is none, or it is of no architecture that is known here.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(str(folder / "config.json"), _first_line(error), "give a Hugging Face model") from error
+    assert isinstance(config, PretrainedConfig)
+    return config
 
 
 def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:

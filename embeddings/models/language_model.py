@@ -20,7 +20,7 @@ from transformers import (
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import OptionError
 from embeddings.models.backbone import (
     DTYPES,
     BackboneConfig,
@@ -28,6 +28,7 @@ from embeddings.models.backbone import (
     load_model,
     load_tokenizer,
     quiet_transformers,
+    read_config,
 )
 from embeddings.models.bidirectional import check_bidirectional
 from embeddings.models.directory import replaced_folder
@@ -35,6 +36,7 @@ from embeddings.models.document_mask import document_inputs
 from embeddings.models.from_scratch import FromScratch, new_model
 from embeddings.models.hub import resolve_model
 from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict, plain_backbone
+from embeddings.models.rotary_moe import RotaryMoeConfig
 
 HeadKind = Literal["masked", "causal"]
 _MAPPINGS = {"masked": MODEL_FOR_MASKED_LM_MAPPING, "causal": MODEL_FOR_CAUSAL_LM_MAPPING}
@@ -84,11 +86,7 @@ def load_language_model(
         _check_kind(AutoConfig.for_model(config.model_type), kind)
         return new_model(config, auto_class)
     folder = resolve_model(config.name, config.revision)
-    try:
-        found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(str(folder / "config.json"), "cannot be read", "give a Hugging Face model") from error
-    _check_kind(found, kind)
+    _check_kind(read_config(folder), kind)
     model = load_model(
         folder,
         DTYPES[config.dtype],
@@ -274,6 +272,9 @@ def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:
     masked, causal = (type(config) in _MAPPINGS[name] for name in ("masked", "causal"))
     if masked if kind == "masked" else causal and not masked:
         return
-    found = "masked" if masked else "causal"
-    what = f"takes {_OBJECTIVES[found]}" if masked or causal else "has no language-model head"
-    raise OptionError("model.objective", _OBJECTIVES[kind], f"does not fit: {config.model_type} {what}", "change it")
+    what, fix = f"takes {_OBJECTIVES['masked' if masked else 'causal']}", "change it"
+    if not masked and not causal:
+        what, fix = "has no language-model head", "give a model that has one"
+        if isinstance(config, RotaryMoeConfig):
+            fix = "give the dense model that it was made of, and upcycle what comes out"
+    raise OptionError("model.objective", _OBJECTIVES[kind], f"does not fit: {config.model_type} {what}", fix)

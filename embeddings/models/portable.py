@@ -163,8 +163,11 @@ class TextTransformer(nn.Module):
         """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
         where = {"subfolder": subfolder, **hub_arguments(loading)}
         settings = json.loads(read_text(model_name_or_path, TEXT_FILE, where))
-        model = AutoModel.from_pretrained(model_name_or_path, **where, **(config_kwargs or {}), **(model_kwargs or {}))
-        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **where, **(processor_kwargs or {}))
+        # A backbone may travel as code too; whoever runs this file has said whether that is trusted.
+        asked = {**where, "trust_remote_code": loading.get("trust_remote_code", False)}
+        options = {**asked, **(config_kwargs or {}), **(model_kwargs or {})}
+        model = AutoModel.from_pretrained(model_name_or_path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **{**asked, **(processor_kwargs or {})})
         return cls(model, tokenizer, **settings)
 
 

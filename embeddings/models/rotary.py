@@ -3,17 +3,24 @@
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 import JinaEmbeddingsV3Config
 
-from embeddings.common import OptionError
-from embeddings.models.backbone import BackboneConfig, load_backbone, quiet_transformers
-from embeddings.models.directory import replaced_folder
+from embeddings.common import InputError, OptionError
+from embeddings.models.backbone import (
+    BackboneConfig,
+    MissingWeightsError,
+    load_backbone,
+    quiet_transformers,
+    read_config,
+)
+from embeddings.models.directory import replaced_folder, require_folder_or_nothing
 from embeddings.models.from_scratch import VOCABULARY_STEP
+from embeddings.models.hub import resolve_model
 from embeddings.models.language_model import load_language_model
 
 KINDS = ("xlm-roberta", "roberta", "bert")
@@ -91,14 +98,30 @@ def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: flo
     return rotary
 
 
+class Conversion(NamedTuple):
+    """How large a written rotary model is.
+
+    Attributes:
+        num_parameters: Its parameters; those that two parts share count once.
+        vocabulary_before: Tokens that the source has embeddings for.
+        vocabulary_after: The same with the rows that no token has.
+    """
+
+    num_parameters: int
+    vocabulary_before: int
+    vocabulary_after: int
+
+
 def write_rotary_model(
     source: str,
     output: str | os.PathLike[str],
     num_positions: int = 2048,
     rope_theta: float = 10_000.0,
     keep_head: bool = True,
-) -> None:
+) -> Conversion:
     """Write a checkpoint's rotary model as a Hugging Face directory, whole or not at all.
+
+    A model that lay there is replaced once the new one is whole, as in every model directory.
 
     Args:
         source: A directory or Hub id of XLM-R, RoBERTa or BERT.
@@ -108,20 +131,31 @@ def write_rotary_model(
         keep_head: Whether the language-model head goes along, which the adaptation needs.
 
     Raises:
-        OptionError: As `to_rotary`, or if the path leads to a file.
+        OptionError: As `to_rotary`, before any weight is read, or if the output is a file or the source itself.
         InputError: If the model cannot be had, or has no head to keep.
     """
+    require_folder_or_nothing(output)
+    folder = resolve_model(source)
+    if folder.resolve() == Path(output).expanduser().resolve():
+        raise OptionError("output", str(output), "must not be the source, which it would replace", "name a new folder")
+    _check_conversion(read_config(folder), num_positions, rope_theta)
     config = BackboneConfig(source, dtype="auto")
-    model, tokenizer = load_language_model(config, "masked") if keep_head else load_backbone(config)
+    try:
+        model, tokenizer = load_language_model(config, "masked") if keep_head else load_backbone(config)
+    except MissingWeightsError as error:
+        if not keep_head:
+            raise
+        what = "lacks weights of its language-model head or of its encoder"
+        raise InputError(str(folder), what, "set keep_head to false for the encoder alone") from error
     rotary = to_rotary(model, num_positions, rope_theta)
     tokenizer.model_max_length = num_positions
     with replaced_folder(Path(output)) as new, quiet_transformers():
         rotary.save_pretrained(new)
         tokenizer.save_pretrained(new)
+    return Conversion(rotary.num_parameters(), int(model.config.vocab_size), int(rotary.config.vocab_size))
 
 
-def _rotary_config(model: PreTrainedModel, num_positions: int, rope_theta: float) -> JinaEmbeddingsV3Config:
-    found = model.config
+def _check_conversion(found: PretrainedConfig, num_positions: int, rope_theta: float) -> None:
     if found.model_type not in KINDS or getattr(found, "is_decoder", False):
         raise OptionError("model", found.model_type, "has no rotary form here", f"convert one of {', '.join(KINDS)}")
     if num_positions < 1:
@@ -131,6 +165,11 @@ def _rotary_config(model: PreTrainedModel, num_positions: int, rope_theta: float
     if found.hidden_size // found.num_attention_heads % 2:
         width = found.hidden_size // found.num_attention_heads
         raise OptionError("model", f"heads of width {width}", "cannot be rotated in halves", "convert another")
+
+
+def _rotary_config(model: PreTrainedModel, num_positions: int, rope_theta: float) -> JinaEmbeddingsV3Config:
+    found = model.config
+    _check_conversion(found, num_positions, rope_theta)
     rows = -(-int(found.vocab_size) // VOCABULARY_STEP) * VOCABULARY_STEP
     return JinaEmbeddingsV3Config(
         **{name: getattr(found, name) for name in _COPIED},

@@ -91,7 +91,7 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
     """
     if type(dense.config) is not JinaEmbeddingsV3Config or not hasattr(dense, "layers"):
         rule = "cannot be upcycled" if not isinstance(dense, RotaryMoeModel) else "has experts already"
-        fix = "take a rotary encoder without head: write_rotary_model makes one of XLM-R or BERT"
+        fix = "take a dense rotary encoder: main.py convert makes one of XLM-R or BERT"
         raise OptionError("upcycling", dense.config.model_type, rule, fix)
     layers, preserving = settings.layers(dense.config.num_hidden_layers), settings.mode == "preserving"
     fields = dense.config.to_dict()

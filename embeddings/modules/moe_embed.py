@@ -36,7 +36,7 @@ class MoEEmbedModule(ContrastiveModule):
     each mini-batch, which multiplies the coefficient by their number.
 
     Args:
-        backbone: Which model: a dense rotary encoder (`write_rotary_model` makes one of XLM-R, `MaskedLMModule` adapts
+        backbone: Which model: a dense rotary encoder (`convert` makes one of XLM-R, `MaskedLMModule` adapts
             it), or a sparse one. The paper: XLM-R base, adapted at 2,048 tokens.
         pooling: Makes the pooling from the hidden size. The paper: the mean.
         lora: LoRA settings, or None to train the whole backbone, as the paper does. Routers and experts have no

@@ -1,12 +1,9 @@
 import csv
-import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from embeddings.callbacks import RoutingStatistics
-from embeddings.callbacks.routing_statistics import routing_metrics
 from embeddings.cli.app import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import OptionError
@@ -14,32 +11,6 @@ from tests.helpers.runs import run_config, write_config
 from tests.modules.moe_modules import moe_config
 
 CALLBACK = {"class_path": "embeddings.callbacks.RoutingStatistics", "init_args": {"every_n_steps": 2}}
-
-
-def test_the_metrics_of_two_layers() -> None:
-    counts = torch.tensor([[5, 5, 5, 5], [20, 0, 0, 0]])
-    probabilities = torch.tensor([[4.0, 4.0, 1.0, 1.0], [2.5, 2.5, 2.5, 2.5]])
-    found = routing_metrics(counts, probabilities, [1, 3])
-    shares = [0.4, 0.4, 0.1, 0.1]
-    assert found == pytest.approx(
-        {
-            "routing/load_entropy_layer_1": 1.0,
-            "routing/load_entropy_layer_3": 0.0,
-            "routing/probability_entropy_layer_1": -sum(p * math.log(p) for p in shares) / math.log(4),
-            "routing/probability_entropy_layer_3": 1.0,
-            "routing/highest_load_layer_1": 1.0,
-            "routing/highest_load_layer_3": 4.0,
-            "routing/idle_experts_layer_1": 0.0,
-            "routing/idle_experts_layer_3": 3.0,
-            "routing/load_entropy": 0.5,
-            "routing/idle_experts": 3.0,
-        }
-    )
-
-
-def test_one_expert_is_always_evenly_loaded() -> None:
-    found = routing_metrics(torch.tensor([[7]]), torch.tensor([[7.0]]), [1])
-    assert found["routing/load_entropy"] == found["routing/probability_entropy_layer_1"] == 1.0
 
 
 def test_a_run_logs_a_row_every_so_many_optimiser_steps(tmp_path: Path) -> None:

@@ -53,6 +53,16 @@ def test_several_words_may_be_one_parameter(painted, monkeypatch):
         run_command("paint mix", ["--parts", "2"])
 
 
+def test_several_words_may_be_none_where_the_command_says_so(painted, monkeypatch):
+    spray = Command(f"{__name__}:mix", "mix", ("colours",), may_be_none=True)
+    monkeypatch.setitem(COMMANDS, "paint mix", spray)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[mix.__module__])
+    run_command("paint mix", ["--parts", "2"])
+    run_command("paint mix", ["--parts", "3", "red", "blue"])
+    run_command("paint mix", ["red", "--parts", "4"])
+    assert painted == [([], 2), (["red", "blue"], 3), (["red"], 4)]
+
+
 def test_a_config_file_sets_options_and_the_line_wins(painted, tmp_path):
     (tmp_path / "paint.yaml").write_text("coats: 4\ndry: true\n")
     run_command("paint", ["red", "--config", str(tmp_path / "paint.yaml"), "--coats", "5"])

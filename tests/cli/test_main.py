@@ -6,7 +6,7 @@ from embeddings.cli.main import main
 def test_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for command in ("fit", "prepare", "quickstart", "encode", "search", "evaluate", "export", "show"):
+    for command in ("fit", "prepare", "quickstart", "encode", "search", "evaluate", "export", "convert", "show"):
         assert f"\n  {command} " in text
     assert "predict" not in text
 
@@ -16,6 +16,7 @@ def test_help_of_a_first_word_lists_what_may_follow(capsys):
     text = capsys.readouterr().out
     assert "\n  show curves " in text
     assert "\n  show anchor-tokens " in text
+    assert "\n  show routing " in text
     assert "encode" not in text
 
 
@@ -33,8 +34,8 @@ def test_no_arguments_is_help(capsys):
         (["predict", "--config", "a.yaml"], "use its model with encode"),
         (["search", "--modle", "x", "words"], "modle"),
         (["prepare", "nothing"], "docstrings"),
-        (["show"], "show: the next word must be curves or anchor-tokens, got nothing"),
-        (["show", "curve", "--run", "."], "curves or anchor-tokens, got 'curve'; show --help lists them"),
+        (["show"], "show: the next word must be curves or anchor-tokens or routing, got nothing"),
+        (["show", "curve", "--run", "."], "curves or anchor-tokens or routing, got 'curve'; show --help lists them"),
         (["fit", "--config", "no/such.yaml"], "no/such.yaml: no such file"),
         (["fit", "--trainer.max_stepz", "3"], "max_stepz"),
     ],

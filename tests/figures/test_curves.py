@@ -40,3 +40,14 @@ def test_a_file_without_the_columns_is_one_line_and_no_picture(header, missing, 
     assert main(["show", "curves", "--run", str(tmp_path)]) == 2
     assert f"metrics.csv: has no column '{missing}'; " in capsys.readouterr().err
     assert not (tmp_path / "curves.png").exists()
+
+
+@pytest.mark.parametrize("row", ["1,much,0.5\n", "one,2.0,0.5\n", "1,2.0\n\udc80", ",2.0,\n"])
+def test_a_damaged_file_is_one_line_and_no_picture(row, run, capsys):
+    pytest.importorskip("matplotlib")
+    (run / "metrics.csv").write_text(METRICS + row, encoding="utf-8", errors="surrogateescape")
+    assert main(["show", "curves", "--run", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "metrics.csv: is damaged (" in error
+    assert error.count("\n") == 1
+    assert not (run / "curves.png").exists()

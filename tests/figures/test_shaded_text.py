@@ -3,7 +3,7 @@ import pytest
 from embeddings.common import InputError
 from embeddings.figures import shaded_text
 from embeddings.figures.png import pyplot
-from embeddings.figures.shaded_text import ShadedPiece, ShadedText, _scale, _ticks, draw_shaded_texts
+from embeddings.figures.shaded_text import ShadedPiece, ShadedText, _norm, _ticks, draw_shaded_texts
 
 pytest.importorskip("matplotlib")
 
@@ -40,7 +40,7 @@ def test_each_piece_with_a_value_has_a_box_of_its_shade_where_its_letters_are(dr
     shade = {name: sum(box.get_facecolor()[:3]) for name, box in boxes.items()}
     assert shade[" [CLS] 1% "] < shade["y"] == shade["z"] < shade["$x_1$"]
     assert letters[" [CLS] 1% "].get_color() == "white"
-    assert letters["grey"].get_color() == shaded_text._GREY
+    assert letters["grey"].get_color() == shaded_text.GREY
     assert letters["z"].get_position()[1] > letters["caption"].get_position()[1]
 
 
@@ -60,10 +60,9 @@ def test_texts_beyond_the_room_are_refused_before_anything_is_drawn(tmp_path):
 
 def test_the_scale_begins_at_0_and_ends_at_the_largest_value_of_all_texts():
     texts = [ShadedText([ShadedPiece("a", 1.0), ShadedPiece("b", None)], ""), ShadedText([ShadedPiece("a", 9.0)], "")]
-    colours, norm = _scale(pyplot(), texts)
+    norm = _norm(texts)
     assert [float(norm(value)) for value in (0.0, 2.25, 9.0)] == pytest.approx([0, 0.5, 1])
-    assert colours(0.0) == (1, 1, 1, 1)
-    assert float(_scale(pyplot(), [ShadedText([ShadedPiece("a", 0.0)], "")])[1](0.0)) == 0
+    assert float(_norm([ShadedText([ShadedPiece("a", 0.0)], "")])(0.0)) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """The sparse encoder as a Hugging Face model: padding, precision, checkpointing, and the directory it lives in."""
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from transformers import AutoModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from embeddings.common import TextSettings
 from embeddings.models import Embedder, MeanPooling
@@ -113,6 +117,51 @@ def test_the_code_in_the_directory_gives_the_same_states(tmp_path: Path) -> None
     theirs = kind.from_pretrained(tmp_path / "model", config=config).eval()
     assert torch.equal(states(theirs, ids, mask), states(model, ids, mask))
     assert type(AutoModel.from_pretrained(tmp_path / "model", trust_remote_code=False)) is RotaryMoeModel
+
+
+@pytest.fixture
+def forget(travelling_code: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes transformers forget our architecture, as wherever this library is not installed."""
+
+    def in_place() -> None:
+        for mapping, known in ((CONFIG_MAPPING, "rotary_moe"), (MODEL_MAPPING, RotaryMoeConfig)):
+            others = {name: kind for name, kind in mapping._extra_content.items() if name != known}
+            assert len(others) == len(mapping._extra_content) - 1
+            monkeypatch.setattr(mapping, "_extra_content", others)
+
+    return in_place
+
+
+@pytest.mark.parametrize("text", [TextSettings(24, 32, prompts={"query": "a query: "}), None])
+@pytest.mark.parametrize("mode", ["preserving", "release"])
+def test_sentence_transformers_gives_equal_vectors_of_an_upcycled_model(
+    mode: str, text: TextSettings | None, tmp_path: Path, forget: Callable[[], None]
+) -> None:
+    tokenizer, prompted = wordpiece_tokenizer(), text is not None
+    text = text or TextSettings(24, 32)
+    embedder = Embedder(tiny_moe(num_layers=4, mode=mode), tokenizer, MeanPooling(32), text=text).eval()
+    embedder.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "portable.py").exists() == prompted
+    texts = ["pad the fox", "two numbers " * 20, "7 jumps over", "", "z"]
+    prompt = text.prompts.get("query", "")
+    queries, documents = (
+        embedder(read(tokenizer, texts, before, length)) for before, length in ((prompt, 24), ("", 32))
+    )
+    assert len(torch.unique(documents.detach(), dim=0)) == len(texts)
+    forget()
+    for options in ({}, {"local_files_only": True}):
+        theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True, **options)
+        (kind,) = {type(module) for module in theirs.modules() if type(module).__name__ == "RotaryMoeModel"}
+        assert kind.__module__.startswith("transformers_modules.")
+        assert (torch.from_numpy(theirs.encode_query(texts)) - queries.detach()).abs().max() <= 1e-5
+        assert (torch.from_numpy(theirs.encode_document(texts)) - documents.detach()).abs().max() <= 1e-5
+
+
+def test_the_code_of_a_directory_does_not_run_unasked(tmp_path: Path, forget: Callable[[], None]) -> None:
+    Embedder(tiny_moe(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path / "model")
+    forget()
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=False)
 
 
 def test_the_travelling_files_import_nothing_but_torch_transformers_and_each_other() -> None:

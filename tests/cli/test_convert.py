@@ -1,0 +1,114 @@
+"""From learned positions to rotary ones through the command line; the conversion itself is tested beside its code."""
+
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, XLMRobertaConfig, XLMRobertaForMaskedLM
+
+from embeddings.cli.main import main
+from embeddings.models import BackboneConfig, load_backbone
+from embeddings.modules import MaskedLMModule
+from tests.helpers.runs import backbone_folder
+from tests.helpers.tiny import save_backbone, wordpiece_tokenizer
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+KINDS = {"xlm-roberta": (XLMRobertaConfig, XLMRobertaForMaskedLM), "bert": (BertConfig, BertForMaskedLM)}
+
+
+def source_model(kind: str, has_head: bool = True) -> PreTrainedModel:
+    config, model = KINDS[kind]
+    made = model(config(vocab_size=390, max_position_embeddings=66, **SIZES))
+    return made if has_head else made.base_model
+
+
+def source_folder(folder: Path, kind: str = "bert", has_head: bool = True) -> Path:
+    return Path(save_backbone(str(folder), source_model(kind, has_head), wordpiece_tokenizer()))
+
+
+def convert(source: Path | str, output: Path, *options: str) -> int:
+    return main(["convert", "--source", str(source), "--output", str(output), *options])
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_converted_and_one_line_says_how_large_it_is(
+    kind: str, has_head: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = source_folder(tmp_path / "source", kind, has_head)
+    options = ["--num-positions", "3000", "--rope-theta", "20000", "--keep-head", str(has_head).lower()]
+    assert convert(source, tmp_path / "new" / "rotary", *options) == 0
+    out = capsys.readouterr().out
+    backbone, tokenizer = load_backbone(BackboneConfig(str(tmp_path / "new" / "rotary")))
+    assert type(backbone).__name__ == "JinaEmbeddingsV3Model"
+    assert (backbone.config.max_position_embeddings, tokenizer.model_max_length) == (3000, 3000)
+    assert backbone.config.rope_parameters["rope_theta"] == 20000
+    # The dense layer, the norm and the bias of the head; its matrix is that of the embeddings.
+    head = 32 * 32 + 32 + 2 * 32 + 448 if has_head else 0
+    size = backbone.num_parameters() + head
+    where = tmp_path / "new" / "rotary"
+    rows = "vocabulary of 390 rows padded to 448"
+    assert out == f"wrote {where}: {size:,} parameters, {rows}, rotary positions for 3,000 tokens\n"
+    if has_head:
+        module = MaskedLMModule("mlm", BackboneConfig(str(where)))
+        assert module.language_model.model.num_parameters() == size
+
+
+def test_an_earlier_model_is_replaced_and_the_output_is_no_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = source_folder(tmp_path / "source"), tmp_path / "rotary"
+    assert convert(source, output, "--num-positions", "100") == 0
+    (output / "notes.txt").write_text("mine")
+    assert convert(source, output) == 0
+    assert load_backbone(BackboneConfig(str(output)))[0].config.max_position_embeddings == 2048
+    assert (output / "notes.txt").read_text() == "mine"
+    capsys.readouterr()
+    assert convert(output, tmp_path / "again") == 2
+    assert "model has no rotary form here, got 'jina_embeddings_v3'; convert one of" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rotary", "source"]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        ("nowhere/at/all", [], "nowhere/at/all: is no directory; give a model directory or a Hub id"),
+        ("empty", [], "config.json: "),
+        ("unknown", [], "config.json: "),
+        ("file", [], "is no directory"),
+        ("mistral", [], "model has no rotary form here, got 'mistral'; convert one of xlm-roberta, roberta, bert"),
+        ("headless", [], "of its language-model head or of its encoder; set keep_head to false for the encoder alone"),
+        ("bert", ["--num-positions", "0"], "num_positions must be >= 1, got 0"),
+        ("bert", ["--rope-theta", "1"], "rope_theta must be > 1, got 1"),
+        ("bert", ["--keep-head", "perhaps"], "keep_head"),
+        ("bert", ["--output", "bert"], "output must not be the source, which it would replace, got 'bert'"),
+        ("bert", ["--output", "file"], "output leads to file, which is no folder"),
+        ("bert", ["--output", "file/rotary"], "output leads to file, which is no folder"),
+        ("mistral", ["--output", "file"], "output leads to file, which is no folder"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_line_and_nothing_is_written(
+    source: str,
+    options: list[str],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    if source in ("empty", "unknown"):
+        Path(source).mkdir()
+    if source == "unknown":
+        Path(source, "config.json").write_text('{"model_type": "no_such_model"}')
+    if source == "mistral":
+        backbone_folder(Path(source), "mistral")
+    if source in ("bert", "headless"):
+        source_folder(Path(source), has_head=source == "bert")
+    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert convert(source, Path("rotary"), *options) == 2
+    written = capsys.readouterr()
+    assert says in written.err
+    assert written.err.count("\n") == 1
+    assert written.out == ""
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
