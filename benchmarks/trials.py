@@ -92,6 +92,11 @@ def trial_options(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def replaced(chosen: argparse.Namespace, **values: object) -> argparse.Namespace:
+    """The command line with other values for some options."""
+    return argparse.Namespace(**{**vars(chosen), **values})
+
+
 def run_recipes(
     chosen: argparse.Namespace,
     experiment: str,
