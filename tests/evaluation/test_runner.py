@@ -140,7 +140,8 @@ def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(kind, nor
     }
     folder, model = writers[kind](tmp_path), tiny_embedder(normalize=normalize)
     alone = [evaluate_folder(Encoder(model, precision="float32", dimensions=width), folder) for width in (32, 8, 2)]
-    assert len({str(result.metrics) for result in alone}) > 1 or kind == "classification"
+    if kind in ("retrieval", "sts"):
+        assert len({str(result.metrics) for result in alone}) > 1
     encoded = counted_encodings(monkeypatch)
     together = evaluate_widths(Encoder(model, precision="float32"), folder, [32, 8, 2])
     assert len(encoded) == (2 if kind in ("retrieval", "classification") else 1)
