@@ -4,7 +4,7 @@ import lightning as L
 
 from embeddings.callbacks.embedder_of import embedder_of
 from embeddings.common import OptionError
-from embeddings.evaluation import RetrievalFolder, evaluate_folder, read_retrieval_folder
+from embeddings.evaluation import RetrievalFolder, evaluate_widths, read_retrieval_folder
 from embeddings.inference import Encoder, require_context_size
 
 METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
@@ -13,8 +13,10 @@ METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 class RetrievalEvaluation(L.Callback):
     """Scores the model on a retrieval folder every so many optimiser steps and logs `val/ndcg_at_10` and its siblings.
 
-    A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the same `every_n_train_steps` keeps the
-    best. The folder is read first of all, so a mistake in it ends the run before anything is written.
+    A model that is trained at several widths is scored at each, from the same vectors: those below the whole one are
+    logged as `val/ndcg_at_10_128` and so on. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the
+    same `every_n_train_steps` keeps the best. The folder is read first of all, so a mistake in it ends the run before
+    anything is written.
 
     Args:
         folder: A retrieval folder (`corpus.jsonl[.gz]`, `queries.jsonl`, `qrels.tsv`).
@@ -80,8 +82,11 @@ class RetrievalEvaluation(L.Callback):
         if trainer.is_global_zero:
             encoder = Encoder(embedder_of(pl_module, self))
             size = encoder.num_context if self.context_size is None else self.context_size
-            found = evaluate_folder(encoder, self._data, context_size=size or None)
-            scores = {metric: float(found.metrics[metric]) for metric in METRICS}
+            widths = [encoder.embedding_dim, *encoder.embedder.trained_widths]
+            found = evaluate_widths(encoder, self._data, list(dict.fromkeys(widths)), context_size=size or None)
+            scores = {metric: float(found[0].metrics[metric]) for metric in METRICS}
+            for cut in found[1:]:
+                scores |= {f"{metric}_{cut.dimensions}": float(cut.metrics[metric]) for metric in METRICS}
         scores = trainer.strategy.broadcast(scores)
         assert scores is not None
         named = {f"{self.name}/{metric}": value for metric, value in scores.items()}

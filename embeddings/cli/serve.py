@@ -108,7 +108,7 @@ def evaluate(
     prompt_name: str | None = None,
     output: Path | None = None,
     precision: PrecisionName = "auto",
-    dimensions: int | None = None,
+    dimensions: int | list[int] | None = None,
     context_size: int | None = None,
     context_seed: int = 0,
 ) -> None:
@@ -120,8 +120,8 @@ def evaluate(
         prompt_name: Which of the model's prompts goes before queries (retrieval) or every text (the other kinds).
         output: A JSON file for the scores.
         precision: Format of matrix products.
-        dimensions: How many of the first numbers of each vector are compared, of a model that was trained so; all if
-            left out.
+        dimensions: How many of the first numbers of each vector are compared, of a model that was trained so; several
+            as `[384, 128]`, from one encoding; all if left out.
         context_size: How many documents of each folder's own corpus a contextual model reads its texts in; without it
             the model reads texts alone.
         context_seed: Seed of the draw.
@@ -134,23 +134,42 @@ def evaluate(
 
     if output is not None and output.is_dir():
         raise InputError(f"--output {output}", "is a directory", "name a JSON file")
+    encoder = _encoder(model, precision, None)
+    widths = [dimensions] if isinstance(dimensions, int) else dimensions
+    _warn_of_untrained(encoder, widths or [])
     results = evaluate_folders(
-        _encoder(model, precision, dimensions),
+        encoder,
         data if isinstance(data, list) else [data],
         prompt_name=prompt_name,
         context_size=context_size,
         context_seed=context_seed,
+        widths=widths,
     )
     print(format_results(results))
     if output is not None:
-        write_json(output, [asdict(result) for result in results])
+        trained = {"trained_widths": list(encoder.embedder.trained_widths)}
+        write_json(output, [{**asdict(result), **trained} for result in results])
 
 
 def _encoder(model: str, precision: PrecisionName, dimensions: int | None) -> "Encoder":
     """The encoder of a model directory with a progress bar."""
     from embeddings.inference import Encoder
 
-    return Encoder.from_pretrained(model, precision=precision, dimensions=dimensions, show_progress=True)
+    encoder = Encoder.from_pretrained(model, precision=precision, dimensions=dimensions, show_progress=True)
+    _warn_of_untrained(encoder, [] if dimensions is None else [dimensions])
+    return encoder
+
+
+def _warn_of_untrained(encoder: "Encoder", widths: list[int]) -> None:
+    """Say so where vectors are to be cut to a width that the model was not trained at, as far as it says."""
+    from embeddings.common.log import logger
+
+    trained = encoder.embedder.trained_widths
+    untrained = [width for width in widths if 0 < width < encoder.embedder.embedding_dim and width not in trained]
+    if untrained:
+        given = ", ".join(map(str, untrained))
+        known = f"was trained at {', '.join(map(str, trained))}" if trained else "does not say that it was trained so"
+        logger.warning("--dimensions %s: the model %s; scores may suffer", given, known)
 
 
 def _draw(encoder: "Encoder", source: Path | None, size: int | None, seed: int) -> "ContextDraw | None":

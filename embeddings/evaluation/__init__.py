@@ -13,6 +13,7 @@ from embeddings.evaluation.runner import (
     RetrievalRun,
     evaluate_folder,
     evaluate_folders,
+    evaluate_widths,
     format_results,
     score_retrieval,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "RetrievalScores",
     "evaluate_folder",
     "evaluate_folders",
+    "evaluate_widths",
     "find_evaluation_folders",
     "format_results",
     "read_evaluation_folder",

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from embeddings.common.errors import OptionError
 from embeddings.common.log import logger
 from embeddings.evaluation.classification import logistic_regression_scores
 from embeddings.evaluation.clustering import kmeans_v_measure
@@ -43,7 +45,8 @@ class EvaluationResult:
         metrics: Values from 0 to 1 (rank correlation: from -1), the main one first: `ndcg_at_10`, `cosine_spearman`,
             `accuracy`, `v_measure`.
         counts: What was counted: `num_queries`, `num_documents`, `num_skipped`, …
-        seconds: Time of encoding and scoring.
+        seconds: Time of encoding and scoring; of several widths each counts the encoding that they share.
+        dimensions: How many of the first numbers of each vector were compared.
     """
 
     name: str
@@ -51,6 +54,7 @@ class EvaluationResult:
     metrics: dict[str, float]
     counts: dict[str, int]
     seconds: float
+    dimensions: int | None = None
 
     @property
     def main_metric(self) -> str:
@@ -89,6 +93,41 @@ def evaluate_folder(
         InputError: If the folder cannot be used; one line names file and row.
         OptionError: If the model has no such prompt, or takes no context or none of this size.
     """
+    return evaluate_widths(
+        encoder,
+        folder,
+        [encoder.embedding_dim],
+        name=name,
+        prompt_name=prompt_name,
+        seed=seed,
+        context_size=context_size,
+        context_seed=context_seed,
+    )[0]
+
+
+def evaluate_widths(
+    encoder: "Encoder",
+    folder: str | PathLike[str] | EvaluationFolder,
+    widths: Sequence[int],
+    *,
+    name: str | None = None,
+    prompt_name: str | None = None,
+    seed: int = 0,
+    context_size: int | None = None,
+    context_seed: int = 0,
+) -> list[EvaluationResult]:
+    """The scores on one folder at several widths, from one encoding: vectors are cut, then brought to unit length.
+
+    Args:
+        encoder: The model.
+        folder: As in `evaluate_folder`, and so are the options that are not named here.
+        widths: How many of the first numbers of each vector are compared, one result each.
+
+    Raises:
+        InputError: If the folder cannot be used.
+        OptionError: If there is no width or an impossible one, or as `evaluate_folder`.
+    """
+    check_widths(encoder, widths)
     if isinstance(folder, str | PathLike):
         name = Path(folder).resolve().name if name is None else name
         folder = read_evaluation_folder(folder)
@@ -96,18 +135,38 @@ def evaluate_folder(
     context = None
     if context_size is not None:
         context = sample_context(encoder, corpus_texts(folder), context_size, context_seed)
-    match folder:
-        case RetrievalFolder():
-            metrics, counts, _ = score_retrieval(encoder, folder, prompt_name, context)
-        case SimilarityFolder():
-            metrics, counts = _score_similarity(encoder, folder, prompt_name, context)
-        case ClassificationFolder():
-            metrics, counts = _score_classification(encoder, folder, prompt_name, context)
-        case ClusteringFolder():
-            metrics, counts = _score_clustering(encoder, folder, prompt_name, seed, context)
-    if context is not None:
-        counts["num_context"] = len(context)
-    return EvaluationResult(name or folder.kind, folder.kind, metrics, counts, time.perf_counter() - start)
+    whole = _encode(encoder, folder, prompt_name, context)
+    encoding_seconds = time.perf_counter() - start
+    results = []
+    for width in widths:
+        start = time.perf_counter()
+        vectors = [unit_rows(vector_ND[:, :width]) for vector_ND in whole]
+        match folder:
+            case RetrievalFolder():
+                metrics, counts, _ = _score_retrieval(folder, vectors, encoder.device)
+            case SimilarityFolder():
+                metrics, counts = _score_similarity(folder, vectors)
+            case ClassificationFolder():
+                metrics, counts = _score_classification(folder, vectors)
+            case ClusteringFolder():
+                metrics, counts = _score_clustering(folder, vectors, seed)
+        if context is not None:
+            counts["num_context"] = len(context)
+        seconds = encoding_seconds + time.perf_counter() - start
+        results.append(EvaluationResult(name or folder.kind, folder.kind, metrics, counts, seconds, width))
+    return results
+
+
+def check_widths(encoder: "Encoder", widths: Sequence[int]) -> None:
+    """Check that an encoder's vectors can be cut to these widths.
+
+    Raises:
+        OptionError: If there is no width, or an impossible one.
+    """
+    if not widths or not all(1 <= width <= encoder.embedding_dim for width in widths):
+        rule = f"must be from 1 to the {encoder.embedding_dim} that the model's vectors have"
+        given = widths[0] if len(widths) == 1 else list(widths)
+        raise OptionError("dimensions", given, rule, "leave it out for all")
 
 
 def evaluate_folders(
@@ -118,43 +177,50 @@ def evaluate_folders(
     seed: int = 0,
     context_size: int | None = None,
     context_seed: int = 0,
+    widths: Sequence[int] | None = None,
 ) -> list[EvaluationResult]:
-    """The scores on every evaluation folder at or below the given ones, in order.
+    """The scores on every evaluation folder at or below the given ones, in order, at each of `widths` (None: whole).
 
     All folders are read before the first is scored, so that a mistake in the last one does not cost the work on the
     others. Each contextual score takes its context from its own folder (see `evaluate_folder`).
 
     Raises:
         InputError: If a root holds no evaluation data, or a row cannot be used.
+        OptionError: As `evaluate_widths`.
     """
     if context_size is not None:
         require_context_size(encoder, context_size)
+    widths = [encoder.embedding_dim] if widths is None else widths
+    check_widths(encoder, widths)
     paths = [(_table_name(Path(root), path), path) for root in roots for path in find_evaluation_folders(root)]
     for _, path in paths:
         read_evaluation_folder(path)
-    results = []
+    results: list[EvaluationResult] = []
     for name, path in paths:
-        results.append(
-            evaluate_folder(
-                encoder,
-                path,
-                name=name,
-                prompt_name=prompt_name,
-                seed=seed,
-                context_size=context_size,
-                context_seed=context_seed,
-            )
+        found = evaluate_widths(
+            encoder,
+            path,
+            widths,
+            name=name,
+            prompt_name=prompt_name,
+            seed=seed,
+            context_size=context_size,
+            context_seed=context_seed,
         )
-        logger.info("%s: %s %.4f", name, results[-1].main_metric, results[-1].metrics[results[-1].main_metric])
+        for result in found:
+            logger.info("%s: %s %.4f", name, result.main_metric, result.metrics[result.main_metric])
+        results += found
     return results
 
 
 def format_results(results: Sequence[EvaluationResult]) -> str:
-    """The results as a text table, one row a folder: the kind, the metrics, the seconds."""
+    """The results as a text table, one row a folder and width: the kind, the metrics, the seconds."""
     rows = [("data", "kind", "scores", "seconds")]
+    several = len({result.dimensions for result in results}) > 1
     for result in results:
         scores = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
-        rows.append((result.name, result.kind, scores, f"{result.seconds:.1f}"))
+        name = f"{result.name} [{result.dimensions}]" if several else result.name
+        rows.append((name, result.kind, scores, f"{result.seconds:.1f}"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
@@ -185,9 +251,35 @@ def score_retrieval(
     encoder: "Encoder", folder: RetrievalFolder, prompt_name: str | None = None, context: "Context | None" = None
 ) -> RetrievalRun:
     """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
-    query_QD = unit_rows(encoder.encode(folder.queries, prompt_name, context=context, role="query"))
-    document_ND = unit_rows(encoder.encode(folder.documents, context=context, role="document"))
-    found = search_top_k(query_QD, document_ND, max(CUTOFFS), encoder.device)
+    vectors = [unit_rows(vector_ND) for vector_ND in _encode(encoder, folder, prompt_name, context)]
+    return _score_retrieval(folder, vectors, encoder.device)
+
+
+def _encode(
+    encoder: "Encoder", folder: EvaluationFolder, prompt_name: str | None, context: "Context | None"
+) -> list[npt.NDArray[np.float32]]:
+    """The vectors that a folder is scored by, (N, D) float32 each: queries and documents, or training and test."""
+
+    def encode(texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        return encoder.encode(texts, prompt_name, context=context)
+
+    match folder:
+        case RetrievalFolder():
+            query_QD = encoder.encode(folder.queries, prompt_name, context=context, role="query")
+            return [query_QD, encoder.encode(folder.documents, context=context, role="document")]
+        case SimilarityFolder():
+            return np.split(encode([*folder.first, *folder.second]), 2)
+        case ClassificationFolder():
+            return [encode(folder.train_texts), encode(folder.test_texts)]
+        case ClusteringFolder():
+            return [encode(folder.texts)]
+
+
+def _score_retrieval(
+    folder: RetrievalFolder, vectors: Sequence[npt.NDArray[np.float32]], device: torch.device
+) -> RetrievalRun:
+    query_QD, document_ND = vectors
+    found = search_top_k(query_QD, document_ND, max(CUTOFFS), device)
     scores = retrieval_metrics(found.index_QK, folder.judgments, CUTOFFS)
     counts = {
         "num_queries": scores.num_queries,
@@ -198,19 +290,17 @@ def score_retrieval(
 
 
 def _score_similarity(
-    encoder: "Encoder", folder: SimilarityFolder, prompt_name: str | None, context: "Context | None"
+    folder: SimilarityFolder, vectors: Sequence[npt.NDArray[np.float32]]
 ) -> tuple[dict[str, float], dict[str, int]]:
-    vectors = encoder.encode([*folder.first, *folder.second], prompt_name, context=context)
-    first_ND, second_ND = np.split(unit_rows(vectors), 2)
+    first_ND, second_ND = vectors
     cosine_N = np.einsum("nd,nd->n", first_ND, second_ND, dtype=np.float64)
     return {"cosine_spearman": spearman(cosine_N, folder.score_N)}, {"num_pairs": len(folder.first)}
 
 
 def _score_classification(
-    encoder: "Encoder", folder: ClassificationFolder, prompt_name: str | None, context: "Context | None"
+    folder: ClassificationFolder, vectors: Sequence[npt.NDArray[np.float32]]
 ) -> tuple[dict[str, float], dict[str, int]]:
-    train_ND = unit_rows(encoder.encode(folder.train_texts, prompt_name, context=context))
-    test_ND = unit_rows(encoder.encode(folder.test_texts, prompt_name, context=context))
+    train_ND, test_ND = vectors
     metrics = logistic_regression_scores(train_ND, folder.train_labels, test_ND, folder.test_labels)
     counts = {
         "num_train": len(folder.train_texts),
@@ -221,9 +311,9 @@ def _score_classification(
 
 
 def _score_clustering(
-    encoder: "Encoder", folder: ClusteringFolder, prompt_name: str | None, seed: int, context: "Context | None"
+    folder: ClusteringFolder, vectors: Sequence[npt.NDArray[np.float32]], seed: int
 ) -> tuple[dict[str, float], dict[str, int]]:
-    vector_ND = unit_rows(encoder.encode(folder.texts, prompt_name, context=context))
+    (vector_ND,) = vectors
     metrics = kmeans_v_measure(vector_ND, folder.labels, seed=seed)
     return metrics, {"num_texts": len(folder.texts), "num_labels": len(set(folder.labels))}
 

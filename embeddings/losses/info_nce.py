@@ -50,6 +50,9 @@ class InfoNCE(nn.Module):
         arXiv:2405.17428, section 4.1.
     """
 
+    # The widths that vectors may be cut to; none where they are compared whole alone.
+    widths: tuple[int, ...] = ()
+
     def __init__(
         self,
         temperature: float = 0.02,

@@ -215,6 +215,7 @@ class ContextualEmbedder(Embedder):
             embedder = cls(first, backbone, tokenizer, normalize=parts.normalize, text=parts.text, **options)
         except OptionError as error:
             raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
+        embedder.trained_widths = parts.trained_widths
         load_context_weights(folder, embedder._context_parts())
         return embedder
 
@@ -224,7 +225,9 @@ class ContextualEmbedder(Embedder):
         The directory carries its own code, which sentence-transformers runs under `trust_remote_code=True` and our
         loaders never do.
         """
-        parts = ModelParts(self.pooling, None, self.normalize, self.text, self._context_parts())
+        parts = ModelParts(
+            self.pooling, None, self.normalize, self.text, self._context_parts(), trained_widths=self.trained_widths
+        )
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
 
     def _context_parts(self) -> ContextParts:

@@ -36,6 +36,9 @@ PORTABLE_FILES = (
     "self_attention.py",
 )
 
+# The key of config_sentence_transformers.json that lists them; that library reads past it.
+WIDTHS_KEY = "matryoshka_dimensions"
+
 # What a sparse encoder's own code is; transformers copies it beside the weights.
 MOE_FILES = ("experts.py", "moe_layer.py", "moe_router.py", "rotary_moe.py")
 
@@ -51,13 +54,17 @@ _MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "token*", "vocab
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a model directory holds beside the backbone and its tokenizer; `context` in a contextual model's alone."""
+    """What a model directory holds beside the backbone and its tokenizer; `context` in a contextual model's alone.
+
+    `trained_widths` are the widths that vectors may be cut to, the widest first.
+    """
 
     pooling: Pooling
     head: nn.Linear | None
     normalize: bool
     text: TextSettings
     context: ContextParts | None = None
+    trained_widths: tuple[int, ...] = ()
 
 
 def write_model_directory(
@@ -103,7 +110,8 @@ def write_model_directory(
         )
         versions = {"transformers": transformers.__version__, "pytorch": torch.__version__}
         common = {"default_prompt_name": None, "similarity_fn_name": "cosine", "__version__": versions}
-        write_json(new / "config_sentence_transformers.json", {"prompts": parts.text.prompts, **common})
+        widths = {WIDTHS_KEY: list(parts.trained_widths)} if parts.trained_widths else {}
+        write_json(new / "config_sentence_transformers.json", {"prompts": parts.text.prompts, **widths, **common})
 
 
 def read_model_directory(
@@ -144,7 +152,8 @@ def read_model_directory(
     if pooling is None:
         raise InputError(str(folder / "modules.json"), "names no pooling", "use a model with a pooling module")
     text = _read_text(folder, model, tokenizer, include_prompt)
-    return ModelParts(pooling, head, normalize, text)
+    width = pooling.hidden_size if head is None else head.out_features
+    return ModelParts(pooling, head, normalize, text, trained_widths=_read_widths(folder, width))
 
 
 def pooling_name(pooling: Pooling) -> str:
@@ -198,6 +207,16 @@ def _read_text(
     length = settings.get("max_seq_length") or limit
     lengths = {f"{role}_max_length": settings.get(f"{role}_length") or length for role in ("query", "document")}
     return _text_settings(path, {**lengths, "prompts": prompts, "pool_prompt": include_prompt})
+
+
+def _read_widths(folder: Path, embedding_dim: int) -> tuple[int, ...]:
+    """The widths that a directory says its vectors were trained at, the widest first; none where it says nothing."""
+    path = folder / "config_sentence_transformers.json"
+    widths = read_json(path).get(WIDTHS_KEY, []) if path.is_file() else []
+    if not isinstance(widths, list) or not all(type(width) is int and 0 < width <= embedding_dim for width in widths):
+        rule = f"{WIDTHS_KEY} must list widths from 1 to {embedding_dim}, got {widths!r}"
+        raise InputError(str(path), rule, "export the model again")
+    return tuple(sorted(set(widths), reverse=True))
 
 
 def _text_settings(path: Path, fields: dict[str, Any]) -> TextSettings:

@@ -1,6 +1,7 @@
 """An embedding model without a trainer: backbone, pooling, head, normalisation, and how its texts are read."""
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Self
@@ -33,6 +34,8 @@ class Embedder(nn.Module):
         head: A linear layer from the hidden size to the embedding width, D, or None for D = H.
         normalize: Whether vectors have unit length.
         text: Lengths, prompts and special tokens of the texts this model reads.
+        trained_widths: Widths that its vectors may be cut to, the widest first, as `MatryoshkaInfoNCE` trained them;
+            none where it was trained on whole vectors, or does not say.
 
     Raises:
         OptionError: If pooling or head do not fit the backbone's hidden size, or the pooling cannot have the attention
@@ -51,6 +54,7 @@ class Embedder(nn.Module):
         head: nn.Linear | None = None,
         normalize: bool = True,
         text: TextSettings | None = None,
+        trained_widths: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.hidden_size = int(plain_backbone(backbone).config.hidden_size)
@@ -67,6 +71,7 @@ class Embedder(nn.Module):
         self.head = head
         self.normalize = normalize
         self.text = TextSettings() if text is None else text
+        self.trained_widths = tuple(trained_widths)
         self.embedding_dim = self.hidden_size if head is None else head.out_features
         self.train()
 
@@ -181,7 +186,15 @@ class Embedder(nn.Module):
         """The embedder around a backbone that was loaded with this dropout; None for the directory's own."""
         parts = read_model_directory(folder, backbone, tokenizer)
         try:
-            return cls(backbone, tokenizer, parts.pooling, head=parts.head, normalize=parts.normalize, text=parts.text)
+            return cls(
+                backbone,
+                tokenizer,
+                parts.pooling,
+                head=parts.head,
+                normalize=parts.normalize,
+                text=parts.text,
+                trained_widths=parts.trained_widths,
+            )
         except OptionError as error:
             raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
 
@@ -191,7 +204,7 @@ class Embedder(nn.Module):
         Raises:
             OptionError: If the pooling is none that a directory can carry.
         """
-        parts = ModelParts(self.pooling, self.head, self.normalize, self.text)
+        parts = ModelParts(self.pooling, self.head, self.normalize, self.text, trained_widths=self.trained_widths)
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
 
 

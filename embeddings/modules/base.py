@@ -52,6 +52,7 @@ class ContrastiveModule(OptimizedModule):
     ) -> None:
         super().__init__(optimizer, schedule, seed)
         self.embedder = embedder
+        embedder.trained_widths = tuple(sorted(loss.widths, reverse=True))
         self.loss = loss
         self.grad_cache: GradCache | None = None
 

@@ -6,13 +6,17 @@ import pytest
 from embeddings.callbacks import RetrievalEvaluation
 from embeddings.cli.app import run_trainer
 from embeddings.common import InputError, OptionError
-from embeddings.evaluation import evaluate_folder
+from embeddings.evaluation import evaluate_folder, evaluate_widths
 from embeddings.inference import Encoder
 from tests.helpers.runs import run_config, write_config, write_retrieval_folder
+from tests.inference.models import counted_encodings
 
 
-def scored_run(tmp_path, **options):
+def scored_run(tmp_path, widths=None, **options):
     config = run_config(tmp_path)
+    if widths:
+        loss = {"class_path": "embeddings.losses.MatryoshkaInfoNCE", "init_args": {"widths": widths}}
+        config["model"]["init_args"]["loss"] = loss
     config["trainer"]["callbacks"] = [
         {"class_path": "embeddings.callbacks.RetrievalEvaluation", "init_args": options},
         {
@@ -36,6 +40,25 @@ def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpo
     best = cli.trainer.checkpoint_callback
     assert len(best.best_k_models) == 2
     assert best.best_model_score == pytest.approx(max(scores[2], scores[4]), abs=1e-6)
+
+
+def test_a_model_of_several_widths_is_scored_at_each_from_one_encoding(tmp_path, monkeypatch):
+    folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
+    encoded = counted_encodings(monkeypatch)
+    cli = scored_run(tmp_path, widths=[32, 4], folder=str(folder), every_n_steps=2)
+    # Queries and documents, before training and after steps 2 and 4.
+    assert len(encoded) == 6
+    with open(Path(cli.trainer.log_dir) / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["val/ndcg_at_10"]]
+    assert len(rows) == 3
+    whole, cut = (
+        result.metrics["ndcg_at_10"] for result in evaluate_widths(Encoder(cli.model.embedder), folder, [32, 4])
+    )
+    for name, expected in (("val/ndcg_at_10", whole), ("val/ndcg_at_10_4", cut)):
+        assert float(rows[-1][name]) == pytest.approx(expected, abs=1e-6)
+    assert rows[-1]["val/ndcg_at_10"] != rows[-1]["val/ndcg_at_10_4"]
+    assert {"val/mrr_at_10_4", "val/recall_at_10_4"} <= set(rows[0])
+    assert not any(name.endswith("_32") for name in rows[0] if name.startswith("val/"))
 
 
 def test_training_goes_on_in_training_mode_after_a_scoring(tmp_path):

@@ -56,6 +56,40 @@ def test_a_model_encodes_searches_and_is_scored_at_fewer_dimensions(model, tmp_p
     assert "dimensions must be from 1 to the 32" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
+def test_scores_say_their_widths_and_others_than_the_trained_ones_are_warned_of(model, tmp_path, capsys, caplog):
+    folder, output = write_retrieval_folder(tmp_path / "eval"), tmp_path / "scores.json"
+    embedder = Embedder.from_pretrained(model)
+    embedder.trained_widths = (32, 8)
+    embedder.save_pretrained(tmp_path / "trained")
+    line = ["evaluate", "--data", str(folder), "--output", str(output), "--precision", "float32"]
+
+    def scores(model, *options):
+        caplog.clear()
+        assert main([*line, "--model", str(model), *options]) == 0
+        rows = json.loads(output.read_text())
+        return [(row["dimensions"], row["metrics"]) for row in rows], {str(row["trained_widths"]) for row in rows}
+
+    whole, trained = scores(tmp_path / "trained")
+    assert (whole[0][0], trained) == (32, {"[32, 8]"})
+    cut, _ = scores(tmp_path / "trained", "--dimensions", "8")
+    assert "--dimensions" not in caplog.text
+    both, _ = scores(tmp_path / "trained", "--dimensions", "[32, 8]")
+    assert "--dimensions" not in caplog.text
+    assert [width for width, _ in both] == [32, 8]
+    assert [metrics["ndcg_at_10"] for _, metrics in both] == [whole[0][1]["ndcg_at_10"], cut[0][1]["ndcg_at_10"]]
+    scores(tmp_path / "trained", "--dimensions", "[8, 5]")
+    assert "--dimensions 5: the model was trained at 32, 8; scores may suffer" in caplog.text
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+    assert scores(model, "--dimensions", "5")[1] == {"[]"}
+    assert "--dimensions 5: the model does not say that it was trained so" in caplog.text
+    caplog.clear()
+    assert main(["search", "--model", model, "--corpus", str(folder / "corpus.jsonl"), "--dimensions", "5", "fox"]) == 0
+    assert "--dimensions 5" in caplog.text
+    capsys.readouterr()
+    assert main([*line, "--model", model, "--dimensions", "[33, 8]"]) == 2
+    assert "dimensions must be from 1 to the 32" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
 @pytest.fixture(scope="module")
 def contextual(tmp_path_factory):
     folder = tmp_path_factory.mktemp("contextual") / "model"

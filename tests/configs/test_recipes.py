@@ -30,6 +30,8 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
         # The scale's batch survives the data file that comes after it: 8 ranks of 16 are the paper's 128.
         assert (printed["data"]["init_args"]["batch_size"], printed["trainer"]["devices"]) == (16, 8)
         assert printed["data"]["init_args"]["num_negatives"] == 7
+    if name.startswith("moe") and name != "moe_docstrings":
+        check_moe(name, printed)
     asked = []
     for path in RECIPES[name]["configs"].split():
         with open(path, encoding="utf-8") as file:
@@ -38,6 +40,28 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
     assert len(asked) >= 2
     found = [callback["class_path"].rpartition(".")[2] for callback in printed["trainer"]["callbacks"]]
     assert found == [path.rpartition(".")[2] for path in asked]
+
+
+def check_moe(name, printed):
+    """Nomic Embed v2's numbers in the whole run (§4.3, §4.5, §7.1), whatever file they are in."""
+    trainer, model, data = printed["trainer"], printed["model"]["init_args"], printed["data"]["init_args"]
+    is_finetuning, is_dense = "finetune" in name, "dense" in name
+    ranks = trainer["devices"] * trainer["num_nodes"]
+    assert ranks == (8 if is_finetuning else 16)
+    batch = ranks * data["batch_size"] * trainer["accumulate_grad_batches"]
+    assert (batch, trainer["max_epochs"]) == (256 if is_finetuning else 16_384, 1)
+    assert data["num_negatives"] == (10 if is_finetuning else 0)
+    text = data["text"]
+    ablated = name in ("moe_top1_h100x16", "moe_every_layer_h100x16")
+    lengths = (512, 512) if is_finetuning else (128, 128) if ablated else (32, 256)
+    assert (text["query_max_length"], text["document_max_length"]) == lengths
+    assert text["pool_prompt"]
+    assert model["loss"]["init_args"]["temperature"] == 0.02
+    assert data["sampler"]["class_path"] == "embeddings.data.HomogeneousBatchSampler"
+    coefficient = (model["load_balancing"] or {"coefficient": None})["coefficient"]
+    assert coefficient == (None if is_dense else 0 if is_finetuning else 1)
+    assert (model["upcycling"] is None) == (is_dense or is_finetuning)
+    assert model["backbone"]["gradient_checkpointing"]
 
 
 def test_a_row_without_a_value_is_not_called_measured():

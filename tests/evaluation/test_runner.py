@@ -15,12 +15,13 @@ from embeddings.evaluation.runner import (
     corpus_texts,
     evaluate_folder,
     evaluate_folders,
+    evaluate_widths,
     format_results,
 )
 from embeddings.inference.encoder import Encoder
 from tests.evaluation.data import write_labelled, write_retrieval, write_rows, write_similarity
 from tests.evaluation.test_metrics import by_hand
-from tests.inference.models import tiny_embedder
+from tests.inference.models import counted_encodings, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 
 
@@ -128,6 +129,36 @@ def test_an_impossible_context_is_refused_before_anything_is_scored(encoder, con
         evaluate_folders(encoder, [tmp_path], context_size=2)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("kind", ["retrieval", "sts", "classification", "clustering"])
+def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(kind, normalize, tmp_path, monkeypatch):
+    writers = {
+        "retrieval": write_retrieval,
+        "sts": write_similarity,
+        "classification": lambda path: write_labelled(path, with_train=True),
+        "clustering": lambda path: write_labelled(path, with_train=False),
+    }
+    folder, model = writers[kind](tmp_path), tiny_embedder(normalize=normalize)
+    alone = [evaluate_folder(Encoder(model, precision="float32", dimensions=width), folder) for width in (32, 8, 2)]
+    if kind in ("retrieval", "sts"):
+        assert len({str(result.metrics) for result in alone}) > 1
+    encoded = counted_encodings(monkeypatch)
+    together = evaluate_widths(Encoder(model, precision="float32"), folder, [32, 8, 2])
+    assert len(encoded) == (2 if kind in ("retrieval", "classification") else 1)
+    assert [result.dimensions for result in together] == [result.dimensions for result in alone] == [32, 8, 2]
+    for one, other in zip(together, alone, strict=True):
+        assert one.metrics == pytest.approx(other.metrics)
+        assert (one.name, one.kind, one.counts) == (other.name, other.kind, other.counts)
+
+
+@pytest.mark.parametrize(("widths", "given"), [([], r"\[\]"), ([33], "33"), ([32, 0], r"\[32, 0\]")])
+def test_widths_that_the_vectors_have_not_are_refused_before_anything_is_read(encoder, widths, given, tmp_path):
+    with pytest.raises(OptionError, match=rf"dimensions must be from 1 to the 32 .*, got {given}; leave it out"):
+        evaluate_folders(encoder, [tmp_path / "nowhere"], widths=widths)
+    with pytest.raises(OptionError, match="dimensions must be from 1"):
+        evaluate_widths(encoder, tmp_path / "nowhere", widths)
+
+
 def test_every_folder_below_a_root_is_scored_under_its_path(encoder, tmp_path):
     root = tmp_path / "suite"
     write_retrieval(root / "a" / "b")
@@ -159,6 +190,9 @@ def test_the_table_has_a_row_a_folder_in_even_columns():
         "cranfield  retrieval  ndcg_at_10 0.3750  mrr_at_10 0.5000  12.3",
         "s          sts        cosine_spearman 0.8200               1.0",
     ]
+    at_widths = [EvaluationResult("s", "sts", {"cosine_spearman": 0.8}, {}, 1.0, width) for width in (384, 128)]
+    assert [line.split("  ")[0] for line in format_results(at_widths).split("\n")[1:]] == ["s [384]", "s [128]"]
+    assert format_results(at_widths[:1]).split("\n")[1].split("  ")[0] == "s"
 
 
 # all-MiniLM-L6-v2, 256 tokens, bfloat16; 0.004 covers rounding, which swaps near neighbours. Retrieval and accuracy

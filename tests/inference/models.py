@@ -53,6 +53,18 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
     return texts
 
 
+def counted_encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by the number of texts of every call of an encoder."""
+    counts, encode = [], Encoder.encode
+
+    def counting(self: Encoder, texts: list[str], *args: Any, **options: Any) -> Any:
+        counts.append(len(texts))
+        return encode(self, texts, *args, **options)
+
+    monkeypatch.setattr(Encoder, "encode", counting)
+    return counts
+
+
 def encode_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let encoders refuse every text but the empty one, which asks whether they know a prompt."""
     encode = Encoder.encode

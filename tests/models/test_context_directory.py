@@ -72,6 +72,13 @@ def test_a_directory_that_does_not_say_a_documents_limit_has_none(tmp_path: Path
     assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length is None
 
 
+def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path: Path) -> None:
+    model = tiny_contextual()
+    model.trained_widths = (32, 8)
+    model.save_pretrained(tmp_path / "model")
+    assert load_embedder(tmp_path / "model").trained_widths == (32, 8)
+
+
 def test_a_plain_model_takes_a_contextual_ones_place_whole(tmp_path: Path) -> None:
     tiny_contextual(num_soft_prompts=0).save_pretrained(tmp_path / "model")
     Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path / "model")

@@ -51,6 +51,29 @@ def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path: Path
     assert general["prompts"] == {"query": "q: "}
 
 
+@pytest.mark.parametrize("pooling", [MeanPooling(32), latent()])
+def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path: Path, pooling: OurPooling) -> None:
+    model = embedder(pooling)
+    assert model.trained_widths == ()
+    model.save_pretrained(tmp_path / "model")
+    assert "matryoshka" not in (tmp_path / "model" / "config_sentence_transformers.json").read_text()
+    assert Embedder.from_pretrained(tmp_path / "model").trained_widths == ()
+    model.trained_widths = (32, 8)
+    model.save_pretrained(tmp_path / "model")
+    assert Embedder.from_pretrained(tmp_path / "model").trained_widths == (32, 8)
+    if isinstance(pooling, MeanPooling):
+        theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", truncate_dim=8)
+        assert theirs.encode(["the dog"]).shape == (1, 8)
+
+
+@pytest.mark.parametrize("widths", [8, [33], [0], [8.0], ["8"]])
+def test_widths_that_vectors_cannot_have_are_one_line(tmp_path: Path, widths: object) -> None:
+    embedder().save_pretrained(tmp_path / "model")
+    edit(tmp_path / "model/config_sentence_transformers.json", matryoshka_dimensions=widths)
+    with pytest.raises(InputError, match="matryoshka_dimensions must list widths from 1 to 32"):
+        Embedder.from_pretrained(tmp_path / "model")
+
+
 @pytest.mark.parametrize(
     ("pooling", "text", "own_code"),
     [

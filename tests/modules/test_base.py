@@ -100,10 +100,12 @@ def with_widths(folder, widths):
 
 
 def test_a_run_logs_the_loss_of_each_width(tmp_path):
-    config = with_widths(tmp_path, [32, 8])
+    config = with_widths(tmp_path, [8, 32])
     config["trainer"]["max_steps"] = 2
-    metrics = fit(tmp_path, config).trainer.callback_metrics
-    expected = (2 * metrics["train/loss_32"] + metrics["train/loss_8"]) / 3
+    cli = fit(tmp_path, config)
+    assert cli.model.embedder.trained_widths == (32, 8)
+    metrics = cli.trainer.callback_metrics
+    expected = (2 * metrics["train/loss_8"] + metrics["train/loss_32"]) / 3
     assert metrics["train/loss"].item() == pytest.approx(expected.item(), rel=1e-6)
     assert metrics["train/loss_32"] != metrics["train/loss_8"]
 

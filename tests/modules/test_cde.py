@@ -18,7 +18,7 @@ from embeddings.common import ContextualStep, ContrastiveBatch, OptionError
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.evaluation import evaluate_folder
+from embeddings.evaluation import evaluate_folder, evaluate_widths
 from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.modules import CDEModule, ContextSettings
@@ -316,13 +316,14 @@ def test_two_ranks_train_the_same_weights_with_gradcache_as_without(tmp_path: Pa
 def test_scores_during_training_are_behind_a_context_of_the_folder(
     size: int | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = []
+    results: list[Any] = []
 
     def noted(*arguments: Any, **options: Any) -> Any:
-        results.append(evaluate_folder(*arguments, **options))
-        return results[-1]
+        found = evaluate_widths(*arguments, **options)
+        results.extend(found)
+        return found
 
-    monkeypatch.setattr("embeddings.callbacks.retrieval_eval.evaluate_folder", noted)
+    monkeypatch.setattr("embeddings.callbacks.retrieval_eval.evaluate_widths", noted)
     folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
     config = cde_config(tmp_path)
     options = {"folder": str(folder), "every_n_steps": 2, "at_start": False, "context_size": size}
