@@ -127,7 +127,7 @@ def test_bad_settings_are_named(options: dict[str, object], says: str) -> None:
 
 
 def test_only_a_dense_rotary_encoder_is_upcycled() -> None:
-    with pytest.raises(OptionError, match="upcycling cannot be upcycled, got 'bert'; take a rotary encoder"):
+    with pytest.raises(OptionError, match="upcycling cannot be upcycled, got 'bert'; take a dense rotary encoder"):
         upcycle(tiny_bert(), Upcycling())
     with pytest.raises(OptionError, match="upcycling has experts already, got 'rotary_moe'"):
         upcycle(tiny_moe(), Upcycling())
