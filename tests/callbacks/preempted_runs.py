@@ -22,7 +22,7 @@ class SignalAt(Callback):
         self.step, self.numbers, self.rank = step, numbers, rank
         setattr(self, at, self._send)
 
-    def _send(self, trainer: Trainer, *_: Any) -> None:
+    def _send(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_rank == self.rank and trainer.global_step == self.step - 1:
             for number in self.numbers:
                 os.kill(os.getpid(), number)

@@ -131,7 +131,7 @@ def test_a_worker_leaves_stop_signals_to_the_run_and_obeys_its_parent(kind: Kind
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGUSR1} == set()
     # From a process that is not its parent, as SLURM and a shell send them.
     subprocess.run(["sh", "-c", f"kill -TERM {worker.pid}; kill -USR1 {worker.pid}"], check=True)
-    assert len(list(batches)) == 2
+    assert len(list(batches)) >= 2
     assert worker.is_alive()
     worker.terminate()
     worker.join(5)
