@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from embeddings.common import PreemptedError
 from embeddings.common.distributed import reduce_int
 from embeddings.common.stopping import STOP_SIGNALS, answer, stop_request
 
@@ -76,13 +77,13 @@ class Preemption(L.Callback):
             return
         checkpoint = _write_checkpoint(trainer) if write else trainer.ckpt_path
         stop = answer(number, where, checkpoint, trainer.is_global_zero)
-        stop.code = trainer.strategy.broadcast(stop.code)
+        code = trainer.strategy.broadcast(stop.exit_code)
         # Lightning would kill this process as soon as another rank that it started has left, and all of them are.
         getattr(trainer.strategy.launcher, "procs", []).clear()
         for kept in trainer.checkpoint_callbacks:
             if isinstance(kept, ModelCheckpoint):
                 kept.save_on_exception = False
-        raise stop
+        raise PreemptedError(stop.line, code)
 
     def _let_in(self) -> None:
         if self._is_holding:

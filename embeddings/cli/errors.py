@@ -132,7 +132,7 @@ def run_guarded(command: Callable[[], None]) -> int:
     except PreemptedError as stop:
         if stop.line:
             print(f"preempted: {one_line(stop.line, limit=600)}", file=sys.stderr)
-        return int(str(stop.code))
+        return stop.exit_code
     except SystemExit as stop:
         # Lightning turns Ctrl-C into an exit of its own.
         if isinstance(stop.__context__, KeyboardInterrupt):

@@ -13,12 +13,14 @@ AUTO = "auto"
 def newest_checkpoint(folder: str | Path | None) -> str | None:
     """The newest whole `last*.ckpt` at any depth of a folder, or None: the run then starts anew.
 
+    DeepSpeed's checkpoints are folders, and are taken for whole.
+
     Args:
         folder: `trainer.default_root_dir`, which should be this run's alone; None for the working folder.
     """
     # Lightning's own spelling of the folder, by which it knows a run's folder again.
     root = os.path.normpath(os.path.expanduser(folder or "."))
-    found = [path for path in Path(root).rglob("last*.ckpt") if is_zipfile(path)]
+    found = [path for path in Path(root).rglob("last*.ckpt") if path.is_dir() or is_zipfile(path)]
     return str(max(found, key=lambda path: path.stat().st_mtime_ns)) if found else None
 
 

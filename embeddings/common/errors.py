@@ -75,7 +75,7 @@ class PreemptedError(SystemExit):
 
     def __init__(self, line: str, code: int) -> None:
         super().__init__(code)
-        self.line = line
+        self.line, self.exit_code = line, code
 
 
 def _from_line(kind: type[UserError], *line: str) -> UserError:

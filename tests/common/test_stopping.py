@@ -34,7 +34,7 @@ def import_that_is_interrupted():
 def test_a_signal_before_training_ends_the_run_where_it_is(number, code):
     with pytest.raises(PreemptedError) as stop, answering_stops():
         send(number)
-    assert (stop.value.code, stop.value.line) == (code, f"{number.name}: stopped before its first step")
+    assert (stop.value.exit_code, stop.value.line) == (code, f"{number.name}: stopped before its first step")
 
 
 def test_what_the_interrupted_code_made_of_it_is_still_the_signals_end():
