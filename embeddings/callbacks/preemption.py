@@ -75,14 +75,15 @@ class Preemption(L.Callback):
         number = reduce_int(stop_request.first, "max", trainer.strategy.root_device)
         if not number:
             return
+        # One checkpoint is enough, and one failure to write it too.
+        for kept in trainer.checkpoint_callbacks:
+            if isinstance(kept, ModelCheckpoint):
+                kept.save_on_exception = False
         checkpoint = _write_checkpoint(trainer) if write else trainer.ckpt_path
         stop = answer(number, where, checkpoint, trainer.is_global_zero)
         code = trainer.strategy.broadcast(stop.exit_code)
         # Lightning would kill this process as soon as another rank that it started has left, and all of them are.
         getattr(trainer.strategy.launcher, "procs", []).clear()
-        for kept in trainer.checkpoint_callbacks:
-            if isinstance(kept, ModelCheckpoint):
-                kept.save_on_exception = False
         raise PreemptedError(stop.line, code)
 
     def _let_in(self) -> None:

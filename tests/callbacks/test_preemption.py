@@ -1,5 +1,6 @@
 """What a signal does to a run: one checkpoint, one place in the queue, one exit code, and the same bits in the end."""
 
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-from embeddings.callbacks import Preemption
+from embeddings.callbacks import DurableCheckpointIO, Preemption, preemption
 from embeddings.cli.main import main
 from embeddings.common import PreemptedError
 from embeddings.common.stopping import STOP_SIGNALS, stop_request
@@ -109,6 +111,31 @@ def test_a_run_that_is_stopped_in_two_lives_ends_with_the_bits_of_one_that_is_no
     assert [name for name in whole if not torch.equal(whole[name], final[name])] == []
 
 
+def test_a_signal_to_another_rank_stops_this_one_and_the_first_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks agree on the largest signal, which another one has got here in the second step."""
+    others = iter([0, 0, USR1])
+    monkeypatch.setattr(preemption, "reduce_int", lambda own, operation, device: max(own, next(others)))
+    assert main(fit_words(tmp_path, preempted_config(tmp_path))) == 75
+    assert steps(tmp_path) == [1, 2]
+    assert "SIGUSR1: stopped after step 2" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_written_is_no_promise_to_go_on(
+    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = scontrol()
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "last.ckpt")
+
+    monkeypatch.setattr(DurableCheckpointIO, "save_checkpoint", refuse)
+    assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=2, numbers=[TERM]))) == 74
+    assert (checkpoints(tmp_path), log.read_text()) == ([], "")
+
+
 def test_a_run_that_has_taken_its_last_step_ends_well(tmp_path: Path, scontrol: Callable[..., Path]) -> None:
     log = scontrol()
     assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=STEPS, numbers=[TERM]))) == 0
@@ -153,25 +180,29 @@ def test_a_signal_before_the_first_step_leaves_nothing_and_is_answered(
     assert log.read_text() == "requeue 77\n"
 
 
-def test_a_signal_while_lightning_takes_the_handlers_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = signalled(preempted_config(tmp_path), step=1, numbers=[TERM], at="on_fit_start")
-    assert main(fit_words(tmp_path, config)) == 143
-    assert checkpoints(tmp_path) == []
-
-
-def test_lightnings_own_handlers_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-
+@pytest.mark.parametrize("when", ["in a step", "as they are put in place"])
+def test_lightnings_own_handlers_never_run(
+    when: str, tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[str] = []
     for name in ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn", "_sigterm_handler_fn"):
         monkeypatch.setattr(_SignalConnector, name, lambda *_, name=name: ran.append(name))
-    fake_scontrol(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     for name, value in (SLURM | SRUN).items():
         monkeypatch.setenv(name, value)
-    stopped = signalled(preempted_config(tmp_path), step=1, numbers=[TERM, USR1], at="on_train_batch_start")
-    assert main(fit_words(tmp_path, stopped)) == 75
-    assert ran == []
+    config, log, register = preempted_config(tmp_path), scontrol(), _SignalConnector.register_signal_handlers
+
+    def register_and_send(connector: _SignalConnector) -> None:
+        register(connector)
+        assert signal.getsignal(TERM) != stop_request._note
+        os.kill(os.getpid(), TERM)
+
+    if when == "in a step":
+        config = signalled(config, step=1, numbers=[TERM, USR1], at="on_train_batch_start")
+    else:
+        monkeypatch.setattr(_SignalConnector, "register_signal_handlers", register_and_send)
+    assert main(fit_words(tmp_path, config)) == 75
+    assert (ran, log.read_text()) == ([], "requeue 77\n")
+    assert checkpoints(tmp_path) == ["last.ckpt"] * (when == "in a step")
 
 
 def test_a_step_is_whole_before_it_is_the_last(tmp_path: Path) -> None:
