@@ -1,6 +1,5 @@
 """The end of a run before its time: at a whole step, with a checkpoint that it goes on from exactly."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +8,24 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from embeddings.common import PreemptedError
 from embeddings.common.distributed import reduce_int
-from embeddings.common.stopping import STOP_SIGNALS, answer, stop_request
+from embeddings.common.stopping import answer, stop_request
 
 
 class Preemption(L.Callback):
-    """Ends training when SIGUSR1 or SIGTERM asks for it, and asks SLURM to queue the job again.
+    """Ends training when SIGUSR1 or SIGTERM says so, and has SLURM queue the job again.
 
     The handler only notes the signal. At the end of an optimiser step, after all other callbacks have seen it, the
     ranks agree, write one checkpoint (`last.ckpt` beside the run's others, or over it), and leave with a
     `PreemptedError`; the first has `scontrol requeue` called before, once, where SLURM runs it. A run that has taken
     its last step is let finish. Lightning's own handlers, which save and speak to the other ranks from inside, are
-    displaced and never run. The command line has this callback in every run.
+    never put in place. The command line has this callback in every run.
 
     Distributed: one all-reduce of an integer an optimiser step. It waits for the device, as Lightning does once a batch
     on several ranks anyway.
     """
 
     def __init__(self) -> None:
-        self._is_listener, self._is_holding, self._step = False, False, -1
+        self._is_listener, self._step = False, -1
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Note signals from now on instead of obeying at once, and see each step's end after everybody else."""
@@ -36,19 +35,15 @@ class Preemption(L.Callback):
         if self._is_listener:
             stop_request.listen()
         stop_request.deferred = True
+        # Lightning has no option for this: it would call its handler of SIGTERM before ours.
+        connector: Any = trainer._signal_connector
+        connector.register_signal_handlers = _nothing
         # A new list: Lightning is walking over the old one.
         others: list[L.Callback] = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hold signals back until Lightning has put its own handlers in place."""
-        self._is_holding = True
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Displace Lightning's handlers, and stop before the first step if a signal has come."""
-        stop_request.take_over()
-        self._let_in()
+        """Stop before the first step if a signal has come."""
         self._step = trainer.global_step
         where = f"stopped at step {self._step}, where it began"
         self._stop_if_asked(trainer, where, write=False)
@@ -86,16 +81,14 @@ class Preemption(L.Callback):
         getattr(trainer.strategy.launcher, "procs", []).clear()
         raise PreemptedError(stop.line, code)
 
-    def _let_in(self) -> None:
-        if self._is_holding:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        self._is_holding = False
-
     def _give_back(self) -> None:
         if self._is_listener:
             stop_request.leave()
         self._is_listener = False
-        self._let_in()
+
+
+def _nothing() -> None:
+    """In place of what is not to be done."""
 
 
 def _write_checkpoint(trainer: L.Trainer) -> Path:

@@ -32,18 +32,15 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.first, self.deferred, self.listening = 0, False, False
-        self._process, self._previous = 0, dict.fromkeys(STOP_SIGNALS, signal.SIG_DFL)
+        self._process = 0
+        self._previous: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
         """Begin anew: no signal so far, and both end the run where it is. Off the main thread nothing is heard."""
         self.first, self.deferred, self._process = 0, False, os.getpid()
-        self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        self._previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOP_SIGNALS}
         self.listening = True
-        self.take_over()
-
-    def take_over(self) -> None:
-        """Put the handlers in place again, over those that somebody else has put there since."""
-        if self.listening and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 signal.signal(number, self._note)
 
@@ -97,7 +94,10 @@ def answering_stops() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Keep the stop signals from this thread, and from all that it starts meanwhile, for good."""
+    """Keep the stop signals from the processes and threads that are started meanwhile, for good.
+
+    This process hears them all the same, if not at once.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
