@@ -14,14 +14,17 @@ from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-define
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from embeddings.callbacks.durable_checkpoints import make_checkpoints_durable
+from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.run_record import RunRecord
 from embeddings.cli.errors import ConfigError, one_line, reason, with_way_out
 from embeddings.cli.given import Signature, check_names, check_nulls, config_paths, given_mappings, is_file
 from embeddings.cli.imports import restrict_imports
 from embeddings.cli.recipes import expand_recipe
+from embeddings.cli.resume import AUTO, keep_on_in_its_folder, newest_checkpoint
 from embeddings.common import OptionError, UserError
 
-CKPT_KEYWORDS = ("best", "last", "hpc")
+CKPT_KEYWORDS = ("best", "last", "hpc", AUTO)
 HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
@@ -79,6 +82,9 @@ class TrainerCLI(LightningCLI):
         self.config = parser.parse_args(args)
         check_given(args, self.config.fit.as_dict())
         check_checkpoint(self.config.fit.ckpt_path)
+        self.goes_on = self.config.fit.ckpt_path == AUTO
+        if self.goes_on:
+            self.config.fit.ckpt_path = newest_checkpoint(self.config.fit.trainer.default_root_dir)
 
     def instantiate_classes(self) -> None:
         """Make the module, the data module and the trainer.
@@ -118,13 +124,17 @@ class TrainerCLI(LightningCLI):
         if norm is not None and not norm >= 0:
             raise OptionError("trainer.gradient_clip_val", norm, "must be >= 0", "leave it out to clip nothing")
         try:
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
         except UserError:
             raise
         except (MisconfigurationException, ValueError) as error:
             given = self.config.fit.trainer
             options = ", ".join(f"trainer.{name}: {given[name]}" for name in HARDWARE_OPTIONS)
             raise ConfigError(f"{one_line(str(error), 160)}; change that option; given are {options}") from error
+        make_checkpoints_durable(trainer)
+        if self.goes_on and self.config.fit.ckpt_path:
+            keep_on_in_its_folder(trainer, self.config.fit.ckpt_path)
+        return trainer
 
 
 def run_trainer(argv: Sequence[str]) -> TrainerCLI:
@@ -156,6 +166,7 @@ def make_cli(argv: Sequence[str]) -> TrainerCLI:
         subclass_mode_data=True,
         save_config_callback=RunRecord,
         save_config_kwargs={"overwrite": True, "command": ["main.py", *argv]},
+        trainer_defaults={"callbacks": Preemption()},
         seed_everything_default=0,
         parser_class=OneLineParser,
         auto_configure_optimizers=False,

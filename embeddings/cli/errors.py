@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
-from embeddings.common import NumericError, UserError
+from embeddings.common import NumericError, PreemptedError, UserError
 
 EXIT_OK = 0
 EXIT_INPUT = 2
@@ -132,7 +132,8 @@ def run_guarded(command: Callable[[], None]) -> int:
 
     A `UserError` ends in one line and code 2, a full disk, a refused path or what a library reports of a file or a
     connection in one line and code 74, NaN or Inf, or a loader's worker that died, in one line and code 70, Ctrl-C in
-    one line and code 130. Any other exception is a defect of ours and keeps its traceback.
+    one line and code 130, a stop signal in one line and code 75 or 143. Any other exception is a defect of ours and
+    keeps its traceback.
     """
     try:
         command()
@@ -140,6 +141,10 @@ def run_guarded(command: Callable[[], None]) -> int:
         return _report(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _report(INTERRUPTED, EXIT_INTERRUPTED)
+    except PreemptedError as stop:
+        if stop.line:
+            print(f"preempted: {one_line(stop.line, limit=600)}", file=sys.stderr)
+        return stop.exit_code
     except SystemExit as stop:
         # Lightning turns Ctrl-C into an exit of its own.
         if isinstance(stop.__context__, KeyboardInterrupt):

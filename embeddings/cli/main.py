@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from embeddings.cli.commands import COMMANDS, run_command
 from embeddings.cli.errors import ConfigError, run_guarded
+from embeddings.common.stopping import answering_stops
 
 TRAINER_COMMANDS = {"fit": "train a model from configs"}
 # Lightning's other loops, which no module has, and what does their work here.
@@ -38,9 +39,10 @@ def dispatch(argv: list[str]) -> None:
         given = f"got {argv[1]!r}" if argv[1:] else "got nothing"
         raise ConfigError(f"{name}: the next word must be {' or '.join(kinds)}, {given}; {name} --help lists them")
     elif name in TRAINER_COMMANDS:
-        from embeddings.cli.app import run_trainer  # Lightning and torch load only for the commands that train
+        with answering_stops():
+            from embeddings.cli.app import run_trainer  # Lightning and torch load only for the commands that train
 
-        run_trainer(argv)
+            run_trainer(argv)
     elif name in OTHER_LOOPS:
         raise ConfigError(f"{name}: no module has such a loop; train with fit, use its model with {OTHER_LOOPS[name]}")
     else:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from embeddings.common.errors import InputError, MissingExtraError, NumericError, OptionError, UserError
+from embeddings.common.errors import InputError, MissingExtraError, NumericError, OptionError, PreemptedError, UserError
 from embeddings.common.lazy import lazy_names
 from embeddings.common.text import TextRole, TextSettings, instruction_prompt
 
@@ -20,6 +20,7 @@ __all__ = [
     "NumericError",
     "OptionError",
     "PaddedTokens",
+    "PreemptedError",
     "Representations",
     "TextRole",
     "TextSettings",

@@ -62,6 +62,22 @@ class NumericError(RuntimeError):
     exit_code = 70
 
 
+class PreemptedError(SystemExit):
+    """A run that a signal ended before its time.
+
+    Uncaught it ends the process with its code. It is no `Exception`, so that what tries one thing after another does
+    not take it for a failure.
+
+    Args:
+        line: What was kept and how to go on, for standard error; empty on ranks that leave it to the first.
+        code: 75 where the job is queued again or the signal says that it will be, 143 after a plain SIGTERM.
+    """
+
+    def __init__(self, line: str, code: int) -> None:
+        super().__init__(code)
+        self.line, self.exit_code = line, code
+
+
 def _from_line(kind: type[UserError], *line: str) -> UserError:
     """An error that arrives from another process, as it was there."""
     return kind.__new__(kind, *line)

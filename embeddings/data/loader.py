@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from embeddings.common.errors import OptionError, UserError
+from embeddings.common.stopping import held_back
 from embeddings.data.examples import RowDraw
 from embeddings.data.samplers.base import BatchSampler
 
@@ -103,7 +104,9 @@ class ResumableLoader(DataLoader[Any]):
         plan = self.batch_sampler
         if plan.start >= len(plan):
             plan.set_epoch(plan.epoch + 1)
-        batches = super().__iter__()
+        # A signal to the run's process group is the run's to answer: workers make batches until the run ends.
+        with held_back():
+            batches = super().__iter__()
         for batch in batches:
             if isinstance(batch, _Fault):
                 # Left to the garbage collector, the error's traceback would have each worker waited for five seconds.

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.randomness import run_seed
+from embeddings.common.stopping import STOP_SIGNALS
 from embeddings.data.loader import Drawable, ResumableLoader
 from embeddings.data.samplers.base import BatchSampler, SamplerFactory
 from embeddings.data.sources import check_names
@@ -162,7 +165,18 @@ def start_worker(worker: int) -> None:
     """Make a forked worker a lean one.
 
     Its tokenizer starts no threads of its own (and does not warn that it cannot), and what it has of its parent is left
-    out of garbage collection, which would copy that memory page by page as it walks over it.
+    out of garbage collection, which would copy that memory page by page as it walks over it. It ends when its parent
+    says so, as a forked worker of torch's does; a stop signal of anybody else's is left to the run.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.freeze()
+    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    """Wait for the parent's word, with the signals held back from all threads."""
+    while True:
+        told = signal.sigwaitinfo(STOP_SIGNALS)
+        if told.si_signo == signal.SIGTERM and told.si_pid == parent:
+            os._exit(0)

@@ -2,7 +2,10 @@
 
 import gc
 import json
+import multiprocessing
 import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +117,22 @@ def test_batches_are_made_in_workers_that_are_started_so(kind: Kind) -> None:
     data.trainer.strategy.connect(kind.ledger(tokenizer=TOKENIZER))
     data.prepare_data()
     assert data.train_dataloader().worker_init_fn is start_worker
+
+
+def test_a_worker_leaves_stop_signals_to_the_run_and_obeys_its_parent(kind: Kind) -> None:
+    data = kind.make(num_workers=1)
+    data.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    data.trainer.strategy.connect(kind.ledger(tokenizer=TOKENIZER))
+    data.prepare_data()
+    batches = iter(data.train_dataloader())
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGUSR1} == set()
+    # From a process that is not its parent, as SLURM and a shell send them.
+    subprocess.run(["sh", "-c", f"kill -TERM {worker.pid}; kill -USR1 {worker.pid}"], check=True)
+    assert len(list(batches)) >= 2
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(5)
+    assert worker.exitcode == 0

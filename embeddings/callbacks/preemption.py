@@ -1,0 +1,116 @@
+"""The end of a run before its time: at a whole step, with a checkpoint that it goes on from exactly."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from embeddings.common import PreemptedError
+from embeddings.common.distributed import reduce_int
+from embeddings.common.stopping import answer, stop_request
+
+
+class Preemption(L.Callback):
+    """Ends training when SIGUSR1 or SIGTERM says so, and has SLURM queue the job again.
+
+    The handler only notes the signal. At the end of an optimiser step, after all other callbacks have seen it, the
+    ranks agree, write one checkpoint (`last.ckpt` beside the run's others, or over it), and leave with a
+    `PreemptedError`; the first has `scontrol requeue` called before, once, where SLURM runs it. A run that has taken
+    its last step is let finish. Lightning's own handlers, which save and speak to the other ranks from inside, are
+    never put in place. The command line has this callback in every run.
+
+    Distributed: one all-reduce of an integer an optimiser step. It waits for the device, as Lightning does once a batch
+    on several ranks anyway.
+    """
+
+    def __init__(self) -> None:
+        self._is_listener, self._step = False, -1
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Note signals from now on instead of obeying at once, and see each step's end after everybody else."""
+        if stage != "fit":
+            return
+        self._is_listener = not stop_request.listening
+        if self._is_listener:
+            stop_request.listen()
+        stop_request.deferred = True
+        # Lightning has no option for this: it would call its handler of SIGTERM before ours.
+        connector: Any = trainer._signal_connector
+        connector.register_signal_handlers = _nothing
+        # A new list: Lightning is walking over the old one.
+        others: list[L.Callback] = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop before the first step if a signal has come."""
+        self._step = trainer.global_step
+        where = f"stopped at step {self._step}, where it began"
+        self._stop_if_asked(trainer, where, write=False)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop at the end of an optimiser step if any rank has got a signal."""
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if not _is_last_step(trainer):
+            self._stop_if_asked(trainer, f"stopped after step {self._step}", write=not _is_dry(trainer))
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Give the signals back."""
+        self._give_back()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give the signals back."""
+        self._give_back()
+
+    def _stop_if_asked(self, trainer: L.Trainer, where: str, write: bool) -> None:
+        number = reduce_int(stop_request.first, "max", trainer.strategy.root_device)
+        if not number:
+            return
+        # One checkpoint is enough, and one failure to write it too.
+        for kept in trainer.checkpoint_callbacks:
+            if isinstance(kept, ModelCheckpoint):
+                kept.save_on_exception = False
+        checkpoint = _write_checkpoint(trainer) if write else trainer.ckpt_path
+        stop = answer(number, where, checkpoint, trainer.is_global_zero)
+        code = trainer.strategy.broadcast(stop.exit_code)
+        # Lightning would kill this process as soon as another rank that it started has left, and all of them are.
+        getattr(trainer.strategy.launcher, "procs", []).clear()
+        raise PreemptedError(stop.line, code)
+
+    def _give_back(self) -> None:
+        if self._is_listener:
+            stop_request.leave()
+        self._is_listener = False
+
+
+def _nothing() -> None:
+    """In place of what is not to be done."""
+
+
+def _write_checkpoint(trainer: L.Trainer) -> Path:
+    """Write the checkpoint where the run's last one lies, or would; all ranks take part."""
+    whole = [kept for kept in trainer.checkpoint_callbacks if isinstance(kept, ModelCheckpoint)]
+    whole = [kept for kept in whole if not kept.save_weights_only]
+    whole.sort(key=lambda kept: not kept.save_last)
+    if whole:
+        folder, name = Path(str(whole[0].dirpath)), whole[0].CHECKPOINT_NAME_LAST + whole[0].FILE_EXTENSION
+        path = Path(whole[0].last_model_path or folder / name)
+        # Known to the callback before it is saved with the rest: the resumed run replaces this file by its next one.
+        whole[0].last_model_path = str(path)
+    else:
+        path = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+    trainer.save_checkpoint(path)
+    return path
+
+
+def _is_last_step(trainer: L.Trainer) -> bool:
+    ends = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+    return trainer.global_step == trainer.max_steps or ends or trainer.should_stop
+
+
+def _is_dry(trainer: L.Trainer) -> bool:
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]

@@ -1,0 +1,131 @@
+"""The signals that ask a run to stop: noted when they come, answered once when the run can."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from embeddings.common.errors import PreemptedError
+from embeddings.common.slurm import is_first_process, job_id, requeue
+
+# SLURM's usual warning before the time limit (`--signal`), and what pre-emption and most other schedulers send.
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+EXIT_RESUMABLE = 75
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+
+class StopRequest:
+    """The first stop signal that this process got.
+
+    Before training there is nothing to keep, so the handler ends the run where it is, as Ctrl-C would. Once `deferred`
+    is set it only notes the signal, and training looks here between two steps.
+
+    Attributes:
+        first: The first signal, 0 as long as there is none.
+        deferred: Whether signals are noted only.
+        listening: Whether the handlers are in place.
+    """
+
+    def __init__(self) -> None:
+        self.first, self.deferred, self.listening = 0, False, False
+        self._process = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        """Begin anew: no signal so far, and both end the run where it is. Off the main thread nothing is heard."""
+        self.first, self.deferred, self._process = 0, False, os.getpid()
+        self._previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOP_SIGNALS}
+        self.listening = True
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._note)
+
+    def leave(self, ignored: bool = False) -> None:
+        """Give the signals back to who had them.
+
+        Args:
+            ignored: Whether to ignore them from now on instead, so that none comes between a run's answer and its exit.
+        """
+        if self.listening and threading.current_thread() is threading.main_thread():
+            for number, handler in self._previous.items():
+                signal.signal(number, signal.SIG_IGN if ignored else handler)
+        self.listening = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A forked child is not the run: it ends as it would have without us.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self.first:
+            self.first = number
+            if not self.deferred:
+                raise PreemptedError("", exit_code(number, requeued=False))
+
+
+stop_request = StopRequest()
+
+
+@contextmanager
+def answering_stops() -> Iterator[None]:
+    """Listen to the stop signals while a run lasts.
+
+    Raises:
+        PreemptedError: If one came before training; the job is then in the queue again where SLURM runs it.
+    """
+    stop_request.listen()
+    ignored = False
+    try:
+        yield
+    except BaseException as error:
+        # Whatever the end of an unfinished import or file was turned into, the signal is what it is about.
+        is_early = stop_request.first and not stop_request.deferred
+        ignored = bool(is_early) or isinstance(error, PreemptedError)
+        if not is_early:
+            raise
+        stop_request.deferred = True
+        raise answer(stop_request.first, "stopped before its first step", None, is_first_process()) from None
+    finally:
+        stop_request.leave(ignored)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Keep the stop signals from the processes and threads that are started meanwhile, for good.
+
+    This process hears them all the same, if not at once.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> PreemptedError:
+    """Ask SLURM to queue the job again, where it runs this process, and say how the run ends.
+
+    Args:
+        number: The signal.
+        where: At which point the run stopped, in words.
+        checkpoint: What it goes on from, or None where there is nothing.
+        is_first: Whether this is the run's first process, which asks and speaks for all.
+    """
+    job = job_id()
+    if not is_first:
+        return PreemptedError("", exit_code(number, requeued=job is not None))
+    refusal = requeue(job) if job else ""
+    parts = [f"{signal.Signals(number).name}: {where}"]
+    if job:
+        parts.append(f"scontrol requeue {job} failed ({refusal})" if refusal else f"job {job} is queued again")
+    if checkpoint is not None:
+        parts.append(f"resume with --ckpt_path {checkpoint}")
+    return PreemptedError("; ".join(parts), exit_code(number, requeued=bool(job) and not refusal))
+
+
+def exit_code(number: int, requeued: bool) -> int:
+    """75 for a job that is queued again and for a warning that it will be, else 143: nobody has promised to go on."""
+    return EXIT_RESUMABLE if requeued or number == signal.SIGUSR1 else EXIT_TERMINATED

@@ -1,0 +1,221 @@
+"""What a signal does to a run: one checkpoint, one place in the queue, one exit code, and the same bits in the end."""
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+from embeddings.callbacks import DurableCheckpointIO, Preemption, preemption
+from embeddings.cli.main import main
+from embeddings.common import PreemptedError
+from embeddings.common.stopping import STOP_SIGNALS, stop_request
+from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
+from tests.helpers.runs import write_config
+
+USR1, TERM = int(signal.SIGUSR1), int(signal.SIGTERM)
+SLURM = {"SLURM_JOB_ID": "77"}
+SRUN = {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train"}
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory", "ignore:Starting from v1.9.0, `tensorboardX`", "ignore:The `srun` command"
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A run that was stopped ignores signals until its process ends, which is the tests' here."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", *SRUN):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*STOP_SIGNALS} == set()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Makes the fake `scontrol`."""
+
+    def make(code: int = 0) -> Path:
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+        return fake_scontrol(tmp_path, code)
+
+    return make
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*.ckpt*"))
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(line) for line in (folder / "steps0.txt").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "environment", "code", "asked"),
+    [
+        ([USR1], {}, 75, []),
+        ([TERM], {}, 143, []),
+        ([TERM], SLURM, 75, ["requeue 77"]),
+        ([USR1], SLURM | SRUN, 75, ["requeue 77"]),
+        ([TERM, TERM, USR1], SLURM | SRUN, 75, ["requeue 77"]),
+        ([USR1], {"SLURM_JOB_ID": "80", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}, 75, ["requeue 77_3"]),
+    ],
+)
+def test_a_signal_is_one_checkpoint_one_requeue_and_the_runs_own_exit_code(
+    numbers: list[int],
+    environment: dict[str, str],
+    code: int,
+    asked: list[str],
+    tmp_path: Path,
+    scontrol: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log, config = scontrol(), preempted_config(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(fit_words(tmp_path, signalled(config, step=3, numbers=numbers))) == code
+    assert checkpoints(tmp_path) == ["last.ckpt"]
+    assert log.read_text().splitlines() == asked
+    assert not (tmp_path / "final.pt").exists()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("preempted: ")]
+    assert len(lines) == 1
+    assert "stopped after step 3" in lines[0]
+    assert lines[0].endswith("last.ckpt")
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_run_that_is_stopped_in_two_lives_ends_with_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
+    """The second stop is at the end of an epoch; one checkpoint is all there is, and the next takes its place."""
+    config = preempted_config(tmp_path)
+    assert main(["fit", "--config", write_config(tmp_path, config)]) == 0
+    whole = torch.load(tmp_path / "final.pt", weights_only=True)
+    for written in ("final.pt", "steps0.txt"):
+        (tmp_path / written).unlink()
+    shutil.rmtree(tmp_path / "run")
+    for step in (2, 4):
+        assert main(fit_words(tmp_path, signalled(config, step=step, numbers=[USR1]))) == 75
+        assert checkpoints(tmp_path) == ["last.ckpt"]
+    assert main(fit_words(tmp_path, config)) == 0
+    assert steps(tmp_path) == list(range(1, STEPS + 1))
+    final = torch.load(tmp_path / "final.pt", weights_only=True)
+    assert final.keys() == whole.keys()
+    assert [name for name in whole if not torch.equal(whole[name], final[name])] == []
+
+
+def test_a_signal_to_another_rank_stops_this_one_and_the_first_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks agree on the largest signal, which another one has got here in the second step."""
+    others = iter([0, 0, USR1])
+    monkeypatch.setattr(preemption, "reduce_int", lambda own, operation, device: max(own, next(others)))
+    assert main(fit_words(tmp_path, preempted_config(tmp_path))) == 75
+    assert steps(tmp_path) == [1, 2]
+    assert "SIGUSR1: stopped after step 2" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_written_is_no_promise_to_go_on(
+    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = scontrol()
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device", "last.ckpt")
+
+    monkeypatch.setattr(DurableCheckpointIO, "save_checkpoint", refuse)
+    assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=2, numbers=[TERM]))) == 74
+    assert (checkpoints(tmp_path), log.read_text()) == ([], "")
+
+
+def test_a_run_that_has_taken_its_last_step_ends_well(tmp_path: Path, scontrol: Callable[..., Path]) -> None:
+    log = scontrol()
+    assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=STEPS, numbers=[TERM]))) == 0
+    assert (tmp_path / "final.pt").exists()
+    assert log.read_text() == ""
+
+
+def test_gradients_that_are_being_accumulated_are_not_lost(tmp_path: Path) -> None:
+    """The signal comes in the first of two batches of a step."""
+    config = preempted_config(tmp_path)
+    config["trainer"] |= {"accumulate_grad_batches": 2, "max_steps": 3}
+    stopped = signalled(config, step=2, numbers=[USR1], at="on_train_batch_start")
+    assert main(fit_words(tmp_path, stopped)) == 75
+    assert steps(tmp_path) == [0, 1, 1, 2]
+    assert main(fit_words(tmp_path, config)) == 0
+    assert steps(tmp_path)[4:] == [2, 3]
+
+
+def test_where_scontrol_refuses_the_checkpoint_is_kept_and_one_line_says_so(
+    tmp_path: Path,
+    scontrol: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = scontrol(code=1)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=3, numbers=[TERM]))) == 143
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("preempted: ")]
+    assert len(lines) == 1
+    assert "scontrol requeue 77 failed (Invalid job id); resume with --ckpt_path" in lines[0]
+    assert (checkpoints(tmp_path), log.read_text()) == (["last.ckpt"], "requeue 77\n")
+
+
+@pytest.mark.parametrize("at", ["setup", "on_train_start"])
+def test_a_signal_before_the_first_step_leaves_nothing_and_is_answered(
+    at: str, tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = scontrol()
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=1, numbers=[TERM], at=at))) == 75
+    assert checkpoints(tmp_path) == []
+    assert log.read_text() == "requeue 77\n"
+
+
+def test_lightnings_own_handlers_are_neither_run_nor_put_in_place(
+    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    handlers = ("_slurm_sigusr_handler_fn", "_sigterm_notifier_fn", "_sigterm_handler_fn")
+    for name in ("register_signal_handlers", *handlers):
+        monkeypatch.setattr(_SignalConnector, name, lambda *_, name=name: done.append(name))
+    for name, value in (SLURM | SRUN).items():
+        monkeypatch.setenv(name, value)
+    config, log = preempted_config(tmp_path), scontrol()
+    stopped = signalled(config, step=1, numbers=[TERM, USR1], at="on_train_batch_start")
+    assert main(fit_words(tmp_path, stopped)) == 75
+    assert (done, log.read_text()) == ([], "requeue 77\n")
+
+
+def test_a_step_is_whole_before_it_is_the_last(tmp_path: Path) -> None:
+    """A checkpoint that is due at this very step is kept by its own callback first."""
+    config = preempted_config(tmp_path)
+    due = {
+        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+        "init_args": {"every_n_train_steps": 3, "save_top_k": -1, "filename": "due-{step}"},
+    }
+    config["trainer"]["callbacks"].append(due)
+    assert main(fit_words(tmp_path, signalled(config, step=3, numbers=[USR1]))) == 75
+    assert checkpoints(tmp_path) == ["due-step=3.ckpt", "last.ckpt"]
+
+
+def test_without_the_command_line_the_callback_hears_and_gives_the_signals_back() -> None:
+    from lightning import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0, "max_steps": 2}
+    trainer = Trainer(callbacks=[Preemption()], **options)
+    trainer.fit(BoringModel())
+    assert trainer.global_step == 2
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    assert not stop_request.listening
+    assert issubclass(PreemptedError, SystemExit)

@@ -1,0 +1,72 @@
+"""The batch files of a cluster, run with an `srun` that writes down what it is given."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SLURM = Path(__file__).parents[2] / "lightning_configs" / "slurm"
+JOB = {"SLURM_JOB_ID": "91", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "8"}
+TASK = JOB | {"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_ARRAY_JOB_ID": "90"}
+
+
+def run(folder: Path, name: str, words: list[str], environment: dict[str, str], code: int = 0) -> tuple[int, str, str]:
+    """The exit code of a batch file, what it had run, and what it said."""
+    (folder / "srun").write_text(f'#!/bin/sh\necho "$@" > "{folder}/given.txt"\nexit {code}\n')
+    (folder / "srun").chmod(0o755)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    clean |= {"PATH": f"{folder}:{os.environ['PATH']}"}
+    line = ["bash", str(SLURM / name), *words]
+    ended = subprocess.run(line, env=clean | environment, cwd=folder, capture_output=True, text=True)
+    given = folder / "given.txt"
+    return ended.returncode, given.read_text().strip() if given.exists() else "", ended.stderr
+
+
+def test_a_job_trains_on_all_its_tasks_in_its_own_folder_and_goes_on_there(tmp_path: Path) -> None:
+    code, given, _ = run(tmp_path, "train.sbatch", ["--recipe", "mgh_h100x1"], JOB, code=75)
+    assert code == 75
+    assert given == (
+        "--kill-on-bad-exit=1 python main.py fit --recipe mgh_h100x1 --trainer.num_nodes 2 --trainer.devices 8 "
+        "--trainer.default_root_dir checkpoints/runs/91 --ckpt_path auto"
+    )
+
+
+def test_a_task_of_an_array_trains_its_line_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "runs.txt").write_text("--recipe first\n--recipe second --seed_everything 1\n")
+    words = ["runs.txt", "--trainer.max_steps", "9"]
+    code, given, _ = run(tmp_path, "array.sbatch", words, TASK | {"SLURM_ARRAY_TASK_ID": "2"})
+    assert code == 0
+    assert given == (
+        "--kill-on-bad-exit=1 python main.py fit --recipe second --seed_everything 1 --trainer.max_steps 9 "
+        "--trainer.num_nodes 1 --trainer.devices 1 --trainer.default_root_dir checkpoints/runs/90_2 --ckpt_path auto"
+    )
+
+
+def test_a_task_of_an_array_trains_its_point_of_a_sweep(tmp_path: Path) -> None:
+    code, given, _ = run(tmp_path, "array.sbatch", ["rates.yaml"], TASK | {"SLURM_ARRAY_TASK_ID": "0"}, code=143)
+    assert (code, given) == (143, "--kill-on-bad-exit=1 python main.py sweep rates.yaml --index 0")
+
+
+def test_a_task_without_a_line_is_refused_and_trains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "runs.txt").write_text("--recipe first\n")
+    code, given, errors = run(tmp_path, "array.sbatch", ["runs.txt"], TASK | {"SLURM_ARRAY_TASK_ID": "2"})
+    assert (code, given) == (2, "")
+    assert errors == "error: runs.txt has no line 2; give --array=1-1\n"
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "array.sbatch"])
+def test_a_batch_file_asks_for_what_a_stop_needs(name: str) -> None:
+    lines = (SLURM / name).read_text().splitlines()
+    for option in ("--requeue", "--open-mode=append", "--signal=SIGUSR1@120"):
+        assert f"#SBATCH {option}" in lines
+    # What comes after the first command is no longer read by sbatch.
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first:])
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "array.sbatch"])
+def test_a_batch_file_outside_slurm_says_how_to_submit_it(name: str, tmp_path: Path) -> None:
+    code, given, errors = run(tmp_path, name, ["runs.txt"], {})
+    assert (code != 0, given) == (True, "")
+    assert "submit this file with sbatch" in errors
