@@ -14,9 +14,10 @@ import yaml
 from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from embeddings.callbacks.run_record import RunRecord
-from embeddings.cli.errors import ConfigError, one_line, reason, with_way_out
+from embeddings.cli.errors import ConfigError, TerminatedError, one_line, reason, with_way_out
 from embeddings.cli.given import Signature, check_names, check_nulls, config_paths, given_mappings, is_file
 from embeddings.cli.recipes import expand_recipe
 from embeddings.common import OptionError, UserError
@@ -163,6 +164,7 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
 
     Raises:
         ConfigError: If the arguments do not parse, two configs choose a method, or Lightning refuses an option.
+        TerminatedError: If SIGTERM ended the run, which Lightning would call a success.
     """
     expanded = expand_recipe(list(argv))
     if expanded != list(argv):
@@ -170,6 +172,9 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
     check_one_method(expanded)
     try:
         return make_cli(expanded, kind)
+    except SIGTERMException as error:
+        fix = "--ckpt_path resumes from the newest checkpoint"
+        raise TerminatedError(f"stopped by SIGTERM before the run was done; {fix}") from error
     except MisconfigurationException as error:
         raise ConfigError(f"{one_line(str(error), 240)}; change the option, fit --help lists them") from error
 

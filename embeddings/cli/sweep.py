@@ -1,10 +1,11 @@
 """`sweep`: many runs of one recipe that differ in some config keys, one after another or as an array of tasks."""
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embeddings.cli.errors import EXIT_INTERRUPTED, ConfigError
+from embeddings.cli.errors import ConfigError
 from embeddings.cli.sweep_points import SEED_KEY, Sweep, is_number, label, read_sweep, short_names
 from embeddings.cli.sweep_runs import Run, check_place, exclusive, is_first_rank, runs_of, train
 from embeddings.common import InputError, OptionError, UserError
@@ -130,11 +131,9 @@ def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: b
                     continue
                 print(f"{title(plan, run)}\n  {run.folder}", flush=True)
                 ending = train(run, lock)
-        if ending.stop is not None and ending.stop + 128 == EXIT_INTERRUPTED:
-            raise KeyboardInterrupt
         if ending.stop is not None:
-            line = f"point {run.index}: ended by signal {ending.stop}; the same line goes on"
-            raise RunFailed(line, 128 + ending.stop)
+            name = signal.Signals(ending.stop).name
+            raise RunFailed(f"point {run.index} was stopped by {name}; the same line goes on", 128 + ending.stop)
         if ending.code:
             failed[run.index] = ending.code
     if failed:

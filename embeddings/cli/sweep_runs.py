@@ -125,7 +125,7 @@ def placed(contents: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
         folder: The run's folder.
     """
     loggers = [logger for logger in _listed(contents, "logger") if isinstance(logger, Mapping)]
-    own = next((logger for logger in loggers if _is_csv(logger)), {"class_path": CSV_LOGGER})
+    own: Mapping[str, Any] = next((logger for logger in loggers if _is_csv(logger)), {"class_path": CSV_LOGGER})
     arguments = {key: value for key, value in (own.get("init_args") or {}).items() if key != "version"}
     first = {"class_path": CSV_LOGGER, "init_args": {**arguments, "save_dir": str(folder), "name": ""}}
     others = [_moved(logger, folder) for logger in loggers if not _is_csv(logger)]

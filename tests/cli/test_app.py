@@ -1,3 +1,7 @@
+import os
+import signal
+
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor
 
@@ -81,3 +85,18 @@ def test_arguments_are_checked_without_a_run(tmp_path):
         with pytest.raises(ConfigError, match=says):
             check_arguments([*line, wrong])
     assert sorted(tmp_path.rglob("*")) == before
+
+
+class Terminate(L.Callback):
+    """Sends this process SIGTERM, as a cluster does, at the second step."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_sigterm_ended_is_no_success(tmp_path, capsys):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [{"class_path": "tests.cli.test_app.Terminate"}]
+    assert main(["fit", "--config", write_config(tmp_path, config)]) == 143
+    assert "error: stopped by SIGTERM before the run was done; --ckpt_path resumes" in capsys.readouterr().err
