@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 from zipfile import is_zipfile
@@ -13,11 +14,12 @@ import yaml
 from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from embeddings.callbacks.durable_checkpoints import make_checkpoints_durable
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.run_record import RunRecord
-from embeddings.cli.errors import ConfigError, one_line, reason, with_way_out
+from embeddings.cli.errors import ConfigError, TerminatedError, one_line, reason, with_way_out
 from embeddings.cli.given import Signature, check_names, check_nulls, config_paths, given_mappings, is_file
 from embeddings.cli.imports import restrict_imports
 from embeddings.cli.recipes import expand_recipe
@@ -137,14 +139,43 @@ class TrainerCLI(LightningCLI):
         return trainer
 
 
-def run_trainer(argv: Sequence[str]) -> TrainerCLI:
+class Checked(Exception):
+    """The arguments are parsed and checked, and nothing is to be made of them."""
+
+
+class CheckingCLI(TrainerCLI):
+    """`fit` up to the point where its arguments are known to be good."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the arguments and stop.
+
+        Raises:
+            Checked: Where nothing is wrong.
+        """
+        super().parse_arguments(parser, args)
+        raise Checked
+
+
+def check_arguments(argv: Sequence[str]) -> None:
+    """Check a line of arguments as `run_trainer` does first of all; nothing is built, run or written.
+
+    Raises:
+        ConfigError: If they do not parse, or two configs choose a method.
+    """
+    with suppress(Checked):
+        run_trainer(argv, CheckingCLI)
+
+
+def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
     """Run one of LightningCLI's commands.
 
     Args:
         argv: The command and its options; `--recipe NAME` stands for the configs that `recipes.csv` lists.
+        kind: What runs it.
 
     Raises:
         ConfigError: If the arguments do not parse, two configs choose a method, or Lightning refuses an option.
+        TerminatedError: If SIGTERM ended the run, which Lightning would call a success.
     """
     restrict_imports()
     expanded = expand_recipe(list(argv))
@@ -152,14 +183,17 @@ def run_trainer(argv: Sequence[str]) -> TrainerCLI:
         print("python main.py " + " ".join(expanded), file=sys.stderr)
     check_one_method(expanded)
     try:
-        return make_cli(expanded)
+        return make_cli(expanded, kind)
+    except SIGTERMException as error:
+        fix = "--ckpt_path resumes from the newest checkpoint"
+        raise TerminatedError(f"stopped by SIGTERM before the run was done; {fix}") from error
     except MisconfigurationException as error:
         raise ConfigError(f"{one_line(str(error), 240)}; change the option, fit --help lists them") from error
 
 
-def make_cli(argv: Sequence[str]) -> TrainerCLI:
+def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
     """The command line over our base classes; making it runs the command."""
-    return TrainerCLI(
+    return kind(
         model_class=L.LightningModule,
         datamodule_class=L.LightningDataModule,
         subclass_mode_model=True,

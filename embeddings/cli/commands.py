@@ -50,6 +50,9 @@ COMMANDS = {
     "synthesize": Command("embeddings.cli.synthesize:synthesize", "training records that a language model writes"),
     "export": Command("embeddings.cli.export:export", "a training checkpoint to a model directory"),
     "convert": Command("embeddings.cli.convert:convert", "a checkpoint with learned positions to one with rotary ones"),
+    "sweep": Command(
+        "embeddings.cli.sweep:sweep", "runs over a grid, a list or random values of config keys", ("file",)
+    ),
     "show curves": Command("embeddings.cli.show:curves", "a picture of a run's loss and score"),
     "show anchor-tokens": Command(
         "embeddings.cli.show:anchor_tokens", "a picture of texts by anchor-token-aware pooling's weights", ("texts",)

@@ -75,13 +75,13 @@ def given_mappings(argv: Sequence[str]) -> Iterator[dict[str, Any]]:
     for path in config_paths(argv):
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8") if is_file(path) else path)
         if isinstance(content, dict):
-            yield _unfolded(content)
+            yield unfolded(content)
     for word, following in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         value = value if equals else following
         if name.startswith("--") and name != "--config" and value.lstrip().startswith("{"):
             with suppress(yaml.YAMLError):  # a text that only begins like a mapping
-                yield _unfolded({name.removeprefix("--"): yaml.safe_load(value)})
+                yield unfolded({name.removeprefix("--"): yaml.safe_load(value)})
 
 
 def check_nulls(given: Mapping[str, Any], signature: Signature, where: str = "") -> None:
@@ -143,18 +143,18 @@ def takes_null(hint: Any) -> bool:
     return get_origin(hint) in (Union, UnionType) and any(map(takes_null, get_args(hint)))
 
 
-def _unfolded(value: Any) -> Any:
+def unfolded(value: Any) -> Any:
     """The same with each key of several parts (`a.b`) as a mapping in a mapping."""
     if isinstance(value, list):
-        return [_unfolded(element) for element in value]
+        return [unfolded(element) for element in value]
     if not isinstance(value, dict):
         return value
-    unfolded: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, content in value.items():
         first, _, rest = str(key).partition(".")
-        inner, other = _unfolded({rest: content} if rest else content), unfolded.get(first)
-        unfolded[first] = {**other, **inner} if isinstance(inner, dict) and isinstance(other, dict) else inner
-    return unfolded
+        inner, other = unfolded({rest: content} if rest else content), found.get(first)
+        found[first] = {**other, **inner} if isinstance(inner, dict) and isinstance(other, dict) else inner
+    return found
 
 
 def _nested(

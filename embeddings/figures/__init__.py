@@ -5,5 +5,13 @@ from embeddings.figures.curves import draw_curves
 from embeddings.figures.expert_loads import draw_expert_loads
 from embeddings.figures.png import check_output
 from embeddings.figures.routing_curves import draw_routing_curves
+from embeddings.figures.sweep import draw_sweep
 
-__all__ = ["check_output", "draw_anchor_tokens", "draw_curves", "draw_expert_loads", "draw_routing_curves"]
+__all__ = [
+    "check_output",
+    "draw_anchor_tokens",
+    "draw_curves",
+    "draw_expert_loads",
+    "draw_routing_curves",
+    "draw_sweep",
+]

@@ -1,7 +1,11 @@
+import os
+import signal
+
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor
 
-from embeddings.cli.app import check_one_method, run_trainer
+from embeddings.cli.app import check_arguments, check_one_method, run_trainer
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.main import main
 from tests.helpers.runs import run_config, write_config
@@ -71,3 +75,28 @@ def test_callbacks_of_a_later_config_replace_and_append(tmp_path):
     assert any(isinstance(callback, LearningRateMonitor) for callback in cli.trainer.callbacks)
     assert cli.trainer.checkpoint_callback.save_last is True
     assert cli.trainer.checkpoint_callback._every_n_train_steps != 7
+
+
+def test_arguments_are_checked_without_a_run(tmp_path):
+    line = ["fit", "--config", write_config(tmp_path, run_config(tmp_path))]
+    before = sorted(tmp_path.rglob("*"))
+    check_arguments(line)
+    for wrong, says in (("--trainer.max_steps=x", "expected int"), ("--ckpt_path=no.ckpt", "no such file")):
+        with pytest.raises(ConfigError, match=says):
+            check_arguments([*line, wrong])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+class Terminate(L.Callback):
+    """Sends this process SIGTERM, as a cluster does, at the second step."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_sigterm_ended_is_no_success(tmp_path, capsys):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [{"class_path": "tests.cli.test_app.Terminate"}]
+    assert main(["fit", "--config", write_config(tmp_path, config)]) == 143
+    assert "error: stopped by SIGTERM before the run was done; --ckpt_path resumes" in capsys.readouterr().err

@@ -1,0 +1,197 @@
+"""`sweep`: many runs of one recipe that differ in some config keys, one after another or as an array of tasks."""
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embeddings.cli.errors import ConfigError
+from embeddings.cli.sweep_points import SEED_KEY, Sweep, is_number, label, read_sweep, short_names
+from embeddings.cli.sweep_runs import Run, check_place, exclusive, is_first_rank, runs_of, train
+from embeddings.common import InputError, OptionError, UserError
+
+if TYPE_CHECKING:
+    from embeddings.cli.sweep_results import Result
+    from embeddings.figures.sweep import Dot
+
+
+class RunFailed(UserError):
+    """Runs that ended badly, each of which has said why.
+
+    Args:
+        line: Which, and the way out.
+        exit_code: That of the first of them.
+    """
+
+    def __init__(self, line: str, exit_code: int) -> None:
+        super().__init__(line)
+        self.exit_code = exit_code
+
+
+def sweep(
+    file: Path,
+    index: int | None = None,
+    count: bool = False,
+    dry_run: bool = False,
+    results: bool | Path = False,
+    output: Path = Path("checkpoints/sweeps"),
+) -> None:
+    """Train the runs of a sweep that are not done yet; the same line goes on after a kill.
+
+    A run's folder is `output/SWEEP/RECIPE-HASH`, where the hash is that of its settings, so a finished run is known by
+    its `done.json`, and an edited config makes new ones. A run that was cut short goes on from its newest checkpoint.
+
+    Args:
+        file: The sweep: `recipe` or `configs`, `method` (grid, list or random), `parameters`, and for a random one
+            `num_runs` and `seed`; `metric` for the results. lightning_configs/sweeps/ has examples.
+        index: The one point to run, from 0, as `$SLURM_ARRAY_TASK_ID`; all, one after another, where none is given.
+        count: Whether to print the number of points and no more.
+        dry_run: Whether to print each point's folder and `fit` line, and run nothing.
+        results: Whether to collect what the finished runs reached, as a table, a CSV file and a plot beside it:
+            `true` for `results.csv` in the sweep's folder, or the CSV file to write.
+        output: The folder of all sweeps.
+    """
+    if sum(map(bool, (count, dry_run, results))) > 1:
+        raise OptionError("sweep", "several", "takes one of --count, --dry-run and --results", "leave the others out")
+    plan = read_sweep(file)
+    runs = runs_of(plan, output)
+    if index is not None and (count or results):
+        raise OptionError("index", index, "has no effect on --count and --results", "leave it out")
+    if index is not None and not 0 <= index < len(runs):
+        raise OptionError("index", index, f"must lie in 0 … {len(runs) - 1}", "points are counted from 0")
+    if count:
+        print(len(runs))
+        return
+    if results:
+        path = output / plan.name / "results.csv" if isinstance(results, bool) else results
+        collect(plan, runs, path, file)
+        return
+    chosen = runs if index is None else [runs[index]]
+    if dry_run:
+        check_runs(file, chosen)
+        for run in chosen:
+            print(f"{title(plan, run)} ({run.status})\n  {run.folder}\n  {run.line()}")
+        return
+    check_place(output)
+    train_missing(plan, file, chosen, is_array_task=index is not None)
+
+
+def check_runs(file: Path, runs: Sequence[Run]) -> None:
+    """Check the arguments of runs as `fit` does, before any of them begins.
+
+    A run whose keys, and values but for numbers, were all seen in earlier ones is not looked at again.
+
+    Raises:
+        ConfigError: Naming the point.
+    """
+    from embeddings.cli.app import check_arguments
+
+    seen: set[tuple[str, str]] = set()
+    for run in runs:
+        new = {(key, type(value).__name__ if is_number(value) else label(value)) for key, value in run.point.items()}
+        if new <= seen:
+            continue
+        seen |= new
+        try:
+            check_arguments(run.words)
+        except UserError as error:
+            raise ConfigError(f"{file}: point {run.index}: {error}") from error
+
+
+def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: bool) -> None:
+    """Train those of the runs that are not done, one after another.
+
+    Args:
+        plan: The sweep.
+        file: Its file.
+        runs: The runs.
+        is_array_task: Whether they are the one that this process was asked for. It is then an error that another
+            process is at work on it; otherwise that one is left to the other process.
+
+    Raises:
+        RunFailed: If a run failed, after the others are done, or this process was told to end.
+    """
+    missing = [run for run in runs if run.status != "done"]
+    if len(missing) < len(runs):
+        print(f"{len(runs) - len(missing)} of {len(runs)} done already")
+    check_runs(file, missing)
+    failed: dict[int, int] = {}
+    for run in missing:
+        if not is_first_rank():
+            ending = train(run, None)
+        else:
+            with exclusive(run.folder) as lock:
+                if lock is None:
+                    if is_array_task:
+                        fix = "wait for it; the same line then says whether it is done"
+                        raise InputError(str(run.folder), f"another process trains point {run.index}", fix)
+                    print(f"{title(plan, run)}: another process is at it", flush=True)
+                    continue
+                if run.status == "done":
+                    continue
+                print(f"{title(plan, run)}\n  {run.folder}", flush=True)
+                ending = train(run, lock)
+        if ending.stop is not None:
+            name = signal.Signals(ending.stop).name
+            raise RunFailed(f"point {run.index} was stopped by {name}; the same line goes on", 128 + ending.stop)
+        if ending.code:
+            failed[run.index] = ending.code
+    if failed:
+        codes = ", ".join(f"point {number} with exit code {code}" for number, code in failed.items())
+        fix = "the lines above say why; the same line runs them again"
+        raise RunFailed(f"{len(failed)} of {len(missing)} runs failed: {codes}; {fix}", next(iter(failed.values())))
+
+
+def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
+    """Print the results of the finished runs, write them as CSV, and draw them beside it.
+
+    Raises:
+        InputError: If no run is done, the metric was never logged, or the path cannot be written.
+    """
+    from embeddings.cli.sweep_results import result_table, results_of, seed_table, write_results
+    from embeddings.figures import check_output, draw_sweep
+
+    names = short_names(plan.points)
+    found = results_of(runs, plan.metric, file)
+    print(result_table(found, names, plan.metric))
+    num_done = sum(result.status == "done" for result in found)
+    if not num_done:
+        raise InputError(str(file), f"none of its {len(runs)} runs is done", "run the sweep first")
+    means = seed_table(found, names, plan.metric)
+    print(f"\n{means}" if means else "", f"\n{num_done} of {len(runs)} done", sep="")
+    picture = path.with_suffix(".png")
+    check_output(picture)
+    write_results(found, names, path)
+    drawn = dots(plan, found)
+    heading = f"{plan.name}: {num_done} of {len(runs)} runs"
+    draw_sweep(drawn, f"{plan.metric.column} ({plan.metric.value})", plan.metric.mode, heading, picture)
+    print(f"wrote {path} and {picture}")
+
+
+def dots(plan: Sweep, results: Sequence["Result"]) -> list["Dot"]:
+    """The finished runs as a plot has them: each varied key's number or name, and the metric.
+
+    The points of a list vary together: they are one `point`, by the names of all that they set.
+    """
+    names = short_names(plan.points)
+    varied = {key: name for key, name in names.items() if key != SEED_KEY} or names
+    found: list[Dot] = []
+    for result in results:
+        value, point = result.value(plan.metric), result.run.point
+        values = {
+            name: point[key] if is_number(point[key]) else label(point[key])
+            for key, name in varied.items()
+            if key in point
+        }
+        if plan.method == "list":
+            values = {"point": ", ".join(f"{name}={label(content)}" for name, content in values.items())}
+        if value is not None:
+            found.append((values, value))
+    return found
+
+
+def title(plan: Sweep, run: Run) -> str:
+    """A point's number and values in one line."""
+    names = short_names(plan.points)
+    values = ", ".join(f"{names[key]}={label(value)}" for key, value in run.point.items())
+    return f"point {run.index} of {len(plan.points)}: {values}"

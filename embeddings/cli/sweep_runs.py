@@ -1,0 +1,332 @@
+"""The runs of a sweep: their folders, the lines that train them, and what became of each."""
+
+import csv
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from embeddings.cli.given import unfolded
+from embeddings.cli.sweep_points import Point, Sweep
+from embeddings.common import InputError
+from embeddings.common.fileio import write_json
+
+MAIN = Path(__file__).parents[2] / "main.py"
+CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
+# The arguments by which callbacks and loggers are told where to write.
+PLACES = ("output", "dirpath", "save_dir")
+# What a cluster or a terminal sends to end a job, or to have it save itself.
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_HASH_DIGITS = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """A point's run.
+
+    Args:
+        index: The point's number, from 0.
+        point: The config keys that it sets, and their values.
+        folder: Where all that it writes goes.
+        words: The line that trains it, from `fit` on.
+    """
+
+    index: int
+    point: Point
+    folder: Path
+    words: tuple[str, ...]
+
+    @property
+    def status(self) -> Literal["done", "unfinished", "missing"]:
+        """Whether the run is finished, has begun, or neither."""
+        if self.record() is not None:
+            return "done"
+        return "unfinished" if any(self.folder.glob("version_*")) else "missing"
+
+    def record(self) -> dict[str, Any] | None:
+        """What `done.json` holds once the run is finished."""
+        try:
+            found = json.loads((self.folder / "done.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def line(self) -> str:
+        """The line as a person would type it."""
+        return shlex.join(["python", "main.py", *self.words])
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run's process ended.
+
+    Args:
+        code: Its exit code, 128 and the signal's number where one killed it.
+        signals: What this process was sent meanwhile, and passed on.
+    """
+
+    code: int
+    signals: tuple[int, ...] = ()
+
+    @property
+    def stop(self) -> int | None:
+        """The signal that ends the sweep too."""
+        return next((number for number in self.signals if number in ENDING), None)
+
+
+def runs_of(sweep: Sweep, output: Path) -> list[Run]:
+    """The runs of a sweep's points, each in the folder `output/SWEEP/RECIPE-HASH`.
+
+    The hash is that of the configs' content, in order, and of the values that the point sets: whoever edits one gets
+    other folders, and whoever moves a sweep file or comments on it the same.
+    """
+    found = []
+    for index, point in enumerate(sweep.points):
+        folder = output / sweep.name / f"{sweep.recipe}-{settings_hash(sweep.contents, point)}"
+        words = ["fit"]
+        for config in sweep.configs:
+            words += ["--config", config]
+        words += [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in point.items()]
+        words += placed([*sweep.contents, unfolded(point)], folder)
+        found.append(Run(index, point, folder, tuple(words)))
+    return found
+
+
+def settings_hash(contents: Sequence[Mapping[str, Any]], point: Point) -> str:
+    """Some hex digits that stand for a run's settings.
+
+    The configs are not merged first: what becomes of a class's arguments when a later config chooses another class is
+    the parser's knowledge.
+    """
+    text = json.dumps([contents, point], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_DIGITS]
+
+
+def placed(contents: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
+    """Options that send what a run writes into its folder: logs, checkpoints, and what callbacks put elsewhere.
+
+    The first logger is a CSV logger, whose `version_N` of a process holds its `metrics.csv`; other loggers stay.
+
+    Args:
+        contents: The mappings of the configs and of the point, in order.
+        folder: The run's folder.
+    """
+    loggers = [logger for logger in _listed(contents, "logger") if isinstance(logger, Mapping)]
+    own: Mapping[str, Any] = next((logger for logger in loggers if _is_csv(logger)), {"class_path": CSV_LOGGER})
+    arguments = {key: value for key, value in (own.get("init_args") or {}).items() if key != "version"}
+    first = {"class_path": CSV_LOGGER, "init_args": {**arguments, "save_dir": str(folder), "name": ""}}
+    others = [_moved(logger, folder) for logger in loggers if not _is_csv(logger)]
+    words = [f"--trainer.default_root_dir={folder}", f"--trainer.logger={json.dumps([first, *others])}"]
+    callbacks = _listed(contents, "callbacks")
+    moved = [_moved(callback, folder) for callback in callbacks]
+    return words if moved == callbacks else [*words, f"--trainer.callbacks={json.dumps(moved)}"]
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[int | None]:
+    """The lock on a run's folder, as an open file's number; None where another process holds it.
+
+    A process that inherits the number holds the lock too, so it lasts until both have ended. A folder in which nothing
+    was written is gone again afterwards.
+    """
+    path = folder / ".lock"
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+                return
+            if not _is_at(file.fileno(), path):  # whoever held it before took the folder away
+                continue
+            try:
+                yield file.fileno()
+            finally:
+                if [entry.name for entry in folder.iterdir()] == [path.name]:
+                    path.unlink()
+                    folder.rmdir()
+            return
+
+
+def train(run: Run, lock: int | None) -> Ending:
+    """Train a point in a process of its own, from its newest checkpoint if it has one, and note that it is done.
+
+    Signals that this process is sent meanwhile are passed on, once each, and the run has its time to save itself.
+
+    Args:
+        run: The run, with nothing else at work on it.
+        lock: The number of its lock's file; None where this process is a further rank of the run, and notes nothing.
+    """
+    start = time.monotonic()
+    checkpoint = newest_checkpoint(run.folder)
+    words = [*run.words, *(["--ckpt_path", str(checkpoint)] if checkpoint else [])]
+    if checkpoint:
+        print(f"resumed from {checkpoint}", flush=True)
+    ending = run_process([sys.executable, str(MAIN), *words], [] if lock is None else [lock])
+    if ending.code == 0 and lock is not None:
+        fields = {
+            "point": run.point,
+            "command": run.line(),
+            "seconds": round(time.monotonic() - start, 1),
+            "resumed_from": str(checkpoint) if checkpoint else None,
+            "commit": _commit(run.folder),
+            "metrics": summaries(run.folder),
+        }
+        write_json(run.folder / "done.json", fields)
+    return ending
+
+
+def run_process(words: Sequence[str], inherited: Sequence[int]) -> Ending:
+    """Run a line to its end, passing on what this process is sent.
+
+    Args:
+        words: The program and its arguments.
+        inherited: Numbers of open files that the process is to have too.
+    """
+    received: list[int] = []
+    early: list[int] = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, _: object) -> None:
+        received.append(number)
+        if started:
+            started[0].send_signal(number)
+        else:
+            early.append(number)
+
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        # A group of its own: a terminal's Ctrl-C comes once, from here, and does not end a run that is saving itself.
+        started.append(subprocess.Popen(words, pass_fds=tuple(inherited), process_group=0))
+        for number in early:
+            started[0].send_signal(number)
+        code = started[0].wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return Ending(code if code >= 0 else 128 - code, tuple(received))
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in a folder that training can go on from: whole, and with the optimiser's state."""
+    paths = [path for path in folder.rglob("*.ckpt") if path.is_file()]
+    return next((path for path in sorted(paths, key=os.path.getmtime, reverse=True) if _is_resumable(path)), None)
+
+
+def summaries(folder: Path) -> dict[str, dict[str, float]]:
+    """Of each column of a run's `metrics.csv` its last value, its least and its largest, and their steps.
+
+    A run that was resumed has several files; where two have the same step, the later one counts.
+    """
+    columns: dict[str, dict[int, float]] = {}
+    for path in sorted(folder.glob("version_*/metrics.csv"), key=_version):
+        with open(path, encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                for column, text in row.items():
+                    value = float(text) if text and column not in ("step", "epoch") else math.nan
+                    if math.isfinite(value):
+                        columns.setdefault(column, {})[int(row["step"])] = value
+    found = {}
+    for column, values in sorted(columns.items()):
+        chosen = {"last": max(values), "min": min(values, key=values.__getitem__)}
+        chosen["max"] = max(values, key=values.__getitem__)
+        found[column] = {name: values[step] for name, step in chosen.items()}
+        found[column] |= {f"{name}_step": step for name, step in chosen.items()}
+    return found
+
+
+def is_first_rank() -> bool:
+    """Whether this is the first of the processes that a launcher started for one run."""
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID"))
+
+
+def check_place(output: Path) -> None:
+    """Check that folders can be made at a place.
+
+    Raises:
+        InputError: If the way there leads through a file.
+    """
+    for place in (output, *output.absolute().parents):
+        if place.exists():
+            if not place.is_dir():
+                raise InputError(f"--output {output}", f"leads through {place}, which is no folder", "name a folder")
+            return
+
+
+def _listed(contents: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """A list of the trainer's after all configs: a later one replaces it, or appends with `name+`."""
+    found: list[Any] = []
+    for content in contents:
+        trainer = content.get("trainer")
+        for key, value in trainer.items() if isinstance(trainer, Mapping) else ():
+            elements = list(value) if isinstance(value, list) else [value]
+            if key == name:
+                found = elements
+            elif key == f"{name}+":
+                found = [*found, *elements]
+    return found
+
+
+def _is_csv(logger: Mapping[str, Any]) -> bool:
+    return str(logger.get("class_path")).rpartition(".")[2] == "CSVLogger"
+
+
+def _moved(part: Any, folder: Path) -> Any:
+    """A logger or callback with the places that it writes to in a folder, under the last of their own names.
+
+    A `ModelCheckpoint` without a place gets one: where it changes, as with each process's logs, Lightning forgets on
+    resuming which checkpoint was the best.
+    """
+    if not isinstance(part, Mapping):
+        return part
+    arguments = part.get("init_args") or {}
+    places = {name: arguments[name] for name in PLACES if isinstance(arguments.get(name), str)}
+    if str(part.get("class_path")).rpartition(".")[2] == "ModelCheckpoint":
+        places = {"dirpath": "checkpoints", **places}
+    moved = {name: str(folder / Path(place).name) for name, place in places.items()}
+    return {**part, "init_args": {**arguments, **moved}} if moved else part
+
+
+def _is_at(number: int, path: Path) -> bool:
+    """Whether an open file is the one that lies at a path."""
+    try:
+        return os.path.samestat(os.fstat(number), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _is_resumable(path: Path) -> bool:
+    import pickle
+
+    import torch
+
+    try:
+        return "optimizer_states" in torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):  # a part of one
+        return False
+
+
+def _commit(folder: Path) -> str | None:
+    """The commit that the run's last process noted."""
+    paths = sorted(folder.glob("version_*/run.json"), key=_version)
+    found: str | None = json.loads(paths[-1].read_text(encoding="utf-8"))["commit"] if paths else None
+    return found
+
+
+def _version(path: Path) -> int:
+    number = path.parent.name.removeprefix("version_")
+    return int(number) if number.isdigit() else -1

@@ -1,0 +1,292 @@
+"""The sweep through the command line; its runs are real and tiny, in this process."""
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import lightning as L
+import pytest
+import yaml
+
+from embeddings.cli import sweep_runs
+from embeddings.cli.main import main
+from embeddings.cli.sweep_runs import Ending, exclusive
+from tests.helpers.runs import run_config, write_config
+
+TEMPERATURE = "model.init_args.loss.init_args.temperature"
+
+
+class CutShort(L.Callback):
+    """Stops a run at an optimiser step, as a kill does."""
+
+    step = None
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            raise RuntimeError("cut short")
+
+
+@pytest.fixture
+def sweep_file(tmp_path, monkeypatch):
+    """Writes a sweep of tiny runs; returns its path."""
+    monkeypatch.chdir(tmp_path)
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [
+        {
+            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+            "init_args": {"every_n_train_steps": 1, "save_last": True, "monitor": "train/loss"},
+        },
+        {"class_path": "tests.cli.test_sweep.CutShort"},
+        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": "elsewhere/model"}},
+    ]
+    path = write_config(tmp_path, config, "tiny.yaml")
+
+    def write(parameters, **more):
+        content = {"configs": [path], "parameters": parameters, "metric": {"column": "train/loss", "mode": "min"}}
+        (tmp_path / "tried.yaml").write_text(yaml.safe_dump(content | more))
+        return "tried.yaml"
+
+    return write
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The `fit` lines that were run, in this process instead of one of their own."""
+    lines = []
+
+    def run(words, inherited):
+        lines.append(words[2:])
+        try:
+            return Ending(main(list(words[2:])))
+        except RuntimeError:
+            return Ending(137)
+
+    monkeypatch.setattr(sweep_runs, "run_process", run)
+    return lines
+
+
+@pytest.fixture
+def faked(monkeypatch):
+    """The runs' folders, in the order that they were run in; nothing is trained or checked."""
+    folders, endings = [], {}
+
+    def train(run, lock):
+        folders.append(run.folder)
+        ending = endings.get(run.index, Ending(0))
+        if ending.code == 0:
+            loss = run.point.get("a", 0) + run.point.get("seed_everything", 0) / 10
+            summary = dict.fromkeys(("last", "min", "max"), loss) | {"min_step": 3}
+            record = {"seconds": 1.0, "metrics": {"train/loss": summary}}
+            (run.folder / "done.json").write_text(json.dumps(record))
+        return ending
+
+    monkeypatch.setattr("embeddings.cli.sweep.train", train)
+    monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: None)
+    return folders, endings
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_an_unfinished_point_goes_on_and_a_finished_one_is_left(sweep_file, ran, tmp_path, monkeypatch, capsys):
+    file = sweep_file({TEMPERATURE: [0.1, 0.2]})
+    assert main(["sweep", file, "--index", "1"]) == 0
+    (whole,) = (tmp_path / "checkpoints" / "sweeps" / "tried").iterdir()
+    assert whole.name.startswith("tiny-")
+    assert names_in(whole) == [".lock", "checkpoints", "done.json", "model", "version_0"]
+    record = json.loads((whole / "done.json").read_text())
+    assert record["point"] == {TEMPERATURE: 0.2}
+    assert record["metrics"]["train/loss"]["last_step"] == 3
+    assert not (tmp_path / "elsewhere").exists()
+    assert not (tmp_path / "run").exists()
+
+    shutil.rmtree(whole)
+    monkeypatch.setattr(CutShort, "step", 3)
+    assert main(["sweep", file, "--index", "1"]) == 137
+    assert "1 of 1 runs failed: point 1 with exit code 137; " in capsys.readouterr().err
+    assert names_in(whole) == [".lock", "checkpoints", "version_0"]
+    monkeypatch.setattr(CutShort, "step", None)
+    assert main(["sweep", file, "--index", "1"]) == 0
+    assert ran[2][-2:] == ["--ckpt_path", str(Path("checkpoints/sweeps/tried", whole.name, "checkpoints/last.ckpt"))]
+    resumed = json.loads((whole / "done.json").read_text())
+    assert resumed["resumed_from"] == ran[2][-1]
+    assert resumed["metrics"]["train/loss"] == record["metrics"]["train/loss"]
+    assert main(["sweep", file, "--index", "1"]) == 0
+    assert len(ran) == 3
+    assert "1 of 1 done already" in capsys.readouterr().out
+
+
+def test_only_what_is_missing_is_run(sweep_file, faked, capsys):
+    folders, _ = faked
+    file = sweep_file({"a": [1, 2, 3]})
+    assert main(["sweep", file, "--index", "1"]) == 0
+    assert main(["sweep", file]) == 0
+    assert len(folders) == len(set(folders)) == 3
+    assert "1 of 3 done already\npoint 0 of 3: a=1\n" in capsys.readouterr().out
+    assert main(["sweep", file]) == 0
+    assert main(["sweep", sweep_file({"a": [1, 2, 3, 4]})]) == 0
+    assert len(folders) == 4
+    config = yaml.safe_load(Path("tiny.yaml").read_text())
+    config["trainer"]["max_steps"] = 5
+    assert main(["sweep", file, "--index", "0"]) == 0
+    assert len(folders) == 4
+    Path("tiny.yaml").write_text(Path("tiny.yaml").read_text() + "# a comment makes no other run\n")
+    assert main(["sweep", file, "--index", "0"]) == 0
+    assert len(folders) == 4
+    Path("tiny.yaml").write_text(yaml.safe_dump(config))
+    assert main(["sweep", file, "--index", "0"]) == 0
+    assert len(folders) == 5
+
+
+def test_a_run_that_another_process_has_is_left_to_it(sweep_file, faked, tmp_path, capsys):
+    folders, _ = faked
+    file = sweep_file({"a": [1, 2]})
+    assert main(["sweep", file, "--output", "out"]) == 0
+    first, second = folders
+    for folder in folders:
+        (folder / "done.json").unlink()
+    with exclusive(first):
+        assert main(["sweep", file, "--output", "out", "--index", "0"]) == 2
+        assert f"error: {first}: another process trains point 0; wait for it" in capsys.readouterr().err
+        assert main(["sweep", file, "--output", "out"]) == 0
+    assert folders == [first, second, second]
+    assert "point 0 of 2: a=1: another process is at it" in capsys.readouterr().out
+
+
+def test_a_further_rank_neither_locks_nor_notes(sweep_file, faked, monkeypatch):
+    folders, endings = faked
+    file = sweep_file({"a": [1]})
+    endings[0] = Ending(7)
+    assert main(["sweep", file]) == 7
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with exclusive(folders[0]):
+        assert main(["sweep", file, "--index", "0"]) == 7
+    assert len(folders) == 2
+
+
+def test_a_failed_run_leaves_the_others_and_an_interrupt_does_not(sweep_file, faked, capsys):
+    folders, endings = faked
+    file = sweep_file({"a": [1, 2, 3]})
+    endings |= {0: Ending(70), 1: Ending(2)}
+    assert main(["sweep", file]) == 70
+    assert "2 of 3 runs failed: point 0 with exit code 70, point 1 with exit code 2; " in capsys.readouterr().err
+    assert len(folders) == 3
+    # Nothing was written by those that failed, and nothing of them is left.
+    assert [folder.exists() for folder in folders] == [False, False, True]
+    endings[0] = Ending(130, (2,))
+    assert main(["sweep", file]) == 130
+    assert "error: point 0 was stopped by SIGINT; the same line goes on\n" in capsys.readouterr().err
+    endings[0] = Ending(1, (15,))
+    assert main(["sweep", file]) == 143
+    assert len(folders) == 5
+
+
+def test_count_and_dry_run_write_nothing(sweep_file, tmp_path, capsys):
+    file = sweep_file({TEMPERATURE: [0.1, 0.2], "seed_everything": [0, 1, 2]})
+    before = names_in(tmp_path)
+    assert main(["sweep", file, "--count", "true"]) == 0
+    assert capsys.readouterr().out == "6\n"
+    assert main(["sweep", file, "--dry-run", "true"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 18
+    assert lines[3] == "point 1 of 6: temperature=0.1, seed_everything=1 (missing)"
+    assert lines[4].startswith("  checkpoints/sweeps/tried/tiny-")
+    assert lines[5].startswith(f"  python main.py fit --config {tmp_path}/tiny.yaml --{TEMPERATURE}=0.1 --seed_every")
+    assert main(["sweep", file, "--dry-run", "true", "--index", "5"]) == 0
+    assert capsys.readouterr().out.startswith("point 5 of 6: temperature=0.2, seed_everything=2 (missing)\n")
+    assert names_in(tmp_path) == before
+
+
+def test_results_are_a_table_a_csv_and_a_picture(sweep_file, faked, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = sweep_file({"a": [1, 2], "seed_everything": [0, 1]})
+    assert main(["sweep", file, "--index", "2"]) == 0
+    assert main(["sweep", file, "--index", "1"]) == 0
+    assert main(["sweep", file, "--results", "true"]) == 0
+    out = capsys.readouterr().out
+    assert "train/loss last, mean" in out
+    assert "\n2 of 4 done\n" in out
+    folder = tmp_path / "checkpoints" / "sweeps" / "tried"
+    with open(folder / "results.csv", newline="") as rows:
+        assert [(row["point"], row["last"]) for row in csv.DictReader(rows)][:3] == [
+            ("1", "1.1"),
+            ("2", "2.0"),
+            ("0", ""),
+        ]
+    assert (folder / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["sweep", file, "--results", "mine/table.csv"]) == 0
+    assert names_in(tmp_path / "mine") == ["table.csv", "table.png"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "more", "panels"),
+    [
+        ({"a": [1, 2], "b": ["x.Y"]}, {}, [{"a": 1, "b": "Y"}, {"a": 2, "b": "Y"}]),
+        ({"seed_everything": [3]}, {}, [{"seed_everything": 3}]),
+        ([{"a": 1, "b": 2}, {"b": 3}], {"method": "list"}, [{"point": "a=1, b=2"}, {"point": "b=3"}]),
+    ],
+)
+def test_the_picture_has_what_was_varied(parameters, more, panels, sweep_file, faked, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr("embeddings.figures.draw_sweep", lambda dots, *_: drawn.extend(values for values, _ in dots))
+    file = sweep_file(parameters, **more)
+    assert main(["sweep", file]) == 0
+    assert main(["sweep", file, "--results", "true"]) == 0
+    assert sorted(drawn, key=str) == sorted(panels, key=str)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--index", "2"], "index must lie in 0 … 1, got 2"),
+        (["--index", "-1"], "index must lie in 0 … 1, got -1"),
+        (["--count", "true", "--dry-run", "true"], "takes one of --count, --dry-run and --results"),
+        (["--results", "true", "--index", "0"], "index has no effect on --count and --results"),
+        (["--results", "true"], "none of its 2 runs is done"),
+        (["--output", "tiny.yaml"], "leads through tiny.yaml, which is no folder"),
+    ],
+)
+def test_an_impossible_line_is_refused_and_nothing_written(words, says, sweep_file, tmp_path, capsys):
+    file = sweep_file({"a": [1, 2]})
+    before = names_in(tmp_path)
+    assert main(["sweep", file, *words]) == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+    assert names_in(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"model.init_args.loss.init_args.temprature": [0.1]}, "point 0: .*'temprature' is not accepted by InfoNCE"),
+        ({TEMPERATURE: [0.1, "warm"]}, "point 1: .*temperature: expected float, got warm"),
+        ({"trainer.max_stepz": [3]}, "point 0: unrecognized arguments: --trainer.max_stepz=3; did you mean"),
+    ],
+)
+def test_a_key_that_no_config_has_is_refused_before_any_run(parameters, says, sweep_file, tmp_path, capsys, ran):
+    file = sweep_file(parameters)
+    before = names_in(tmp_path)
+    for words in ([], ["--dry-run", "true"]):
+        assert main(["sweep", file, *words]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("error: tried.yaml: ")
+        assert re.search(says, line)
+    assert names_in(tmp_path) == before
+    assert ran == []
+
+
+def test_a_combination_whose_values_were_seen_is_not_parsed_again(sweep_file, monkeypatch):
+    parsed = []
+    monkeypatch.setattr("embeddings.cli.app.check_arguments", parsed.append)
+    file = sweep_file({"a": [1, 2, 0.5], "b": ["x", "y"]})
+    assert main(["sweep", file, "--dry-run", "true"]) == 0
+    # 1 and 2 are of one type; 0.5 and each name are looked at.
+    assert [[word for word in words if word[:4] in ("--a=", "--b=")] for words in parsed] == [
+        ["--a=1", "--b=x"],
+        ["--a=1", "--b=y"],
+        ["--a=0.5", "--b=x"],
+    ]

@@ -1,0 +1,182 @@
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from embeddings.cli.errors import ConfigError
+from embeddings.cli.sweep_points import is_number, label, read_sweep, short_names
+from embeddings.common import InputError
+
+TEMPERATURE = "model.init_args.loss.init_args.temperature"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a sweep over a config that is there; returns its path."""
+    config = tmp_path / "method.yaml"
+    config.write_text("model: {class_path: a.B}\n")
+
+    def write_sweep(content, name="tried.yaml"):
+        whole = {"configs": [str(config)], **content} if isinstance(content, dict) else content
+        (tmp_path / name).write_text(yaml.safe_dump(whole) if isinstance(whole, dict | list) else whole)
+        return tmp_path / name
+
+    return write_sweep
+
+
+def points(path):
+    return list(read_sweep(path).points)
+
+
+def test_a_grid_is_every_combination_and_its_last_key_is_the_fastest(write):
+    path = write("configs: [PLACE]\nparameters: {b: [1, 2], a: [x, y, null]}\n")
+    path.write_text(path.read_text().replace("PLACE", str(path.parent / "method.yaml")))
+    expected = [{"b": b, "a": a} for b in (1, 2) for a in ("x", "y", None)]
+    assert points(path) == expected
+    sweep = read_sweep(path)
+    assert (sweep.name, sweep.recipe, sweep.method) == ("tried", "method", "grid")
+    assert sweep.contents == ({"model": {"class_path": "a.B"}},)
+
+
+def test_a_list_is_as_it_was_given(write):
+    given = [{"a.b": 1, "c": "x"}, {"a.b": 2}]
+    assert points(write({"method": "list", "parameters": given})) == given
+
+
+def test_a_drawn_point_follows_from_seed_index_and_key(write):
+    parameters = {"a": {"low": 1e-5, "high": 1e-1, "log": True}, "b": ["x", "y", "z"], "c": {"low": -1, "high": 1}}
+    content = {"method": "random", "num_runs": 40, "seed": 3, "parameters": parameters}
+    found = points(write(content))
+    assert len(found) == 40
+    assert points(write(content)) == found
+    assert points(write(content | {"num_runs": 50}))[:40] == found
+    fewer = points(write(content | {"parameters": {"c": parameters["c"]}}))
+    assert [point["c"] for point in fewer] == [point["c"] for point in found]
+    assert points(write(content | {"seed": 4})) != found
+    # Literal numbers, so that another version that draws otherwise is noticed.
+    assert found[0] == {"a": 0.0191932, "b": "y", "c": -0.410577}
+    assert {point["b"] for point in found} == {"x", "y", "z"}
+    assert all(-1 <= point["c"] <= 1 for point in found)
+    logarithms = [math.log10(point["a"]) for point in found]
+    assert all(-5 <= value <= -1 for value in logarithms)
+    assert sum(value < -3 for value in logarithms) == pytest.approx(20, abs=9)
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_whole_numbers_reach_both_ends(log, write):
+    source = {"low": 1, "high": 4, "int": True, "log": log}
+    found = [p["a"] for p in points(write({"method": "random", "num_runs": 60, "parameters": {"a": source}}))]
+    assert set(found) == {1, 2, 3, 4}
+    assert all(type(value) is int for value in found)
+
+
+def test_numbers_without_a_point_are_numbers(write):
+    assert points(write("configs: [m]\nparameters: {a: [1e-5, 2E3, 1e5x, [1e-2]]}".replace("[m]", _config(write)))) == [
+        {"a": 1e-5},
+        {"a": 2000.0},
+        {"a": "1e5x"},
+        {"a": [0.01]},
+    ]
+
+
+def _config(write):
+    return f"[{write({}).parent / 'method.yaml'}]"
+
+
+def test_a_recipe_stands_for_its_configs(tmp_path):
+    (tmp_path / "s.yaml").write_text("recipe: mgh_h100x1\nparameters: {a: [1]}\n")
+    sweep = read_sweep(tmp_path / "s.yaml")
+    assert sweep.recipe == "mgh_h100x1"
+    assert [Path(config).stem for config in sweep.configs] == ["base", "mgh", "h100x1_batch64", "mgh"]
+    assert len(sweep.contents) == 4
+    (tmp_path / "s.yaml").write_text("recipe: nope\nparameters: {a: [1]}\n")
+    with pytest.raises(ConfigError, match="there is no recipe 'nope'"):
+        read_sweep(tmp_path / "s.yaml")
+
+
+def test_runs_are_called_by_the_config_that_chooses_the_method(write, tmp_path):
+    for name, text in (("empty", ""), ("scale", "trainer: {devices: 2}\n")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    configs = [str(tmp_path / f"{name}.yaml") for name in ("empty", "method", "scale")]
+    assert read_sweep(write({"configs": configs, "parameters": {"a": [1]}})).recipe == "method"
+    assert read_sweep(write({"configs": configs[::2], "parameters": {"a": [1]}})).recipe == "scale"
+
+
+RANDOM = {"method": "random", "num_runs": 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("a: [1,", "not a YAML file"),
+        ([1], "holds no mapping"),
+        ({"parametres": {}}, "unknown key 'parametres'; did you mean parameters"),
+        ({"recipe": "quickstart", "parameters": {"a": [1]}}, "needs either recipe or configs"),
+        ({"configs": [], "parameters": {"a": [1]}}, "configs: must be a list of files"),
+        ({"configs": ["nope.yaml"], "parameters": {"a": [1]}}, r"config nope\.yaml: no such file"),
+        ({"method": "bayes"}, "method: must be grid, list or random, got 'bayes'"),
+        ({}, "parameters: must map config keys to values, got None"),
+        ({"parameters": {}}, "parameters: must map config keys"),
+        ({"parameters": {"a": []}}, r"parameters\.a: must be a list of values, got \[\]"),
+        ({"parameters": {"a": 3}}, r"parameters\.a: must be a list of values, got 3"),
+        ({"parameters": {"a": [1, 2, 1]}}, r"parameters\.a: holds 1 twice"),
+        ({"parameters": {"a b": [1]}}, "point 0: 'a b' is no config key"),
+        ({"parameters": {"trainer.logger": [True]}}, "trainer.logger is what a sweep gives every run itself"),
+        ({"parameters": {"trainer.default_root_dir": ["x"]}}, "is what a sweep gives"),
+        ({"parameters": {"a": [1]}, "num_runs": 3}, "num_runs: has no effect on method grid"),
+        ({"method": "list", "parameters": {"a": 1}}, "must be a list of mappings"),
+        ({"method": "list", "parameters": []}, "must be a list of mappings"),
+        ({"method": "list", "parameters": [{"a": 1}, {"a": 1}]}, "twice"),
+        ({"method": "random", "parameters": {"a": [1]}}, "num_runs: must be a whole number >= 1, got None"),
+        (RANDOM | {"num_runs": 0, "parameters": {"a": [1]}}, "num_runs: must be a whole number >= 1, got 0"),
+        (RANDOM | {"seed": "x", "parameters": {"a": [1]}}, "seed: must be a whole number, got 'x'"),
+        (RANDOM | {"parameters": {"a": {"low": 1}}}, r"parameters\.a\.high: must be a number, got None"),
+        (RANDOM | {"parameters": {"a": {"low": True, "high": 2}}}, r"a\.low: must be a number, got True"),
+        (RANDOM | {"parameters": {"a": {"low": 2, "high": 2}}}, "low must be < high, got 2 and 2"),
+        (RANDOM | {"parameters": {"a": {"low": 0, "high": 2, "log": True}}}, r"a\.low: must be > 0 with log"),
+        (RANDOM | {"parameters": {"a": {"low": 0.5, "high": 2, "int": True}}}, r"a\.low: must be a whole number"),
+        (RANDOM | {"parameters": {"a": {"low": 0, "high": 2, "log": "yes"}}}, r"a\.log: must be true or false"),
+        (RANDOM | {"parameters": {"a": {"low": 0, "hihg": 2}}}, "unknown key 'hihg'; did you mean high"),
+        ({"parameters": {"a": [1]}, "metric": "x"}, "metric: must be a mapping"),
+        ({"parameters": {"a": [1]}, "metric": {"mode": "most"}}, "metric.mode: must be max or min, got 'most'"),
+        ({"parameters": {"a": [1]}, "metric": {"value": "mean"}}, "metric.value: must be last or best"),
+        ({"parameters": {"a": [1]}, "metric": {"name": "x"}}, "metric: unknown key 'name'"),
+    ],
+)
+def test_a_file_that_is_no_sweep_is_refused_by_key(content, says, write):
+    path = write(content)
+    with pytest.raises(InputError, match=says) as refused:
+        read_sweep(path)
+    assert str(path) in str(refused.value)
+
+
+def test_a_missing_file_is_said(tmp_path):
+    with pytest.raises(InputError, match="no such file; give a sweep file"):
+        read_sweep(tmp_path / "nope.yaml")
+
+
+def test_a_key_is_called_by_as_few_parts_as_tell_it_from_others():
+    keys = [TEMPERATURE, "model.init_args.router.temperature", "model.init_args.pooling.class_path", "a.lr"]
+    assert list(short_names([dict.fromkeys(keys)]).values()) == [
+        "loss.temperature",
+        "router.temperature",
+        "pooling",
+        "lr",
+    ]
+    twice = ["model.pooling", "model.pooling.class_path"]
+    assert list(short_names([{twice[0]: 1}, {twice[1]: 2}]).values()) == twice
+
+
+def test_values_are_shown_in_few_letters():
+    pooling = {"class_path": "embeddings.models.AnchorTokenPooling", "init_args": {"axis": "query", "layers": [-1]}}
+    assert label(pooling) == "AnchorTokenPooling(axis=query, layers=[-1])"
+    assert label("embeddings.models.MeanPooling") == "MeanPooling"
+    assert [label(value) for value in ("a.txt", 1e-5, None, True, {"a": 1})] == [
+        "a.txt",
+        "1e-05",
+        "null",
+        "true",
+        "{a=1}",
+    ]
+    assert [is_number(value) for value in (1, 0.5, True, "1")] == [True, True, False, False]

@@ -1,0 +1,228 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from embeddings.cli import sweep_runs
+from embeddings.cli.sweep_points import Sweep
+from embeddings.cli.sweep_runs import (
+    Ending,
+    check_place,
+    exclusive,
+    is_first_rank,
+    newest_checkpoint,
+    placed,
+    run_process,
+    runs_of,
+    settings_hash,
+    summaries,
+    train,
+)
+from embeddings.common import InputError
+
+CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
+
+
+def sweep(contents, *points):
+    return Sweep("tried", "method", ("a.yaml",), tuple(contents), "grid", tuple(points))
+
+
+def value_of(words, option):
+    found = [word.partition("=")[2] for word in words if word.startswith(f"--{option}=")]
+    assert len(found) <= 1
+    return json.loads(found[0]) if found else None
+
+
+def write_metrics(folder, version, text):
+    run = folder / f"version_{version}"
+    run.mkdir(parents=True)
+    (run / "metrics.csv").write_text(text)
+    (run / "run.json").write_text(json.dumps({"commit": f"commit{version}"}))
+
+
+def test_a_run_has_a_folder_and_a_line(tmp_path):
+    contents = [{"model": {"lr": 1}}]
+    (run,) = runs_of(sweep(contents, {"a.b": 0.5, "c": "x y", "d": None, "e": {"f": [1]}}), tmp_path)
+    assert run.folder == tmp_path / "tried" / f"method-{settings_hash(contents, run.point)}"
+    assert run.words[:7] == ("fit", "--config", "a.yaml", "--a.b=0.5", "--c=x y", "--d=null", '--e={"f": [1]}')
+    assert run.words[7] == f"--trainer.default_root_dir={run.folder}"
+    assert run.line().startswith("python main.py fit --config a.yaml --a.b=0.5 '--c=x y' --d=null '--e={")
+
+
+def test_a_folder_follows_from_the_settings_alone():
+    def found(contents, point):
+        return settings_hash(contents, point)
+
+    content, point = {"model": {"lr": 1, "loss": {"t": 2}}}, {"a": 1, "b": 2}
+    first = found([content], point)
+    assert len(first) == 10
+    assert found([{"model": {"loss": {"t": 2}, "lr": 1}}], {"b": 2, "a": 1}) == first
+    others = [([{"model": {"lr": 1, "loss": {"t": 3}}}], point), ([content], {"a": 1, "b": 3}), ([content, {}], point)]
+    assert len({first, *(found(*other) for other in others)}) == 4
+
+
+def test_what_a_run_writes_goes_into_its_folder(tmp_path):
+    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+    export = {"class_path": "ExportModel", "init_args": {"output": "checkpoints/model", "best": False}}
+    kept = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "some/where"}}
+    first = {"trainer": {"callbacks": ["replaced"]}}
+    contents = [first, {"trainer": {"callbacks": [checkpoint]}}, {}, {"trainer": {"callbacks+": [export, kept]}}]
+    found = value_of(placed(contents, tmp_path), "trainer.callbacks")
+    # Where its place changed on resuming, Lightning would forget the best.
+    assert found[0]["init_args"] == {"save_last": True, "dirpath": str(tmp_path / "checkpoints")}
+    assert found[1]["init_args"] == {"output": str(tmp_path / "model"), "best": False}
+    assert found[2]["init_args"] == {"dirpath": str(tmp_path / "where")}
+    monitor = {"trainer": {"callbacks": [{"class_path": "LearningRateMonitor", "init_args": {"prefix": "x"}}]}}
+    assert value_of(placed([*contents, monitor], tmp_path), "trainer.callbacks") is None
+    bare = {"trainer": {"callbacks": {"class_path": "a.ModelCheckpoint"}}}
+    assert value_of(placed([bare], tmp_path), "trainer.callbacks") == [
+        {"class_path": "a.ModelCheckpoint", "init_args": {"dirpath": str(tmp_path / "checkpoints")}}
+    ]
+
+
+def test_the_first_logger_is_a_csv_logger_and_others_stay(tmp_path):
+    own = {"save_dir": str(tmp_path), "name": ""}
+    for logger in (None, True, False):
+        found = value_of(placed([{"trainer": {"logger": logger}}], tmp_path), "trainer.logger")
+        assert found == [CSV | {"init_args": own}]
+    other = {"class_path": "x.Other", "init_args": {"project": "p", "save_dir": "logs/tries"}}
+    given = {"class_path": "CSVLogger", "init_args": {"save_dir": "x", "version": 3, "flush_logs_every_n_steps": 7}}
+    found = value_of(placed([{"trainer": {"logger": [other, given]}}], tmp_path), "trainer.logger")
+    assert found[0] == CSV | {"init_args": {**own, "flush_logs_every_n_steps": 7}}
+    assert found[1]["init_args"] == {"project": "p", "save_dir": str(tmp_path / "tries")}
+    assert len(found) == 2
+
+
+def test_a_point_may_give_callbacks_of_its_own(tmp_path):
+    export = {"class_path": "ExportModel", "init_args": {"output": "a/b"}}
+    (run,) = runs_of(sweep([{"trainer": {"callbacks": ["old"]}}], {"trainer.callbacks": [export]}), tmp_path)
+    assert json.loads(run.words[-1].partition("=")[2]) == [export | {"init_args": {"output": str(run.folder / "b")}}]
+
+
+def test_one_process_at_a_time_has_a_folder(tmp_path):
+    folder = tmp_path / "a" / "b"
+    with exclusive(folder) as lock:
+        assert lock is not None
+        with exclusive(folder) as second:
+            assert second is None
+        (folder / "made").touch()
+    assert folder.is_dir()
+    with exclusive(folder) as lock:
+        assert lock is not None
+        (folder / "made").unlink()
+    assert not folder.exists()
+
+
+def test_the_lock_lasts_as_long_as_a_process_that_inherited_it(tmp_path):
+    with exclusive(tmp_path) as lock:
+        process = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
+        (tmp_path / "made").touch()
+    with exclusive(tmp_path) as second:
+        assert second is None
+    process.kill()
+    process.wait()
+    with exclusive(tmp_path) as third:
+        assert third is not None
+
+
+def test_a_process_says_how_it_ended():
+    handlers = [signal.getsignal(number) for number in sweep_runs.FORWARDED]
+    assert run_process(["sh", "-c", "exit 3"], []) == Ending(3)
+    assert run_process(["sh", "-c", "kill -9 $$"], []) == Ending(137)
+    assert [signal.getsignal(number) for number in sweep_runs.FORWARDED] == handlers
+
+
+@pytest.mark.parametrize(("number", "stop"), [("INT", 2), ("TERM", 15), ("USR1", None)])
+def test_what_this_process_is_sent_is_passed_on(number, stop, tmp_path):
+    ready = tmp_path / "ready"
+
+    def send():
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), getattr(signal, f"SIG{number}"))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    ending = run_process(["sh", "-c", f"trap 'exit 7' {number}; touch {ready}; while :; do sleep 0.02; done"], [])
+    sender.join()
+    assert (ending.code, ending.stop) == (7, stop)
+    assert ending.signals == (getattr(signal, f"SIG{number}"),)
+
+
+def test_the_newest_whole_checkpoint_is_gone_on_from(tmp_path):
+    assert newest_checkpoint(tmp_path) is None
+    paths = [tmp_path / f"version_{n}" / "checkpoints" / "last.ckpt" for n in range(4)]
+    for age, path in enumerate(reversed(paths)):
+        path.parent.mkdir(parents=True)
+        torch.save({"state_dict": {}} | ({} if path == paths[3] else {"optimizer_states": []}), path)
+        if path == paths[2]:
+            path.write_bytes(path.read_bytes()[:300])
+        os.utime(path, (1000 - age, 1000 - age))
+    assert newest_checkpoint(tmp_path) == paths[1]
+
+
+def test_metrics_of_several_processes_are_one_run(tmp_path):
+    write_metrics(tmp_path, 0, "epoch,step,train/loss,val/x\n0,0,3.0,\n0,1,1.0,\n0,2,,0.9\n0,2,5.0,\n")
+    write_metrics(tmp_path, 10, "step,train/loss,val/x\n4,2.5,\n4,,nan\n")
+    write_metrics(tmp_path, 2, "step,train/loss,val/x\n2,2.0,\n3,,0.7\n")
+    found = summaries(tmp_path)
+    expected = {"last": 2.5, "last_step": 4, "min": 1.0, "min_step": 1, "max": 3.0, "max_step": 0}
+    assert found == {
+        "train/loss": expected,
+        "val/x": {"last": 0.7, "last_step": 3, "min": 0.7, "min_step": 3, "max": 0.9, "max_step": 2},
+    }
+
+
+def test_a_run_is_done_once_its_process_says_so(tmp_path, monkeypatch):
+    lines = []
+
+    def run(words, inherited):
+        lines.append((words, inherited))
+        write_metrics(folder, len(lines), "step,train/loss\n0,2.0\n")
+        return Ending(137 if len(lines) == 1 else 0)
+
+    monkeypatch.setattr(sweep_runs, "run_process", run)
+    (point,) = runs_of(sweep([{}], {"a": 1}), tmp_path)
+    folder = point.folder
+    assert (point.status, point.record()) == ("missing", None)
+    assert train(point, 3).code == 137
+    assert lines[0] == ([sys.executable, str(sweep_runs.MAIN), *point.words], [3])
+    assert sweep_runs.MAIN.is_file()
+    assert point.status == "unfinished"
+    assert train(point, None).code == 0
+    assert point.status == "unfinished"
+    torch.save({"optimizer_states": []}, folder / "last.ckpt")
+    assert train(point, 4) == Ending(0)
+    assert lines[2][0][-2:] == ["--ckpt_path", str(folder / "last.ckpt")]
+    assert point.status == "done"
+    record = point.record()
+    assert record["point"] == {"a": 1}
+    assert (record["command"], record["commit"]) == (point.line(), "commit3")
+    assert record["resumed_from"].endswith("last.ckpt")
+    assert record["metrics"]["train/loss"]["last"] == 2.0
+    (folder / "done.json").write_text("{")
+    assert point.status == "unfinished"
+
+
+def test_the_first_rank_is_known_by_its_launcher(monkeypatch):
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert is_first_rank()
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert is_first_rank()
+    monkeypatch.setenv("RANK", "1")
+    assert not is_first_rank()
+
+
+def test_a_place_that_leads_through_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    check_place(tmp_path / "new" / "folder")
+    for name in ("file", "file/inside"):
+        with pytest.raises(InputError, match="which is no folder"):
+            check_place(tmp_path / name)
