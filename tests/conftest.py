@@ -1,6 +1,7 @@
 """Every test runs offline, on one thread, and without the user's settings."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -16,9 +17,13 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _quiet_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _quiet_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(0)
+    interrupt = signal.getsignal(signal.SIGINT)
+    yield
+    # Lightning ignores Ctrl-C from the first one on.
+    signal.signal(signal.SIGINT, interrupt)
 
 
 @pytest.fixture

@@ -14,12 +14,11 @@ import yaml
 from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from embeddings.callbacks.durable_checkpoints import make_checkpoints_durable
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.run_record import RunRecord
-from embeddings.cli.errors import ConfigError, TerminatedError, one_line, reason, with_way_out
+from embeddings.cli.errors import ConfigError, one_line, reason, with_way_out
 from embeddings.cli.given import Signature, check_names, check_nulls, config_paths, given_mappings, is_file
 from embeddings.cli.imports import restrict_imports
 from embeddings.cli.recipes import expand_recipe
@@ -175,7 +174,6 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
 
     Raises:
         ConfigError: If the arguments do not parse, two configs choose a method, or Lightning refuses an option.
-        TerminatedError: If SIGTERM ended the run, which Lightning would call a success.
     """
     restrict_imports()
     expanded = expand_recipe(list(argv))
@@ -184,9 +182,6 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
     check_one_method(expanded)
     try:
         return make_cli(expanded, kind)
-    except SIGTERMException as error:
-        fix = "--ckpt_path resumes from the newest checkpoint"
-        raise TerminatedError(f"stopped by SIGTERM before the run was done; {fix}") from error
     except MisconfigurationException as error:
         raise ConfigError(f"{one_line(str(error), 240)}; change the option, fit --help lists them") from error
 

@@ -14,7 +14,6 @@ EXIT_INPUT = 2
 EXIT_INTERNAL = 70
 EXIT_IO = 74
 EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
 
 INTERRUPTED = "interrupted; finished checkpoints and shards are kept, --ckpt_path resumes from a checkpoint"
 
@@ -31,12 +30,6 @@ _CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*")
 
 class ConfigError(UserError):
     """A command line or config that does not parse."""
-
-
-class TerminatedError(UserError):
-    """A run that was told to end by SIGTERM, as a cluster does before it takes a machine away."""
-
-    exit_code = EXIT_TERMINATED
 
 
 def one_line(message: str, limit: int = 300) -> str:

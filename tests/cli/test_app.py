@@ -99,4 +99,4 @@ def test_a_run_that_sigterm_ended_is_no_success(tmp_path, capsys):
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = [{"class_path": "tests.cli.test_app.Terminate"}]
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 143
-    assert "error: stopped by SIGTERM before the run was done; --ckpt_path resumes" in capsys.readouterr().err
+    assert "preempted: SIGTERM: stopped after step 2; resume with --ckpt_path" in capsys.readouterr().err
