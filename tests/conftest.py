@@ -17,13 +17,11 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _quiet_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quiet_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(0)
-    interrupt = signal.getsignal(signal.SIGINT)
-    yield
-    # Lightning ignores Ctrl-C from the first one on.
-    signal.signal(signal.SIGINT, interrupt)
+    # A shell's background jobs begin with Ctrl-C ignored, and Lightning ignores it from the first one on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
