@@ -5,7 +5,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from embeddings.common import UserError
+from embeddings.common import ContextualStep, UserError
 from embeddings.training.gradcache import GradCache
 
 
@@ -23,7 +23,8 @@ class GradCacheCallback(L.Callback):
         mini_batch_texts: Most texts of a mini-batch; None for no such limit.
         kept_fraction: Share of all padded tokens, 0 to 1, whose graphs may be kept instead of recomputed.
         kept_gib: Memory that kept graphs may hold together, in GiB on this rank.
-        equal_mini_batches: Whether all ranks run equally many mini-batches.
+        equal_mini_batches: Whether all ranks run equally many mini-batches; always where every backward has
+            collectives (FSDP2, ZeRO-2 and 3).
 
     Raises:
         OptionError: If an option is impossible.
@@ -46,14 +47,20 @@ class GradCacheCallback(L.Callback):
         if not hasattr(module, "grad_cache"):
             name = type(module).__name__
             raise UserError(f"GradCacheCallback needs a contrastive module, got {name}; remove the callback")
-        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        covered = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        if not covered and not hasattr(trainer.strategy, "cached_forward_backward"):
             name = type(trainer.strategy).__name__
-            raise UserError(f"GradCacheCallback runs on one device or under ddp, not {name}; set trainer.strategy: ddp")
+            fix = "set trainer.strategy to ddp, or to embeddings.strategies.FSDP2Strategy or ZeroStrategy"
+            raise UserError(f"GradCacheCallback does not run under {name}; {fix}")
+        if isinstance(module, ContextualStep) and getattr(trainer.strategy, "one_stage_alone", False):
+            what = "ZeRO-1 loses the gradients of the second stage, which the last backward does not reach"
+            raise UserError(f"GradCacheCallback: {what}; set trainer.strategy.init_args.stage to 2")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hand the engine to the module."""
         self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
         module: Any = pl_module
+        self.engine.equal_mini_batches |= getattr(trainer.strategy, "equal_mini_batches", False)
         module.grad_cache = self.engine
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

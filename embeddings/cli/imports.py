@@ -15,6 +15,7 @@ ALLOWED = (
     "embeddings.losses",
     "embeddings.models",
     "embeddings.modules",
+    "embeddings.strategies",
     "embeddings.training",
     "lightning.fabric.plugins",
     "lightning.pytorch.accelerators",

@@ -63,6 +63,7 @@ class ContextualEmbedder(Embedder):
         §10.4 has it (see `states_behind_context`); a context document is one vector, never several as tried in §10.11.
     """
 
+    entries = ("embed_context",)
     _LIMITED_BY = "the positions that the backbone has beside context and soft prompt"
     _SHORTEN = "lower it or num_context"
 

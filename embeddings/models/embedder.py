@@ -42,6 +42,9 @@ class Embedder(nn.Module):
             that it needs.
     """
 
+    # Methods beside `forward` that use the weights.
+    entries: tuple[str, ...] = ()
+
     _LIMITED_BY = "the positions that the backbone has"
     _SHORTEN = "lower it"
 

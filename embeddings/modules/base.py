@@ -1,13 +1,15 @@
 """The base of every method: how a contrastive step runs under Lightning, with or without GradCache."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common import (
+    ContextualStep,
     ContrastiveBatch,
     LossOutput,
     Representations,
@@ -77,6 +79,10 @@ class ContrastiveModule(OptimizedModule):
             self.embedder.check_lengths(text)
         super().check_run(trainer, module, data)
 
+    def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
+        """The embedder."""
+        return [(self.embedder, self.embedder.entries)]
+
     def setup(self, stage: str) -> None:
         """Take the text settings from the data module, so that a saved model encodes as it was trained."""
         text = getattr(getattr(self.trainer, "datamodule", None), "text", None)
@@ -95,6 +101,16 @@ class ContrastiveModule(OptimizedModule):
         assert isinstance(output, LossOutput)
         return output
 
+    def forward(
+        self, tokens: TokenBatch, context: Any = None, is_context: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`embed` or, for a context, `embed_context`, in plain tensors: the entry for a wrapper (ZeRO's engine)."""
+        if is_context:
+            assert isinstance(self, ContextualStep)
+            return self.embed_context(tokens), {}
+        found = self.embed(tokens, context)
+        return found.vector_ND, found.statistics
+
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
         """The loss of one batch; under GradCache all backward passes but the last mini-batch's have then run."""
         if self.grad_cache is None:
@@ -103,7 +119,9 @@ class ContrastiveModule(OptimizedModule):
             if batch_idx % self.trainer.accumulate_grad_batches == 0:
                 for optimizer in self.trainer.optimizers:
                     optimizer.zero_grad()
-            output = self.grad_cache.forward_backward(self, batch, scale=self._early_scale())
+            is_last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
+            run = getattr(self.trainer.strategy, "cached_forward_backward", _cached_forward_backward)
+            output = run(self.grad_cache, self, batch, self._early_scale(), is_last)
         self.check_loss(output.loss)
         self.log("train/loss", output.loss.detach(), prog_bar=True, batch_size=len(batch))
         self.log_dict({f"train/{name}": value for name, value in output.terms.items()}, batch_size=len(batch))
@@ -134,3 +152,10 @@ class ContrastiveModule(OptimizedModule):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
         return loss_scale / self.trainer.accumulate_grad_batches
+
+
+def _cached_forward_backward(
+    engine: GradCache, module: ContrastiveModule, batch: ContrastiveBatch, scale: float, is_last: bool
+) -> LossOutput:
+    """GradCache's step but for the last backward, where that one synchronises gradients for all (DDP)."""
+    return engine.forward_backward(module, batch, scale=scale)

@@ -1,10 +1,11 @@
 """Language modelling on plain texts: masked tokens, masked next tokens, or the next token, in packed rows."""
 
 import os
+from collections.abc import Sequence
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import LossOutput, OptionError
@@ -105,6 +106,10 @@ class MaskedLMModule(OptimizedModule):
         if isinstance(row_length, int):
             self._check_row_length(row_length)
         super().check_run(trainer, module, data)
+
+    def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
+        """The language model; its head is read right after its forward, while the weights are whole."""
+        return [(self.language_model, ())]
 
     def training_step(self, batch: Prediction, batch_idx: int) -> Tensor:
         """The mean cross-entropy of one batch's targets."""

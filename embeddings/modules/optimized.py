@@ -1,21 +1,24 @@
 """What every trained module has, whatever it learns: optimiser, schedule, and random choices that a step decides."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from embeddings.common import InputError, NumericError
+from embeddings.common import InputError, NumericError, OptionError
 from embeddings.common.distributed import reduce_int
 from embeddings.common.randomness import derive_seed, run_seed
 from embeddings.data.run_length import run_steps
 from embeddings.training.optim import parameter_groups
 from embeddings.training.schedule import Schedule
+from embeddings.training.sharding import shard
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 
@@ -42,9 +45,10 @@ class OptimizedModule(L.LightningModule):
         """Check optimiser and schedule against what the trainer and the data say of themselves.
 
         Raises:
-            OptionError: If the schedule does not fit the run.
+            OptionError: If the schedule does not fit the run, or the strategy cannot cut a parameter.
             InputError: If the optimiser refuses its options.
         """
+        self._check_strategy(trainer)
         self._make_optimizer()
         if trainer.max_steps > 0 or trainer.max_epochs == -1:
             self._check_schedule(trainer, trainer.max_steps if trainer.max_steps > 0 else None)
@@ -53,6 +57,17 @@ class OptimizedModule(L.LightningModule):
         """Check all of this, and the schedule against the length of the data, before anything of the run is written."""
         self.check_run(self.trainer, self, getattr(self.trainer, "datamodule", None))
         self._check_schedule(self.trainer, self._trainer_steps())
+
+    def configure_model(self) -> None:
+        """Cut the weights over the ranks where the strategy is FSDP2."""
+        mesh = self.device_mesh
+        for part, entries in self.sharded_parts():
+            if mesh is not None and not isinstance(part, FSDPModule):
+                shard(part, mesh["data_parallel"], entries)
+
+    def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
+        """The modules that hold the weights, and of each the methods beside `forward` that use them."""
+        raise NotImplementedError
 
     def on_fit_start(self) -> None:
         """Switch dropout on: Lightning leaves modes as they are, and a model that was loaded is in evaluation mode."""
@@ -104,6 +119,14 @@ class OptimizedModule(L.LightningModule):
         optimizer = self._make_optimizer()
         scheduler = self._schedule.scheduler(optimizer, self._trainer_steps())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _check_strategy(self, trainer: L.Trainer) -> None:
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            for name, parameter in self.named_parameters():
+                if parameter.ndim == 0:
+                    rule = f"cannot cut {name}, a single number"
+                    fix = "set learnable_temperature: false, or take ddp"
+                    raise OptionError("trainer.strategy", type(trainer.strategy).__name__, rule, fix)
 
     def _make_optimizer(self) -> Optimizer:
         groups = parameter_groups(self)

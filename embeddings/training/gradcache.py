@@ -138,6 +138,7 @@ class GradCache:
         backward: Backward = Tensor.backward,
         no_sync: NoSync | None = None,
         scale: float = 1.0,
+        syncs_each: bool = False,
     ) -> LossOutput:
         """Run everything but the last backward, and leave that one to the caller.
 
@@ -156,11 +157,13 @@ class GradCache:
                 the wrapper is around the caller.
             scale: Factor of the early backwards' gradients. The caller's own backward of the returned loss must apply
                 the same (Lightning divides by the number of accumulated batches; an fp16 scaler multiplies).
+            syncs_each: Whether every backward averages the gradients of its own leaves over the ranks (FSDP2, ZeRO).
+                Otherwise the last one does so for all, and each parameter of the step takes part in it (DDP).
 
         Returns:
             LossOutput: `loss` () with the last graph behind it; `terms` detached.
         """
-        passes = _TwoPasses(self, step, batch, keeps_last=no_sync is None)
+        passes = _TwoPasses(self, step, batch, keeps_last=no_sync is None, syncs_each=syncs_each)
         if not torch.is_grad_enabled():
             passes.embed_all()
             return passes.loss()
@@ -186,11 +189,14 @@ class _Visit:
 class _TwoPasses:
     """One step: what the first pass found, and what the second one makes of it."""
 
-    def __init__(self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, keeps_last: bool) -> None:
+    def __init__(
+        self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, keeps_last: bool, syncs_each: bool
+    ) -> None:
         self.engine = engine
         self.step = step
         self.batch = batch
         self.keeps_last = keeps_last
+        self.syncs_each = syncs_each
         self.device = batch.query.device
         self.stages = engine.plan_stages(batch)
         self.num_kept: list[int] = []
@@ -236,7 +242,7 @@ class _TwoPasses:
         surrogate = attach_gradient(loss, *self._outputs_and_gradients(visit))
         if not surrogate.requires_grad:
             return
-        if is_distributed() or self.context is not None:
+        if not self.syncs_each and (is_distributed() or self.context is not None):
             self.early_leaves.update(leaf for leaf in graph_leaves(surrogate) if leaf is not self.context)
         with torch.autocast(self.device.type, enabled=False):
             backward(surrogate * scale)

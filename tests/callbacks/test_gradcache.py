@@ -39,7 +39,7 @@ def test_a_strategy_that_is_not_covered_is_refused_by_name():
     class Trainer:
         strategy = FSDPStrategy.__new__(FSDPStrategy)
 
-    with pytest.raises(UserError, match=r"not FSDPStrategy; set trainer\.strategy: ddp"):
+    with pytest.raises(UserError, match=r"does not run under FSDPStrategy; set trainer\.strategy to ddp"):
         GradCacheCallback().setup(Trainer(), Module(), "fit")
 
 

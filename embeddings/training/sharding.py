@@ -1,0 +1,102 @@
+"""FSDP2: a model whose weights lie in parts, one on each rank, and are put together a layer at a time."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, entries: Sequence[str] = ()) -> None:
+    """Shard a module: each of its repeated layers for itself, and what is left as one group.
+
+    A layer's weights are gathered when its forward or backward begins and freed after it; its gradient is averaged over
+    the ranks, and scattered, by every backward.
+
+    Args:
+        module: The module, whose calls are its forward; it becomes an `FSDPModule` in place.
+        mesh: The ranks, one dimension.
+        entries: Methods beside `forward` that use its weights.
+    """
+    make_contiguous(module)
+    for layer in layers(module):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    for entry in entries:
+        register_fsdp_forward_method(module, entry)
+
+
+def make_contiguous(module: nn.Module) -> None:
+    """Lay every parameter out row by row, as what cuts parameters wants it; the experts' second matrices are not."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
+
+
+def layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists of modules: a transformer's layers."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from layers(child)
+
+
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Have all weights whole, on every rank.
+
+    Distributed: an all-gather a group; every rank must take part. Forwards inside would shard them again.
+    """
+    groups = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for group in groups:
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+
+
+def whole_state(state: Any, keep: bool) -> Any:
+    """A state dict with every sharded tensor put together, in the memory of the processor.
+
+    Args:
+        state: Nested dicts and lists with tensors.
+        keep: Whether this rank wants the tensors; it takes part in the gathers all the same.
+
+    Distributed: an all-gather a sharded tensor, one after another.
+    """
+
+    def whole(tensor: Tensor) -> Tensor | None:
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return full.detach().cpu() if keep else None
+
+    return _mapped(state, whole)
+
+
+def sharded_like(whole: Any, sharded: Any) -> Any:
+    """A state dict of whole tensors, cut as another one's are; each rank cuts its own part, so nothing is sent.
+
+    Args:
+        whole: Nested dicts and lists with whole tensors, the same on all ranks.
+        sharded: A dict that has a sharded tensor wherever `whole` is to have one.
+    """
+    if isinstance(whole, dict):
+        return {key: sharded_like(value, sharded.get(key)) for key, value in whole.items()}
+    if isinstance(sharded, DTensor):
+        tensor = whole.to(sharded.device, sharded.dtype)
+        return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return whole
+
+
+def _mapped(state: Any, function: Callable[[Tensor], Any]) -> Any:
+    if isinstance(state, Tensor):
+        return function(state)
+    if isinstance(state, dict):
+        return {key: _mapped(value, function) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_mapped(value, function) for value in state]
+    return state

@@ -1,0 +1,145 @@
+"""One step of every method on some ranks under some strategy, and how far its update is from a single process's."""
+
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from embeddings.callbacks import GradCacheCallback
+from embeddings.common import ContrastiveBatch, TokenBatch
+from embeddings.common.mini_batches import take_texts
+from embeddings.common.packed_rows import Prediction
+from embeddings.losses import InfoNCE
+from embeddings.models import BackboneConfig, LoraSettings, Upcycling
+from embeddings.modules import (
+    CDEModule,
+    ContextSettings,
+    MaskedLMModule,
+    MGHCurriculumModule,
+    MoEEmbedModule,
+    NVEmbedModule,
+)
+from embeddings.training.schedule import Schedule
+from tests.helpers.contrastive import batch_of, random_records
+from tests.helpers.runs import backbone_folder
+from tests.models.language_models import language_model_folder
+from tests.modules.moe_modules import dense_folder
+
+# So large that what was there before is lost beside it, and the new weights are the gradient.
+RATE = 1e5
+
+Make = Callable[[], L.LightningModule]
+State = dict[str, Tensor]
+
+
+class SharedContext(CDEModule):
+    """Reads one context on all ranks, so that two ranks of B pairs are one of 2B."""
+
+    def choose_context(self, batch: ContrastiveBatch, batch_idx: int) -> TokenBatch:
+        """Five documents of the whole batch."""
+        return take_texts(batches("cde", None)[0].candidate, torch.arange(5))
+
+
+def write_models(folder: Path) -> None:
+    """What `methods` loads."""
+    backbone_folder(folder / "bert")
+    backbone_folder(folder / "mistral", "mistral")
+    dense_folder(folder / "dense")
+    language_model_folder(folder / "causal", "mistral")
+
+
+def methods(folder: Path) -> dict[str, Make]:
+    """Every method over a tiny model of the folder."""
+    bert, mistral, dense, causal = (str(folder / name) for name in ("bert", "mistral", "dense", "causal"))
+    options: dict[str, Any] = {
+        "optimizer": partial(torch.optim.SGD, lr=RATE),
+        "schedule": Schedule(warmup_steps=0, decay="constant"),
+        "seed": 0,
+    }
+    contrastive = options | {"loss": InfoNCE(temperature=0.1, gather_across_devices=True)}
+    decoder, lora = BackboneConfig(mistral, bidirectional=True), LoraSettings(rank=4, dropout=0.0)
+    recomputed = replace(decoder, gradient_checkpointing=True)
+    return {
+        "nv-embed": partial(NVEmbedModule, decoder, lora=lora, **contrastive),
+        "nv-embed, whole backbone": partial(NVEmbedModule, recomputed, **contrastive),
+        "mgh": partial(MGHCurriculumModule, decoder, lora=lora, **contrastive),
+        "moe": partial(MoEEmbedModule, BackboneConfig(dense), upcycling=Upcycling(num_experts=4), **contrastive),
+        "cde": partial(SharedContext, BackboneConfig(bert), context=ContextSettings(num_context=5), **contrastive),
+        "language model": partial(MaskedLMModule, "causal", BackboneConfig(causal), **options),
+    }
+
+
+def batches(method: str, rank: int | None) -> list[Any]:
+    """Two batches: a rank's half of each, the second rank's texts longer, or the whole for rank None."""
+    found: list[Any] = []
+    for seed in (5, 7):
+        if method == "language model":
+            ids_NL = torch.randint(10, 300, (4, 12), generator=torch.Generator().manual_seed(seed))
+            ids_NL = ids_NL if rank is None else ids_NL[2 * rank : 2 * rank + 2]
+            place_P = torch.arange(ids_NL.numel()).view(ids_NL.shape)[:, :-1].flatten()
+            found.append(Prediction(ids_NL, torch.zeros_like(ids_NL), place_P, ids_NL[:, 1:].flatten(), False))
+        else:
+            records = random_records(4, 1, seed=seed) + random_records(4, 1, seed=seed + 1, longest=25)
+            found.append(batch_of(records if rank is None else records[4 * rank : 4 * rank + 4]))
+    return found
+
+
+def one_update(make: Make, data: list[Any], strategy: Any, devices: int, cached: bool, **options: Any) -> State:
+    """The weights after one update from two accumulated batches, on every rank."""
+    torch.manual_seed(0)
+    module = make().train()
+    callbacks: list[L.Callback] = [GradCacheCallback(mini_batch_tokens=60, kept_fraction=0.4)] if cached else []
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_steps=1,
+        accumulate_grad_batches=2,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **options,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You defined a `validation_step`")
+        trainer.fit(module, DataLoader(data, batch_size=None))
+    whole = getattr(trainer.strategy, "whole_weights", None)
+    if whole is None:
+        return {name: value.detach().clone() for name, value in module.named_parameters()}
+    with whole():
+        return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def relative_error(found: State, expected: State, start: State) -> float:
+    """The distance of two updates over the length of the expected one."""
+    assert found.keys() == expected.keys()
+    moved = sum(float((expected[name] - start[name]).double().square().sum()) for name in expected)
+    apart = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
+    return (apart / moved) ** 0.5
+
+
+def be_launched(rank: int) -> None:
+    """Have Lightning take this process for one of two that were started from outside."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2", RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    port = [_free_port() if rank == 0 else 0]
+    dist.broadcast_object_list(port)
+    os.environ["MASTER_PORT"] = str(port[0])
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

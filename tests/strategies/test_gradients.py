@@ -1,0 +1,97 @@
+"""Every method under every strategy on two gloo ranks, plain and under GradCache: the gradient of a single process."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy
+
+from embeddings.common import UserError
+from embeddings.strategies import FSDP2Strategy
+from tests.helpers.ranks import run_on_two_ranks
+from tests.strategies.cpu_zero import CpuZero
+from tests.strategies.fits import batches, be_launched, methods, one_update, relative_error, write_models
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": DDPStrategy,
+    "fsdp2": FSDP2Strategy,
+    "zero 1": partial(CpuZero, stage=1),
+    "zero 2": partial(CpuZero, stage=2),
+    "zero 3": partial(CpuZero, stage=3),
+}
+METHODS = ("nv-embed", "nv-embed, whole backbone", "mgh", "moe", "cde", "language model")
+REFUSED = ("cde", "zero 1", True)
+ALL = [
+    (method, strategy, cached)
+    for method in METHODS
+    for strategy in STRATEGIES
+    for cached in (False, True)
+    if not (cached and method == "language model") and (method, strategy, cached) != REFUSED
+]
+# Under DDP and on a whole decoder most of it is tested elsewhere.
+SLOW = [case for case in ALL if case[0] == METHODS[1] or case[1] in ("ddp", "zero 1")]
+CASES = [case for case in ALL if case not in SLOW]
+
+
+def updates(folder: Path, cases: list[tuple[str, str, bool]], rank: int) -> dict[Any, Any]:
+    be_launched(rank)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    made, found = methods(folder), {}
+    for method, strategy, cached in cases:
+        own = batches(method, rank)
+        found[method, strategy, cached] = one_update(made[method], own, STRATEGIES[strategy](), 2, cached)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    write_models(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[Any, Any]]:
+    return run_on_two_ranks(partial(updates, folder, CASES))
+
+
+@pytest.fixture(scope="module")
+def found_slowly(folder: Path) -> list[dict[Any, Any]]:
+    return run_on_two_ranks(partial(updates, folder, SLOW))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Any]:
+    """Of each method its weights before, and after a plain update of a single process with the whole batches."""
+    made, weights = methods(folder), {}
+    for name, make in made.items():
+        start = {key: value.detach().clone() for key, value in make().named_parameters()}
+        weights[name] = start, one_update(make, batches(name, None), "auto", 1, cached=False)
+    return weights
+
+
+@pytest.mark.parametrize(("method", "strategy", "cached"), CASES)
+def test_two_ranks_have_the_gradient_of_one_process_with_both_their_batches(
+    method: str, strategy: str, cached: bool, found: list[dict[Any, Any]], expected: dict[str, Any]
+) -> None:
+    start, after = expected[method]
+    for of_rank in found:
+        assert relative_error(of_rank[method, strategy, cached], after, start) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "strategy", "cached"), SLOW)
+def test_so_have_they_under_the_other_strategies(
+    method: str, strategy: str, cached: bool, found_slowly: list[dict[Any, Any]], expected: dict[str, Any]
+) -> None:
+    start, after = expected[method]
+    for of_rank in found_slowly:
+        assert relative_error(of_rank[method, strategy, cached], after, start) < 1e-6
+
+
+def test_two_stages_under_gradcache_are_refused_where_zero_1_loses_one(folder: Path) -> None:
+    make = methods(folder)["cde"]
+    with pytest.raises(UserError, match=r"ZeRO-1 loses the gradients of the second stage.*stage to 2"):
+        one_update(make, batches("cde", None), CpuZero(stage=1), 1, cached=True)
