@@ -5,18 +5,23 @@ from pathlib import Path
 import lightning as L
 import torch
 
+from embeddings.callbacks.whole_weights import cuts_weights
 from embeddings.common.log import logger
 
 
 def load_best(trainer: L.Trainer, module: L.LightningModule) -> None:
     """Load the best checkpoint into the module: that of the first `ModelCheckpoint` with a `monitor`, if there is one.
 
-    Without such a checkpoint the module keeps its last weights.
+    Without such a checkpoint the module keeps its last weights. Where weights are cut over the ranks, each loads its
+    own part.
     """
     monitored = [kept for kept in trainer.checkpoint_callbacks if getattr(kept, "monitor", None) is not None]
     path = getattr(monitored[0], "best_model_path", "") if monitored else ""
     if not path or not Path(path).is_file():
         return
-    state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    module.load_state_dict(state)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if cuts_weights(trainer):
+        trainer.strategy.load_model_state_dict(state)
+    else:
+        module.load_state_dict(state["state_dict"])
     logger.info("best checkpoint: %s", path)

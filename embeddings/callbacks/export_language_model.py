@@ -3,6 +3,7 @@
 import lightning as L
 
 from embeddings.callbacks.best_checkpoint import load_best
+from embeddings.callbacks.whole_weights import cuts_weights, whole_weights
 from embeddings.common import UserError
 from embeddings.common.log import logger
 from embeddings.models import LanguageModel
@@ -37,13 +38,15 @@ class ExportLanguageModel(L.Callback):
             self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the directory, on rank 0."""
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        """Write the directory, on rank 0; the others take part where weights are cut."""
+        if trainer.fast_dev_run or not (trainer.is_global_zero or cuts_weights(trainer)):  # type: ignore[attr-defined]
             return
         if self.best:
             load_best(trainer, pl_module)
-        self._language_model(pl_module).save_pretrained(self.output)
-        logger.info("language model: %s", self.output)
+        with whole_weights(trainer):
+            if trainer.is_global_zero:
+                self._language_model(pl_module).save_pretrained(self.output)
+                logger.info("language model: %s", self.output)
 
     def _language_model(self, module: L.LightningModule) -> LanguageModel:
         found = getattr(module, "language_model", None)

@@ -6,6 +6,7 @@ import lightning as L
 
 from embeddings.callbacks.best_checkpoint import load_best
 from embeddings.callbacks.embedder_of import embedder_of
+from embeddings.callbacks.whole_weights import cuts_weights, whole_weights
 from embeddings.common import TextSettings
 from embeddings.common.log import logger
 from embeddings.models.directory import require_folder_or_nothing
@@ -55,15 +56,17 @@ class ExportModel(L.Callback):
             self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the directory, on rank 0."""
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        """Write the directory, on rank 0; the others take part where weights are cut."""
+        if trainer.fast_dev_run or not (trainer.is_global_zero or cuts_weights(trainer)):  # type: ignore[attr-defined]
             return
         embedder = embedder_of(pl_module, self)
         if self.best:
             load_best(trainer, pl_module)
         embedder.text = self._with_lengths(embedder.text)
-        embedder.save_pretrained(self.output)
-        logger.info("model directory: %s", self.output)
+        with whole_weights(trainer):
+            if trainer.is_global_zero:
+                embedder.save_pretrained(self.output)
+                logger.info("model directory: %s", self.output)
 
     def _with_lengths(self, text: TextSettings) -> TextSettings:
         return replace(

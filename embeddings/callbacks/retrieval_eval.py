@@ -3,6 +3,7 @@
 import lightning as L
 
 from embeddings.callbacks.embedder_of import embedder_of
+from embeddings.callbacks.whole_weights import cuts_weights
 from embeddings.common import OptionError
 from embeddings.evaluation import RetrievalFolder, evaluate_widths, read_retrieval_folder
 from embeddings.inference import Encoder, require_context_size
@@ -79,7 +80,8 @@ class RetrievalEvaluation(L.Callback):
         assert self._data is not None
         self._scored_step = trainer.global_step
         scores: dict[str, float] | None = None
-        if trainer.is_global_zero:
+        # Where weights are cut each rank encodes the same texts, since a forward needs all of them.
+        if trainer.is_global_zero or cuts_weights(trainer):
             encoder = Encoder(embedder_of(pl_module, self))
             size = encoder.num_context if self.context_size is None else self.context_size
             widths = [encoder.embedding_dim, *encoder.embedder.trained_widths]

@@ -266,8 +266,10 @@ class Encoder:
         modes = [(module, module.training) for module in self.embedder.modules()]
         self.embedder.eval()
         low = self.dtype != torch.float32
+        # What FSDP2 gathers inside an inference mode could not be trained on afterwards.
+        no_gradients = torch.no_grad() if hasattr(self.embedder, "unshard") else torch.inference_mode()
         try:
-            with torch.inference_mode(), torch.autocast(self.device.type, self.dtype if low else None, enabled=low):
+            with no_gradients, torch.autocast(self.device.type, self.dtype if low else None, enabled=low):
                 yield
         finally:
             _restore(modes)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import StateDict
 
 from embeddings.common import ContrastiveBatch, LossOutput
 from embeddings.training import GradCache
-from embeddings.training.sharding import sharded_like, unsharded, whole_state
+from embeddings.training.sharding import sharded_like, whole_parameters, whole_state
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -50,9 +50,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_environment()
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """A context in which every rank has all weights, for what is written; no forward may run inside."""
+        """A context in which rank 0 has all weights, for what is written; no forward may run inside."""
         assert self.model is not None
-        return unsharded(self.model)
+        return whole_parameters(self.model, keep=self.is_global_zero)
 
     def cached_forward_backward(
         self, engine: GradCache, module: Any, batch: ContrastiveBatch, scale: float, is_last: bool

@@ -1,16 +1,20 @@
 """DeepSpeed's ZeRO under Lightning, for plain steps and for GradCache."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embeddings.common import ContrastiveBatch, LossOutput, Representations, TokenBatch
+from embeddings.strategies import zero_state
 from embeddings.strategies.fsdp import TIMEOUT
 from embeddings.training import GradCache
 from embeddings.training.sharding import make_contiguous
@@ -21,6 +25,9 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     The gradient is DDP's, with accumulation and under GradCache too. There each mini-batch's forward goes through
     DeepSpeed's engine, since the training step as a whole does not.
+
+    A checkpoint is one file with whole tensors, as a single process writes it, and none of DeepSpeed's own: it goes on
+    under any strategy and on any number of ranks. The first rank's memory has to hold it.
 
     Args:
         stage: What is cut.
@@ -61,16 +68,50 @@ class ZeroStrategy(DeepSpeedStrategy):
         super().setup(trainer)
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """A context in which every rank has all weights, for what is written; no forward may run inside."""
-        if not self.shards_weights:
-            return nullcontext()
-        import deepspeed
-
+        """A context in which the ranks have all weights, for what is written; no forward may run inside."""
         assert self.lightning_module is not None
-        context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
-            list(self.lightning_module.parameters())
-        )
-        return context
+        return zero_state.gathered(list(self.lightning_module.parameters()))
+
+    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Optimizer | None, *args: Any) -> Any:
+        # DeepSpeed takes the parameters out of the groups.
+        assert optimizer is not None
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        return super()._setup_model_and_optimizer(model, optimizer, *args)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole weights, on rank 0; None in their place on the others."""
+        assert self.lightning_module is not None
+        return dict(zero_state.weights(self.lightning_module, keep=self.is_global_zero))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this rank's part of the weights."""
+        assert self.lightning_module is not None
+        zero_state.set_weights(self.lightning_module, checkpoint["state_dict"])
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimiser's whole state, as that of a single process, on rank 0."""
+        zero = self.deepspeed_engine.optimizer
+        return zero_state.optimizer_state(zero, self._groups, keep=self.is_global_zero)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Yes: by `load_optimizer_state_dict`."""
+        return True
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this rank's part of the optimiser's state."""
+        (state,) = checkpoint["optimizer_states"]
+        zero_state.set_optimizer_state(self.deepspeed_engine.optimizer, self._groups, state)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write the file, on rank 0."""
+        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the file, on every rank."""
+        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's step, inside the engine's forward unless GradCache calls that one for each mini-batch."""

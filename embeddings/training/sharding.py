@@ -45,19 +45,34 @@ def layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def unsharded(module: nn.Module) -> Iterator[None]:
-    """Have all weights whole, on every rank.
+def whole_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
+    """Have whole parameters, in the memory of the processor, in place of the cut ones; no forward may run inside.
 
-    Distributed: an all-gather a group; every rank must take part. Forwards inside would shard them again.
+    Args:
+        module: The sharded module.
+        keep: Whether this rank wants them; it takes part in the gathers all the same.
+
+    Distributed: an all-gather a parameter, one after another.
     """
-    groups = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    for group in groups:
-        group.unshard()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    named: list[tuple[nn.Module, str, Any]] = [
+        (part, name, value) for part in module.modules() for name, value in part._parameters.items()
+    ]
+    cut = [(part, name, value) for part, name, value in named if isinstance(value, DTensor)]
+    whole: dict[Any, nn.Parameter] = {}
+    for _, _, value in cut:
+        if value not in whole:
+            tensor = whole_state(value.detach(), keep)
+            whole[value] = nn.Parameter(tensor, value.requires_grad) if keep else value
     try:
+        for part, name, value in cut:
+            part._parameters[name] = whole[value]
         yield
     finally:
-        for group in groups:
-            group.reshard()
+        for part, name, value in cut:
+            part._parameters[name] = value
 
 
 def whole_state(state: Any, keep: bool) -> Any:

@@ -4,6 +4,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,9 @@ from embeddings.modules import (
     MoEEmbedModule,
     NVEmbedModule,
 )
+from embeddings.strategies import ZeroStrategy
 from embeddings.training.schedule import Schedule
+from embeddings.training.sharding import whole_state
 from tests.helpers.contrastive import batch_of, random_records
 from tests.helpers.runs import backbone_folder
 from tests.models.language_models import language_model_folder
@@ -94,18 +97,42 @@ def batches(method: str, rank: int | None) -> list[Any]:
     return found
 
 
-def one_update(make: Make, data: list[Any], strategy: Any, devices: int, cached: bool, **options: Any) -> State:
+def one_update(make: Make, data: list[Any], strategy: Any, devices: int, cached: bool) -> State:
     """The weights after one update from two accumulated batches, on every rank."""
+    callbacks: list[L.Callback] = [GradCacheCallback(mini_batch_tokens=60, kept_fraction=0.4)] if cached else []
+    options = {"callbacks": callbacks, "accumulate_grad_batches": 2}
+    return train(make, data, strategy, devices, 1, **options)
+
+
+def train(
+    make: Make,
+    data: list[Any],
+    strategy: Any,
+    devices: int,
+    steps: int,
+    start: Path | None = None,
+    output: Path | None = None,
+    **options: Any,
+) -> State:
+    """The weights after some steps, on every rank.
+
+    Args:
+        make: Makes the module.
+        data: The batches of an epoch.
+        strategy: Lightning's.
+        devices: The number of ranks.
+        steps: Where training ends.
+        start: The checkpoint to go on from.
+        output: Where to write one at the end.
+        **options: The trainer's.
+    """
     torch.manual_seed(0)
     module = make().train()
-    callbacks: list[L.Callback] = [GradCacheCallback(mini_batch_tokens=60, kept_fraction=0.4)] if cached else []
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
         strategy=strategy,
-        max_steps=1,
-        accumulate_grad_batches=2,
-        callbacks=callbacks,
+        max_steps=steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -115,12 +142,12 @@ def one_update(make: Make, data: list[Any], strategy: Any, devices: int, cached:
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You defined a `validation_step`")
-        trainer.fit(module, DataLoader(data, batch_size=None))
-    whole = getattr(trainer.strategy, "whole_weights", None)
-    if whole is None:
-        return {name: value.detach().clone() for name, value in module.named_parameters()}
-    with whole():
-        return {name: value.detach().clone() for name, value in module.named_parameters()}
+        trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=start)
+    if output is not None:
+        trainer.save_checkpoint(output)
+    with trainer.strategy.whole_weights() if isinstance(trainer.strategy, ZeroStrategy) else nullcontext():
+        found: State = whole_state({name: value.detach() for name, value in module.named_parameters()}, keep=True)
+        return {name: value.clone() for name, value in found.items()}
 
 
 def relative_error(found: State, expected: State, start: State) -> float:

@@ -1,0 +1,56 @@
+"""The command line under strategies that cut the weights: scores, the best checkpoint, a resumed run, the export."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.runs import run_config, write_config, write_retrieval_folder
+
+DDP = {"class_path": "lightning.pytorch.strategies.DDPStrategy"}
+FSDP2 = {"class_path": "embeddings.strategies.FSDP2Strategy", "init_args": {"process_group_backend": "gloo"}}
+ZERO_3 = {"class_path": "tests.strategies.cpu_zero.CpuZero", "init_args": {"stage": 3, "process_group_backend": "gloo"}}
+
+
+def fit(folder: Path, config: dict[str, Any], *extra: str) -> None:
+    path = write_config(folder, config)
+    environment = {**os.environ, "EMBED_IMPORTS": "tests", "DS_ACCELERATOR": "cpu"}
+    words = [sys.executable, "main.py", "fit", "--config", path, *extra]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def config_of(folder: Path, scores: Path, strategy: dict[str, Any]) -> dict[str, Any]:
+    folder.mkdir()
+    config = run_config(folder)
+    kept = {"monitor": "val/ndcg_at_10", "mode": "max", "every_n_train_steps": 2, "save_last": True}
+    callbacks = {
+        "embeddings.callbacks.GradCacheCallback": {"mini_batch_tokens": 64},
+        "embeddings.callbacks.RetrievalEvaluation": {"folder": str(scores), "every_n_steps": 2},
+        "lightning.pytorch.callbacks.ModelCheckpoint": {**kept, "dirpath": str(folder / "kept")},
+        "embeddings.callbacks.ExportModel": {"output": str(folder / "model")},
+    }
+    config["trainer"] |= {
+        "devices": 2,
+        "strategy": strategy,
+        "callbacks": [{"class_path": path, "init_args": arguments} for path, arguments in callbacks.items()],
+    }
+    return config
+
+
+@pytest.mark.parametrize("strategy", [FSDP2, pytest.param(ZERO_3, marks=pytest.mark.slow)], ids=["fsdp2", "zero 3"])
+def test_a_run_that_was_cut_short_exports_what_ddp_does(strategy: dict[str, Any], tmp_path: Path) -> None:
+    scores = write_retrieval_folder(tmp_path / "retrieval")
+    fit(tmp_path, config_of(tmp_path / "ddp", scores, DDP))
+    config = config_of(tmp_path / "cut", scores, strategy)
+    fit(tmp_path, config, "--trainer.max_steps=2", "--model.init_args.schedule.total_steps=4")
+    fit(tmp_path, config, f"--ckpt_path={tmp_path / 'cut' / 'kept' / 'last.ckpt'}")
+    found, expected = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("cut", "ddp"))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-4)
