@@ -60,7 +60,7 @@ def whole_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
     named: list[tuple[nn.Module, str, Any]] = [
         (part, name, value) for part in module.modules() for name, value in part._parameters.items()
     ]
-    cut = [(part, name, value) for part, name, value in named if isinstance(value, DTensor)]
+    cut: list[tuple[nn.Module, str, Any]] = [of for of in named if isinstance(of[2], DTensor)]
     whole: dict[Any, nn.Parameter] = {}
     for _, _, value in cut:
         if value not in whole:
