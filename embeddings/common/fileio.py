@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,11 +16,26 @@ from embeddings.common.errors import InputError
 VERSIONED_PACKAGES = ("embeddings", "torch", "transformers", "tokenizers", "lightning", "datasets", "peft", "numpy")
 
 
+# Told what a writer does next, by a word.
+Stage = Callable[[str], None]
+
+
+def unnoticed(stage: str) -> None:
+    """A `Stage` for which nothing is done."""
+
+
 @contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(
+    path: str | os.PathLike[str], verify: Callable[[Path], None] | None = None, on_stage: Stage = unnoticed
+) -> Iterator[Path]:
     """A temporary path beside `path`; on leaving without an error it is flushed to disk and renamed to `path`.
 
     After a crash at any point `path` holds either its old content or the whole new one.
+
+    Args:
+        path: The place.
+        verify: Called with the temporary path once it is on disk; if it raises, `path` keeps its old content.
+        on_stage: Told what comes next: "sync", "verify", "rename", "sync folder" and "done".
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -29,10 +44,17 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
+        on_stage("sync")
         fsync_path(temporary)
+        on_stage("verify")
+        if verify is not None:
+            verify(temporary)
         os.chmod(temporary, 0o666 & ~_umask())
+        on_stage("rename")
         os.replace(temporary, target)
+        on_stage("sync folder")
         fsync_path(target.parent)
+        on_stage("done")
     finally:
         temporary.unlink(missing_ok=True)
 
