@@ -1,0 +1,249 @@
+"""The one file that a checkpoint is: safetensors, with everything that is no tensor as JSON in the header.
+
+Reading it runs no code, whoever wrote it. A checksum stands beside each tensor and beside the JSON, so a file that was
+cut or has changed is known. Any program that reads safetensors finds the tensors, each under its path
+(`state_dict/embedder.backbone…`, `optimizer_states/0/state/0/exp_avg`).
+"""
+
+import errno
+import glob
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from embeddings.common.errors import InputError
+from embeddings.common.fileio import Stage, atomic_path, unnoticed
+from embeddings.common.plain_content import PackedContent, unpack
+
+FORMAT, VERSION = "embeddings checkpoint", 1
+# What readers of safetensors take.
+LARGEST_HEADER_BYTES = 100_000_000
+
+_PIECE_BYTES = 4 * 2**20
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# How torch.save's files begin, the new ones and the old.
+_PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor's place in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return _DTYPES[self.dtype].itemsize * torch.Size(self.shape).numel()
+
+    def checksum(self) -> xxhash.xxh3_64:
+        """A checksum to which the tensor's bytes are still to be added: what they mean belongs to it."""
+        return xxhash.xxh3_64(f"{self.dtype}{list(self.shape)}".encode())
+
+
+def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_stage: Stage = unnoticed) -> None:
+    """Write a checkpoint beside its place, wait for the disk, read it back, and only then give it its name.
+
+    After a crash at any point the name has the old checkpoint or the whole new one.
+
+    Args:
+        packed: The content.
+        path: The file.
+        on_stage: Told what comes next: "write" (a temporary file), "header" (its last bytes), "sync" (to disk),
+            "verify", "rename", "sync folder" and "done".
+
+    Raises:
+        InputError: If the content is none that the file can hold.
+        OSError: If it cannot be written, or what is read back differs; the old file is left, and no other.
+    """
+    path = Path(path)
+    entries = _entries(packed.tensors)
+    header_bytes = len(_header(packed.tree, entries, dict.fromkeys(packed.tensors, "0" * 16)))
+    num_bytes = header_bytes + sum(entry.num_bytes for entry in entries)
+    # What a process that was killed had begun under this name.
+    for rest in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        rest.unlink(missing_ok=True)
+    try:
+        with atomic_path(path, _verify, on_stage) as temporary:
+            on_stage("write")
+            _write(packed, entries, header_bytes, temporary, on_stage)
+    except OSError as error:
+        error.filename = str(path)
+        if error.errno in _NO_SPACE:
+            free = shutil.disk_usage(path.parent).free
+            error.strerror = f"{error.strerror}: {num_bytes:,} bytes are needed and {free:,} available"
+        raise
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a checkpoint, its tensors in main memory, every byte checked.
+
+    Raises:
+        InputError: If the file is no checkpoint of this library, of a later version, cut or damaged.
+        OSError: If it cannot be read.
+    """
+    return _checked(Path(path), is_kept=True)
+
+
+def inspect_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content with empty tensors in the place of tensors; every byte is checked all the same.
+
+    Raises:
+        InputError: If the file is no checkpoint of this library, of a later version, cut or damaged.
+        OSError: If it cannot be read.
+    """
+    return _checked(Path(path), is_kept=False)
+
+
+class _DamagedError(ValueError):
+    """What is wrong with a file."""
+
+
+def _entries(tensors: Mapping[str, Tensor]) -> list[_Entry]:
+    """The tensors in the order of the file: the widest numbers first, so that each begins at a multiple of its size."""
+    found = []
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise InputError(f"checkpoint, tensor {name}", f"has the dtype {tensor.dtype}", "save it as another dtype")
+        found.append(_Entry(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+    return found
+
+
+def _header(tree: Any, entries: list[_Entry], checksums: Mapping[str, str]) -> bytes:
+    """The file up to the first tensor; its length does not depend on the checksums."""
+    content = json.dumps({"tree": tree, "xxh3_64": dict(checksums)}, separators=(",", ":"), allow_nan=False)
+    checksum = xxhash.xxh3_64_hexdigest(content.encode())
+    metadata = {"format": FORMAT, "version": str(VERSION), "xxh3_64": checksum, "content": content}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.num_bytes
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    if len(text) > LARGEST_HEADER_BYTES:
+        what = f"holds {len(text):,} bytes besides tensors, {LARGEST_HEADER_BYTES:,} at most"
+        raise InputError("checkpoint", what, "keep what is large in tensors")
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write(packed: PackedContent, entries: list[_Entry], start: int, path: Path, on_stage: Stage) -> None:
+    """Write the tensors from a byte on, and then the header, which has their checksums."""
+    checksums = {}
+    handle = os.open(path, os.O_WRONLY)
+    try:
+        os.lseek(handle, start, os.SEEK_SET)
+        for entry in entries:
+            content, checksum = _bytes_of(packed.tensors[entry.name].cpu()), entry.checksum()
+            for piece in _pieces(content, entry.num_bytes):
+                checksum.update(piece)
+                _put(handle, piece)
+            checksums[entry.name] = checksum.hexdigest()
+        on_stage("header")
+        os.lseek(handle, 0, os.SEEK_SET)
+        _put(handle, memoryview(_header(packed.tree, entries, checksums)))
+    finally:
+        os.close(handle)
+
+
+def _put(handle: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(handle, content) :]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, in place where they lie in one piece."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _pieces(memory: memoryview, num_bytes: int) -> Iterator[memoryview]:
+    """So many bytes of a memory, piece by piece; where it is smaller, its beginning again and again."""
+    for start in range(0, num_bytes, _PIECE_BYTES):
+        first = start if len(memory) >= num_bytes else 0
+        yield memory[first : first + min(_PIECE_BYTES, num_bytes - start)]
+
+
+def _verify(path: Path) -> None:
+    """Check a file that is on disk by what the disk says of it."""
+    if hasattr(os, "posix_fadvise"):  # Linux: forget what memory has of it
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        inspect_checkpoint(path)
+    except InputError as error:
+        raise OSError(errno.EIO, "what the disk gave back is not what was written") from error
+
+
+def _checked(path: Path, is_kept: bool) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        try:
+            content = unpack(_read(file, path, is_kept))
+            if not isinstance(content, dict):
+                raise _DamagedError(f"holds a {type(content).__name__}, not a dict")
+            return content
+        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+            file.seek(0)
+            what = "is no checkpoint of this library, or a part of one"
+            if isinstance(error, _DamagedError):
+                what = str(error)
+            elif file.read(4) in _PICKLES:
+                what = "is a pickle, which could run code when it is read"
+            raise InputError(str(path), what, "give a whole .ckpt file that `main.py fit` wrote") from error
+
+
+def _read(file: BufferedReader, path: Path, is_kept: bool) -> PackedContent:
+    with safe_open(path, framework="numpy") as opened:
+        metadata = opened.metadata() or {}
+        slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+        entries = [_Entry(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
+    if metadata["format"] != FORMAT:
+        raise _DamagedError(f"is a file of {metadata['format']!r}, not of {FORMAT!r}")
+    if metadata["version"] != str(VERSION):
+        raise _DamagedError(f"is of version {metadata['version']} of its format, and this library reads {VERSION}")
+    if xxhash.xxh3_64_hexdigest(metadata["content"].encode()) != metadata["xxh3_64"]:
+        raise _DamagedError("is damaged in its header")
+    content = json.loads(metadata["content"])
+    file.seek(8 + struct.unpack("<Q", file.read(8))[0])
+    scratch = memoryview(bytearray(0 if is_kept else _PIECE_BYTES))
+    tensors = {}
+    for entry in entries:
+        tensor = torch.empty(entry.shape if is_kept else 0, dtype=_DTYPES[entry.dtype])
+        start, checksum = file.tell(), entry.checksum()
+        for piece in _pieces(_bytes_of(tensor) if is_kept else scratch, entry.num_bytes):
+            file.readinto(piece)
+            checksum.update(piece)
+        if checksum.hexdigest() != content["xxh3_64"][entry.name]:
+            raise _DamagedError(f"is damaged in {entry.name}, bytes {start:,} to {file.tell():,}")
+        tensors[entry.name] = tensor
+    return PackedContent(content["tree"], tensors)

@@ -1,0 +1,282 @@
+import errno
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+
+from embeddings.common import InputError, checkpoint_file
+from embeddings.common.checkpoint_file import inspect_checkpoint, read_checkpoint, write_checkpoint
+from embeddings.common.plain_content import pack
+
+DTYPES = list(checkpoint_file._DTYPES.values())
+STAGES = ["write", "header", "sync", "verify", "rename", "sync folder", "done"]
+
+
+def write(content, path):
+    write_checkpoint(pack(content), path)
+    return path
+
+
+def small():
+    return {"step": 3, "state_dict": {"a": torch.arange(3.0), "b": torch.tensor(True)}}
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_come_back_bit_for_bit(dtype, tmp_path):
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    table = raw.view(2, 3)
+    content = {"flat": raw, "turned": table.t(), "strided": raw[::2], "scalar": raw[4], "none": table[:, :0]}
+    found = read_checkpoint(write(content, tmp_path / "x.ckpt"))
+    for name, expected in content.items():
+        assert found[name].dtype == dtype
+        assert found[name].shape == expected.shape
+        assert bits(found[name]) == bits(expected)
+
+
+def test_numbers_that_are_none_and_parameters_come_back(tmp_path):
+    quiet = torch.tensor([0x7FC00001, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    weight = torch.nn.Parameter(torch.tensor([-0.0, torch.inf]))
+    found = read_checkpoint(write({"nan": quiet, "weight": weight}, tmp_path / "x.ckpt"))
+    assert torch.equal(found["nan"].view(torch.int32), quiet.view(torch.int32))
+    assert bits(found["weight"]) == bits(weight.detach())
+    assert not found["weight"].requires_grad
+
+
+def test_tensors_of_several_pieces_and_mixed_widths_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_file, "_PIECE_BYTES", 7)
+    content = {"a": torch.arange(5, dtype=torch.uint8), "b": torch.randn(9), "c": torch.arange(2)}
+    found = read_checkpoint(write(content, tmp_path / "x.ckpt"))
+    assert all(torch.equal(found[name], content[name]) for name in content)
+    inspected = inspect_checkpoint(tmp_path / "x.ckpt")
+    assert [tensor.numel() for tensor in inspected.values()] == [0, 0, 0]
+
+
+def test_what_is_read_is_nobody_elses_memory(tmp_path):
+    path = write(small(), tmp_path / "x.ckpt")
+    found = read_checkpoint(path)
+    found["state_dict"]["a"].fill_(9.0)
+    assert read_checkpoint(path)["state_dict"]["a"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_any_reader_of_safetensors_finds_the_tensors(tmp_path):
+    tied = torch.arange(3.0)
+    path = write({"state_dict": {"a": tied, "b": tied}, "c": torch.ones((), dtype=torch.float64)}, tmp_path / "x.ckpt")
+    found = load_file(path)
+    assert found["state_dict/a"].tolist() == [0.0, 1.0, 2.0]
+    assert sorted(found) == ["c", "state_dict/a"]
+    assert write({}, tmp_path / "y.ckpt").stat().st_size % 8 == 0
+
+
+def test_equal_contents_are_equal_files_and_little_more_than_their_tensors(tmp_path):
+    content = {"weight": torch.randn(100_000), "step": 1}
+    paths = [write(content, tmp_path / name) for name in ("a.ckpt", "b.ckpt")]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert paths[0].stat().st_size <= 1.02 * 400_000
+
+
+def test_the_stages_come_in_order_and_the_name_last(tmp_path, monkeypatch):
+    path, seen = write({"step": 1}, tmp_path / "x.ckpt"), []
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (seen.append(f"({read_checkpoint(old)})"), rename(old, new)))
+    write_checkpoint(pack({"step": 2}), path, lambda stage: seen.append(f"{stage} {read_checkpoint(path)['step']}"))
+    expected = [f"{stage} {1 if place < 5 else 2}" for place, stage in enumerate(STAGES)]
+    assert seen == [*expected[:5], "({'step': 2})", *expected[5:]]
+
+
+def test_a_write_that_is_not_read_back_as_it_was_keeps_the_old_one(tmp_path, monkeypatch):
+    path, real = write({"step": 1}, tmp_path / "x.ckpt"), os.write
+
+    def flips(handle, content):
+        return real(handle, bytes(content[:-1]) + bytes([content[-1] ^ 1]) if len(content) == 12 else content)
+
+    monkeypatch.setattr(os, "write", flips)
+    with pytest.raises(OSError, match="the disk gave back is not what was written") as failure:
+        write(small(), path)
+    assert (failure.value.errno, failure.value.filename) == (errno.EIO, str(path))
+    assert read_checkpoint(path) == {"step": 1}
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_what_a_killed_process_left_under_this_name_is_cleared_away(tmp_path):
+    for name in (".x.ckpt.abc123.tmp", ".x.ckpt-v1.abc123.tmp", ".y.ckpt.abc123.tmp"):
+        (tmp_path / name).touch()
+    write(small(), tmp_path / "x.ckpt")
+    assert sorted(os.listdir(tmp_path)) == [".x.ckpt-v1.abc123.tmp", ".y.ckpt.abc123.tmp", "x.ckpt"]
+
+
+class Failing:
+    """A function of `os` that fails at one of its calls."""
+
+    def __init__(self, name, call, code, monkeypatch):
+        self.real, self.left, self.code = getattr(os, name), call, code
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, *arguments):
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(self.code, os.strerror(self.code))
+        return self.real(*arguments)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize(("name", "calls"), [("write", 3), ("fsync", 2), ("replace", 1), ("open", 1)])
+def test_whatever_fails_a_whole_checkpoint_is_there_and_nothing_else(name, calls, code, tmp_path, monkeypatch):
+    path = write({"step": 1}, tmp_path / "x.ckpt")
+    for call in range(1, calls + 1):
+        with monkeypatch.context() as patch:
+            failing = Failing(name, call, code, patch)
+            with pytest.raises(OSError, match=r".") as failure:
+                write(small(), path)
+            assert failing.left == 0
+        assert (failure.value.errno, failure.value.filename) == (code, str(path))
+        has_space = code in (errno.EROFS, errno.EIO)
+        assert ("bytes are needed and " in failure.value.strerror) is not has_space
+        after_rename = (name, call) == ("fsync", 2)
+        assert read_checkpoint(path)["step"] == (3 if after_rename else 1)
+        assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 256 KiB; the test is skipped where none may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.skipif(shutil.which("mount") is None, reason="there is no mount")
+def test_a_full_disk_and_one_that_is_read_only_keep_the_old_checkpoint(small_disk):
+    path = write(small(), small_disk / "x.ckpt")
+    with pytest.raises(OSError, match=r"No space left on device: 400,\d{3} bytes are needed and 25\d,\d{3} available"):
+        write({"weight": torch.zeros(100_000)}, path)
+    assert os.listdir(small_disk) == ["x.ckpt"]
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(OSError, match="Read-only") as failure:
+        write({"step": 4}, path)
+    assert failure.value.filename == str(path)
+    assert read_checkpoint(path)["step"] == 3
+
+
+def refusal(path):
+    lines = []
+    for read in (read_checkpoint, inspect_checkpoint):
+        with pytest.raises(InputError) as error:
+            read(path)
+        lines.append(str(error.value))
+    assert lines[0] == lines[1]
+    assert lines[0].startswith(f"{path}: ")
+    assert lines[0].endswith("; give a whole .ckpt file that `main.py fit` wrote")
+    return lines[0]
+
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path):
+    path = write(small(), tmp_path / "x.ckpt")
+    whole, chance = path.read_bytes(), random.Random(0)
+    assert read_checkpoint(path)["step"] == 3
+    for place in range(len(whole)):
+        for bit in chance.sample(range(8), 2):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            refusal(path)
+
+
+def test_a_file_that_is_cut_or_longer_is_found(tmp_path):
+    path = write(small(), tmp_path / "x.ckpt")
+    whole = path.read_bytes()
+    for end in range(len(whole)):
+        path.write_bytes(whole[:end])
+        refusal(path)
+    path.write_bytes(whole + b"\0")
+    refusal(path)
+
+
+def test_damage_is_named_by_tensor_and_bytes(tmp_path):
+    path = write(small(), tmp_path / "x.ckpt")
+    whole = bytearray(path.read_bytes())
+    whole[-2] ^= 4  # the last byte is the truth value's
+    path.write_bytes(whole)
+    assert f"is damaged in state_dict/a, bytes {len(whole) - 13:,} to {len(whole) - 1:,};" in refusal(path)
+
+
+@pytest.mark.parametrize(("old", "new"), [(b"[2,3]", b"[3,2]"), (b'"F32"', b'"I32"'), (b'"b":{', b'"c":{')])
+def test_a_header_that_says_something_else_of_the_same_bytes_is_found(old, new, tmp_path):
+    path = write({"b": torch.ones(2, 3)}, tmp_path / "x.ckpt")
+    whole = path.read_bytes()
+    assert whole.count(old) == 1
+    path.write_bytes(whole.replace(old, new))
+    refusal(path)
+
+
+class Payload:
+    def __reduce__(self):
+        return (open, ("canary", "w"))
+
+
+def crafted(path, tree, **metadata):
+    """A file whose checksums are right, whatever it holds."""
+    content = json.dumps({"tree": tree, "xxh3_64": {}})
+    whole = {"format": "embeddings checkpoint", "version": "1", "content": content, **metadata}
+    header = json.dumps(
+        {"__metadata__": {"xxh3_64": xxhash.xxh3_64_hexdigest(whole["content"].encode()), **whole}}
+    ).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    return path
+
+
+STRANGERS = {
+    "torch.save": lambda p: torch.save({"state_dict": Payload()}, p),
+    "torch.save, old": lambda p: torch.save({"x": Payload()}, p, _use_new_zipfile_serialization=False),
+    "other weights": lambda p: save_file({"a": torch.ones(1)}, p),
+    "other format": lambda p: save_file({"a": torch.ones(1)}, p, metadata={"format": "pt"}),
+    "future version": lambda p: crafted(p, {}, version="2"),
+    "huge header": lambda p: p.write_bytes(struct.pack("<Q", 2**40) + b"{}"),
+    "empty": lambda p: p.write_bytes(b""),
+    "a list": lambda p: crafted(p, [1]),
+    "no content": lambda p: crafted(p, {}, content="[]"),
+    "deep": lambda p: crafted(p, {}, content="[" * 100_000),
+    "deep in tags": lambda p: crafted(
+        p, {}, content='{"tree":' + '{"!tuple":[' * 3000 + "]}" * 3000 + ',"xxh3_64":{}}'
+    ),
+    "unknown tag": lambda p: crafted(p, {"a": {"!instance": "os.system"}}),
+    "missing tensor": lambda p: crafted(p, {"a": {"!tensor": "b"}}),
+}
+SAYS = {
+    "torch.save": "is a pickle, which could run code when it is read",
+    "torch.save, old": "is a pickle, which could run code when it is read",
+    "other format": "is a file of 'pt', not of 'embeddings checkpoint'",
+    "future version": "is of version 2 of its format, and this library reads 1",
+    "a list": "holds a list, not a dict",
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_strangers_file_is_refused_in_one_line_and_runs_nothing(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "x.ckpt"
+    STRANGERS[kind](path)
+    line = refusal(path)
+    assert SAYS.get(kind, "is no checkpoint of this library, or a part of one") in line
+    assert "\n" not in line
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_what_the_file_cannot_hold_is_refused_and_nothing_is_written(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"checkpoint, tensor x/0: has the dtype torch\.complex128"):
+        write({"x": [torch.zeros(1, dtype=torch.complex128)]}, tmp_path / "x.ckpt")
+    monkeypatch.setattr(checkpoint_file, "LARGEST_HEADER_BYTES", 1000)
+    with pytest.raises(InputError, match="besides tensors, 1,000 at most; keep what is large in tensors"):
+        write({"x": ["word"] * 1000}, tmp_path / "x.ckpt")
+    assert os.listdir(tmp_path) == []
