@@ -9,6 +9,7 @@ import torch
 
 from embeddings.cli.app import run_trainer
 from embeddings.cli.main import main
+from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached
 from tests.helpers.runs import run_config, write_config, write_retrieval_folder
@@ -59,7 +60,7 @@ def test_train_score_save_search_and_evaluate(kind, tmp_path, capsys):
     assert main(["export", "--checkpoint", str(last), "--output", str(tmp_path / "exported")]) == 0
     from embeddings.inference import Encoder
 
-    cli.model.load_state_dict(torch.load(last, weights_only=True)["state_dict"])
+    cli.model.load_state_dict(read_checkpoint(last)["state_dict"])
     trained = Encoder(cli.model.embedder, precision="float32").encode(["pad the fox", "two"])
     exported = Encoder.from_pretrained(str(tmp_path / "exported"), precision="float32").encode(["pad the fox", "two"])
     assert np.abs(trained - exported).max() <= 1e-5

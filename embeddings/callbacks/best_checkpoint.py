@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import lightning as L
-import torch
 
+from embeddings.callbacks.durable_checkpoints import finish_writing
 from embeddings.callbacks.whole_weights import cuts_weights
 from embeddings.common.log import logger
 
@@ -17,9 +17,12 @@ def load_best(trainer: L.Trainer, module: L.LightningModule) -> None:
     """
     monitored = [kept for kept in trainer.checkpoint_callbacks if getattr(kept, "monitor", None) is not None]
     path = getattr(monitored[0], "best_model_path", "") if monitored else ""
+    finish_writing(trainer)
+    if cuts_weights(trainer):
+        trainer.strategy.barrier()
     if not path or not Path(path).is_file():
         return
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = trainer.strategy.checkpoint_io.load_checkpoint(path)
     if cuts_weights(trainer):
         trainer.strategy.load_model_state_dict(state)
     else:

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from embeddings.callbacks.durable_checkpoints import finish_writing
 from embeddings.common import PreemptedError
 from embeddings.common.distributed import reduce_int
 from embeddings.common.stopping import answer, stop_request
@@ -104,6 +105,7 @@ def _write_checkpoint(trainer: L.Trainer) -> Path:
     else:
         path = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / "last.ckpt"
     trainer.save_checkpoint(path)
+    finish_writing(trainer)
     return path
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
-from zipfile import is_zipfile
 
 import lightning as L
 import yaml
@@ -22,8 +21,8 @@ from embeddings.cli.errors import ConfigError, one_line, reason, with_way_out
 from embeddings.cli.given import Signature, check_names, check_nulls, config_paths, given_mappings, is_file
 from embeddings.cli.imports import restrict_imports
 from embeddings.cli.recipes import expand_recipe
-from embeddings.cli.resume import AUTO, keep_on_in_its_folder, newest_checkpoint
-from embeddings.common import OptionError, UserError
+from embeddings.cli.resume import AUTO, check_resumable, keep_on_in_its_folder, newest_checkpoint
+from embeddings.common import InputError, OptionError, UserError
 
 CKPT_KEYWORDS = ("best", "last", "hpc", AUTO)
 HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
@@ -86,6 +85,9 @@ class TrainerCLI(LightningCLI):
         self.goes_on = self.config.fit.ckpt_path == AUTO
         if self.goes_on:
             self.config.fit.ckpt_path = newest_checkpoint(self.config.fit.trainer.default_root_dir)
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the config as it is: Lightning would take arguments of the module from the checkpoint."""
 
     def instantiate_classes(self) -> None:
         """Make the module, the data module and the trainer.
@@ -219,15 +221,16 @@ def check_checkpoint(path: str | None) -> None:
     """Check the checkpoint to resume from, before anything is made.
 
     Raises:
-        ConfigError: If there is no such file, or it is no checkpoint.
+        ConfigError: If there is no such file, or training cannot go on from it.
     """
     if path is None or path in CKPT_KEYWORDS or ":" in path:
         return
-    fix = "give a run's last.ckpt, or leave it out to start anew"
     if not Path(path).exists():
-        raise ConfigError(f"--ckpt_path {path}: no such file; {fix}")
-    if Path(path).is_file() and not is_zipfile(path):
-        raise ConfigError(f"--ckpt_path {path}: is no checkpoint, or a part of one; {fix}")
+        raise ConfigError(f"--ckpt_path {path}: no such file; give a run's last.ckpt, or leave it out to start anew")
+    try:
+        check_resumable(Path(path))
+    except InputError as error:
+        raise ConfigError(f"--ckpt_path {error}") from error
 
 
 def forget_lists(earlier: Namespace, later: dict[str, Any]) -> None:

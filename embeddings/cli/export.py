@@ -18,11 +18,14 @@ def export(checkpoint: Path, output: Path) -> None:
         checkpoint: A `.ckpt` file that `fit` wrote.
         output: The directory to write; one that is there is replaced once the new one is whole.
     """
+    from embeddings.common.checkpoint_file import read_checkpoint
     from embeddings.models.directory import require_folder_or_nothing
     from embeddings.modules.base import ContrastiveModule
     from embeddings.modules.masked_lm import MaskedLMModule
 
     require_folder_or_nothing(output)
+    if not checkpoint.is_file():
+        raise InputError(str(checkpoint), "no such checkpoint file", "give the .ckpt file of a run under checkpoints/")
     state = read_checkpoint(checkpoint)
     config = state.get("run_config")
     if not isinstance(config, dict) or "model" not in config:
@@ -37,27 +40,6 @@ def export(checkpoint: Path, output: Path) -> None:
     module.on_load_checkpoint(state)
     (module.embedder if isinstance(module, ContrastiveModule) else module).save_pretrained(output)
     print(f"wrote {output}")
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint file, read as tensors and plain types only.
-
-    Raises:
-        InputError: If it is missing, truncated, or holds anything else.
-    """
-    import pickle
-
-    import torch
-
-    if not path.is_file():
-        raise InputError(str(path), "no such checkpoint file", "give the .ckpt file of a run under checkpoints/")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise InputError(str(path), f"is not a readable checkpoint: {error}", "use an older one") from error
-    if not isinstance(state, dict):
-        raise InputError(str(path), "is not a training checkpoint", "give a .ckpt file that `fit` wrote")
-    return state
 
 
 def build_module(model: dict[str, Any], checkpoint: Path) -> Any:

@@ -1,34 +1,69 @@
-"""`--ckpt_path auto`: where a run that SLURM starts again goes on."""
+"""Where a run goes on: `--ckpt_path FILE` checked before it begins, and `--ckpt_path auto`."""
 
 import os
+import sys
 from pathlib import Path
-from zipfile import is_zipfile
+from typing import TYPE_CHECKING
 
-import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+from embeddings.common import InputError
+from embeddings.common.slurm import is_first_process
+
+if TYPE_CHECKING:
+    import lightning as L
 
 AUTO = "auto"
 
+# What Lightning asks of a checkpoint to go on from; one of the weights alone lacks some.
+_RESUMED = {"pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"}
 
-def newest_checkpoint(folder: str | Path | None) -> str | None:
-    """The newest whole `last*.ckpt` at any depth of a folder, or None: the run then starts anew.
+
+def check_resumable(path: Path) -> None:
+    """Read a whole checkpoint, and check that training can go on from it.
 
     DeepSpeed's checkpoints are folders, and are taken for whole.
+
+    Raises:
+        InputError: If it is damaged, none of this library's, or one of the weights alone.
+    """
+    from embeddings.common.checkpoint_file import inspect_checkpoint
+
+    if path.is_dir():
+        return
+    missing = ", ".join(sorted(_RESUMED - inspect_checkpoint(path).keys()))
+    if missing:
+        what = f"cannot be gone on from, it holds no {missing}"
+        raise InputError(str(path), what, "give a run's last.ckpt, or leave it out to start anew")
+
+
+def newest_checkpoint(folder: str | Path | None) -> str | None:
+    """The newest `*.ckpt` at any depth of a folder from which training can go on, or None: the run then starts anew.
+
+    One that cannot be used is left out, with one line on standard error.
 
     Args:
         folder: `trainer.default_root_dir`, which should be this run's alone; None for the working folder.
     """
     # Lightning's own spelling of the folder, by which it knows a run's folder again.
     root = os.path.normpath(os.path.expanduser(folder or "."))
-    found = [path for path in Path(root).rglob("last*.ckpt") if path.is_dir() or is_zipfile(path)]
-    return str(max(found, key=lambda path: path.stat().st_mtime_ns)) if found else None
+    found = [path for path in Path(root).rglob("*.ckpt") if path.exists()]
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            check_resumable(path)
+        except InputError as error:
+            if is_first_process():
+                print(f"left out: {error}", file=sys.stderr)
+        else:
+            return str(path)
+    return None
 
 
-def keep_on_in_its_folder(trainer: L.Trainer, checkpoint: str) -> None:
+def keep_on_in_its_folder(trainer: "L.Trainer", checkpoint: str) -> None:
     """Have the run keep its next checkpoints beside the one that it goes on from.
 
     A logger takes a new folder each time. In another folder Lightning would forget which checkpoints were the best.
     """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     for kept in trainer.checkpoint_callbacks:
         if isinstance(kept, ModelCheckpoint) and kept.dirpath is None:
             kept.dirpath = str(Path(checkpoint).parent)

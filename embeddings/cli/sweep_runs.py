@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embeddings.cli.given import unfolded
+from embeddings.cli.resume import newest_checkpoint
 from embeddings.cli.sweep_points import Point, Sweep
 from embeddings.common import InputError
 from embeddings.common.fileio import write_json
@@ -173,7 +174,7 @@ def train(run: Run, lock: int | None) -> Ending:
     """
     start = time.monotonic()
     checkpoint = newest_checkpoint(run.folder)
-    words = [*run.words, *(["--ckpt_path", str(checkpoint)] if checkpoint else [])]
+    words = [*run.words, *(["--ckpt_path", checkpoint] if checkpoint else [])]
     if checkpoint:
         print(f"resumed from {checkpoint}", flush=True)
     ending = run_process([sys.executable, str(MAIN), *words], [] if lock is None else [lock])
@@ -182,7 +183,7 @@ def train(run: Run, lock: int | None) -> Ending:
             "point": run.point,
             "command": run.line(),
             "seconds": round(time.monotonic() - start, 1),
-            "resumed_from": str(checkpoint) if checkpoint else None,
+            "resumed_from": checkpoint,
             "commit": _commit(run.folder),
             "metrics": summaries(run.folder),
         }
@@ -219,12 +220,6 @@ def run_process(words: Sequence[str], inherited: Sequence[int]) -> Ending:
         for number, handler in before.items():
             signal.signal(number, handler)
     return Ending(code if code >= 0 else 128 - code, tuple(received))
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder that training can go on from: whole, and with the optimiser's state."""
-    paths = [path for path in folder.rglob("*.ckpt") if path.is_file()]
-    return next((path for path in sorted(paths, key=os.path.getmtime, reverse=True) if _is_resumable(path)), None)
 
 
 def summaries(folder: Path) -> dict[str, dict[str, float]]:
@@ -306,17 +301,6 @@ def _is_at(number: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(number), os.stat(path))
     except FileNotFoundError:
-        return False
-
-
-def _is_resumable(path: Path) -> bool:
-    import pickle
-
-    import torch
-
-    try:
-        return "optimizer_states" in torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):  # a part of one
         return False
 
 

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from embeddings.cli.app import run_trainer
 from embeddings.common import OptionError, UserError
+from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.runs import run_config, write_config
 from tests.modules.language_runs import language_config
 
@@ -29,7 +30,7 @@ def test_the_best_or_the_last_weights_are_written(best: bool, tmp_path: Path) ->
     cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
     written = load_file(tmp_path / "model" / "model.safetensors")
     path = cli.trainer.checkpoint_callback.best_model_path
-    kept = torch.load(path, weights_only=True)["state_dict"]
+    kept = read_checkpoint(path)["state_dict"]
     name = "bert.encoder.layer.0.output.dense.weight"
     assert torch.equal(written[name], kept[f"language_model.model.{name}"]) is best
     assert (tmp_path / "model" / "tokenizer.json").is_file()

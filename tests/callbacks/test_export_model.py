@@ -8,6 +8,7 @@ from sentence_transformers import SentenceTransformer
 from embeddings.callbacks import ExportModel
 from embeddings.cli.app import run_trainer
 from embeddings.common import OptionError, instruction_prompt
+from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.inference import Encoder
 from embeddings.models import Embedder
 from tests.helpers.runs import run_config, write_config, write_retrieval_folder
@@ -40,7 +41,7 @@ def exported(tmp_path):
 
 def test_the_best_checkpoints_weights_are_written(tmp_path):
     cli = run_with_export(tmp_path, best=True)
-    state = torch.load(cli.trainer.checkpoint_callback.best_model_path, weights_only=True)["state_dict"]
+    state = read_checkpoint(cli.trainer.checkpoint_callback.best_model_path)["state_dict"]
     found = exported(tmp_path)
     assert len(found) > 10
     assert all(torch.equal(found[name], state[f"embedder.backbone.{name}"]) for name in found)
@@ -49,7 +50,7 @@ def test_the_best_checkpoints_weights_are_written(tmp_path):
 def test_the_last_weights_are_written_on_request(tmp_path):
     cli = run_with_export(tmp_path, best=False)
     state = cli.model.state_dict()
-    best = torch.load(cli.trainer.checkpoint_callback.best_model_path, weights_only=True)["state_dict"]
+    best = read_checkpoint(cli.trainer.checkpoint_callback.best_model_path)["state_dict"]
     found = exported(tmp_path)
     assert all(torch.equal(found[name], state[f"embedder.backbone.{name}"]) for name in found)
     assert any(not torch.equal(found[name], best[f"embedder.backbone.{name}"]) for name in found)
@@ -120,8 +121,8 @@ def test_the_best_checkpoint_is_that_of_the_first_which_monitors(tmp_path):
         {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / "model")}},
     ]  # fmt: skip
     cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
-    best = torch.load(cli.trainer.checkpoint_callbacks[1].best_model_path, weights_only=True)["state_dict"]
-    last = torch.load(cli.trainer.checkpoint_callbacks[0].best_model_path, weights_only=True)["state_dict"]
+    best = read_checkpoint(cli.trainer.checkpoint_callbacks[1].best_model_path)["state_dict"]
+    last = read_checkpoint(cli.trainer.checkpoint_callbacks[0].best_model_path)["state_dict"]
     name = "encoder.layer.0.attention.self.query.weight"
     found = exported(tmp_path)[name]
     assert torch.equal(found, best[f"embedder.backbone.{name}"])

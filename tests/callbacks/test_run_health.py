@@ -14,6 +14,7 @@ from embeddings.callbacks import RunHealth
 from embeddings.callbacks.run_health import located, weights_checksum
 from embeddings.cli.app import run_trainer
 from embeddings.common import NumericError, OptionError
+from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.runs import run_config, write_config
 
 HEALTH = {"class_path": "embeddings.callbacks.RunHealth", "init_args": {"compare_every_n_steps": 1}}
@@ -51,7 +52,7 @@ def test_wrong_numbers_stop_the_run_and_leave_the_rows_behind(callback, message,
     assert all(0 <= row < 64 for row in rows)
     # The weights of the last update, finite, are what the last checkpoint holds.
     last = next(tmp_path.rglob("last.ckpt"))
-    state = torch.load(last, weights_only=True)
+    state = read_checkpoint(last)
     assert state["global_step"] == first_batch
     assert all(value.isfinite().all() for value in state["state_dict"].values() if value.is_floating_point())
 

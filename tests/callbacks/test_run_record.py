@@ -7,6 +7,7 @@ import yaml
 
 from embeddings.callbacks.run_record import git_commit
 from embeddings.cli.app import run_trainer
+from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.runs import run_config, write_config
 
 
@@ -19,7 +20,7 @@ def test_a_run_says_what_it_was(tmp_path):
     assert record["versions"]["torch"] == torch.__version__
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 2
     (checkpoint,) = run.rglob("*.ckpt")
-    state = torch.load(checkpoint, weights_only=True)
+    state = read_checkpoint(checkpoint)
     assert state["run_config"]["model"]["class_path"] == "embeddings.modules.NVEmbedModule"
     assert state["run_config"]["trainer"]["max_steps"] == 2
 

@@ -1,29 +1,58 @@
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from embeddings.cli.resume import keep_on_in_its_folder, newest_checkpoint
+from embeddings.cli.resume import check_resumable, keep_on_in_its_folder, newest_checkpoint
+from embeddings.common import InputError
+from tests.helpers.checkpoints import RESUMABLE, damage, save
 
 
-def save(path, seconds):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({}, path)
-    os.utime(path, (seconds, seconds))
-    return str(path)
-
-
-def test_the_newest_whole_last_checkpoint_at_any_depth_is_taken(tmp_path):
-    save(tmp_path / "a" / "version_0" / "last.ckpt", 1)
-    newest = save(tmp_path / "a" / "version_1" / "last-v1.ckpt", 3)
-    save(tmp_path / "a" / "version_1" / "last.ckpt", 2)
-    save(tmp_path / "a" / "epoch=3.ckpt", 4)
-    (tmp_path / "last.ckpt").write_bytes(b"half a file")
+def test_the_newest_checkpoint_at_any_depth_is_taken(tmp_path):
+    save(RESUMABLE, tmp_path / "a" / "version_0" / "last.ckpt", 1)
+    newest = save(RESUMABLE, tmp_path / "a" / "version_1" / "step=3.ckpt", 3)
+    save(RESUMABLE, tmp_path / "a" / "version_1" / "last.ckpt", 2)
+    (tmp_path / ".step=4.ckpt.abc.tmp").write_bytes(b"half a file")
+    (tmp_path / "link.ckpt").symlink_to("gone.ckpt")
     assert newest_checkpoint(tmp_path) == newest
     assert newest_checkpoint(f"{tmp_path}/a/../a/") == newest
+    (tmp_path / "step=4.ckpt").mkdir()
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "step=4.ckpt")
+
+
+def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monkeypatch):
+    oldest = save(RESUMABLE, tmp_path / "step=1.ckpt", 1)
+    damage(save(RESUMABLE | {"state_dict": {"w": torch.ones(3)}}, tmp_path / "step=2.ckpt", 2))
+    save(
+        {key: RESUMABLE[key] for key in RESUMABLE if key not in ("optimizer_states", "lr_schedulers")},
+        tmp_path / "w.ckpt",
+        3,
+    )
+    torch.save(RESUMABLE, tmp_path / "torch.ckpt")
+    (tmp_path / "last.ckpt").write_bytes((tmp_path / "step=1.ckpt").read_bytes()[:-9])
+    for place, name in ((4, "torch.ckpt"), (5, "last.ckpt")):
+        os.utime(tmp_path / name, (place, place))
+    assert newest_checkpoint(tmp_path) == oldest
+    lines = capsys.readouterr().err.splitlines()
+    says = [
+        "last.ckpt: is no checkpoint of this library, or a part of one; ",
+        "torch.ckpt: is a pickle, ",
+        "w.ckpt: cannot be gone on from, it holds no lr_schedulers, optimizer_states; ",
+        "step=2.ckpt: is damaged in state_dict/w, bytes ",
+    ]
+    assert len(lines) == len(says)
+    assert all(
+        line.startswith(f"left out: {tmp_path}/{beginning}") for line, beginning in zip(lines, says, strict=True)
+    )
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert newest_checkpoint(tmp_path) == oldest
+    assert capsys.readouterr().err == ""
+    os.unlink(oldest)
+    assert newest_checkpoint(tmp_path) is None
 
 
 @pytest.mark.parametrize("folder", ["none", "."])
@@ -33,10 +62,18 @@ def test_a_folder_without_one_starts_anew(folder, tmp_path, monkeypatch):
     assert newest_checkpoint(None) is None
 
 
+def test_each_part_that_training_goes_on_from_is_asked_for(tmp_path):
+    check_resumable(Path(save(RESUMABLE, tmp_path / "whole.ckpt")))
+    for name in RESUMABLE.keys() - {"global_step"}:
+        rest = {key: value for key, value in RESUMABLE.items() if key != name}
+        with pytest.raises(InputError, match=f"holds no {name}; give a run's last.ckpt"):
+            check_resumable(Path(save(rest, tmp_path / "rest.ckpt")))
+
+
 def test_checkpoints_go_on_in_the_folder_that_lightning_knows(tmp_path, monkeypatch):
     """The best ones are known again only by the very same name of the folder, absolute or relative."""
     monkeypatch.chdir(tmp_path)
-    saved = save(tmp_path / "runs" / "checkpoints" / "last.ckpt", 1)
+    saved = save(RESUMABLE, tmp_path / "runs" / "checkpoints" / "last.ckpt", 1)
     for root in ("runs", "./runs", str(tmp_path / "runs")):
         before = ModelCheckpoint(monitor="x")
         options = {"default_root_dir": root, "logger": False, "accelerator": "cpu"}

@@ -7,7 +7,6 @@ import threading
 import time
 
 import pytest
-import torch
 
 from embeddings.cli import sweep_runs
 from embeddings.cli.sweep_points import Sweep
@@ -16,7 +15,6 @@ from embeddings.cli.sweep_runs import (
     check_place,
     exclusive,
     is_first_rank,
-    newest_checkpoint,
     placed,
     run_process,
     runs_of,
@@ -25,6 +23,7 @@ from embeddings.cli.sweep_runs import (
     train,
 )
 from embeddings.common import InputError
+from tests.helpers.checkpoints import RESUMABLE, save
 
 CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
 
@@ -155,18 +154,6 @@ def test_what_this_process_is_sent_is_passed_on(number, stop, tmp_path):
     assert ending.signals == (getattr(signal, f"SIG{number}"),)
 
 
-def test_the_newest_whole_checkpoint_is_gone_on_from(tmp_path):
-    assert newest_checkpoint(tmp_path) is None
-    paths = [tmp_path / f"version_{n}" / "checkpoints" / "last.ckpt" for n in range(4)]
-    for age, path in enumerate(reversed(paths)):
-        path.parent.mkdir(parents=True)
-        torch.save({"state_dict": {}} | ({} if path == paths[3] else {"optimizer_states": []}), path)
-        if path == paths[2]:
-            path.write_bytes(path.read_bytes()[:300])
-        os.utime(path, (1000 - age, 1000 - age))
-    assert newest_checkpoint(tmp_path) == paths[1]
-
-
 def test_metrics_of_several_processes_are_one_run(tmp_path):
     write_metrics(tmp_path, 0, "epoch,step,train/loss,val/x\n0,0,3.0,\n0,1,1.0,\n0,2,,0.9\n0,2,5.0,\n")
     write_metrics(tmp_path, 10, "step,train/loss,val/x\n4,2.5,\n4,,nan\n")
@@ -197,7 +184,7 @@ def test_a_run_is_done_once_its_process_says_so(tmp_path, monkeypatch):
     assert point.status == "unfinished"
     assert train(point, None).code == 0
     assert point.status == "unfinished"
-    torch.save({"optimizer_states": []}, folder / "last.ckpt")
+    save(RESUMABLE, folder / "last.ckpt")
     assert train(point, 4) == Ending(0)
     assert lines[2][0][-2:] == ["--ckpt_path", str(folder / "last.ckpt")]
     assert point.status == "done"

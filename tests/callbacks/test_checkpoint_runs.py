@@ -1,0 +1,203 @@
+"""Checkpoints of whole runs through the command line: what they hold, full disks, damage, and a thread that writes."""
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from embeddings.callbacks import DurableCheckpointIO, durable_checkpoints, preemption
+from embeddings.cli.app import run_trainer
+from embeddings.cli.main import main
+from embeddings.common.checkpoint_file import read_checkpoint, write_checkpoint
+from embeddings.common.plain_content import pack
+from tests.callbacks.preempted_runs import fit_words, preempted_config, signalled
+from tests.helpers.checkpoints import RESUMABLE, damage, save
+from tests.helpers.runs import run_config, write_config
+
+ASYNCHRONOUS = {"class_path": "embeddings.callbacks.DurableCheckpointIO", "init_args": {"asynchronous": True}}
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory", "ignore:Starting from v1.9.0, `tensorboardX`", "ignore:The dirpath has changed"
+)
+
+
+def checkpointed(folder: Path, asynchronous: bool = False, **options: Any) -> dict[str, Any]:
+    """A run of four steps with a `last.ckpt` after each."""
+    config = run_config(folder, dropout=0.1)
+    keep = {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0, **options}
+    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}
+    config["trainer"] |= {"callbacks": [callback], "plugins": [ASYNCHRONOUS] if asynchronous else None}
+    return config
+
+
+def fit(folder: Path, config: dict[str, Any], *words: str) -> int:
+    return main(["fit", "--config", write_config(folder, config), *words])
+
+
+def last_line(capsys: pytest.CaptureFixture[str], beginning: str) -> str:
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(beginning)]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def files(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+class Averages(Callback):
+    """A callback with a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss": float("inf"), "shadow": (torch.zeros(2, 3, dtype=torch.bfloat16).T, None)}
+
+
+def test_what_lightning_and_our_parts_put_in_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Any] = []
+
+    def packed(content: Any) -> Any:
+        saved.append(pack(content).copied())
+        return pack(content)
+
+    monkeypatch.setattr(durable_checkpoints, "pack", packed)
+    config = checkpointed(tmp_path, monitor="train/loss", save_top_k=2)
+    module = "lightning.pytorch.callbacks"
+    config["trainer"]["callbacks"] += [
+        {"class_path": f"{module}.EarlyStopping", "init_args": {"monitor": "train/loss", "patience": 9, "mode": "max"}},
+        {"class_path": f"{module}.LearningRateMonitor"},
+        {"class_path": "embeddings.callbacks.RunHealth"},
+        {"class_path": "embeddings.callbacks.Throughput"},
+        {"class_path": "tests.callbacks.test_checkpoint_runs.Averages"},
+    ]
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    found = read_checkpoint(next(Path(cli.trainer.log_dir).rglob("last.ckpt")))
+    expected, again = saved[-1], pack(found)
+    assert again.tree == expected.tree
+    assert list(again.tensors) == list(expected.tensors)
+    assert all(torch.equal(x, expected.tensors[name]) for name, x in again.tensors.items())
+    assert sum("optimizer_states/0/state/" in name for name in again.tensors) > 20
+    assert {name.partition("{")[0] for name in found["callbacks"]} >= {"Averages", "EarlyStopping", "ModelCheckpoint"}
+    assert {"text_settings", "run_config", "EmbeddingDataModule"} <= found.keys()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_fills_up_ends_the_run_with_74_and_the_checkpoint_before(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = [0]
+
+    def full(stage: str) -> None:
+        left[0] -= stage == "sync"
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(
+        durable_checkpoints, "write_checkpoint", lambda packed, path, _: write_checkpoint(packed, path, full)
+    )
+    for step in (2, 3):  # after it a save fails that is followed by another, and the last one, of which the end tells
+        left[0] = step
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        assert fit(folder, checkpointed(folder, asynchronous)) == 74
+        line = last_line(capsys, "error: ")
+        assert "last.ckpt: No space left on device: " in line
+        assert " bytes are needed and " in line
+        (path,) = folder.rglob("*.ckpt")
+        assert [name for name in os.listdir(path.parent) if name.startswith(".")] == []
+        assert read_checkpoint(path)["global_step"] == step
+
+
+def test_a_damaged_file_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = checkpointed(tmp_path)
+    broken, foreign = tmp_path / "broken.ckpt", tmp_path / "foreign.ckpt"
+    damage(save(RESUMABLE | {"state_dict": {"w": torch.ones(3)}}, broken))
+    torch.save(RESUMABLE, foreign)
+    config_file = write_config(tmp_path, config)
+    before = files(tmp_path)
+    for path, says in ((broken, "is damaged in state_dict/w, bytes "), (foreign, "is a pickle, which could run code")):
+        assert main(["fit", "--config", config_file, "--ckpt_path", str(path)]) == 2
+        assert last_line(capsys, "error: ").startswith(f"error: --ckpt_path {path}: {says}")
+    assert files(tmp_path) == before
+
+
+def test_auto_goes_on_from_the_newest_whole_one_and_says_what_it_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = checkpointed(tmp_path, save_top_k=-1, filename="{step}")
+    assert fit(tmp_path, config) == 0
+    (last,) = tmp_path.rglob("last.ckpt")
+    whole = read_checkpoint(last)["state_dict"]
+    for name in ("last.ckpt", "step=4.ckpt", "step=3.ckpt"):
+        damage(last.with_name(name))
+    capsys.readouterr()
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config), "--ckpt_path", "auto"])
+    assert cli.trainer.ckpt_path == str(last.with_name("step=2.ckpt"))
+    left_out = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out: ")]
+    assert [line.partition(".ckpt")[0].rpartition("/")[2] for line in left_out] == ["last", "step=4", "step=3"]
+    resumed = read_checkpoint(cli.trainer.checkpoint_callbacks[0].last_model_path)
+    assert resumed["global_step"] == 4
+    assert [name for name in whole if not torch.equal(whole[name], resumed["state_dict"][name])] == []
+
+
+def test_a_checkpoint_gives_the_module_no_arguments(tmp_path: Path) -> None:
+    """Lightning would build the module by what a file says."""
+    config = checkpointed(tmp_path)
+    assert fit(tmp_path, config) == 0
+    content = read_checkpoint(next(tmp_path.rglob("last.ckpt")))
+    content["hyper_parameters"] = {"_class_path": "os.system", "command": "touch canary", "seed": 9}
+    path = save(content, tmp_path / "hostile.ckpt")
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config), "--ckpt_path", path])
+    assert cli.model._seed == 0
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (time.sleep(0.05), real(handle))[1])
+
+
+def state(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(folder / "final.pt", weights_only=True)
+    return found
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_a_stop_waits_for_the_thread_and_the_run_goes_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = preempted_config(tmp_path)
+    assert fit(tmp_path, config) == 0
+    whole, real, answered = state(tmp_path), preemption.answer, list[int]()
+
+    def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Any:
+        answered.append(read_checkpoint(checkpoint)["global_step"])
+        return real(number, where, checkpoint, is_first)
+
+    monkeypatch.setattr(preemption, "answer", answer)
+    (tmp_path / "run").rename(tmp_path / "whole")
+    config["trainer"]["callbacks"][0]["init_args"] |= {"every_n_train_steps": 2}
+    config["trainer"]["plugins"] = [ASYNCHRONOUS]
+    assert main(fit_words(tmp_path, signalled(config, step=3, numbers=[10]))) == 75
+    assert answered == [3]
+    assert main(fit_words(tmp_path, config)) == 0
+    resumed = state(tmp_path)
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    found = sorted(path.name for path in (tmp_path / "run").rglob("*.ckpt"))
+    assert found == ["epoch=1-step=6.ckpt", "last.ckpt"]
+
+
+def test_a_chosen_writer_is_the_runs(tmp_path: Path) -> None:
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, checkpointed(tmp_path, asynchronous=True))])
+    assert isinstance(cli.trainer.strategy.checkpoint_io, DurableCheckpointIO)
+    assert cli.trainer.strategy.checkpoint_io.asynchronous
+    other = [{"class_path": "lightning.pytorch.plugins.AsyncCheckpointIO"}]
+    config = checkpointed(tmp_path)
+    config["trainer"]["plugins"] = other
+    assert fit(tmp_path, config) == 2
