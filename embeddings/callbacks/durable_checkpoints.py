@@ -124,7 +124,8 @@ def make_checkpoints_durable(trainer: L.Trainer) -> None:
         OptionError: If another way was chosen: nothing here would read what it writes.
     """
     strategy = trainer.strategy
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+    is_plain = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    if not is_plain and not getattr(strategy, "one_file_checkpoints", False):
         return
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = DurableCheckpointIO()

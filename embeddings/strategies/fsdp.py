@@ -35,6 +35,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     shards_weights = True
     equal_mini_batches = True
+    one_file_checkpoints = True
 
     def __init__(self, process_group_backend: str | None = None, timeout: timedelta = TIMEOUT) -> None:
         super().__init__(

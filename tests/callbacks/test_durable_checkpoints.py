@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from embeddings.callbacks.durable_checkpoints import DurableCheckpointIO, finish_writing, make_checkpoints_durable
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import inspect_checkpoint, read_checkpoint
+from embeddings.strategies import FSDP2Strategy
 
 
 def trainer(**options: Any) -> Trainer:
@@ -86,14 +87,15 @@ def test_a_remote_place_gets_the_same_file(asynchronous: bool, tmp_path: Path) -
 
 
 def test_single_files_are_written_so_and_another_way_is_refused() -> None:
-    for plugins in ([], [TorchCheckpointIO()]):
-        made = trainer(plugins=plugins)
+    chosen: list[dict[str, Any]] = [{}, {"plugins": [TorchCheckpointIO()]}, {"strategy": "ddp"}]
+    for options in (*chosen, {"strategy": FSDP2Strategy(process_group_backend="gloo")}):
+        made = trainer(devices=1, **options)
         make_checkpoints_durable(made)
         assert type(made.strategy.checkpoint_io) is DurableCheckpointIO
-    chosen = DurableCheckpointIO(asynchronous=True)
-    made = trainer(plugins=[chosen])
+    ours = DurableCheckpointIO(asynchronous=True)
+    made = trainer(plugins=[ours])
     make_checkpoints_durable(made)
-    assert made.strategy.checkpoint_io is chosen
+    assert made.strategy.checkpoint_io is ours
     for other in (AsyncCheckpointIO(), AsyncCheckpointIO(TorchCheckpointIO())):
         made = trainer(plugins=[other])
         with pytest.raises(
