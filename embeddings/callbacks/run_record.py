@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,13 @@ class RunRecord(SaveConfigCallback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Put the merged config into the checkpoint, as plain types."""
-        checkpoint["run_config"] = yaml.safe_load(self.parser.dump(self.config, skip_none=False, format="yaml"))
+        checkpoint["run_config"] = self.plain_config
+
+    @cached_property
+    def plain_config(self) -> dict[str, Any]:
+        """The merged config as plain types; made once, since training waits for a checkpoint's content."""
+        plain: dict[str, Any] = yaml.safe_load(self.parser.dump(self.config, skip_none=False, format="yaml"))
+        return plain
 
 
 def git_commit() -> str | None:
