@@ -37,6 +37,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         timeout: How long a rank waits for the others in a collective before the run ends.
     """
 
+    one_file_checkpoints = True
+
     def __init__(
         self,
         stage: Literal[1, 2, 3] = 2,
