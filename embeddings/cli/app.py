@@ -23,6 +23,7 @@ from embeddings.cli.imports import restrict_imports
 from embeddings.cli.recipes import expand_recipe
 from embeddings.cli.resume import AUTO, check_resumable, keep_on_in_its_folder, newest_checkpoint
 from embeddings.common import InputError, OptionError, UserError
+from embeddings.strategies.timeout import limit_waiting
 
 CKPT_KEYWORDS = ("best", "last", "hpc", AUTO)
 HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
@@ -135,6 +136,7 @@ class TrainerCLI(LightningCLI):
             options = ", ".join(f"trainer.{name}: {given[name]}" for name in HARDWARE_OPTIONS)
             raise ConfigError(f"{one_line(str(error), 160)}; change that option; given are {options}") from error
         make_checkpoints_durable(trainer)
+        limit_waiting(trainer)
         if self.goes_on and self.config.fit.ckpt_path:
             keep_on_in_its_folder(trainer, self.config.fit.ckpt_path)
         return trainer

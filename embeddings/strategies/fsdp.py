@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from embeddings.common import ContrastiveBatch, LossOutput
+from embeddings.strategies.timeout import TIMEOUT
 from embeddings.training import GradCache
 from embeddings.training.sharding import sharded_like, whole_parameters, whole_state
-
-TIMEOUT = timedelta(minutes=10)
 
 
 class FSDP2Strategy(ModelParallelStrategy):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from embeddings.common import ContrastiveBatch, LossOutput, Representations, TokenBatch
 from embeddings.strategies import zero_state
-from embeddings.strategies.fsdp import TIMEOUT
+from embeddings.strategies.timeout import TIMEOUT
 from embeddings.training import GradCache
 from embeddings.training.sharding import make_contiguous
 
