@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.sweep_points import SEED_KEY, Sweep, is_number, label, read_sweep, short_names
-from embeddings.cli.sweep_runs import Run, check_place, exclusive, is_first_rank, runs_of, train
+from embeddings.cli.sweep_runs import Run, check_place, exclusive, runs_of, train
 from embeddings.common import InputError, OptionError, UserError
+from embeddings.common.slurm import is_first_process
 
 if TYPE_CHECKING:
     from embeddings.cli.sweep_results import Result
@@ -117,7 +118,7 @@ def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: b
     check_runs(file, missing)
     failed: dict[int, int] = {}
     for run in missing:
-        if not is_first_rank():
+        if not is_first_process():
             ending = train(run, None)
         else:
             with exclusive(run.folder) as lock:

@@ -244,11 +244,6 @@ def summaries(folder: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def is_first_rank() -> bool:
-    """Whether this is the first of the processes that a launcher started for one run."""
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID"))
-
-
 def check_place(output: Path) -> None:
     """Check that folders can be made at a place.
 

@@ -157,12 +157,13 @@ def test_a_run_that_another_process_has_is_left_to_it(sweep_file, faked, tmp_pat
     assert "point 0 of 2: a=1: another process is at it" in capsys.readouterr().out
 
 
-def test_a_further_rank_neither_locks_nor_notes(sweep_file, faked, monkeypatch):
+@pytest.mark.parametrize("variable", ["SLURM_PROCID", "RANK", "LOCAL_RANK"])
+def test_a_further_rank_neither_locks_nor_notes(variable, sweep_file, faked, monkeypatch):
     folders, endings = faked
     file = sweep_file({"a": [1]})
     endings[0] = Ending(7)
     assert main(["sweep", file]) == 7
-    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv(variable, "1")
     with exclusive(folders[0]):
         assert main(["sweep", file, "--index", "0"]) == 7
     assert len(folders) == 2

@@ -14,7 +14,6 @@ from embeddings.cli.sweep_runs import (
     Ending,
     check_place,
     exclusive,
-    is_first_rank,
     placed,
     run_process,
     runs_of,
@@ -195,16 +194,6 @@ def test_a_run_is_done_once_its_process_says_so(tmp_path, monkeypatch):
     assert record["metrics"]["train/loss"]["last"] == 2.0
     (folder / "done.json").write_text("{")
     assert point.status == "unfinished"
-
-
-def test_the_first_rank_is_known_by_its_launcher(monkeypatch):
-    for name in ("RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    assert is_first_rank()
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    assert is_first_rank()
-    monkeypatch.setenv("RANK", "1")
-    assert not is_first_rank()
 
 
 def test_a_place_that_leads_through_a_file_is_refused(tmp_path):
