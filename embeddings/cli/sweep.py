@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embeddings.cli.errors import ConfigError
+from embeddings.cli.relay import Relay
 from embeddings.cli.sweep_points import SEED_KEY, Sweep, is_number, label, read_sweep, short_names
 from embeddings.cli.sweep_runs import Run, check_place, exclusive, runs_of, train
-from embeddings.common import InputError, OptionError, UserError
+from embeddings.common import InputError, OptionError, PreemptedError, UserError
 from embeddings.common.slurm import is_first_process
+from embeddings.common.stopping import EXIT_RESUMABLE, STOP_SIGNALS, answer, answering_stops
 
 if TYPE_CHECKING:
     from embeddings.cli.sweep_results import Result
@@ -102,45 +104,76 @@ def check_runs(file: Path, runs: Sequence[Run]) -> None:
 def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: bool) -> None:
     """Train those of the runs that are not done, one after another.
 
+    A run that ends with code 75 has had the job queued again, and the sweep ends with it. Where a signal finds no run
+    that could answer it, the sweep does.
+
     Args:
         plan: The sweep.
         file: Its file.
         runs: The runs.
-        is_array_task: Whether they are the one that this process was asked for. It is then an error that another
-            process is at work on it; otherwise that one is left to the other process.
+        is_array_task: Whether they are the one that this process was asked for.
 
     Raises:
-        RunFailed: If a run failed, after the others are done, or this process was told to end.
+        RunFailed: If a run failed, after the others are done, or Ctrl-C or the end of a terminal stopped it.
+        PreemptedError: If SIGUSR1 or SIGTERM did.
     """
     missing = [run for run in runs if run.status != "done"]
     if len(missing) < len(runs):
         print(f"{len(runs) - len(missing)} of {len(runs)} done already")
-    check_runs(file, missing)
+    with answering_stops():
+        check_runs(file, missing)
     failed: dict[int, int] = {}
-    for run in missing:
-        if not is_first_process():
-            ending = train(run, None)
-        else:
-            with exclusive(run.folder) as lock:
-                if lock is None:
-                    if is_array_task:
-                        fix = "wait for it; the same line then says whether it is done"
-                        raise InputError(str(run.folder), f"another process trains point {run.index}", fix)
-                    print(f"{title(plan, run)}: another process is at it", flush=True)
-                    continue
-                if run.status == "done":
-                    continue
-                print(f"{title(plan, run)}\n  {run.folder}", flush=True)
-                ending = train(run, lock)
-        if ending.stop is not None:
-            name = signal.Signals(ending.stop).name
-            raise RunFailed(f"point {run.index} was stopped by {name}; the same line goes on", 128 + ending.stop)
-        if ending.code:
-            failed[run.index] = ending.code
+    with Relay() as relay:
+        for run in missing:
+            code = train_alone(plan, run, relay, is_array_task)
+            if code == EXIT_RESUMABLE:
+                line = f"point {run.index} was stopped; the same line goes on"
+                raise PreemptedError(line if is_first_process() else "", code)
+            if code and relay.received:
+                raise stopped(run, relay.received[0], code)
+            if code:
+                failed[run.index] = code
     if failed:
         codes = ", ".join(f"point {number} with exit code {code}" for number, code in failed.items())
         fix = "the lines above say why; the same line runs them again"
         raise RunFailed(f"{len(failed)} of {len(missing)} runs failed: {codes}; {fix}", next(iter(failed.values())))
+
+
+def train_alone(plan: Sweep, run: Run, relay: Relay, is_array_task: bool) -> int:
+    """Train a run unless another process is at it, or has done it; returns its exit code, 0 where it is left out.
+
+    Raises:
+        InputError: If another process is at the one run that this process was asked for.
+    """
+    if not is_first_process():
+        return train(run, None, relay)
+    with exclusive(run.folder) as lock:
+        if lock is None:
+            if is_array_task:
+                fix = "wait for it; the same line then says whether it is done"
+                raise InputError(str(run.folder), f"another process trains point {run.index}", fix)
+            print(f"{title(plan, run)}: another process is at it", flush=True)
+            return 0
+        if run.status == "done":
+            return 0
+        print(f"{title(plan, run)}\n  {run.folder}", flush=True)
+        return train(run, lock, relay)
+
+
+def stopped(run: Run, number: signal.Signals, code: int) -> BaseException:
+    """How the sweep ends when a signal came and a run did not end well.
+
+    Args:
+        run: The run.
+        number: The signal.
+        code: The run's exit code; that of the signal itself where the run never heard it.
+    """
+    point, way_out = f"point {run.index}", "the same line goes on"
+    if code != 128 + number:
+        return RunFailed(f"{point} ended with exit code {code} after {number.name}; {way_out}", code)
+    if number in STOP_SIGNALS:
+        return answer(number, f"stopped at {point}; {way_out}", None, is_first_process())
+    return RunFailed(f"{point} was stopped by {number.name}; {way_out}", code)
 
 
 def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:

@@ -7,8 +7,6 @@ import json
 import math
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embeddings.cli.given import unfolded
+from embeddings.cli.relay import Relay
 from embeddings.cli.resume import newest_checkpoint
 from embeddings.cli.sweep_points import Point, Sweep
 from embeddings.common import InputError
@@ -27,9 +26,6 @@ MAIN = Path(__file__).parents[2] / "main.py"
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
 # The arguments by which callbacks and loggers are told where to write.
 PLACES = ("output", "dirpath", "save_dir")
-# What a cluster or a terminal sends to end a job, or to have it save itself.
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _HASH_DIGITS = 10
 
@@ -68,24 +64,6 @@ class Run:
     def line(self) -> str:
         """The line as a person would type it."""
         return shlex.join(["python", "main.py", *self.words])
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a run's process ended.
-
-    Args:
-        code: Its exit code, 128 and the signal's number where one killed it.
-        signals: What this process was sent meanwhile, and passed on.
-    """
-
-    code: int
-    signals: tuple[int, ...] = ()
-
-    @property
-    def stop(self) -> int | None:
-        """The signal that ends the sweep too."""
-        return next((number for number in self.signals if number in ENDING), None)
 
 
 def runs_of(sweep: Sweep, output: Path) -> list[Run]:
@@ -163,22 +141,24 @@ def exclusive(folder: Path) -> Iterator[int | None]:
             return
 
 
-def train(run: Run, lock: int | None) -> Ending:
+def train(run: Run, lock: int | None, relay: Relay) -> int:
     """Train a point in a process of its own, from its newest checkpoint if it has one, and note that it is done.
-
-    Signals that this process is sent meanwhile are passed on, once each, and the run has its time to save itself.
 
     Args:
         run: The run, with nothing else at work on it.
         lock: The number of its lock's file; None where this process is a further rank of the run, and notes nothing.
+        relay: What starts the process, and lets it hear the signals that this one is sent.
+
+    Returns:
+        int: The process's exit code.
     """
     start = time.monotonic()
     checkpoint = newest_checkpoint(run.folder)
     words = [*run.words, *(["--ckpt_path", checkpoint] if checkpoint else [])]
     if checkpoint:
         print(f"resumed from {checkpoint}", flush=True)
-    ending = run_process([sys.executable, str(MAIN), *words], [] if lock is None else [lock])
-    if ending.code == 0 and lock is not None:
+    code = relay.run([sys.executable, str(MAIN), *words], [] if lock is None else [lock])
+    if code == 0 and lock is not None:
         fields = {
             "point": run.point,
             "command": run.line(),
@@ -188,38 +168,7 @@ def train(run: Run, lock: int | None) -> Ending:
             "metrics": summaries(run.folder),
         }
         write_json(run.folder / "done.json", fields)
-    return ending
-
-
-def run_process(words: Sequence[str], inherited: Sequence[int]) -> Ending:
-    """Run a line to its end, passing on what this process is sent.
-
-    Args:
-        words: The program and its arguments.
-        inherited: Numbers of open files that the process is to have too.
-    """
-    received: list[int] = []
-    early: list[int] = []
-    started: list[subprocess.Popen[bytes]] = []
-
-    def forward(number: int, _: object) -> None:
-        received.append(number)
-        if started:
-            started[0].send_signal(number)
-        else:
-            early.append(number)
-
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
-    try:
-        # A group of its own: a terminal's Ctrl-C comes once, from here, and does not end a run that is saving itself.
-        started.append(subprocess.Popen(words, pass_fds=tuple(inherited), process_group=0))
-        for number in early:
-            started[0].send_signal(number)
-        code = started[0].wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return Ending(code if code >= 0 else 128 - code, tuple(received))
+    return code
 
 
 def summaries(folder: Path) -> dict[str, dict[str, float]]:

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import lightning as L
@@ -12,9 +14,12 @@ import yaml
 
 from embeddings.cli import sweep_runs
 from embeddings.cli.main import main
-from embeddings.cli.sweep_runs import Ending, exclusive
+from embeddings.cli.relay import FORWARDED, Relay
+from embeddings.cli.sweep_runs import exclusive
+from tests.callbacks.preempted_runs import fake_scontrol
 from tests.helpers.runs import run_config, write_config
 
+INT, HUP, USR1, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM
 TEMPERATURE = "model.init_args.loss.init_args.temperature"
 
 
@@ -52,35 +57,51 @@ def sweep_file(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def _own_signals(monkeypatch):
+    """What a stopped sweep leaves ignored until its process ends, which is the tests' here; no job."""
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    handlers = {number: signal.getsignal(number) for number in FORWARDED}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
 def ran(monkeypatch):
     """The `fit` lines that were run, in this process instead of one of their own."""
     lines = []
 
-    def run(words, inherited):
+    def run(relay, words, inherited):
         lines.append(words[2:])
         try:
-            return Ending(main(list(words[2:])))
+            return main(list(words[2:]))
         except RuntimeError:
-            return Ending(137)
+            return 137
 
-    monkeypatch.setattr(sweep_runs, "run_process", run)
+    monkeypatch.setattr(Relay, "run", run)
     return lines
 
 
 @pytest.fixture
 def faked(monkeypatch):
-    """The runs' folders, in the order that they were run in; nothing is trained or checked."""
+    """The runs' folders, in the order that they were run in; nothing is trained or checked.
+
+    Beside them, for a point, what its run ends with: the exit code, and the signals that the sweep is sent meanwhile.
+    """
     folders, endings = [], {}
 
-    def train(run, lock):
+    def train(run, lock, relay):
         folders.append(run.folder)
-        ending = endings.get(run.index, Ending(0))
-        if ending.code == 0:
+        code, *signals = endings.get(run.index, (0,))
+        for number in signals:
+            os.kill(os.getpid(), number)
+        if code == 0:
             loss = run.point.get("a", 0) + run.point.get("seed_everything", 0) / 10
             summary = dict.fromkeys(("last", "min", "max"), loss) | {"min_step": 3}
             record = {"seconds": 1.0, "metrics": {"train/loss": summary}}
             (run.folder / "done.json").write_text(json.dumps(record))
-        return ending
+        return code
 
     monkeypatch.setattr("embeddings.cli.sweep.train", train)
     monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: None)
@@ -161,7 +182,7 @@ def test_a_run_that_another_process_has_is_left_to_it(sweep_file, faked, tmp_pat
 def test_a_further_rank_neither_locks_nor_notes(variable, sweep_file, faked, monkeypatch):
     folders, endings = faked
     file = sweep_file({"a": [1]})
-    endings[0] = Ending(7)
+    endings[0] = (7,)
     assert main(["sweep", file]) == 7
     monkeypatch.setenv(variable, "1")
     with exclusive(folders[0]):
@@ -169,21 +190,86 @@ def test_a_further_rank_neither_locks_nor_notes(variable, sweep_file, faked, mon
     assert len(folders) == 2
 
 
-def test_a_failed_run_leaves_the_others_and_an_interrupt_does_not(sweep_file, faked, capsys):
+def test_a_failed_run_leaves_the_others(sweep_file, faked, capsys):
     folders, endings = faked
     file = sweep_file({"a": [1, 2, 3]})
-    endings |= {0: Ending(70), 1: Ending(2)}
+    endings |= {0: (70,), 1: (2,)}
     assert main(["sweep", file]) == 70
     assert "2 of 3 runs failed: point 0 with exit code 70, point 1 with exit code 2; " in capsys.readouterr().err
     assert len(folders) == 3
     # Nothing was written by those that failed, and nothing of them is left.
     assert [folder.exists() for folder in folders] == [False, False, True]
-    endings[0] = Ending(130, (2,))
-    assert main(["sweep", file]) == 130
-    assert "error: point 0 was stopped by SIGINT; the same line goes on\n" in capsys.readouterr().err
-    endings[0] = Ending(1, (15,))
-    assert main(["sweep", file]) == 143
-    assert len(folders) == 5
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "says"),
+    [
+        ((75, USR1), 75, "preempted: point 0 was stopped; the same line goes on\n"),
+        # Only the run was told, or it was told twice.
+        ((75,), 75, "preempted: point 0 was stopped; the same line goes on\n"),
+        ((75, TERM, USR1), 75, "preempted: point 0 was stopped; the same line goes on\n"),
+        # The run did not hear it.
+        ((138, USR1), 75, "preempted: SIGUSR1: stopped at point 0; the same line goes on\n"),
+        ((143, TERM), 143, "preempted: SIGTERM: stopped at point 0; the same line goes on\n"),
+        ((2, USR1), 2, "error: point 0 ended with exit code 2 after SIGUSR1; the same line goes on\n"),
+        ((1, TERM), 1, "error: point 0 ended with exit code 1 after SIGTERM; the same line goes on\n"),
+        ((130, INT), 130, "error: point 0 was stopped by SIGINT; the same line goes on\n"),
+        ((129, HUP), 129, "error: point 0 was stopped by SIGHUP; the same line goes on\n"),
+    ],
+)
+@pytest.mark.usefixtures("_own_signals")
+def test_a_stopped_run_ends_the_sweep(ending, code, says, sweep_file, faked, capsys):
+    folders, endings = faked
+    endings[0] = ending
+    assert main(["sweep", sweep_file({"a": [1, 2]})]) == code
+    assert capsys.readouterr().err == says
+    assert len(folders) == 1
+
+
+@pytest.mark.parametrize(("ending", "num_asked"), [((75, USR1), 0), ((138, USR1), 1), ((143, TERM), 1)])
+@pytest.mark.usefixtures("_own_signals")
+def test_a_job_is_queued_again_once(ending, num_asked, sweep_file, faked, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    asked = fake_scontrol(tmp_path)
+    _, endings = faked
+    endings[0] = ending
+    assert main(["sweep", sweep_file({"a": [1, 2]})]) == 75
+    # A run that ends with 75 has asked itself.
+    assert asked.read_text() == "requeue 12\n" * num_asked
+
+
+# A run that tells the sweep's process, and does not mind itself.
+LAST_STEP = """
+import os, signal, time
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+os.kill(os.getppid(), signal.SIGUSR1)
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.usefixtures("_own_signals")
+def test_a_signal_at_a_runs_last_step_ends_the_sweep_before_the_next(sweep_file, tmp_path, monkeypatch, capsys):
+    (tmp_path / "main.py").write_text(LAST_STEP)
+    monkeypatch.setattr(sweep_runs, "MAIN", tmp_path / "main.py")
+    monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: None)
+    file = sweep_file({"a": [1, 2]})
+    assert main(["sweep", file]) == 75
+    assert capsys.readouterr().err == "preempted: SIGUSR1: stopped at point 1; the same line goes on\n"
+    folders = [*(tmp_path / "checkpoints" / "sweeps" / "tried").iterdir()]
+    assert [names_in(folder) for folder in folders] == [[".lock", "done.json"]]
+    # Where nothing is left to do, there is nothing to be queued for.
+    assert main(["sweep", file, "--index", "1"]) == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(USR1, 75), (TERM, 143)])
+@pytest.mark.usefixtures("_own_signals")
+def test_a_signal_before_the_first_run_ends_the_sweep(number, code, sweep_file, faked, monkeypatch, capsys):
+    monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: os.kill(os.getpid(), number))
+    folders, _ = faked
+    assert main(["sweep", sweep_file({"a": [1, 2]})]) == code
+    assert capsys.readouterr().err == f"preempted: {number.name}: stopped before its first step\n"
+    assert folders == []
 
 
 def test_count_and_dry_run_write_nothing(sweep_file, tmp_path, capsys):

@@ -1,21 +1,16 @@
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
 from embeddings.cli import sweep_runs
+from embeddings.cli.relay import Relay
 from embeddings.cli.sweep_points import Sweep
 from embeddings.cli.sweep_runs import (
-    Ending,
     check_place,
     exclusive,
     placed,
-    run_process,
     runs_of,
     settings_hash,
     summaries,
@@ -129,30 +124,6 @@ def test_the_lock_lasts_as_long_as_a_process_that_inherited_it(tmp_path):
         assert third is not None
 
 
-def test_a_process_says_how_it_ended():
-    handlers = [signal.getsignal(number) for number in sweep_runs.FORWARDED]
-    assert run_process(["sh", "-c", "exit 3"], []) == Ending(3)
-    assert run_process(["sh", "-c", "kill -9 $$"], []) == Ending(137)
-    assert [signal.getsignal(number) for number in sweep_runs.FORWARDED] == handlers
-
-
-@pytest.mark.parametrize(("number", "stop"), [("INT", 2), ("TERM", 15), ("USR1", None)])
-def test_what_this_process_is_sent_is_passed_on(number, stop, tmp_path):
-    ready = tmp_path / "ready"
-
-    def send():
-        while not ready.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), getattr(signal, f"SIG{number}"))
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    ending = run_process(["sh", "-c", f"trap 'exit 7' {number}; touch {ready}; while :; do sleep 0.02; done"], [])
-    sender.join()
-    assert (ending.code, ending.stop) == (7, stop)
-    assert ending.signals == (getattr(signal, f"SIG{number}"),)
-
-
 def test_metrics_of_several_processes_are_one_run(tmp_path):
     write_metrics(tmp_path, 0, "epoch,step,train/loss,val/x\n0,0,3.0,\n0,1,1.0,\n0,2,,0.9\n0,2,5.0,\n")
     write_metrics(tmp_path, 10, "step,train/loss,val/x\n4,2.5,\n4,,nan\n")
@@ -165,26 +136,26 @@ def test_metrics_of_several_processes_are_one_run(tmp_path):
     }
 
 
-def test_a_run_is_done_once_its_process_says_so(tmp_path, monkeypatch):
+def test_a_run_is_done_once_its_process_says_so(tmp_path):
     lines = []
 
-    def run(words, inherited):
-        lines.append((words, inherited))
-        write_metrics(folder, len(lines), "step,train/loss\n0,2.0\n")
-        return Ending(137 if len(lines) == 1 else 0)
+    class Fake(Relay):
+        def run(self, words, inherited):
+            lines.append((words, inherited))
+            write_metrics(folder, len(lines), "step,train/loss\n0,2.0\n")
+            return 137 if len(lines) == 1 else 0
 
-    monkeypatch.setattr(sweep_runs, "run_process", run)
     (point,) = runs_of(sweep([{}], {"a": 1}), tmp_path)
     folder = point.folder
     assert (point.status, point.record()) == ("missing", None)
-    assert train(point, 3).code == 137
+    assert train(point, 3, Fake()) == 137
     assert lines[0] == ([sys.executable, str(sweep_runs.MAIN), *point.words], [3])
     assert sweep_runs.MAIN.is_file()
     assert point.status == "unfinished"
-    assert train(point, None).code == 0
+    assert train(point, None, Fake()) == 0
     assert point.status == "unfinished"
     save(RESUMABLE, folder / "last.ckpt")
-    assert train(point, 4) == Ending(0)
+    assert train(point, 4, Fake()) == 0
     assert lines[2][0][-2:] == ["--ckpt_path", str(folder / "last.ckpt")]
     assert point.status == "done"
     record = point.record()
