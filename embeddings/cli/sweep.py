@@ -10,7 +10,7 @@ from embeddings.cli.relay import Relay
 from embeddings.cli.sweep_points import SEED_KEY, Sweep, is_number, label, read_sweep, short_names
 from embeddings.cli.sweep_runs import Run, check_place, exclusive, runs_of, train
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
-from embeddings.common.slurm import is_first_process
+from embeddings.common.slurm import is_first_process, num_processes
 from embeddings.common.stopping import EXIT_RESUMABLE, STOP_SIGNALS, answer, answering_stops
 
 if TYPE_CHECKING:
@@ -75,6 +75,9 @@ def sweep(
         for run in chosen:
             print(f"{title(plan, run)} ({run.status})\n  {run.folder}\n  {run.line()}")
         return
+    if index is None and num_processes() > 1:
+        rule = f"must be given where {num_processes()} processes train together"
+        raise OptionError("index", None, rule, "start one process, or each point by itself")
     check_place(output)
     train_missing(plan, file, chosen, is_array_task=index is not None)
 
@@ -142,8 +145,12 @@ def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: b
 def train_alone(plan: Sweep, run: Run, relay: Relay, is_array_task: bool) -> int:
     """Train a run unless another process is at it, or has done it; returns its exit code, 0 where it is left out.
 
+    Distributed: the first rank decides, and the others begin meanwhile. Where it leaves the run out it fails, and the
+    launcher ends those that wait for it: torchrun by itself, srun with `--kill-on-bad-exit=1`.
+
     Raises:
-        InputError: If another process is at the one run that this process was asked for.
+        InputError: If another process is at the one run that this process was asked for, or has just done it where
+            other ranks have begun.
     """
     if not is_first_process():
         return train(run, None, relay)
@@ -155,6 +162,8 @@ def train_alone(plan: Sweep, run: Run, relay: Relay, is_array_task: bool) -> int
             print(f"{title(plan, run)}: another process is at it", flush=True)
             return 0
         if run.status == "done":
+            if num_processes() > 1:
+                raise InputError(str(run.folder), f"another process has just done point {run.index}", "nothing is left")
             return 0
         print(f"{title(plan, run)}\n  {run.folder}", flush=True)
         return train(run, lock, relay)

@@ -19,6 +19,12 @@ def is_first_process() -> bool:
     return all(rank == "0" for rank in ranks)
 
 
+def num_processes() -> int:
+    """How many processes srun or torchrun has started for this run, as its environment says; 1 without them."""
+    # SLURM_NTASKS is the whole job's too, in a batch script that starts a single process by itself.
+    return max(int(os.environ.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"))
+
+
 def requeue(job: str) -> str:
     """Ask SLURM to run the job again from its beginning; returns why it would not, or nothing.
 

@@ -59,7 +59,7 @@ def sweep_file(tmp_path, monkeypatch):
 @pytest.fixture
 def _own_signals(monkeypatch):
     """What a stopped sweep leaves ignored until its process ends, which is the tests' here; no job."""
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     handlers = {number: signal.getsignal(number) for number in FORWARDED}
     yield
@@ -188,6 +188,36 @@ def test_a_further_rank_neither_locks_nor_notes(variable, sweep_file, faked, mon
     with exclusive(folders[0]):
         assert main(["sweep", file, "--index", "0"]) == 7
     assert len(folders) == 2
+
+
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
+def test_several_processes_train_one_point_alone(variable, sweep_file, faked, monkeypatch, tmp_path, capsys):
+    folders, _ = faked
+    file = sweep_file({"a": [1, 2]})
+    before = names_in(tmp_path)
+    monkeypatch.setenv(variable, "2")
+    assert main(["sweep", file]) == 2
+    assert "error: index must be given where 2 processes train together, got None; " in capsys.readouterr().err
+    assert names_in(tmp_path) == before
+    assert main(["sweep", file, "--count", "true"]) == 0
+    assert main(["sweep", file, "--index", "1"]) == 0
+    assert len(folders) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [("1", 0), ("2", 2)])
+def test_the_first_of_several_never_leaves_the_others_waiting(number, code, sweep_file, faked, monkeypatch, capsys):
+    folders, _ = faked
+    file = sweep_file({"a": [1]})
+    assert main(["sweep", file]) == 0
+    done = folders[0] / "done.json"
+    content = done.read_text()
+    done.unlink()
+    # Another process is done between this one's first look and its lock.
+    monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: done.write_text(content))
+    monkeypatch.setenv("WORLD_SIZE", number)
+    assert main(["sweep", file, "--index", "0"]) == code
+    assert ("another process has just done point 0; " in capsys.readouterr().err) is bool(code)
+    assert len(folders) == 1
 
 
 def test_a_failed_run_leaves_the_others(sweep_file, faked, capsys):

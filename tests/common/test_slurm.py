@@ -4,6 +4,7 @@ from embeddings.common import slurm
 from tests.callbacks.preempted_runs import fake_scontrol
 
 NAMES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "RANK", "LOCAL_RANK")
+NAMES += ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,24 @@ def test_one_process_of_a_run_is_the_first(environment, is_first, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert slurm.is_first_process() is is_first
+
+
+@pytest.mark.parametrize(
+    ("environment", "number"),
+    [
+        ({}, 1),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, 8),
+        ({"WORLD_SIZE": "2"}, 2),
+        # A batch script that starts one process.
+        ({"SLURM_NTASKS": "8"}, 1),
+        # torchrun in a step of one task.
+        ({"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "4"}, 4),
+    ],
+)
+def test_a_runs_processes_are_counted(environment, number, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert slurm.num_processes() == number
 
 
 @pytest.mark.parametrize(("code", "refusal"), [(0, ""), (1, "Invalid job id")])
