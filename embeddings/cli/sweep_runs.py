@@ -10,10 +10,10 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from embeddings.cli.given import unfolded
 from embeddings.cli.relay import Relay
@@ -120,11 +120,13 @@ def exclusive(folder: Path) -> Iterator[int | None]:
 
     A process that inherits the number holds the lock too, so it lasts until both have ended. A folder in which nothing
     was written is gone again afterwards.
+
+    Between machines it holds as far as the file system's `flock` does: NFS asks the server, unless it is mounted with
+    `nolock` or `local_lock`, and Lustre wants the option `flock`.
     """
     path = folder / ".lock"
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file:
+        with _opened(path) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -135,9 +137,10 @@ def exclusive(folder: Path) -> Iterator[int | None]:
             try:
                 yield file.fileno()
             finally:
-                if [entry.name for entry in folder.iterdir()] == [path.name]:
-                    path.unlink()
-                    folder.rmdir()
+                with suppress(OSError):  # another process is about to take the lock, or the folder is gone
+                    if [entry.name for entry in folder.iterdir()] == [path.name]:
+                        path.unlink()
+                        folder.rmdir()
             return
 
 
@@ -238,6 +241,17 @@ def _moved(part: Any, folder: Path) -> Any:
         places = {"dirpath": "checkpoints", **places}
     moved = {name: str(folder / Path(place).name) for name, place in places.items()}
     return {**part, "init_args": {**arguments, **moved}} if moved else part
+
+
+def _opened(path: Path) -> IO[str]:
+    """A file of a folder that others may make and remove meanwhile."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return open(path, "a")
+        except (FileNotFoundError, FileExistsError):
+            if os.path.lexists(path.parent) and not path.parent.is_dir():
+                raise
 
 
 def _is_at(number: int, path: Path) -> bool:

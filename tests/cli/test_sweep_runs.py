@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -134,6 +135,42 @@ def test_metrics_of_several_processes_are_one_run(tmp_path):
         "train/loss": expected,
         "val/x": {"last": 0.7, "last_step": 3, "min": 0.7, "min_step": 3, "max": 0.9, "max_step": 2},
     }
+
+
+def test_a_folder_that_is_taken_away_before_the_lock_is_opened_is_made_again(tmp_path, monkeypatch):
+    folder = tmp_path / "a" / "b"
+    make, made = Path.mkdir, []
+
+    def make_and_lose(path, *words, **options):
+        make(path, *words, **options)
+        if path == folder and not made:
+            made.append(path)
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", make_and_lose)
+    with exclusive(folder) as lock:
+        assert lock is not None
+    assert made == [folder]
+
+
+def test_a_lock_that_another_opens_while_the_folder_goes_is_left_to_it(tmp_path, monkeypatch):
+    remove = Path.rmdir
+
+    def remove_after_another(path):
+        (path / ".lock").touch()
+        remove(path)
+
+    monkeypatch.setattr(Path, "rmdir", remove_after_another)
+    with exclusive(tmp_path / "a") as lock:
+        assert lock is not None
+    assert (tmp_path / "a" / ".lock").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_place_that_is_no_folder_is_not_waited_for(kind, tmp_path):
+    (tmp_path / "a").touch() if kind == "file" else (tmp_path / "a").symlink_to("nowhere")
+    with pytest.raises(FileExistsError), exclusive(tmp_path / "a"):
+        pass
 
 
 def test_a_run_is_done_once_its_process_says_so(tmp_path):
