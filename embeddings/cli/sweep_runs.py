@@ -1,6 +1,5 @@
 """The runs of a sweep: their folders, the lines that train them, and what became of each."""
 
-import csv
 import fcntl
 import hashlib
 import json
@@ -21,6 +20,7 @@ from embeddings.cli.resume import newest_checkpoint
 from embeddings.cli.sweep_points import Point, Sweep
 from embeddings.common import InputError
 from embeddings.common.fileio import write_json
+from embeddings.common.metrics_file import read_metrics
 
 MAIN = Path(__file__).parents[2] / "main.py"
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
@@ -177,16 +177,17 @@ def train(run: Run, lock: int | None, relay: Relay) -> int:
 def summaries(folder: Path) -> dict[str, dict[str, float]]:
     """Of each column of a run's `metrics.csv` its last value, its least and its largest, and their steps.
 
-    A run that was resumed has several files; where two have the same step, the later one counts.
+    A run that was resumed has several files; where two have the same step, the later one counts. A damaged value is
+    left out, and so is a row without its step: the run has reached its end all the same.
     """
     columns: dict[str, dict[int, float]] = {}
     for path in sorted(folder.glob("version_*/metrics.csv"), key=_version):
-        with open(path, encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                for column, text in row.items():
-                    value = float(text) if text and column not in ("step", "epoch") else math.nan
-                    if math.isfinite(value):
-                        columns.setdefault(column, {})[int(row["step"])] = value
+        for row in read_metrics(path):
+            step = row.get("step") or ""
+            for column, text in row.items():
+                value = _number(text) if step.isdecimal() and column not in ("step", "epoch") else math.nan
+                if math.isfinite(value):
+                    columns.setdefault(column, {})[int(step)] = value
     found = {}
     for column, values in sorted(columns.items()):
         chosen = {"last": max(values), "min": min(values, key=values.__getitem__)}
@@ -260,6 +261,13 @@ def _is_at(number: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(number), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text or "nan")
+    except (ValueError, TypeError):  # no number, or all that is more than the header has columns
+        return math.nan
 
 
 def _commit(folder: Path) -> str | None:

@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 
 from embeddings.common import InputError
+from embeddings.common.metrics_file import read_metrics
 from embeddings.figures.png import pyplot, write_png
 
 # Steps over which the loss is averaged in the picture: one batch says little.
@@ -13,19 +14,20 @@ WINDOW = 8
 def read_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
     """One column of a run's `metrics.csv`: the steps at which it was logged, and its values.
 
+    What a kill has cut short, or the run is just writing, is left out.
+
     Raises:
         InputError: If the run has no such file, or the file is no run's.
     """
     path = run / "metrics.csv"
     if not path.is_file():
         raise InputError(str(path), "no such file", "give the folder of a run, such as checkpoints/runs/NAME/version_0")
-    with open(path, encoding="utf-8", newline="") as file:
-        try:
-            reader = csv.DictReader(file)
-            missing = [name for name in ("step", "train/loss") if name not in (reader.fieldnames or ())]
-            rows = [(int(row["step"]), float(row[column])) for row in reader if row.get(column)] if not missing else []
-        except (ValueError, TypeError, csv.Error) as error:
-            raise InputError(str(path), f"is damaged ({error})", "give the folder of a run of fit") from error
+    try:
+        reader = read_metrics(path)
+        missing = [name for name in ("step", "train/loss") if name not in (reader.fieldnames or ())]
+        rows = [(int(row["step"]), float(row[column])) for row in reader if row.get(column)] if not missing else []
+    except (ValueError, TypeError, csv.Error) as error:
+        raise InputError(str(path), f"is damaged ({error})", "give the folder of a run of fit") from error
     if missing:
         raise InputError(str(path), f"has no column {missing[0]!r}", "give the folder of a run of fit")
     return [step for step, _ in rows], [value for _, value in rows]

@@ -137,6 +137,16 @@ def test_metrics_of_several_processes_are_one_run(tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    "row", ["1", "1,1.", ",1.0\n", "one,1.0\n", "1.5,1.0\n", "1,much\n", "\0\0\n", "2,,1.0\n", "\n"]
+)
+def test_a_damaged_row_costs_no_other(row, tmp_path):
+    write_metrics(tmp_path, 0, "step,train/loss\n0,3.0\n" + row)
+    found = summaries(tmp_path)
+    assert list(found) == ["train/loss"]
+    assert (found["train/loss"]["last"], found["train/loss"]["last_step"]) == (3.0, 0)
+
+
 def test_a_folder_that_is_taken_away_before_the_lock_is_opened_is_made_again(tmp_path, monkeypatch):
     folder = tmp_path / "a" / "b"
     make, made = Path.mkdir, []
