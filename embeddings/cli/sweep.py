@@ -67,6 +67,8 @@ def sweep(
         return
     if results:
         path = output / plan.name / "results.csv" if isinstance(results, bool) else results
+        if path.suffix.lower() == ".png":
+            raise OptionError("results", str(path), "must be the CSV file", "end it in .csv; the plot lies beside it")
         collect(plan, runs, path, file)
         return
     chosen = runs if index is None else [runs[index]]

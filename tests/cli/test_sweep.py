@@ -364,6 +364,7 @@ def test_the_picture_has_what_was_varied(parameters, more, panels, sweep_file, f
         (["--index", "-1"], "index must lie in 0 … 1, got -1"),
         (["--count", "true", "--dry-run", "true"], "takes one of --count, --dry-run and --results"),
         (["--results", "true", "--index", "0"], "index has no effect on --count and --results"),
+        (["--results", "scores.png"], "results must be the CSV file, got 'scores.png'; end it in .csv; the plot lies"),
         (["--results", "true"], "none of its 2 runs is done"),
         (["--output", "tiny.yaml"], "leads through tiny.yaml, which is no folder"),
     ],
