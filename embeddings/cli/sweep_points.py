@@ -224,10 +224,18 @@ def _values(where: str, values: Any) -> list[Any]:
 
 
 def _check_unlike(where: str, values: Sequence[Any]) -> None:
-    texts = [json.dumps(value, sort_keys=True, default=str) for value in values]
+    texts = [_plain_text(where, value) for value in values]
     twice = [text for text in texts if texts.count(text) > 1]
     if twice:
         raise InputError(where, f"holds {twice[0]} twice", "leave one out")
+
+
+def _plain_text(where: str, value: Any) -> str:
+    """A value as JSON, which has no dates, binary data or sets, and no keys but names."""
+    try:
+        return json.dumps(value, sort_keys=True)
+    except TypeError as error:
+        raise InputError(where, f"{value!r} cannot be given to fit", "put a date or a key in quotes") from error
 
 
 def _drawn(path: Path, content: Mapping[str, Any], parameters: Mapping[str, Any]) -> list[Point]:

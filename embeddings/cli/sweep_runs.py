@@ -108,10 +108,10 @@ def placed(contents: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
     arguments = {key: value for key, value in (own.get("init_args") or {}).items() if key != "version"}
     first = {"class_path": CSV_LOGGER, "init_args": {**arguments, "save_dir": str(folder), "name": ""}}
     others = [_moved(logger, folder) for logger in loggers if not _is_csv(logger)]
-    words = [f"--trainer.default_root_dir={folder}", f"--trainer.logger={json.dumps([first, *others])}"]
+    words = [f"--trainer.default_root_dir={folder}", f"--trainer.logger={json.dumps([first, *others], default=str)}"]
     callbacks = _listed(contents, "callbacks")
     moved = [_moved(callback, folder) for callback in callbacks]
-    return words if moved == callbacks else [*words, f"--trainer.callbacks={json.dumps(moved)}"]
+    return words if moved == callbacks else [*words, f"--trainer.callbacks={json.dumps(moved, default=str)}"]
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import datetime
 import math
 from pathlib import Path
 
@@ -103,6 +104,7 @@ def test_runs_are_called_by_the_config_that_chooses_the_method(write, tmp_path):
     assert read_sweep(write({"configs": configs[::2], "parameters": {"a": [1]}})).recipe == "scale"
 
 
+DATE = datetime.date(2024, 5, 1)
 RANDOM = {"method": "random", "num_runs": 2}
 
 
@@ -121,6 +123,14 @@ RANDOM = {"method": "random", "num_runs": 2}
         ({"parameters": {"a": []}}, r"parameters\.a: must be a list of values, got \[\]"),
         ({"parameters": {"a": 3}}, r"parameters\.a: must be a list of values, got 3"),
         ({"parameters": {"a": [1, 2, 1]}}, r"parameters\.a: holds 1 twice"),
+        (
+            {"parameters": {"a": [1, DATE]}},
+            r"parameters\.a: datetime.date\(2024, 5, 1\) cannot be given to fit; put",
+        ),
+        ({"parameters": {"a": [{"b": [DATE]}]}}, r"parameters\.a: .* cannot be given to fit"),
+        ({"parameters": {"a": [{DATE: 1}, {1: 1, "b": 2}]}}, r"parameters\.a: .* cannot be given to fit"),
+        ({"method": "list", "parameters": [{"a": DATE}]}, r"parameters: {'a': .*} cannot be given to fit"),
+        (RANDOM | {"parameters": {"a": [DATE]}}, r"parameters\.a: .* cannot be given to fit"),
         ({"parameters": {"a b": [1]}}, "point 0: 'a b' is no config key"),
         ({"parameters": {"trainer.logger": [True]}}, "trainer.logger is what a sweep gives every run itself"),
         ({"parameters": {"trainer.default_root_dir": ["x"]}}, "is what a sweep gives"),

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from embeddings.cli.sweep_runs import (
 from embeddings.common import InputError
 from tests.helpers.checkpoints import RESUMABLE, save
 
+PARTS = ("logger", "callbacks")
 CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
 
 
@@ -91,6 +93,12 @@ def test_the_first_logger_is_a_csv_logger_and_others_stay(tmp_path):
     assert found[0] == CSV | {"init_args": {**own, "flush_logs_every_n_steps": 7}}
     assert found[1]["init_args"] == {"project": "p", "save_dir": str(tmp_path / "tries")}
     assert len(found) == 2
+
+
+def test_a_date_in_a_config_is_given_as_text(tmp_path):
+    parts = {name: {"class_path": "X", "init_args": {"save_dir": "x", "day": date(2024, 5, 1)}} for name in PARTS}
+    words = placed([{"trainer": parts}], tmp_path)
+    assert [value_of(words, f"trainer.{name}")[-1]["init_args"]["day"] for name in PARTS] == ["2024-05-01"] * 2
 
 
 def test_a_point_may_give_callbacks_of_its_own(tmp_path):
