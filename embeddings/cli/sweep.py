@@ -73,7 +73,7 @@ def sweep(
         return
     chosen = runs if index is None else [runs[index]]
     if dry_run:
-        check_runs(file, chosen)
+        check_runs(plan, file, chosen)
         for run in chosen:
             print(f"{title(plan, run)} ({run.status})\n  {run.folder}\n  {run.line()}")
         return
@@ -84,10 +84,11 @@ def sweep(
     train_missing(plan, file, chosen, is_array_task=index is not None)
 
 
-def check_runs(file: Path, runs: Sequence[Run]) -> None:
+def check_runs(plan: Sweep, file: Path, runs: Sequence[Run]) -> None:
     """Check the arguments of runs as `fit` does, before any of them begins.
 
-    A run whose keys, and values but for numbers, were all seen in earlier ones is not looked at again.
+    A run whose keys, and values but for numbers, were all seen in earlier ones is not looked at again, unless it is one
+    of a list, where each has keys of its own.
 
     Raises:
         ConfigError: Naming the point.
@@ -97,7 +98,7 @@ def check_runs(file: Path, runs: Sequence[Run]) -> None:
     seen: set[tuple[str, str]] = set()
     for run in runs:
         new = {(key, type(value).__name__ if is_number(value) else label(value)) for key, value in run.point.items()}
-        if new <= seen:
+        if new <= seen and plan.method != "list":
             continue
         seen |= new
         try:
@@ -126,7 +127,7 @@ def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: b
     if len(missing) < len(runs):
         print(f"{len(runs) - len(missing)} of {len(runs)} done already")
     with answering_stops():
-        check_runs(file, missing)
+        check_runs(plan, file, missing)
     failed: dict[int, int] = {}
     with Relay() as relay:
         for run in missing:

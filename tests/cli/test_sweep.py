@@ -408,3 +408,11 @@ def test_a_combination_whose_values_were_seen_is_not_parsed_again(sweep_file, mo
         ["--a=1", "--b=y"],
         ["--a=0.5", "--b=x"],
     ]
+
+
+def test_every_point_of_a_list_is_parsed(sweep_file, monkeypatch):
+    parsed = []
+    monkeypatch.setattr("embeddings.cli.app.check_arguments", parsed.append)
+    file = sweep_file([{"a": "x", "b": "x"}, {"a": "y", "b": "y"}, {"a": "x", "b": "y"}, {"a": "y"}], method="list")
+    assert main(["sweep", file, "--dry-run", "true"]) == 0
+    assert len(parsed) == 4
