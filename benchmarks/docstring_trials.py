@@ -14,16 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
 
-from benchmarks.trials import Metrics, Scores, Trial, run_recipes
+from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from embeddings.callbacks import ExportModel, GradCacheCallback
-from embeddings.common import TextSettings
 from embeddings.common.fileio import atomic_path
 from embeddings.data import BlendedBatchSampler, ClusteredBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.data.cache import open_cached
@@ -48,7 +47,7 @@ TINY_PACKAGES, TINY_HELD_OUT = ["click"], ["jinja2", "packaging"]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(TrainingRecipe):
     """How a model is trained.
 
     Args:
@@ -58,11 +57,7 @@ class Recipe:
         copies: Whether every training pair has a planted near-copy; a quarter of the pairs is enough for it.
         filter_margin: Margin of the surrogate's filter of false negatives, or None for no filter.
         warmup_steps: Steps on random batches before, the same model for all seeds and variants.
-        num_steps: Steps.
-        batch_size: Pairs of a batch.
-        max_length: Most tokens of a text, in training and scoring.
         num_context: Context documents.
-        learning_rate: Its peak.
     """
 
     contextual: bool = False
@@ -71,28 +66,22 @@ class Recipe:
     copies: bool = False
     filter_margin: float | None = None
     warmup_steps: int = 0
-    num_steps: int = 40
-    batch_size: int = 32
-    max_length: int = 64
     num_context: int = 32
-    learning_rate: float = 1e-4
 
-    @property
-    def text(self) -> TextSettings:
-        """Lengths of the texts."""
-        return TextSettings(query_max_length=self.max_length, document_max_length=self.max_length)
+    def tiny(self) -> Self:
+        """The same over a few short texts, to see that it works."""
+        return replace(
+            super().tiny(),
+            num_steps=1,
+            cluster_size=None if self.cluster_size is None else 4,
+            warmup_steps=min(self.warmup_steps, 1),
+            num_context=2,
+        )
 
 
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Train and score by each recipe with each seed; what earlier runs have done is taken from them.
-
-    Args:
-        chosen: The command line.
-        experiment: Its name in the rows.
-        recipes: By the name of the variant.
-    """
-    if chosen.tiny:
-        recipes = {name: _tiny(recipe) for name, recipe in recipes.items()}
+    """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
+    recipes = sized(chosen, recipes)
     World(chosen.work, chosen.tiny).prepare(list(recipes.values()))
     return run_recipes(chosen, experiment, recipes, run_trial)
 
@@ -356,15 +345,3 @@ def _ndcg(encoder: Encoder, folder: RetrievalFolder, documents: list[str] | None
 
 def _kind(copies: bool) -> str:
     return "copies" if copies else "plain"
-
-
-def _tiny(recipe: Recipe) -> Recipe:
-    return replace(
-        recipe,
-        cluster_size=None if recipe.cluster_size is None else 4,
-        warmup_steps=min(recipe.warmup_steps, 1),
-        num_steps=1,
-        batch_size=4,
-        max_length=12,
-        num_context=2,
-    )

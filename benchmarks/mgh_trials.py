@@ -8,7 +8,7 @@ packages, each searched by itself, and functions of the training packages.
 import time
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,7 @@ import lightning as L
 import torch
 
 from benchmarks.docstring_trials import MODEL, World, fit, score
-from benchmarks.trials import Metrics, Scores, Trial, run_recipes
-from embeddings.common import TextSettings
+from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from embeddings.data import BlendedBatchSampler, CurriculumBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.data.samplers.level_schedule import LevelOrder
 from embeddings.losses import InfoNCE
@@ -37,7 +36,7 @@ PAGES = ("held-out packages", "held-out functions")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(TrainingRecipe):
     """How a model is trained.
 
     Args:
@@ -47,10 +46,6 @@ class Recipe:
         order: The order of the levels, or None for no hard negatives.
         level: The level of the order `fixed`.
         temperature: The loss's.
-        num_steps: Steps; 0 scores what training starts from.
-        batch_size: Pairs of a batch.
-        max_length: Most tokens of a text, in training and scoring.
-        learning_rate: Its peak.
     """
 
     backbone: str = MODEL
@@ -59,30 +54,11 @@ class Recipe:
     order: LevelOrder | None = "coarse_to_fine"
     level: int | None = None
     temperature: float = 0.05
-    num_steps: int = 40
-    batch_size: int = 32
-    max_length: int = 64
-    learning_rate: float = 1e-4
-
-    @property
-    def text(self) -> TextSettings:
-        """Lengths of the texts."""
-        return TextSettings(query_max_length=self.max_length, document_max_length=self.max_length)
 
 
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Train and score by each recipe with each seed; what earlier runs have done is taken from them.
-
-    Args:
-        chosen: The command line.
-        experiment: Its name in the rows.
-        recipes: By the name of the variant.
-    """
-    if chosen.tiny:
-        recipes = {
-            name: replace(recipe, num_steps=min(recipe.num_steps, 4), batch_size=4, max_length=12)
-            for name, recipe in recipes.items()
-        }
+    """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
+    recipes = sized(chosen, recipes)
     World(chosen.work, chosen.tiny).prepare([])
     return run_recipes(chosen, experiment, recipes, run_trial)
 

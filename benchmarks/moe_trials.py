@@ -15,16 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from benchmarks.docstring_trials import MODEL, WARMUP_SEED, World, fit
-from benchmarks.trials import Metrics, Scores, Trial, run_recipes
+from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from embeddings.callbacks import ExportModel
 from embeddings.callbacks.routing_statistics import RoutingStatistics
-from embeddings.common import TextSettings
 from embeddings.common.fileio import write_text
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, HomogeneousBatchSampler, SourceConfig
 from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, score_retrieval
@@ -44,7 +43,7 @@ TRAINED_LANGUAGES, FURTHER_LANGUAGES = ("ar", "zh"), ("de", "es")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(TrainingRecipe):
     """How a model is trained.
 
     Args:
@@ -54,11 +53,7 @@ class Recipe:
         coefficient: Of the load-balancing loss.
         widths: Widths of the Matryoshka loss, or None for the whole vector alone.
         corpus: What is trained on and scored.
-        num_steps: Steps; 0 scores what training starts from.
         warmup_steps: Steps of the dense model on docstrings before, the same model for all seeds and variants.
-        batch_size: Pairs of a batch.
-        max_length: Most tokens of a text, in training and scoring.
-        learning_rate: Its peak.
     """
 
     top_k: int | None = None
@@ -67,28 +62,16 @@ class Recipe:
     coefficient: float = 1.0
     widths: tuple[int, ...] | None = None
     corpus: Literal["docstrings", "languages"] = "docstrings"
-    num_steps: int = 40
     warmup_steps: int = 100
-    batch_size: int = 32
-    max_length: int = 64
-    learning_rate: float = 1e-4
 
-    @property
-    def text(self) -> TextSettings:
-        """Lengths of the texts."""
-        return TextSettings(query_max_length=self.max_length, document_max_length=self.max_length)
+    def tiny(self) -> Self:
+        """The same over a few short texts, to see that it works."""
+        return replace(super().tiny(), warmup_steps=1, num_experts=2)
 
 
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
-    """Train and score by each recipe with each seed; what earlier runs have done is taken from them.
-
-    Args:
-        chosen: The command line.
-        experiment: Its name in the rows.
-        recipes: By the name of the variant.
-    """
-    if chosen.tiny:
-        recipes = {name: _tiny(recipe) for name, recipe in recipes.items()}
+    """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
+    recipes = sized(chosen, recipes)
     world = World(chosen.work, chosen.tiny)
     world.prepare([])
     for recipe in recipes.values():
@@ -238,9 +221,3 @@ def _ndcg(encoder: Encoder, folders: Mapping[str, RetrievalFolder]) -> float:
         (score_retrieval(encoder, folder).metrics["ndcg_at_10"], len(folder.queries)) for folder in folders.values()
     ]
     return sum(value * weight for value, weight in scores) / sum(weight for _, weight in scores)
-
-
-def _tiny(recipe: Recipe) -> Recipe:
-    return replace(
-        recipe, num_steps=min(recipe.num_steps, 2), warmup_steps=1, batch_size=4, max_length=12, num_experts=2
-    )

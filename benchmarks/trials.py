@@ -14,14 +14,15 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from tqdm import tqdm
 
 from benchmarks.harness import commit, hardware
+from embeddings.common import TextSettings
 
 TRIALS = Path(__file__).with_name("trials.csv")
 
@@ -82,6 +83,35 @@ class Scores:
         return [self.by_seed[seed][metric] for seed in sorted(self.by_seed)]
 
 
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """What the recipes of all experiments say, each beside what it varies.
+
+    Args:
+        num_steps: Steps; 0 scores what training starts from.
+        batch_size: Pairs of a batch.
+        max_length: Most tokens of a text, in training and scoring.
+        learning_rate: Its peak.
+    """
+
+    num_steps: int = 40
+    batch_size: int = 32
+    max_length: int = 64
+    learning_rate: float = 1e-4
+
+    @property
+    def text(self) -> TextSettings:
+        """Lengths of the texts."""
+        return TextSettings(query_max_length=self.max_length, document_max_length=self.max_length)
+
+    def tiny(self) -> Self:
+        """The same over a few short texts, to see that it works."""
+        return replace(self, num_steps=min(self.num_steps, 4), batch_size=4, max_length=12)
+
+
+AnyRecipe = TypeVar("AnyRecipe", bound=TrainingRecipe)
+
+
 def trial_options(description: str | None) -> argparse.Namespace:
     """The command line that all experiments share."""
     parser = argparse.ArgumentParser(description=description)
@@ -95,6 +125,11 @@ def trial_options(description: str | None) -> argparse.Namespace:
 def replaced(chosen: argparse.Namespace, **values: object) -> argparse.Namespace:
     """The command line with other values for some options."""
     return argparse.Namespace(**{**vars(chosen), **values})
+
+
+def sized(chosen: argparse.Namespace, recipes: Mapping[str, AnyRecipe]) -> Mapping[str, AnyRecipe]:
+    """The recipes, tiny ones where the command line says so."""
+    return {name: recipe.tiny() for name, recipe in recipes.items()} if chosen.tiny else recipes
 
 
 def run_recipes(

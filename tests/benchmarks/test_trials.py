@@ -1,11 +1,13 @@
 """A trial runs once: what it found is kept, whatever comes after."""
 
+import csv
 from argparse import Namespace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from benchmarks import trials
+from benchmarks import docstring_trials, mgh_trials, moe_trials, trials
 from benchmarks.docstring_trials import near_copy, split_by_package
 from benchmarks.trials import Trial, difference, run_trials, table
 from embeddings.evaluation import Judgments, RetrievalFolder
@@ -43,6 +45,13 @@ def test_a_trial_runs_once_and_another_setting_is_another_trial(tmp_path, monkey
     assert times(work) == {"a-0": 1, "a-1": 1, "b-0": 1, "b-1": 2, "c-0": 1}
     assert "1.0500 \u00b10.0707" in table(found, ["score"])
     assert difference(found[1], found[0], "score") == "b over a, score: +1.0000 \u00b10.0000"
+
+
+def test_what_was_run_is_found_again():
+    recipes = (docstring_trials.Recipe(num_steps=30), mgh_trials.Recipe(), moe_trials.Recipe())
+    with open(trials.TRIALS, newline="") as file:
+        finished = {row["key"] for row in csv.DictReader(file)}
+    assert [Trial("E0", "any", 0, asdict(recipe)).key in finished for recipe in recipes] == [True] * 3
 
 
 def test_each_package_is_a_corpus_with_its_own_queries():
