@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.common import TextSettings
-from embeddings.models import AnchorTokenPooling, Embedder, MeanPooling, make_bidirectional
+from embeddings.models import AnchorTokenPooling, MeanPooling, make_bidirectional
+from tests.helpers.shown import kept_drawings, save_model
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 
@@ -17,27 +17,19 @@ TEXT = "the quick brown fox, one length"
 def models(tmp_path_factory):
     """Model directories by what is special about them."""
     folder = tmp_path_factory.mktemp("models")
-    text = TextSettings(query_max_length=24, document_max_length=24, prompts={"query": "search_query: "})
     decoder = tiny_mistral()
     make_bidirectional(decoder)
-    for name, backbone, tokenizer, pooling in (
-        ("mean", tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)),
-        ("anchor", decoder, sentencepiece_tokenizer(), AnchorTokenPooling(32, layers=(0,), per_head=True)),
-        ("causal", tiny_mistral(), sentencepiece_tokenizer(), MeanPooling(32)),
-    ):
-        Embedder(backbone, tokenizer, pooling, text=text).save_pretrained(folder / name)
+    anchor = AnchorTokenPooling(32, layers=(0,), per_head=True)
+    save_model(folder / "mean", tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
+    save_model(folder / "anchor", decoder, sentencepiece_tokenizer(), anchor)
+    save_model(folder / "causal", tiny_mistral(), sentencepiece_tokenizer(), MeanPooling(32))
     tiny_contextual().save_pretrained(folder / "contextual")
     return folder
 
 
 @pytest.fixture
 def drawing(monkeypatch, tmp_path):
-    """Runs `show anchor-tokens` without the drawing itself; what would be drawn is kept."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("embeddings.figures.draw_anchor_tokens", lambda *drawn: calls.append(drawn))
-    calls = []
-    return calls
+    return kept_drawings(monkeypatch, tmp_path, "draw_anchor_tokens")
 
 
 def show(models, name, *words):

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.common import TextSettings
-from embeddings.models import Embedder, MeanPooling
+from embeddings.models import MeanPooling
+from tests.helpers.shown import kept_drawings, save_model
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
@@ -20,22 +20,15 @@ HEADER = "step,train/loss,routing/load_entropy,routing/idle_experts\n"
 def models(tmp_path_factory):
     """Model directories: one with experts, one without, one that reads a context."""
     folder = tmp_path_factory.mktemp("models")
-    text = TextSettings(24, 24, prompts={"query": "search_query: "})
-    for name, backbone in (("sparse", tiny_moe(num_layers=4)), ("dense", tiny_bert())):
-        Embedder(backbone, wordpiece_tokenizer(), MeanPooling(32), text=text).save_pretrained(folder / name)
+    save_model(folder / "sparse", tiny_moe(num_layers=4), wordpiece_tokenizer(), MeanPooling(32))
+    save_model(folder / "dense", tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
     tiny_contextual().save_pretrained(folder / "contextual")
     return folder
 
 
 @pytest.fixture
 def drawing(monkeypatch, tmp_path):
-    """Runs the command in an empty folder without the drawing itself; what would be drawn is kept."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("embeddings.figures.draw_expert_loads", lambda *drawn: calls.append(drawn))
-    monkeypatch.setattr("embeddings.figures.draw_routing_curves", lambda *drawn: calls.append(drawn))
-    calls = []
-    return calls
+    return kept_drawings(monkeypatch, tmp_path, "draw_expert_loads", "draw_routing_curves")
 
 
 def show(models, name, *words):
