@@ -21,7 +21,7 @@ from embeddings.losses.load_balancing import LoadBalancing
 from embeddings.models import MeanPooling
 from embeddings.modules import ContrastiveModule, MoEEmbedModule
 from tests.configs.test_nv_embed_configs import flat
-from tests.configs.test_nv_embed_tables import CONFIGS, MACHINE_PATH, read
+from tests.configs.test_nv_embed_tables import CONFIGS, check_texts, read
 from tests.helpers.runs import write_config, write_pairs, write_retrieval_folder
 from tests.helpers.tiny import save_backbone, wordpiece_tokenizer
 from tests.models.moe import tiny_rotary
@@ -180,11 +180,7 @@ def test_data_files_name_the_public_source_of_every_set() -> None:
 def test_no_config_holds_a_path_of_one_machine_or_a_line_too_long() -> None:
     files = [*CONFIGS.glob("*/moe_*.yaml"), CONFIGS / "moe_docstrings.yaml"]
     assert len(files) == 10
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        assert text.startswith("# "), file.name
-        assert not MACHINE_PATH.search(text), file.name
-        assert max(map(len, text.splitlines())) <= 120, file.name
+    check_texts(files)
 
 
 def small_run(folder: Path, files: list[str], **init_args: Any) -> Any:
