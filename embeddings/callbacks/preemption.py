@@ -7,6 +7,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from embeddings.callbacks.durable_checkpoints import finish_writing
+from embeddings.callbacks.exception_checkpoints import write_none_on_exception
 from embeddings.common import PreemptedError
 from embeddings.common.distributed import reduce_int
 from embeddings.common.stopping import answer, stop_request
@@ -72,9 +73,7 @@ class Preemption(L.Callback):
         if not number:
             return
         # One checkpoint is enough, and one failure to write it too.
-        for kept in trainer.checkpoint_callbacks:
-            if isinstance(kept, ModelCheckpoint):
-                kept.save_on_exception = False
+        write_none_on_exception(trainer)
         checkpoint = _write_checkpoint(trainer) if write else trainer.ckpt_path
         stop = answer(number, where, checkpoint, trainer.is_global_zero)
         code = trainer.strategy.broadcast(stop.exit_code)

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
+from embeddings.callbacks.exception_checkpoints import write_none_on_exception
 from embeddings.common import NumericError, OptionError
 from embeddings.common.distributed import gather_counts
 from embeddings.common.fileio import write_json
@@ -21,7 +22,8 @@ class RunHealth(L.Callback):
 
     A module of this library stops before an update where a loss or a gradient is NaN or infinite, on all ranks. This
     callback then writes `numeric-error-rank-R.json` into the run's folder, one file a rank: the step, the message, and
-    the rows of each source that the rank read since the last update. Checkpoints are left as they are.
+    the rows of each source that the rank read since the last update. Checkpoints are left as they are, those that are
+    to be written on an exception too.
 
     Under DDP all ranks hold the same weights, until a fault of memory or an update that only some ranks made. Their
     checksums are compared, and a difference ends the run. Sharded weights are not compared.
@@ -66,9 +68,10 @@ class RunHealth(L.Callback):
             self._compare(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Write what was read, if numbers went wrong."""
+        """Write what was read, and no checkpoint, if numbers went wrong."""
         if not isinstance(exception, NumericError):
             return
+        write_none_on_exception(trainer)
         data: Any = getattr(trainer, "datamodule", None)
         mixture = getattr(data, "mixture", None)
         batches = [

@@ -18,10 +18,11 @@ from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.runs import run_config, write_config
 
 HEALTH = {"class_path": "embeddings.callbacks.RunHealth", "init_args": {"compare_every_n_steps": 1}}
-CHECKPOINT = {
-    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-    "init_args": {"every_n_train_steps": 1, "save_last": True},
-}
+
+
+def checkpoint(every_n_steps):
+    options = {"every_n_train_steps": every_n_steps, "save_last": True, "save_on_exception": True}
+    return {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": options}
 
 
 def poison(name, **arguments):
@@ -35,13 +36,13 @@ def written(folder):
 @pytest.mark.parametrize(
     ("callback", "message", "first_batch"),
     [
-        (poison("PoisonLoss", rank=0, batch=2), "loss is nan at step 2: no update was made", 2),
-        (poison("PoisonGradient", batch=1), "gradient is inf at step 1: no update was made", 1),
+        (poison("PoisonLoss", rank=0, batch=3), "loss is nan at step 3: no update was made", 3),
+        (poison("PoisonGradient", batch=2), "gradient is inf at step 2: no update was made", 2),
     ],
 )
 def test_wrong_numbers_stop_the_run_and_leave_the_rows_behind(callback, message, first_batch, tmp_path):
     config = run_config(tmp_path)
-    config["trainer"]["callbacks"] = [callback, HEALTH, CHECKPOINT]
+    config["trainer"]["callbacks"] = [callback, HEALTH, checkpoint(every_n_steps=2)]
     with pytest.raises(NumericError, match=message):
         run_trainer(["fit", "--config", write_config(tmp_path, config)])
     found = written(tmp_path)["numeric-error-rank-0.json"]
@@ -50,10 +51,10 @@ def test_wrong_numbers_stop_the_run_and_leave_the_rows_behind(callback, message,
     rows = found["batches"][0]["rows"]["pairs"]
     assert len(set(rows)) == 8
     assert all(0 <= row < 64 for row in rows)
-    # The weights of the last update, finite, are what the last checkpoint holds.
-    last = next(tmp_path.rglob("last.ckpt"))
-    state = read_checkpoint(last)
-    assert state["global_step"] == first_batch
+    # The checkpoints are those of before, and finite.
+    assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == ["epoch=0-step=2.ckpt", "last.ckpt"]
+    state = read_checkpoint(next(tmp_path.rglob("last.ckpt")))
+    assert state["global_step"] == 2
     assert all(value.isfinite().all() for value in state["state_dict"].values() if value.is_floating_point())
 
 
@@ -76,12 +77,13 @@ def test_rows_are_those_of_the_whole_accumulation_window(tmp_path):
 def test_all_ranks_stop_where_one_goes_wrong(callback, line, tmp_path):
     config = run_config(tmp_path)
     config["trainer"] |= {"devices": 2, "strategy": "ddp"}
-    config["trainer"]["callbacks"] = [callback, HEALTH]
+    config["trainer"]["callbacks"] = [callback, HEALTH, checkpoint(every_n_steps=500)]
     command = [sys.executable, "main.py", "fit", "--config", write_config(tmp_path, config)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 70, ended.stderr
     assert line in ended.stderr
     assert sorted(written(tmp_path)) == ["numeric-error-rank-0.json", "numeric-error-rank-1.json"]
+    assert list(tmp_path.rglob("*.ckpt")) == []
 
 
 def test_a_dead_worker_is_named_at_once(tmp_path):
