@@ -64,7 +64,8 @@ class RetrievalEvaluation(L.Callback):
             self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score the untrained model."""
+        """Score the untrained model, for the loggers alone: what Lightning is told here it files at the epoch's end."""
+        self._scored_step = trainer.global_step
         if self.at_start and trainer.global_step == 0:
             self._score(trainer, pl_module)
 
@@ -73,10 +74,12 @@ class RetrievalEvaluation(L.Callback):
     ) -> None:
         """Score after every `every_n_steps` optimiser steps."""
         step = trainer.global_step
-        if step and step % self.every_n_steps == 0 and step != self._scored_step:
-            self._score(trainer, pl_module)
+        if step != self._scored_step and step % self.every_n_steps == 0:
+            for name, value in self._score(trainer, pl_module).items():
+                pl_module.log(name, value, prog_bar=name.endswith(METRICS[0]), logger=False)
 
-    def _score(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _score(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
+        """Score the model, and write the scores to the loggers."""
         assert self._data is not None
         self._scored_step = trainer.global_step
         scores: dict[str, float] | None = None
@@ -95,5 +98,4 @@ class RetrievalEvaluation(L.Callback):
         # Lightning would file them under the next step that is logged, so they go to the loggers by hand.
         for logger in trainer.loggers:
             logger.log_metrics(named, step=trainer.global_step)
-        for name, value in named.items():
-            pl_module.log(name, value, prog_bar=name.endswith(METRICS[0]), logger=False)
+        return named

@@ -12,8 +12,9 @@ from tests.helpers.runs import run_config, write_config, write_retrieval_folder
 from tests.inference.models import counted_encodings
 
 
-def scored_run(tmp_path, widths=None, **options):
+def scored_run(tmp_path, widths=None, trainer=None, words=(), **options):
     config = run_config(tmp_path)
+    config["trainer"] |= trainer or {}
     if widths:
         loss = {"class_path": "embeddings.losses.MatryoshkaInfoNCE", "init_args": {"widths": widths}}
         config["model"]["init_args"]["loss"] = loss
@@ -21,25 +22,55 @@ def scored_run(tmp_path, widths=None, **options):
         {"class_path": "embeddings.callbacks.RetrievalEvaluation", "init_args": options},
         {
             "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-            "init_args": {"monitor": "val/ndcg_at_10", "mode": "max", "every_n_train_steps": 2, "save_top_k": -1},
+            "init_args": {
+                "monitor": "val/ndcg_at_10",
+                "mode": "max",
+                "every_n_train_steps": 2,
+                "save_top_k": -1,
+                "save_last": True,
+            },
         },
     ]
-    return run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    return run_trainer(["fit", "--config", write_config(tmp_path, config), *words])
+
+
+def scores_of(trainer):
+    with open(Path(trainer.log_dir) / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("val/ndcg_at_10")]
+    return {int(row["step"]): float(row["val/ndcg_at_10"]) for row in rows}
 
 
 def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpoint(tmp_path):
     folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
     cli = scored_run(tmp_path, folder=str(folder), every_n_steps=2)
-    with open(Path(cli.trainer.log_dir) / "metrics.csv") as file:
-        scores = {
-            int(row["step"]): float(row["val/ndcg_at_10"]) for row in csv.DictReader(file) if row["val/ndcg_at_10"]
-        }
+    scores = scores_of(cli.trainer)
     assert sorted(scores) == [0, 2, 4]
     expected = evaluate_folder(Encoder(cli.model.embedder), folder).metrics["ndcg_at_10"]
     assert scores[4] == pytest.approx(expected, abs=1e-6)
     best = cli.trainer.checkpoint_callback
     assert len(best.best_k_models) == 2
     assert best.best_model_score == pytest.approx(max(scores[2], scores[4]), abs=1e-6)
+
+
+def test_what_other_callbacks_see_after_an_epoch_is_the_newest_score(tmp_path):
+    folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
+    cli = scored_run(tmp_path, trainer={"max_steps": 8}, folder=str(folder), every_n_steps=4)
+    assert cli.trainer.fit_loop.epoch_progress.current.completed == 1
+    scores = scores_of(cli.trainer)
+    assert scores[0] != scores[8]
+    for seen in (cli.trainer.callback_metrics, cli.trainer.progress_bar_metrics):
+        assert float(seen["val/ndcg_at_10"]) == pytest.approx(scores[8], abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_resumed_run_does_not_score_the_step_where_it_begins_again(tmp_path):
+    folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
+    options = {"folder": str(folder), "every_n_steps": 2, "trainer": {"accumulate_grad_batches": 2, "max_steps": 2}}
+    first = scored_run(tmp_path, **options)
+    assert sorted(scores_of(first.trainer)) == [0, 2]
+    options["trainer"]["max_steps"] = 4
+    last = scored_run(tmp_path, words=["--ckpt_path", "auto"], **options)
+    assert sorted(scores_of(last.trainer)) == [4]
 
 
 def test_a_model_of_several_widths_is_scored_at_each_from_one_encoding(tmp_path, monkeypatch):
