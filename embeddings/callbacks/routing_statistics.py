@@ -47,12 +47,16 @@ class RoutingStatistics(L.Callback):
         if stage == "fit":
             self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the step that the run begins at for logged."""
+        self._logged_step = trainer.global_step
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Log a row after every `every_n_steps` optimiser steps."""
         step = trainer.global_step
-        if step == 0 or step % self.every_n_steps or step == self._logged_step:
+        if step == self._logged_step or step % self.every_n_steps:
             return
         self._logged_step = step
         module: Any = pl_module

@@ -48,7 +48,10 @@ class RunHealth(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Note the run's folder; all ranks take part, because asking the trainer for it is a broadcast."""
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
-        self._step = trainer.global_step
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the step that the run begins at for seen."""
+        self._step, self._read = trainer.global_step, []
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -1,5 +1,6 @@
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,16 +14,37 @@ from tests.modules.moe_modules import moe_config
 CALLBACK = {"class_path": "embeddings.callbacks.RoutingStatistics", "init_args": {"every_n_steps": 2}}
 
 
-def test_a_run_logs_a_row_every_so_many_optimiser_steps(tmp_path: Path) -> None:
-    config = moe_config(tmp_path)
+def logged_rows(folder: Path, config: dict[str, Any], *words: str) -> dict[int, dict[str, str]]:
+    """What a run logs of its routing, by step."""
+    cli = run_trainer(["fit", "--config", write_config(folder, config), *words])
+    with open(Path(str(cli.trainer.log_dir)) / "metrics.csv", newline="") as file:
+        return {int(row["step"]): row for row in csv.DictReader(file) if row.get("routing/load_entropy")}
+
+
+def logging_config(folder: Path) -> dict[str, Any]:
+    config = moe_config(folder)
     config["trainer"] |= {"accumulate_grad_batches": 2}
     config["trainer"]["callbacks"] = [config["trainer"]["callbacks"][0], CALLBACK]
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
-    with open(Path(cli.trainer.log_dir) / "metrics.csv", newline="") as file:
-        rows = {int(row["step"]): row for row in csv.DictReader(file) if row["routing/load_entropy"]}
+    return config
+
+
+def test_a_run_logs_a_row_every_so_many_optimiser_steps(tmp_path: Path) -> None:
+    rows = logged_rows(tmp_path, logging_config(tmp_path))
     assert sorted(rows) == [2, 4]
     assert 0 < float(rows[4]["routing/load_entropy_layer_1"]) <= 1
     assert float(rows[4]["routing/highest_load_layer_1"]) >= 1
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_resumed_run_does_not_log_the_step_where_it_begins_again(tmp_path: Path) -> None:
+    config = logging_config(tmp_path)
+    options = {"every_n_train_steps": 2, "save_last": True}
+    saving = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": options}
+    config["trainer"]["callbacks"].append(saving)
+    config["trainer"]["max_steps"] = 2
+    assert sorted(logged_rows(tmp_path, config)) == [2]
+    config["trainer"]["max_steps"] = 4
+    assert sorted(logged_rows(tmp_path, config, "--ckpt_path", "auto")) == [4]
 
 
 def test_a_module_without_experts_is_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,19 @@ def test_rows_are_those_of_the_whole_accumulation_window(tmp_path):
     assert [read["batch"] for read in written(tmp_path)["numeric-error-rank-0.json"]["batches"]] == [2, 3]
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_rows_are_those_of_the_whole_window_after_a_resume_too(tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"] |= {"accumulate_grad_batches": 2, "max_steps": 2}
+    config["trainer"]["callbacks"] = [checkpoint(every_n_steps=2)]
+    run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    config["trainer"]["max_steps"] = 4
+    config["trainer"]["callbacks"] += [poison("PoisonLoss", rank=0, batch=5), HEALTH]
+    with pytest.raises(NumericError, match="at step 2"):
+        run_trainer(["fit", "--config", write_config(tmp_path, config), "--ckpt_path", "auto"])
+    assert [read["batch"] for read in written(tmp_path)["numeric-error-rank-0.json"]["batches"]] == [4, 5]
+
+
 @pytest.mark.parametrize(
     ("callback", "line"),
     [
