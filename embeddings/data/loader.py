@@ -47,7 +47,19 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-class ResumableLoader(DataLoader[Any]):
+class ShieldedLoader(DataLoader[Any]):
+    """A `DataLoader` whose workers make batches until the run ends them.
+
+    A signal to the run's process group is the run's to answer; `start_worker` has them hear their parent alone.
+    """
+
+    def __iter__(self) -> Any:
+        """The batches."""
+        with held_back():
+            return super().__iter__()
+
+
+class ResumableLoader(ShieldedLoader):
     """A `DataLoader` whose state is the number of batches it has handed over in which epoch.
 
     Workers run ahead of training, so what the sampler has given out says nothing of what training has seen; this
@@ -104,9 +116,7 @@ class ResumableLoader(DataLoader[Any]):
         plan = self.batch_sampler
         if plan.start >= len(plan):
             plan.set_epoch(plan.epoch + 1)
-        # A signal to the run's process group is the run's to answer: workers make batches until the run ends.
-        with held_back():
-            batches = super().__iter__()
+        batches = super().__iter__()
         for batch in batches:
             if isinstance(batch, _Fault):
                 # Left to the garbage collector, the error's traceback would have each worker waited for five seconds.

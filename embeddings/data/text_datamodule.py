@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from embeddings.common.distributed import rank, world_size
 from embeddings.data.examples import RowDraw
-from embeddings.data.loader import ResumableLoader
+from embeddings.data.loader import ResumableLoader, ShieldedLoader
 from embeddings.data.packed_rows import RowCollator, RowMixture
 from embeddings.data.planned_datamodule import (
     PlannedDataModule,
@@ -124,7 +124,7 @@ class TextDataModule(PlannedDataModule):
             return []
         rows = self._validation_rows
         batches = validation_batches(len(rows), self.batch_size, rank(), world_size())
-        loader: DataLoader[Any] = DataLoader(
+        loader = ShieldedLoader(
             rows,  # type: ignore[arg-type]  # torch wants its own class by name and only `[]` of it
             batch_sampler=batches,
             collate_fn=self._collator(),

@@ -1,5 +1,7 @@
 """Packed rows in a training, in one that was killed, and in validation."""
 
+import multiprocessing
+import subprocess
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -110,6 +112,20 @@ def test_validation_batches_are_the_same_every_time(options: dict[str, Any], tmp
     assert first == second
     assert len(loader) == -(-len(data.rows) // 4)
     assert TextDataModule(**options, tokenizer=folder).val_dataloader() == []
+
+
+def test_a_worker_of_validation_leaves_stop_signals_to_the_run(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
+    data = TextDataModule(**options, validation_sources=options["sources"], tokenizer=folder, num_workers=1)
+    data.setup()
+    (loader,) = data.val_dataloader()
+    batches = iter(loader)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    # From a process that is not its parent, as SLURM and a shell send them.
+    subprocess.run(["sh", "-c", f"kill -TERM {worker.pid}; kill -USR1 {worker.pid}"], check=True)
+    assert len(list(batches)) == len(loader) - 1
+    assert not multiprocessing.active_children()
 
 
 def test_what_only_texts_have_is_checked_at_once(options: dict[str, Any]) -> None:
