@@ -1,6 +1,6 @@
 """The end of a run before its time: at a whole step, with a checkpoint that it goes on from exactly."""
 
-from pathlib import Path
+import os
 from typing import Any
 
 import lightning as L
@@ -17,7 +17,7 @@ class Preemption(L.Callback):
     """Ends training when SIGUSR1 or SIGTERM says so, and has SLURM queue the job again.
 
     The handler only notes the signal. At the end of an optimiser step, after all other callbacks have seen it, the
-    ranks agree, write one checkpoint (`last.ckpt` beside the run's others, or over it), and leave with a
+    ranks agree, write one checkpoint (`last.ckpt` beside the run's others, or over its own), and leave with a
     `PreemptedError`; the first has `scontrol requeue` called before, once, where SLURM runs it. A run that has taken
     its last step is let finish. Lightning's own handlers, which save and speak to the other ranks from inside, are
     never put in place. The command line has this callback in every run.
@@ -91,20 +91,27 @@ def _nothing() -> None:
     """In place of what is not to be done."""
 
 
-def _write_checkpoint(trainer: L.Trainer) -> Path:
+def _write_checkpoint(trainer: L.Trainer) -> str:
     """Write the checkpoint where the run's last one lies, or would; all ranks take part."""
     whole = [kept for kept in trainer.checkpoint_callbacks if isinstance(kept, ModelCheckpoint)]
     whole = [kept for kept in whole if not kept.save_weights_only]
     whole.sort(key=lambda kept: not kept.save_last)
-    if whole:
-        folder, name = Path(str(whole[0].dirpath)), whole[0].CHECKPOINT_NAME_LAST + whole[0].FILE_EXTENSION
-        path = Path(whole[0].last_model_path or folder / name)
-        # Known to the callback before it is saved with the rest: the resumed run replaces this file by its next one.
-        whole[0].last_model_path = str(path)
-    else:
-        path = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+    folder = os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")
+    kept = whole[0] if whole else ModelCheckpoint(folder)
+    # Known to the callback before it is saved with the rest: the resumed run replaces this file by its next one.
+    path = kept.last_model_path = _last_path(trainer, kept)
     trainer.save_checkpoint(path)
     finish_writing(trainer)
+    return path
+
+
+def _last_path(trainer: L.Trainer, kept: ModelCheckpoint) -> str:
+    """The name that Lightning would give the last checkpoint: over the run's own, and beside another run's."""
+    own = os.path.abspath(kept.last_model_path or trainer.ckpt_path or "")
+    path, version = kept.format_checkpoint_name({}, kept.CHECKPOINT_NAME_LAST), kept.STARTING_VERSION
+    while os.path.abspath(path) != own and kept.file_exists(path, trainer):
+        path = kept.format_checkpoint_name({}, kept.CHECKPOINT_NAME_LAST, version)
+        version += 1
     return path
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from embeddings.callbacks import DurableCheckpointIO, Preemption, preemption
@@ -133,6 +134,41 @@ def test_a_checkpoint_that_cannot_be_written_is_no_promise_to_go_on(
     monkeypatch.setattr(DurableCheckpointIO, "save_checkpoint", refuse)
     assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=2, numbers=[TERM]))) == 74
     assert (checkpoints(tmp_path), log.read_text()) == ([], "")
+
+
+def test_another_runs_last_checkpoint_in_the_same_folder_is_left(tmp_path: Path) -> None:
+    config = preempted_config(tmp_path)
+    folder = tmp_path / "shared"
+    config["trainer"]["callbacks"][0]["init_args"]["dirpath"] = str(folder)
+    folder.mkdir()
+    (folder / "last.ckpt").write_text("another run's")
+    going_on: list[str] = []
+    for step in (2, 4):
+        stopped = write_config(tmp_path, signalled(config, step=step, numbers=[USR1]))
+        assert main(["fit", "--config", stopped, *going_on]) == 75
+        assert checkpoints(tmp_path) == ["last-v1.ckpt", "last.ckpt"]
+        going_on = ["--ckpt_path", str(folder / "last-v1.ckpt")]
+    assert (folder / "last.ckpt").read_text() == "another run's"
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_run_that_keeps_no_checkpoints_has_one_that_it_replaces(tmp_path: Path) -> None:
+    config = preempted_config(tmp_path)
+    del config["trainer"]["callbacks"][0]
+    config["trainer"] |= {"logger": False, "enable_checkpointing": False}
+    for step in (2, 4):
+        assert main(fit_words(tmp_path, signalled(config, step=step, numbers=[USR1]))) == 75
+        assert checkpoints(tmp_path) == ["last.ckpt"]
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_folder_may_be_remote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = preempted_config(tmp_path)
+    remote = f"memory://{tmp_path.name}/run"
+    config["trainer"]["callbacks"][0]["init_args"]["dirpath"] = remote
+    assert main(["fit", "--config", write_config(tmp_path, signalled(config, step=3, numbers=[USR1]))]) == 75
+    assert f"resume with --ckpt_path {remote}/last.ckpt" in capsys.readouterr().err
+    assert get_filesystem(remote).exists(f"{remote}/last.ckpt")
 
 
 def test_a_run_that_has_taken_its_last_step_ends_well(tmp_path: Path, scontrol: Callable[..., Path]) -> None:
