@@ -116,8 +116,11 @@ def _last_path(trainer: L.Trainer, kept: ModelCheckpoint) -> str:
 
 
 def _is_last_step(trainer: L.Trainer) -> bool:
-    ends = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-    return trainer.global_step == trainer.max_steps or ends or trainer.should_stop
+    epochs = trainer.current_epoch + trainer.is_last_batch
+    ends = trainer.is_last_batch and epochs == trainer.max_epochs
+    # Lightning trains on until it may stop.
+    may_stop = trainer.global_step >= (trainer.min_steps or 0) and epochs >= (trainer.min_epochs or 0)
+    return trainer.global_step == trainer.max_steps or ends or (trainer.should_stop and may_stop)
 
 
 def _is_dry(trainer: L.Trainer) -> bool:

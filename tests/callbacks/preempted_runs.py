@@ -44,6 +44,13 @@ class Notes(Callback):
             torch.save(pl_module.state_dict(), self.folder / "final.pt")
 
 
+class StopsEarly(Callback):
+    """Asks the trainer to stop, at once."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = True
+
+
 def preempted_config(folder: Path, **data: Any) -> dict[str, Any]:
     """A run of six steps, four of them an epoch, with dropout, that keeps the checkpoints of the base config."""
     config = run_config(folder, dropout=0.1, **data)

@@ -178,6 +178,28 @@ def test_a_run_that_has_taken_its_last_step_ends_well(tmp_path: Path, scontrol: 
     assert log.read_text() == ""
 
 
+@pytest.mark.parametrize(
+    ("limits", "step", "code"),
+    [
+        ({"min_steps": 5}, 3, 75),
+        ({"min_steps": 5}, 5, 0),
+        ({"min_steps": 2, "min_epochs": 0}, 2, 0),
+        ({"min_epochs": 1}, 3, 75),
+        ({"min_epochs": 1}, 4, 0),
+    ],
+)
+def test_a_step_is_the_last_only_where_the_trainer_may_stop(
+    limits: dict[str, int], step: int, code: int, tmp_path: Path
+) -> None:
+    """It is asked to at the first step, as by `EarlyStopping` or a `Timer`; an epoch has four."""
+    config = preempted_config(tmp_path)
+    config["trainer"] |= limits
+    config["trainer"]["callbacks"].append({"class_path": "tests.callbacks.preempted_runs.StopsEarly"})
+    assert main(fit_words(tmp_path, signalled(config, step=step, numbers=[USR1]))) == code
+    assert steps(tmp_path) == list(range(1, step + 1))
+    assert (tmp_path / "final.pt").exists() == (code == 0)
+
+
 def test_gradients_that_are_being_accumulated_are_not_lost(tmp_path: Path) -> None:
     """The signal comes in the first of two batches of a step."""
     config = preempted_config(tmp_path)
