@@ -19,8 +19,10 @@ class Preemption(L.Callback):
     The handler only notes the signal. At the end of an optimiser step, after all other callbacks have seen it, the
     ranks agree, write one checkpoint (`last.ckpt` beside the run's others, or over its own), and leave with a
     `PreemptedError`; the first has `scontrol requeue` called before, once, where SLURM runs it. A run that has taken
-    its last step is let finish. Lightning's own handlers, which save and speak to the other ranks from inside, are
-    never put in place. The command line has this callback in every run.
+    its last step is let finish. The step is logged; a validation loop that is due after it is left out.
+
+    Lightning's own handlers, which save and speak to the other ranks from inside, are never put in place. The command
+    line has this callback in every run.
 
     Distributed: one all-reduce of an integer an optimiser step. It waits for the device, as Lightning does once a batch
     on several ranks anyway.
@@ -48,7 +50,7 @@ class Preemption(L.Callback):
         """Stop before the first step if a signal has come."""
         self._step = trainer.global_step
         where = f"stopped at step {self._step}, where it began"
-        self._stop_if_asked(trainer, where, write=False)
+        self._stop_if_asked(trainer, where, is_in_step=False)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -58,7 +60,7 @@ class Preemption(L.Callback):
             return
         self._step = trainer.global_step
         if not _is_last_step(trainer):
-            self._stop_if_asked(trainer, f"stopped after step {self._step}", write=not _is_dry(trainer))
+            self._stop_if_asked(trainer, f"stopped after step {self._step}", is_in_step=True)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Give the signals back."""
@@ -68,13 +70,16 @@ class Preemption(L.Callback):
         """Give the signals back."""
         self._give_back()
 
-    def _stop_if_asked(self, trainer: L.Trainer, where: str, write: bool) -> None:
+    def _stop_if_asked(self, trainer: L.Trainer, where: str, is_in_step: bool) -> None:
         number = reduce_int(stop_request.first, "max", trainer.strategy.root_device)
         if not number:
             return
+        if is_in_step:
+            _log_step(trainer)
         # One checkpoint is enough, and one failure to write it too.
         write_none_on_exception(trainer)
-        checkpoint = _write_checkpoint(trainer) if write else trainer.ckpt_path
+        writes = is_in_step and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        checkpoint = _write_checkpoint(trainer) if writes else trainer.ckpt_path
         stop = answer(number, where, checkpoint, trainer.is_global_zero)
         code = trainer.strategy.broadcast(stop.exit_code)
         # Lightning would kill this process as soon as another rank that it started has left, and all of them are.
@@ -89,6 +94,13 @@ class Preemption(L.Callback):
 
 def _nothing() -> None:
     """In place of what is not to be done."""
+
+
+def _log_step(trainer: L.Trainer) -> None:
+    """Write the step's row to the loggers, as Lightning would once all callbacks have returned."""
+    connector: Any = trainer._logger_connector
+    connector.on_batch_end()
+    connector.update_train_step_metrics()
 
 
 def _write_checkpoint(trainer: L.Trainer) -> str:
@@ -121,7 +133,3 @@ def _is_last_step(trainer: L.Trainer) -> bool:
     # Lightning trains on until it may stop.
     may_stop = trainer.global_step >= (trainer.min_steps or 0) and epochs >= (trainer.min_epochs or 0)
     return trainer.global_step == trainer.max_steps or ends or (trainer.should_stop and may_stop)
-
-
-def _is_dry(trainer: L.Trainer) -> bool:
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]

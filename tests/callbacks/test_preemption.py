@@ -1,5 +1,6 @@
 """What a signal does to a run: one checkpoint, one place in the queue, one exit code, and the same bits in the end."""
 
+import csv
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -58,6 +59,14 @@ def steps(folder: Path) -> list[int]:
     return [int(line) for line in (folder / "steps0.txt").read_text().split()]
 
 
+def logged_losses(folder: Path) -> list[tuple[int, float]]:
+    rows: list[dict[str, str]] = []
+    for path in folder.rglob("metrics.csv"):
+        with open(path, newline="") as file:
+            rows += csv.DictReader(file)
+    return sorted((int(row["step"]), float(row["train/loss"])) for row in rows if row.get("train/loss"))
+
+
 @pytest.mark.parametrize(
     ("numbers", "environment", "code", "asked"),
     [
@@ -109,6 +118,20 @@ def test_a_run_that_is_stopped_in_two_lives_ends_with_the_bits_of_one_that_is_no
     final = torch.load(tmp_path / "final.pt", weights_only=True)
     assert final.keys() == whole.keys()
     assert [name for name in whole if not torch.equal(whole[name], final[name])] == []
+
+
+def test_the_steps_of_two_lives_are_logged_as_those_of_one(tmp_path: Path) -> None:
+    """The stop is at a step whose row is due."""
+    config = preempted_config(tmp_path)
+    config["trainer"] |= {"log_every_n_steps": 2}
+    assert main(["fit", "--config", write_config(tmp_path, config)]) == 0
+    whole = logged_losses(tmp_path / "run")
+    assert [step for step, _ in whole] == [1, 3, 5]
+    shutil.rmtree(tmp_path / "run")
+    assert main(fit_words(tmp_path, signalled(config, step=2, numbers=[USR1]))) == 75
+    assert logged_losses(tmp_path / "run") == whole[:1]
+    assert main(fit_words(tmp_path, config)) == 0
+    assert logged_losses(tmp_path / "run") == whole
 
 
 def test_a_signal_to_another_rank_stops_this_one_and_the_first_speaks(
