@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from embeddings.common.errors import PreemptedError
-from embeddings.common.slurm import is_first_process, job_id, requeue
+from embeddings.common.slurm import is_first_process, job_id, num_processes, requeue
 
 # SLURM's usual warning before the time limit (`--signal`), and what pre-emption and most other schedulers send.
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -22,7 +22,8 @@ class StopRequest:
     """The first stop signal that this process got.
 
     Before training there is nothing to keep, so the handler ends the run where it is, as Ctrl-C would. Once `deferred`
-    is set it only notes the signal, and training looks here between two steps.
+    is set it only notes the signal, and training looks here between two steps. One of several ranks notes it from the
+    beginning: the others would wait for it, and the first may be ended while it asks for a place in the queue.
 
     Attributes:
         first: The first signal, 0 as long as there is none.
@@ -36,7 +37,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
-        """Begin anew: no signal so far, and both end the run where it is. Off the main thread nothing is heard."""
+        """Begin anew: no signal so far, and neither is deferred. Off the main thread nothing is heard."""
         self.first, self.deferred, self._process = 0, False, os.getpid()
         self._previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOP_SIGNALS}
         self.listening = True
@@ -62,6 +63,7 @@ class StopRequest:
             os.kill(os.getpid(), number)
         elif not self.first:
             self.first = number
+            self.deferred = self.deferred or num_processes() > 1
             if not self.deferred:
                 raise PreemptedError("", exit_code(number, requeued=False))
 

@@ -121,3 +121,16 @@ def test_a_signal_to_one_rank_of_two_stops_both_at_one_step(tmp_path: Path) -> N
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert lines_of(tmp_path / "steps1.txt") == [str(step) for step in range(1, STEPS + 1)]
+
+
+def test_a_signal_to_one_rank_that_still_starts_stops_both_before_the_first_step(tmp_path: Path) -> None:
+    config = preempted_config(tmp_path, batch_size=4)
+    config["trainer"] |= {"devices": 2, "strategy": "ddp"}
+    asked = fake_scontrol(tmp_path)
+    process = start(tmp_path, signalled(config, step=1, numbers=[10], rank=1, at="setup"))
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 75, errors
+    assert_no_process_is_left(process)
+    assert errors.count("preempted: SIGUSR1: stopped at step 0, where it began") == 1
+    assert lines_of(asked) == ["requeue 77"]
+    assert not list(tmp_path.rglob("*.ckpt")) + list(tmp_path.glob("steps*.txt"))

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 def _own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A run that was stopped ignores signals until its process ends, which is the tests' here."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", *SRUN):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "WORLD_SIZE", *SRUN):
         monkeypatch.delenv(name, raising=False)
     yield
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*STOP_SIGNALS} == set()
@@ -258,6 +258,17 @@ def test_a_signal_before_the_first_step_leaves_nothing_and_is_answered(
     assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=1, numbers=[TERM], at=at))) == 75
     assert checkpoints(tmp_path) == []
     assert log.read_text() == "requeue 77\n"
+
+
+def test_one_of_several_ranks_that_gets_a_signal_early_waits_for_the_others(
+    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = scontrol()
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=1, numbers=[TERM], at="setup"))) == 75
+    assert "SIGTERM: stopped at step 0, where it began; job 77" in capsys.readouterr().err
+    assert (checkpoints(tmp_path), log.read_text()) == ([], "requeue 77\n")
 
 
 def test_lightnings_own_handlers_are_neither_run_nor_put_in_place(

@@ -1,16 +1,18 @@
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 
 from embeddings.common import PreemptedError
 from embeddings.common.stopping import STOP_SIGNALS, answer, answering_stops, held_back, stop_request
+from tests.common.test_slurm import NAMES
 
 
 @pytest.fixture(autouse=True)
 def _own_signals(monkeypatch):
     """A run that was stopped ignores signals until its process ends, which is the tests' here."""
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_PROCID", "RANK", "LOCAL_RANK"):
+    for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
@@ -24,10 +26,9 @@ def send(*numbers):
 
 
 def import_that_is_interrupted():
-    try:
+    with suppress(SystemExit):
         send(signal.SIGTERM)
-    except SystemExit:
-        raise ImportError("half a module") from None
+    raise ImportError("half a module")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
@@ -35,6 +36,17 @@ def test_a_signal_before_training_ends_the_run_where_it_is(number, code):
     with pytest.raises(PreemptedError) as stop, answering_stops():
         send(number)
     assert (stop.value.exit_code, stop.value.line) == (code, f"{number.name}: stopped before its first step")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_NTASKS"])
+def test_one_of_several_ranks_only_notes_a_signal_before_training(name, monkeypatch):
+    monkeypatch.setenv(name, "2")
+    with answering_stops():
+        send(signal.SIGUSR1)
+        assert stop_request.first == signal.SIGUSR1
+    # What ends it then is not the signal.
+    with pytest.raises(ImportError), answering_stops():
+        import_that_is_interrupted()
 
 
 def test_what_the_interrupted_code_made_of_it_is_still_the_signals_end():
