@@ -5,10 +5,11 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from embeddings.callbacks.durable_checkpoints import finish_writing
 from embeddings.callbacks.exception_checkpoints import write_none_on_exception
-from embeddings.common import PreemptedError
+from embeddings.common import OptionError, PreemptedError
 from embeddings.common.distributed import reduce_int
 from embeddings.common.stopping import answer, stop_request
 
@@ -26,15 +27,26 @@ class Preemption(L.Callback):
 
     Distributed: one all-reduce of an integer an optimiser step. It waits for the device, as Lightning does once a batch
     on several ranks anyway.
+    Raises:
+        OptionError: If the strategy has Python start the ranks (`ddp_spawn`, `ddp_fork`, `ddp_notebook`).
     """
 
     def __init__(self) -> None:
         self._is_listener, self._step = False, -1
 
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+        """Check that each rank hears signals itself: a parent that only started them would not answer its own."""
+        launcher: Any = trainer.strategy.launcher
+        if isinstance(launcher, _MultiProcessingLauncher):
+            given = f"{type(trainer.strategy).__name__} with {launcher._start_method}"
+            rule = "must start each rank as a command of its own, which answers signals"
+            raise OptionError("trainer.strategy", given, rule, "take ddp")
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Note signals from now on instead of obeying at once, and see each step's end after everybody else."""
         if stage != "fit":
             return
+        self.check_run(trainer, pl_module, None)
         self._is_listener = not stop_request.listening
         if self._is_listener:
             stop_request.listen()

@@ -271,6 +271,18 @@ def test_one_of_several_ranks_that_gets_a_signal_early_waits_for_the_others(
     assert (checkpoints(tmp_path), log.read_text()) == ([], "requeue 77\n")
 
 
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
+def test_ranks_that_are_no_commands_of_their_own_are_refused(
+    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = preempted_config(tmp_path)
+    config["trainer"] |= {"devices": 2, "strategy": strategy}
+    assert main(["fit", "--config", write_config(tmp_path, config)]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: trainer.strategy must start each rank as a command of its own")
+    assert not (tmp_path / "run").exists()
+
+
 def test_lightnings_own_handlers_are_neither_run_nor_put_in_place(
     tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
