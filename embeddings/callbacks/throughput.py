@@ -6,14 +6,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, OptionError, UserError
 from embeddings.common.distributed import gather_counts
 from embeddings.common.packed_rows import Prediction
 from embeddings.models.lora import plain_backbone
 from embeddings.models.upcycling import parameter_counts
-from embeddings.training.mini_batch_plan import plan_stages
+from embeddings.training.mini_batch_plan import CANDIDATE, CONTEXT, QUERY, has_context, lengths_read, plan_stages
 
 _PEAK_WIDTH = {"cpu": 1024, "cuda": 8192}
 _PEAK_RUNS = 5
@@ -25,33 +25,39 @@ class Work:
 
     Attributes:
         pairs: Queries, or rows of a language model.
-        tokens: Tokens of their texts.
-        positions: Positions that the encoder computed for them: tokens and padding.
-        squares: The sum over texts of squared lengths, which attention costs.
+        tokens: Tokens of their texts and of context documents.
+        computed: Positions that encoders computed for them, padding included.
+        read: Positions of the texts that are no padding: tokens, and the slots and soft prompts before them.
+        squares: The sum over texts of squared lengths, so read, which attention costs.
+        context: Tokens of context documents, which a first stage read.
+        context_squares: The sum over context documents of squared lengths.
     """
 
     pairs: int = 0
     tokens: int = 0
-    positions: int = 0
+    computed: int = 0
+    read: int = 0
     squares: int = 0
+    context: int = 0
+    context_squares: int = 0
 
     def add(self, other: "Work") -> None:
         """Add another's numbers."""
-        self.pairs += other.pairs
-        self.tokens += other.tokens
-        self.positions += other.positions
-        self.squares += other.squares
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Throughput(L.Callback):
     """Logs the speed of a run every so many optimiser steps, from wall time.
 
-    - `throughput/pairs_per_second` and `throughput/tokens_per_second`: of all ranks; padding is no token.
+    - `throughput/pairs_per_second` and `throughput/tokens_per_second`: of all ranks; neither padding nor a context's
+      slot is a token.
     - `throughput/padding`: share of the computed positions that are padding, on rank 0.
     - `throughput/waiting`: share of the time that rank 0 was not in a step: the loader, or other callbacks.
     - `throughput/tflops`: arithmetic of the model a second on rank 0, in 10^12. Counted is what the mathematics needs
-      of the tokens, once forward and twice backward (once through frozen weights), but for the loss and the embedding
-      tables: neither padding nor what GradCache and checkpointing compute again.
+      of what is read, by both stages where there are two, once forward and twice backward (once through frozen
+      weights), but for pooling, loss and embedding tables: neither padding nor what GradCache and checkpointing
+      compute again.
     - `throughput/matmul_share`: the same over what one square matrix product of the run's precision reaches, which is
       measured before the first step.
 
@@ -97,7 +103,8 @@ class Throughput(L.Callback):
     ) -> None:
         """Count the step, and log a row when it is time."""
         self._busy += time.perf_counter() - self._batch_start
-        self._work.add(work_of(batch, getattr(pl_module, "grad_cache", None)))
+        read: Any = getattr(pl_module, "read_batch", batch)
+        self._work.add(work_of(read, getattr(pl_module, "grad_cache", None)))
         step = trainer.global_step
         if step == self._logged_step or step % self.every_n_steps:
             return
@@ -114,7 +121,7 @@ class Throughput(L.Callback):
         return {
             "throughput/pairs_per_second": pairs / seconds,
             "throughput/tokens_per_second": tokens / seconds,
-            "throughput/padding": 1 - work.tokens / max(1, work.positions),
+            "throughput/padding": 1 - (work.read + work.context) / max(1, work.computed),
             "throughput/waiting": 1 - self._busy / seconds,
             "throughput/tflops": tflops,
             "throughput/matmul_share": tflops / self._peak,
@@ -131,30 +138,43 @@ def work_of(batch: Any, engine: Any = None) -> Work:
     if isinstance(batch, Prediction):
         rows, length = batch.input_ids_NL.shape
         tokens = int((batch.document_NL >= 0).sum()) if batch.has_padding else rows * length
-        return Work(rows, tokens, rows * length, rows * length**2)
+        return Work(rows, tokens, computed=rows * length, read=tokens, squares=rows * length**2)
     assert isinstance(batch, ContrastiveBatch)
-    towers = [tower for tower in (batch.query, batch.candidate, batch.context) if tower is not None]
+    texts = [lengths_read(batch, tower) for tower in (QUERY, CANDIDATE)]
+    context = [lengths_read(batch, CONTEXT)] if has_context(batch) else []
     if engine is None:
-        positions = sum(len(tower) * int(tower.lengths_N.max()) for tower in towers if len(tower))
+        computed = sum(len(length_N) * int(length_N.max()) for length_N in texts + context if len(length_N))
     else:
         stages = plan_stages(batch, engine.mini_batch_tokens, engine.mini_batch_texts)
-        positions = sum(mini_batch.num_tokens for stage in stages for mini_batch in stage)
+        computed = sum(mini_batch.num_tokens for stage in stages for mini_batch in stage)
     return Work(
         len(batch),
-        sum(tower.num_tokens for tower in towers),
-        positions,
-        sum(int(tower.lengths_N.square().sum()) for tower in towers),
+        sum(tower.num_tokens for tower in (batch.query, batch.candidate, batch.context) if tower is not None),
+        computed,
+        *_sums(texts),
+        *_sums(context),
     )
 
 
-def flops(module: nn.Module, work: Work) -> float:
-    """Operations that training on some tokens needs, a product and its sum as two.
+def _sums(lengths: list[Tensor]) -> tuple[int, int]:
+    """All lengths added up, and their squares."""
+    return sum(int(length_N.sum()) for length_N in lengths), sum(int(length_N.square().sum()) for length_N in lengths)
 
-    2 a weight and token forward, 2 backward to the states, 2 to the weights that are trained; and in each layer
+
+def flops(module: nn.Module, work: Work) -> float:
+    """Operations that training on some texts needs, a product and its sum as two."""
+    backbone, first = backbone_of(module), first_stage_of(module)
+    assert backbone is not None
+    of_context = 0.0 if first is None else backbone_flops(first, work.context, work.context_squares)
+    return backbone_flops(backbone, work.read, work.squares) + of_context
+
+
+def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
+    """Operations of one backbone.
+
+    2 a weight and position forward, 2 backward to the states, 2 to the weights that are trained; and in each layer
     4 L^2 H a text forward for attention's two products, twice that backward.
     """
-    backbone = backbone_of(module)
-    assert backbone is not None
     # Of a sparse layer's experts a token passes a share.
     counts = parameter_counts(backbone)
     tables = [layer.weight for layer in backbone.modules() if isinstance(layer, nn.Embedding)]
@@ -162,8 +182,8 @@ def flops(module: nn.Module, work: Work) -> float:
     trained = sum(p.numel() for p in backbone.parameters() if p.requires_grad)
     share = min(1.0, max(0, trained - sum(t.numel() for t in tables if t.requires_grad)) / max(1, weights))
     config = plain_backbone(backbone).config
-    attention: float = 12.0 * config.num_hidden_layers * config.hidden_size * work.squares
-    return weights * (4.0 + 2.0 * share) * work.tokens + attention
+    attention: float = 12.0 * config.num_hidden_layers * config.hidden_size * squares
+    return weights * (4.0 + 2.0 * share) * positions + attention
 
 
 def backbone_of(module: nn.Module) -> nn.Module | None:
@@ -171,6 +191,13 @@ def backbone_of(module: nn.Module) -> nn.Module | None:
     embedder: Any = getattr(module, "embedder", None)
     language_model: Any = getattr(module, "language_model", None)
     found = getattr(embedder, "backbone", None) or getattr(language_model, "backbone", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def first_stage_of(module: nn.Module) -> nn.Module | None:
+    """The backbone that makes a contextual module's context, None where there is no context."""
+    embedder: Any = getattr(module, "embedder", None)
+    found = getattr(getattr(embedder, "first_stage", None), "backbone", None)
     return found if isinstance(found, nn.Module) else None
 
 

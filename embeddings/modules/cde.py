@@ -71,6 +71,9 @@ class CDEModule(ContrastiveModule):
         seed: Seed of random initial weights, of dropout, and of each step's context,
             None for the run's (`seed_everything`).
 
+    Attributes:
+        read_batch: The batch of the last training step with the context that it was read beside.
+
     Raises:
         OptionError: If the backbones do not fit together, the first one has fewer positions than the context's
             `max_length`, or `initial_model` is of another architecture.
@@ -80,6 +83,7 @@ class CDEModule(ContrastiveModule):
     """
 
     embedder: ContextualEmbedder
+    read_batch: ContrastiveBatch
 
     def __init__(
         self,
@@ -117,7 +121,8 @@ class CDEModule(ContrastiveModule):
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
         """The loss of one batch beside its own documents."""
         context, num_extra = self.choose_context(batch, batch_idx), self.embedder.num_extra_tokens
-        return super().training_step(replace(batch, context=context, num_extra_tokens=num_extra), batch_idx)
+        self.read_batch = replace(batch, context=context, num_extra_tokens=num_extra)
+        return super().training_step(self.read_batch, batch_idx)
 
     def choose_context(self, batch: ContrastiveBatch, batch_idx: int) -> TokenBatch:
         """The context of a step: at most J of the batch's documents, in random order."""

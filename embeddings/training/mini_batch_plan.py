@@ -64,6 +64,13 @@ def plan_towers(batch: ContrastiveBatch, mini_batch_tokens: int, mini_batch_text
     return _plan(batch, (QUERY, CANDIDATE), mini_batch_tokens, mini_batch_texts)
 
 
+def lengths_read(batch: ContrastiveBatch, tower: int) -> Tensor:
+    """Tokens of each text of a tower as its encoder sees it, (N,) int64: context and soft prompts come before it."""
+    lengths_N = tower_tokens(batch, tower).lengths_N
+    num_context = 0 if batch.context is None else len(batch.context)
+    return lengths_N if tower == CONTEXT else lengths_N + max(batch.num_extra_tokens, num_context)
+
+
 def has_context(batch: ContrastiveBatch) -> bool:
     """Whether a step over the batch has a context stage."""
     return batch.context is not None and len(batch.context) > 0
@@ -92,7 +99,7 @@ def _plan(
     plan = [
         _mini_batch(batch, tower, rows_n)
         for tower in towers
-        for rows_n in plan_mini_batches(_lengths(batch, tower), mini_batch_tokens, mini_batch_texts)
+        for rows_n in plan_mini_batches(lengths_read(batch, tower), mini_batch_tokens, mini_batch_texts)
     ]
     return _longest_first(plan)
 
@@ -102,11 +109,4 @@ def _longest_first(plan: list[MiniBatch]) -> list[MiniBatch]:
 
 
 def _mini_batch(batch: ContrastiveBatch, tower: int, rows_n: Tensor) -> MiniBatch:
-    return MiniBatch(tower, rows_n, int(_lengths(batch, tower)[rows_n].max()))
-
-
-def _lengths(batch: ContrastiveBatch, tower: int) -> Tensor:
-    """Tokens of each text of a tower as its encoder sees it, (N,) int64: context and soft prompts come before it."""
-    lengths_N = tower_tokens(batch, tower).lengths_N
-    num_context = 0 if batch.context is None else len(batch.context)
-    return lengths_N if tower == CONTEXT else lengths_N + max(batch.num_extra_tokens, num_context)
+    return MiniBatch(tower, rows_n, int(lengths_read(batch, tower)[rows_n].max()))

@@ -1,11 +1,15 @@
 """The speed of a run: what is counted, by hand; and that a run logs it."""
 
 import csv
+import itertools
+import json
+from dataclasses import replace
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from embeddings.callbacks import Throughput
 from embeddings.callbacks.throughput import Work, backbone_of, dtype_of, flops, matmul_tflops, work_of
@@ -18,6 +22,7 @@ from tests.helpers.contrastive import random_batch, with_context
 from tests.helpers.runs import run_config, write_config
 from tests.helpers.tiny import tiny_bert
 from tests.models.moe import tiny_rotary
+from tests.modules.test_cde import cde_config
 
 
 def test_the_tokens_of_a_contrastive_batch():
@@ -26,28 +31,80 @@ def test_the_tokens_of_a_contrastive_batch():
     plain = work_of(batch)
     assert plain.pairs == 6
     assert plain.tokens == sum(map(sum, lengths))
-    assert plain.positions == sum(len(of_tower) * max(of_tower) for of_tower in lengths)
+    assert plain.computed == sum(len(of_tower) * max(of_tower) for of_tower in lengths)
+    assert plain.read == plain.tokens
     assert plain.squares == sum(length**2 for of_tower in lengths for length in of_tower)
     cut = work_of(batch, GradCache(mini_batch_tokens=1, mini_batch_texts=1))
-    assert (cut.tokens, cut.positions, cut.squares) == (plain.tokens, plain.tokens, plain.squares)
+    assert (cut.tokens, cut.computed, cut.squares) == (plain.tokens, plain.tokens, plain.squares)
     pairs = work_of(batch, GradCache(mini_batch_tokens=10**6, mini_batch_texts=2))
     by_hand = 0
     for of_tower in lengths:
         longest_first = sorted(of_tower, reverse=True)
         by_hand += sum(len(longest_first[i : i + 2]) * longest_first[i] for i in range(0, len(of_tower), 2))
-    assert pairs.positions == by_hand
+    assert pairs.computed == by_hand
 
 
-def test_a_context_counts_as_the_texts_it_is():
-    batch = random_batch(4, 1)
-    context = with_context(batch, 5)
-    assert work_of(context).tokens == work_of(batch).tokens + context.context.num_tokens
+@pytest.mark.parametrize("engine", [None, GradCache(mini_batch_tokens=1, mini_batch_texts=1)])
+def test_a_context_is_read_by_the_first_stage_and_before_each_text_by_the_second(engine):
+    batch = replace(with_context(random_batch(4, 1), 5), num_extra_tokens=8)
+    documents, (texts, context) = (
+        batch.context.lengths_N.tolist(),
+        (work_of(random_batch(4, 1)), work_of(batch, engine)),
+    )
+    assert context.tokens == texts.tokens + sum(documents)
+    assert (context.context, context.context_squares) == (sum(documents), sum(length**2 for length in documents))
+    lengths = [[length + 8 for length in tower.lengths_N.tolist()] for tower in (batch.query, batch.candidate)]
+    assert context.read == sum(map(sum, lengths))
+    assert context.squares == sum(length**2 for of_tower in lengths for length in of_tower)
+    padded = sum(len(of_tower) * max(of_tower) for of_tower in [*lengths, documents])
+    assert context.computed == (padded if engine is None else context.read + context.context)
 
 
 def test_the_tokens_of_a_language_model_s_rows():
     document_NL = torch.tensor([[0, 0, 1, 1], [0, 0, -1, -1]])
     batch = Prediction(torch.zeros(2, 4, dtype=torch.int64), document_NL, torch.zeros(1), torch.zeros(1), True)
-    assert work_of(batch) == Work(2, 6, 8, 32)
+    assert work_of(batch) == Work(pairs=2, tokens=6, computed=8, read=6, squares=32)
+
+
+def write_alike(path):
+    """Pairs and negatives of two words each."""
+    records = [
+        {"query": f"{a} {b}", "positive": f"{b} {a}", "negatives": [f"{a} {a}", f"{b} {b}"]}
+        for a, b in itertools.permutations(["fox", "dog", "quick", "brown", "lazy"], 2)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records * 2))
+
+
+class CountsOperations(Throughput):
+    """Has torch count beside."""
+
+    counted = 0
+
+    def on_train_batch_start(self, *arguments):
+        super().on_train_batch_start(*arguments)
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+
+    def on_train_batch_end(self, *arguments):
+        self.counter.__exit__(None, None, None)
+        super().on_train_batch_end(*arguments)
+        self.counted += self.counter.get_total_flops()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_arithmetic_of_real_steps(stages, tmp_path):
+    config = run_config(tmp_path) if stages == 1 else cde_config(tmp_path, num_context=30, num_soft_prompts=4)
+    options = config["model"]["init_args"]
+    if stages == 1:
+        options["pooling"] = {"class_path": "embeddings.models.MeanPooling"}
+    # Attention of products that torch can count, and texts of one length, since padding is computed and not counted.
+    options["backbone"]["attn_implementation"] = "eager"
+    write_alike(tmp_path / "pairs.jsonl")
+    config["trainer"]["callbacks"] = [{"class_path": f"{__name__}.CountsOperations"}]
+    trainer = run_trainer(["fit", "--config", write_config(tmp_path, config)]).trainer
+    (counts,) = (callback for callback in trainer.callbacks if isinstance(callback, CountsOperations))
+    assert counts.counted > 1e6
+    assert flops(trainer.lightning_module, counts._work) / counts.counted == pytest.approx(1.0, abs=0.1)
 
 
 class Module(L.LightningModule):
@@ -62,7 +119,7 @@ def test_the_arithmetic_of_an_encoder_by_hand():
     config, module = model.config, Module(model)
     width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     matrices = layers * (4 * width * width + 2 * width * inner)
-    found = flops(module, Work(tokens=100)) / 100
+    found = flops(module, Work(read=100)) / 100
     # Biases and norms are in it too.
     assert 6 * matrices < found < 6 * matrices * 1.1
     only_squares = flops(module, Work(squares=1000))
@@ -72,16 +129,16 @@ def test_the_arithmetic_of_an_encoder_by_hand():
 
 def test_frozen_weights_have_no_gradient_of_their_own():
     model = tiny_bert()
-    whole = flops(Module(model), Work(tokens=100))
+    whole = flops(Module(model), Work(read=100))
     model.requires_grad_(False)
-    assert flops(Module(model), Work(tokens=100)) == pytest.approx(whole * 4 / 6)
+    assert flops(Module(model), Work(read=100)) == pytest.approx(whole * 4 / 6)
 
 
 def test_of_experts_a_token_s_share_counts():
     rotary = tiny_rotary()
-    dense = flops(Module(rotary), Work(tokens=100))
+    dense = flops(Module(rotary), Work(read=100))
     sparse = upcycle(rotary, Upcycling(num_experts=4, top_k=1))
-    assert flops(Module(sparse), Work(tokens=100)) == pytest.approx(dense, rel=0.05)
+    assert flops(Module(sparse), Work(read=100)) == pytest.approx(dense, rel=0.05)
 
 
 @pytest.mark.parametrize(
