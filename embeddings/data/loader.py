@@ -137,9 +137,11 @@ class ResumableLoader(ShieldedLoader):
         Raises:
             OptionError: If the plan is not the one that was saved; the message names the first field that differs.
         """
-        fields = self.batch_sampler.plan_fields()
-        for name, saved in state["plan"].items():
-            if fields.get(name) != saved:
-                rule = f"must be {saved!r} as in the checkpoint to resume in the middle of its plan"
-                raise OptionError(f"data {name}", fields.get(name), rule, "restore it, or start from the weights alone")
+        fields, saved = self.batch_sampler.plan_fields(), state["plan"]
+        for name in fields | saved:
+            now, before = fields.get(name), saved.get(name)
+            if now != before:
+                rule = f"must be {before!r} as in the checkpoint to resume in the middle of its plan"
+                mend = "resume by the library that saved it" if name == "plan_version" else "restore it"
+                raise OptionError(f"data {name}", now, rule, f"{mend}, or start from the weights alone")
         self.batch_sampler.resume(state["epoch"], state["delivered"])

@@ -138,6 +138,17 @@ def test_a_state_of_another_plan_is_refused_by_the_field_that_differs(options: d
         make(**options).load_state_dict(make().state_dict())
 
 
+def test_a_state_of_an_older_order_is_refused_and_so_is_a_field_that_only_one_has() -> None:
+    state = make().state_dict()
+    older = state | {"plan": {name: value for name, value in state["plan"].items() if name != "plan_version"}}
+    with pytest.raises(OptionError, match=r"data plan_version must be None .* resume by the library that"):
+        make().load_state_dict(older)
+    unknown = state | {"plan": state["plan"] | {"level": 3}}
+    with pytest.raises(OptionError, match=r"data level must be 3 as in the checkpoint .*, got None; restore it"):
+        make().load_state_dict(unknown)
+    make().load_state_dict(state)
+
+
 def test_a_state_under_other_weights_is_refused_and_under_the_same_ratios_taken() -> None:
     state = make(proportions="given", weights=[1, 9]).state_dict()
     with pytest.raises(OptionError, match=r"data parts must be '0\.1,0\.9' as in the checkpoint .* got '0\.9,0\.1'"):

@@ -19,6 +19,9 @@ from embeddings.data.samplers.permutation import mix_bits
 
 Rows = NDArray[np.int64]
 
+# One more whenever the same options come to mean other batches.
+PLAN_VERSION = 2
+
 
 class SourceIdentity(NamedTuple):
     """Which source it is, for a sampler that keeps files beside the sources.
@@ -128,6 +131,7 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
     def plan_fields(self) -> dict[str, int | str]:
         """What the plan depends on, in plain types: a resumed run must have the same."""
         return {
+            "plan_version": PLAN_VERSION,
             "sampler": type(self).__name__,
             "seed": self.seed,
             "global_batch_size": self.global_batch_size,

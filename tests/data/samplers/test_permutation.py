@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from embeddings.common.randomness import derive_seed
+from embeddings.data.samplers.base import PLAN_VERSION
 from embeddings.data.samplers.permutation import KeyedPermutation, mix_bits, sorted_permutation
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100, 1000, 1023, 1024, 1025, 4095, 4097, 2**17 - 1, 2**17 + 1]
@@ -36,6 +37,8 @@ def test_keys_decide_the_order_and_nothing_else_does() -> None:
 
 
 def test_the_order_is_the_same_on_every_machine() -> None:
+    """Another one is another version of the plan."""
+    assert PLAN_VERSION == 2
     assert KeyedPermutation(10, 42)(np.arange(10)).tolist() == [2, 9, 0, 7, 8, 5, 4, 1, 3, 6]
 
 
