@@ -57,7 +57,7 @@ class RunHealth(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Note which rows are read."""
-        self._read.append({"batch": batch_idx, "rows": getattr(batch, "row_B", None)})
+        self._read.append({"batch": batch_idx, "rows": getattr(batch, "row_B", getattr(batch, "row_N", None))})
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -75,10 +75,9 @@ class RunHealth(L.Callback):
         if not isinstance(exception, NumericError):
             return
         write_none_on_exception(trainer)
-        data: Any = getattr(trainer, "datamodule", None)
-        mixture = getattr(data, "mixture", None)
+        located: Any = getattr(getattr(trainer, "datamodule", None), "located", list)
         batches = [
-            {"batch": read["batch"], "rows": None if read["rows"] is None else located(read["rows"].tolist(), mixture)}
+            {"batch": read["batch"], "rows": None if read["rows"] is None else located(read["rows"].tolist())}
             for read in self._read
         ]
         content = {
@@ -120,14 +119,3 @@ def weights_checksum(module: nn.Module) -> int:
         total += of_bits * (int.from_bytes(digest, "little") | 1)
     # As a signed 64-bit number, which is what ranks exchange.
     return (total + 2**63) % 2**64 - 2**63
-
-
-def located(rows: list[int], mixture: Any) -> dict[str, list[int]] | list[int]:
-    """The rows of each source by its name, numbered within it from 0; without a mixture, the rows as they are."""
-    if mixture is None:
-        return rows
-    found: dict[str, list[int]] = {}
-    for row in rows:
-        source = mixture.source_of(row)
-        found.setdefault(mixture.names[source], []).append(row - sum(mixture.sizes[:source]))
-    return found

@@ -21,24 +21,26 @@ class PackedRows:
         document_NL: Which document of its row a token is of, counted from 0, and -1 for padding, (N, L) int64.
         special_NL: True at padding and at the tokenizer's special tokens, (N, L) bool.
         draw_N: Key of every random choice made for a row, (N,) int64.
+        row_N: Row of each in the mixture, (N,) int64.
     """
 
     input_ids_NL: Tensor
     document_NL: Tensor
     special_NL: Tensor
     draw_N: Tensor
+    row_N: Tensor
 
     def __len__(self) -> int:
         """Number of rows, N."""
         return len(self.input_ids_NL)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedRows":
-        """The same on `device`; the keys stay on the processor."""
+        """The same on `device`; keys and numbers stay on the processor."""
         ids_NL, document_NL, special_NL = (
             tensor.to(device, non_blocking=non_blocking)
             for tensor in (self.input_ids_NL, self.document_NL, self.special_NL)
         )
-        return PackedRows(ids_NL, document_NL, special_NL, self.draw_N)
+        return PackedRows(ids_NL, document_NL, special_NL, self.draw_N, self.row_N)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,7 @@ class Prediction:
         read_P: The state that predicts each target, as its place in the N·L states laid end to end, (P,) int64.
         label_P: The token to predict, (P,) int64.
         has_padding: Whether any token is padding, known without asking the device.
+        row_N: Row of each in the mixture, (N,) int64, always on the processor.
     """
 
     input_ids_NL: Tensor
@@ -58,6 +61,7 @@ class Prediction:
     read_P: Tensor
     label_P: Tensor
     has_padding: bool
+    row_N: Tensor
 
     def __len__(self) -> int:
         """Number of tokens to predict, P."""
@@ -73,7 +77,8 @@ class Prediction:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Prediction":
         ids_NL, document_NL = change(self.input_ids_NL), change(self.document_NL)
-        return Prediction(ids_NL, document_NL, change(self.read_P), change(self.label_P), self.has_padding)
+        read_P, label_P = change(self.read_P), change(self.label_P)
+        return Prediction(ids_NL, document_NL, read_P, label_P, self.has_padding, self.row_N)
 
 
 def positions_in_document(document_NL: Tensor) -> Tensor:

@@ -106,6 +106,11 @@ class EmbeddingDataModule(PlannedDataModule):
         return self._mixture
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of rows of each source; `setup` opens them."""
+        return self.mixture.sizes
+
+    @property
     def has_surrogates(self) -> bool:
         """Whether any source brings another model's vectors of its pairs."""
         return any(source.surrogate_vectors is not None for source in self.sources)
@@ -129,7 +134,7 @@ class EmbeddingDataModule(PlannedDataModule):
         return self._make_loader(self.mixture, self._plan(), collator)
 
     def _plan(self) -> BatchSampler:
-        plan = self._make_plan(self.mixture.sizes)
+        plan = self._make_plan(self.sizes)
         plan.identify(self.mixture.identities)
         if self.trainer is not None:
             plan.set_run(self._run_length(len(plan)))

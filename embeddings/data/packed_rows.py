@@ -16,11 +16,12 @@ from embeddings.data.token_stream import TokenStream
 
 
 class TokenRow(NamedTuple):
-    """One row: its tokens, which document of the row each is of, and the key of its random choices."""
+    """One row: its tokens, which document of the row each is of, the key of its random choices, and its number."""
 
     ids: NDArray[np.int64]
     documents: NDArray[np.int64]
     draw: int
+    row: int
 
 
 class RowMixture:
@@ -51,10 +52,10 @@ class RowMixture:
         """The row of an entry of a plan; a negative number stands for a row of padding alone."""
         if entry.row < 0:
             none = np.empty(0, dtype=np.int64)
-            return TokenRow(none, none, entry.draw)
+            return TokenRow(none, none, entry.draw, entry.row)
         source = bisect_right(self._starts, entry.row) - 1
         ids, documents = self.streams[source].row(entry.row - self._starts[source], self.row_length)
-        return TokenRow(ids, documents, entry.draw)
+        return TokenRow(ids, documents, entry.draw, entry.row)
 
 
 class RowCollator:
@@ -84,6 +85,6 @@ class RowCollator:
             input_ids_NL[place, : len(row.ids)] = torch.from_numpy(row.ids)
             document_NL[place, : len(row.ids)] = torch.from_numpy(row.documents)
         special_NL = torch.isin(input_ids_NL, self._special_ids) | (document_NL < 0)
-        draw_N = torch.tensor([row.draw for row in rows])
-        packed = PackedRows(input_ids_NL, document_NL, special_NL, draw_N)
+        draw_N, row_N = torch.tensor([row.draw for row in rows]), torch.tensor([row.row for row in rows])
+        packed = PackedRows(input_ids_NL, document_NL, special_NL, draw_N, row_N)
         return packed if self.task is None else self.task(packed)

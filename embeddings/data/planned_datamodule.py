@@ -4,7 +4,9 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +73,20 @@ class PlannedDataModule(LightningDataModule):
         self.cache_dir, self.seed, self.tokenizer = cache_dir, run_seed(seed), tokenizer
         self._loader: ResumableLoader | None = None
         self._pending_state: dict[str, Any] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of rows of each source; `setup` opens them."""
+        raise NotImplementedError
+
+    def located(self, rows: Iterable[int]) -> dict[str, list[int]]:
+        """Rows that were drawn, by the name of their source, numbered within it from 0."""
+        starts = [0, *accumulate(self.sizes)]
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            source = bisect_right(starts, row) - 1
+            found.setdefault(self._planned_sources[source].name, []).append(row - starts[source])
+        return found
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """The batch on `device`; the copy from page-locked memory does not wait."""

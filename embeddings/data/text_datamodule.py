@@ -106,6 +106,11 @@ class TextDataModule(PlannedDataModule):
         return self._rows
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of rows of each source; `setup` opens them."""
+        return self.rows.sizes
+
+    @property
     def batches_per_epoch(self) -> int:
         """Batches of one rank in an epoch of the plan."""
         return len(self._plan())
@@ -143,7 +148,7 @@ class TextDataModule(PlannedDataModule):
         return RowCollator(self._base_tokenizer(module), self.row_length, getattr(module, "task", None))
 
     def _plan(self) -> BatchSampler:
-        plan = self._make_plan(self.rows.sizes)
+        plan = self._make_plan(self.sizes)
         names = [source.name for source in self.sources]
         pairs = zip(names, self.rows.streams, strict=True)
         plan.identify([SourceIdentity(name, stream.key) for name, stream in pairs])

@@ -61,7 +61,7 @@ class LanguageTask:
         target_P = target_NL.flatten().nonzero().flatten()
         label_P = rows.input_ids_NL.flatten()[target_P]
         has_padding = bool((rows.document_NL < 0).any())
-        return Prediction(input_ids_NL, rows.document_NL, target_P - shift, label_P, has_padding)
+        return Prediction(input_ids_NL, rows.document_NL, target_P - shift, label_P, has_padding, rows.row_N)
 
 
 def _predictable(document_NL: Tensor, shift: int, separate_documents: bool) -> Tensor:

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from embeddings.callbacks import RunHealth
-from embeddings.callbacks.run_health import located, weights_checksum
+from embeddings.callbacks.run_health import weights_checksum
 from embeddings.cli.app import run_trainer
 from embeddings.common import NumericError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.runs import run_config, write_config
+from tests.modules.language_runs import language_config
 
 HEALTH = {"class_path": "embeddings.callbacks.RunHealth", "init_args": {"compare_every_n_steps": 1}}
 
@@ -56,6 +57,17 @@ def test_wrong_numbers_stop_the_run_and_leave_the_rows_behind(callback, message,
     state = read_checkpoint(next(tmp_path.rglob("last.ckpt")))
     assert state["global_step"] == 2
     assert all(value.isfinite().all() for value in state["state_dict"].values() if value.is_floating_point())
+
+
+def test_rows_of_plain_texts_are_left_behind_too(tmp_path):
+    config = language_config(tmp_path, "mlm")
+    config["trainer"]["callbacks"] = [poison("PoisonLoss", rank=0, batch=2), HEALTH]
+    with pytest.raises(NumericError, match="loss is nan at step 2"):
+        run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    (read,) = written(tmp_path)["numeric-error-rank-0.json"]["batches"]
+    rows = read["rows"]["texts"]
+    assert (read["batch"], len(rows), len(set(rows))) == (2, 8, 8)
+    assert min(rows) >= 0
 
 
 def test_rows_are_those_of_the_whole_accumulation_window(tmp_path):
@@ -127,17 +139,6 @@ def test_a_checksum_tells_a_flipped_bit_and_a_swap_of_two_parameters():
     assert weights_checksum(model) == before
     model[0].weight, model[1].weight = model[1].weight, model[0].weight
     assert weights_checksum(model) != before
-
-
-def test_rows_are_numbered_within_their_source():
-    class Mixture:
-        names, sizes = ("a", "b"), (10, 5)
-
-        def source_of(self, row):
-            return int(row >= 10)
-
-    assert located([3, 12, 9, 10], Mixture()) == {"a": [3, 9], "b": [2, 0]}
-    assert located([3, 12], None) == [3, 12]
 
 
 def test_impossible_options_are_refused():

@@ -62,7 +62,8 @@ def test_a_context_is_read_by_the_first_stage_and_before_each_text_by_the_second
 
 def test_the_tokens_of_a_language_model_s_rows():
     document_NL = torch.tensor([[0, 0, 1, 1], [0, 0, -1, -1]])
-    batch = Prediction(torch.zeros(2, 4, dtype=torch.int64), document_NL, torch.zeros(1), torch.zeros(1), True)
+    ids_NL, none_P = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(1)
+    batch = Prediction(ids_NL, document_NL, none_P, none_P, True, torch.arange(2))
     assert work_of(batch) == Work(pairs=2, tokens=6, computed=8, read=6, squares=32)
 
 

@@ -30,6 +30,7 @@ def test_the_rows_of_all_sources_follow_each_other_and_none_is_of_two(rows: RowM
     assert [row.ids.tolist() for row in found] == [ids.tolist() for ids, _ in expected]
     assert [row.documents.tolist() for row in found] == [documents.tolist() for _, documents in expected]
     assert {row.draw for row in found} == {5}
+    assert [row.row for row in found] == list(range(len(rows)))
     assert len(pickle.loads(pickle.dumps(rows))) == len(rows)
 
 
@@ -43,6 +44,7 @@ def test_a_batch_is_padded_on_the_right_and_knows_its_special_tokens(rows: RowMi
     assert (batch.document_NL >= 0).sum(1).tolist() == [8, count, 0]
     assert (batch.input_ids_NL[batch.document_NL < 0] == TOKENIZER.pad_token_id).all()
     assert batch.draw_N.tolist() == [3, 4, 0]
+    assert batch.row_N.tolist() == [0, last, -1]
     special = {TOKENIZER.cls_token_id, TOKENIZER.sep_token_id, TOKENIZER.pad_token_id, TOKENIZER.unk_token_id}
     expected = [[token in special for token in row] for row in batch.input_ids_NL.tolist()]
     assert batch.special_NL.tolist() == expected

@@ -89,6 +89,15 @@ def test_a_second_fit_begins_at_the_start_again(kind: Kind) -> None:
     assert len(first.rows) > 1
 
 
+def test_rows_are_numbered_within_their_source(kind: Kind) -> None:
+    path = kind.options["sources"][0].path
+    data = kind.make(sources=[kind.source("first", path), kind.source("second", path)], tokenizer=None)
+    fit(data, kind.ledger(tokenizer=TOKENIZER))
+    size, other = data.sizes
+    assert size == other > 3
+    assert data.located([3, size + 2, size - 1, size]) == {"first": [3, size - 1], "second": [2, 0]}
+
+
 def test_a_batch_larger_than_the_data_is_refused(kind: Kind) -> None:
     with pytest.raises(OptionError, match=r"data\.batch_size must not exceed the"):
         fit(kind.make(batch_size=1000), kind.ledger(tokenizer=TOKENIZER))

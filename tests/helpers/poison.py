@@ -17,13 +17,14 @@ class PoisonLoss(L.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_rank != self.rank or batch_idx != self.batch:
             return
-        original = pl_module.loss_from_representations
+        name = "score" if hasattr(pl_module, "score") else "loss_from_representations"
+        original = getattr(pl_module, name)
 
-        def poisoned(*arguments):
-            output = original(*arguments)
+        def poisoned(*arguments, **options):
+            output = original(*arguments, **options)
             return output._replace(loss=output.loss * float("nan"))
 
-        pl_module.loss_from_representations = poisoned
+        setattr(pl_module, name, poisoned)
 
 
 class PoisonGradient(L.Callback):

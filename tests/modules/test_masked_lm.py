@@ -144,7 +144,7 @@ def test_the_loss_of_masked_next_tokens_is_that_of_a_loop(mistral: str) -> None:
     module = MaskedLMModule("mntp", BackboneConfig(mistral, bidirectional=True), masking=UNDERSCORE).eval()
     ids_NL = torch.randint(10, 300, (4, 20))
     zeros_NL = torch.zeros_like(ids_NL)
-    prediction = module.task(PackedRows(ids_NL, zeros_NL, zeros_NL.bool(), torch.arange(4)))
+    prediction = module.task(PackedRows(ids_NL, zeros_NL, zeros_NL.bool(), torch.arange(4), torch.arange(4)))
     underscore = module.tokenizer.get_vocab()["_"]
     with torch.no_grad():
         logits_NLV = module.language_model.model(input_ids=prediction.input_ids_NL).logits
@@ -185,12 +185,14 @@ def test_the_loss_over_tiles_and_over_parts_of_a_batch_is_the_same(mistral: str)
     tiled = MaskedLMModule("causal", BackboneConfig(mistral), head=HeadSettings(tile_logits=3000)).eval()
     assert tiled._tile_positions == 3000 // tiled.language_model.vocab_size == 5
     ids_NL, zeros_NL = torch.randint(10, 300, (4, 20)), torch.zeros(4, 20, dtype=torch.int64)
-    rows = PackedRows(ids_NL, zeros_NL, zeros_NL.bool(), torch.arange(4))
+    rows = PackedRows(ids_NL, zeros_NL, zeros_NL.bool(), torch.arange(4), torch.arange(4))
     with torch.no_grad():
         assert tiled.score(tiled.task(rows)).loss.item() == pytest.approx(one.score(one.task(rows)).loss.item())
         # Two ranks, each with half the rows: the mean of their losses is that of the whole.
+        number_N = torch.arange(4)
         halves = [
-            PackedRows(ids_NL[part], zeros_NL[part], zeros_NL[part].bool(), torch.arange(4)[part]) for part in PARTS
+            PackedRows(ids_NL[part], zeros_NL[part], zeros_NL[part].bool(), number_N[part], number_N[part])
+            for part in PARTS
         ]
         predictions = [one.task(half) for half in halves]
         mean = sum(map(len, predictions)) / 2

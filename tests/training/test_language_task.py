@@ -1,5 +1,6 @@
 """Which state predicts which token, against loops written out."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def packed(num_rows: int = 6, length: int = 40, seed: int = 0) -> PackedRows:
     ids_NL[0, 7] = MASK
     ids_NL[-1, -9:], document_NL[-1, -9:] = PAD, -1
     special_NL = (ids_NL == BOS) | (ids_NL == EOS) | (document_NL < 0)
-    return PackedRows(ids_NL, document_NL, special_NL, torch.arange(100, 100 + num_rows))
+    return PackedRows(ids_NL, document_NL, special_NL, torch.arange(100, 100 + num_rows), torch.arange(num_rows))
 
 
 def task(objective: Any, separate: bool = False, seed: int = 0, probability: float = 0.5) -> LanguageTask:
@@ -87,14 +88,16 @@ def test_targets_follow_from_seed_and_draw_key_and_not_from_the_batch() -> None:
     one, again, other = task("mntp")(rows), task("mntp")(rows), task("mntp", seed=1)(rows)
     assert pairs(one) == pairs(again)
     assert pairs(one) != pairs(other)
-    last = PackedRows(rows.input_ids_NL[2:3], rows.document_NL[2:3], rows.special_NL[2:3], rows.draw_N[2:3])
+    parts = (getattr(rows, name)[2:3] for name in rows.__dataclass_fields__)
+    last = PackedRows(*parts)
     assert torch.equal(task("mntp")(last).input_ids_NL[0], one.input_ids_NL[2])
-    redrawn = PackedRows(rows.input_ids_NL, rows.document_NL, rows.special_NL, rows.draw_N + 1000)
+    redrawn = replace(rows, draw_N=rows.draw_N + 1000)
     assert pairs(task("mntp")(redrawn)) != pairs(one)
 
 
 def test_rows_without_targets_give_none() -> None:
     ids_NL = torch.zeros(2, 8, dtype=torch.int64)
-    rows = PackedRows(ids_NL, ids_NL - 1, torch.ones(2, 8, dtype=torch.bool), torch.zeros(2, dtype=torch.int64))
+    number_N = torch.arange(2)
+    rows = PackedRows(ids_NL, ids_NL - 1, torch.ones(2, 8, dtype=torch.bool), number_N, number_N)
     for objective in ("mlm", "mntp", "causal"):
         assert len(task(objective)(rows)) == 0
