@@ -20,10 +20,11 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class RunHealth(L.Callback):
     """Compares the ranks' weights every so many steps, and keeps the examples of a step that went wrong.
 
-    A module of this library stops before an update where a loss or a gradient is NaN or infinite, on all ranks. This
-    callback then writes `numeric-error-rank-R.json` into the run's folder, one file a rank: the step, the message, and
-    the rows of each source that the rank read since the last update. Checkpoints are left as they are, those that are
-    to be written on an exception too.
+    A module of this library stops before an update where a loss or a gradient is NaN or infinite, on all ranks (the
+    loss scaler of `16-mixed` leaves out an update by such a gradient instead, and the run goes on). This callback then
+    writes `numeric-error-rank-R.json` into the run's folder, one file a rank: the step, the message, and the rows of
+    each source that the rank read since the last update. Checkpoints are left as they are, those that are to be written
+    on an exception too.
 
     Under DDP all ranks hold the same weights, until a fault of memory or an update that only some ranks made. Their
     checksums are compared, and a difference ends the run. Sharded weights are not compared.

@@ -67,7 +67,7 @@ def reason(message: str) -> str:
         message = f"expected {_types([f'Expected a {single[1]}'])}, got {'null' if single[2] == 'None' else single[2]}"
     if refused is not None:
         package = refused[1].partition(".")[0]
-        message = f"a config may not name {refused[1]}; name a class of embeddings, lightning or torch.optim"
+        message = f"a config may not name {refused[1]}; name a class of embeddings, lightning, torch.nn or torch.optim"
         if package not in sys.stdlib_module_names:
             message += f", or set EMBED_IMPORTS={package} to trust all of that package"
     return f"{'.'.join(keys)}: {message.strip()}" if keys else message

@@ -85,7 +85,7 @@ def test_the_line_says_how_to_trust_a_package_and_ends_with_code_2(tmp_path):
     assert ended.returncode == 2
     assert ended.stderr.strip().splitlines()[-1] == (
         "error: trainer.callbacks: a config may not name tests.helpers.poison.PoisonLoss; name a class of embeddings, "
-        "lightning or torch.optim, or set EMBED_IMPORTS=tests to trust all of that package"
+        "lightning, torch.nn or torch.optim, or set EMBED_IMPORTS=tests to trust all of that package"
     )
 
 
