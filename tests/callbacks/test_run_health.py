@@ -96,6 +96,7 @@ def test_rows_are_those_of_the_whole_window_after_a_resume_too(tmp_path):
     ("callback", "line"),
     [
         (poison("PoisonLoss", rank=1, batch=1), "loss of another rank is no number at step 1: no update was made"),
+        (poison("PoisonBackward", rank=1, batch=1), "gradient is inf at step 1: no update was made"),
         (poison("DriftingWeight", step=2), "the weights of rank 1 are not those of rank 0 after step 2"),
     ],
 )

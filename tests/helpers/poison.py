@@ -38,6 +38,26 @@ class PoisonGradient(L.Callback):
             next(p for p in pl_module.parameters() if p.grad is not None).grad.view(-1)[0] = torch.inf
 
 
+class PoisonBackward(L.Callback):
+    """Makes an element of a gradient infinite on one rank, at one batch, before gradients are added up or averaged."""
+
+    def __init__(self, rank: int, batch: int) -> None:
+        self.rank, self.batch, self.is_on = rank, batch, False
+
+    def on_train_start(self, trainer, pl_module):
+        next(parameter for parameter in pl_module.parameters() if parameter.requires_grad).register_hook(self._poisoned)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.is_on = trainer.global_rank == self.rank and batch_idx == self.batch
+
+    def _poisoned(self, gradient):
+        if not self.is_on:
+            return gradient
+        poisoned = gradient.clone()
+        poisoned.view(-1)[0] = torch.inf
+        return poisoned
+
+
 class DriftingWeight(L.Callback):
     """Flips a bit of a weight on rank 1 after a step."""
 

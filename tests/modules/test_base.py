@@ -5,7 +5,8 @@ from embeddings.callbacks import GradCacheCallback
 from embeddings.cli.app import run_trainer
 from embeddings.common import ContrastiveStep, NumericError, OptionError, TextSettings
 from embeddings.modules import ContrastiveModule
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.contrastive import relative_error
+from tests.helpers.runs import float16_on_cpu, run_config, write_config
 
 
 def fit(folder, config, *extra):
@@ -90,6 +91,26 @@ def test_gradcache_scales_early_gradients_like_the_last_one(tmp_path):
     worst = max((plain[name] - cached[name]).abs().max().item() for name in plain if plain[name].is_floating_point())
     assert worst < 1e-12
     assert GradCacheCallback(20).engine.mini_batch_tokens == 20
+
+
+def test_gradcache_scales_early_gradients_as_the_loss_scaler_does_the_last_one(tmp_path):
+    """The scale is 65,536, and the update comes of the gradient that was divided by it again."""
+    config = float16_on_cpu(run_config(tmp_path))
+    config["trainer"]["max_steps"] = 1
+    config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
+    config["model"]["init_args"]["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
+    start = run_trainer(["fit", "--config", write_config(tmp_path, config), "--trainer.max_steps", "0"]).model
+    plain = fit(tmp_path, config)
+    assert plain.trainer.precision_plugin.scaler.get_scale() == 65536
+    config["trainer"]["callbacks"] = [
+        {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 20}}
+    ]
+    cached = fit(tmp_path, config).model
+    old, one, other = (
+        torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+        for module in (start, plain.model, cached)
+    )
+    assert relative_error(other - old, one - old) < 0.01
 
 
 def with_widths(folder, widths):

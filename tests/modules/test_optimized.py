@@ -1,13 +1,20 @@
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 
 from embeddings.cli.app import run_trainer
-from embeddings.common import InputError
+from embeddings.common import InputError, NumericError
 from embeddings.modules import ContrastiveModule, MaskedLMModule
 from embeddings.modules.optimized import OptimizedModule
 from embeddings.training.schedule import Schedule
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import float16_on_cpu, run_config, write_config
+
+CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 40}}
 
 
 class Line(OptimizedModule):
@@ -34,6 +41,45 @@ def test_vectors_have_no_weight_decay() -> None:
 def test_an_optimiser_that_cannot_be_is_one_line() -> None:
     with pytest.raises(InputError, match=r"model\.optimizer: Invalid learning rate: -1"):
         Line(lr=-1.0)._make_optimizer()
+
+
+class Weights(L.Callback):
+    """Keeps the weights of before the first step and of after each."""
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        self.seen.append({name: value.detach().clone() for name, value in pl_module.named_parameters()})
+
+    def on_train_batch_end(self, trainer, pl_module, *_) -> None:
+        self.on_train_start(trainer, pl_module)
+
+
+def changes(folder: Path, config: dict[str, Any], batch: int) -> list[bool]:
+    """Whether each batch of a run changed the weights, where one batch's gradient is infinite."""
+    poison = {"class_path": "tests.helpers.poison.PoisonBackward", "init_args": {"rank": 0, "batch": batch}}
+    config["trainer"]["callbacks"] += [poison, {"class_path": f"{__name__}.Weights"}]
+    # The first update is of a learning rate that is not zero.
+    config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
+    trainer = run_trainer(["fit", "--config", write_config(folder, config)]).trainer
+    seen = next(callback.seen for callback in trainer.callbacks if isinstance(callback, Weights))
+    assert all(bool(value.isfinite().all()) for value in seen[-1].values())
+    return [any(not torch.equal(old[name], new[name]) for name in old) for old, new in pairwise(seen)]
+
+
+def test_the_loss_scaler_of_float16_leaves_out_an_update_by_a_gradient_that_is_no_number(tmp_path: Path) -> None:
+    assert changes(tmp_path, float16_on_cpu(run_config(tmp_path)), batch=1) == [True, False, True, True]
+
+
+@pytest.mark.parametrize("callbacks", [[], [CACHE]])
+def test_a_gradient_that_is_no_number_in_one_of_several_accumulated_batches_stops_the_run(
+    callbacks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    config = run_config(tmp_path)
+    config["trainer"] |= {"accumulate_grad_batches": 2, "callbacks": list(callbacks)}
+    with pytest.raises(NumericError, match="gradient is inf at step 1: no update was made"):
+        changes(tmp_path, config, batch=2)
 
 
 @pytest.mark.parametrize(("batches", "accumulate", "limit", "steps"), [(8, 1, 1.0, 16), (8, 3, 1.0, 6), (8, 1, 5, 10)])
