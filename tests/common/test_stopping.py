@@ -38,7 +38,7 @@ def test_a_signal_before_training_ends_the_run_where_it_is(number, code):
     assert (stop.value.exit_code, stop.value.line) == (code, f"{number.name}: stopped before its first step")
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_NTASKS"])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_one_of_several_ranks_only_notes_a_signal_before_training(name, monkeypatch):
     monkeypatch.setenv(name, "2")
     with answering_stops():
