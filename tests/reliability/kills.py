@@ -1,0 +1,195 @@
+"""Kill training at random times and go on, until it ends: `python -m tests.reliability.kills [--count 100] [--seed 0]`.
+
+Runs of every method, plain and under GradCache, with and without a worker process, are killed (SIGKILL, the whole
+group) after a random time, again and again. Each ends with the bits of a run that nobody killed: weights, optimiser,
+schedule, loader and random state. The ledger that each step's rows and loss were written to has every step of the plan,
+and the last entry of a step is the uninterrupted run's: no example is lost, none is there twice.
+
+Children are forked from a process that has imported everything, so that a start takes half a second.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from embeddings.cli.main import main
+from embeddings.common.checkpoint_file import read_checkpoint
+from tests.helpers.runs import run_config, write_config
+from tests.modules.language_runs import language_config
+from tests.modules.moe_modules import moe_config
+from tests.modules.test_cde import cde_config
+from tests.modules.test_mgh_curriculum import mgh_config
+
+STEPS = 12
+CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 80}}
+KEEP = {
+    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "init_args": {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0},
+}
+# What follows from when a run took place, and not from what it computed.
+CLOCK = ("callbacks", "run_config")
+
+
+class Ledger(Callback):
+    """Appends each batch's rows and loss to a file, and leaves time for a kill."""
+
+    def __init__(self, path: str, seconds: float) -> None:
+        self.path, self.seconds = path, seconds
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        rows = getattr(batch, "row_B", None)
+        entry = {
+            "step": trainer.global_step,
+            "rows": batch.label_P.tolist() if rows is None else rows.tolist(),
+            "loss": outputs["loss"].item().hex(),
+        }
+        with open(self.path, "a") as file:
+            file.write(json.dumps(entry) + "\n")
+        time.sleep(self.seconds)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that there is no step left."""
+        Path(self.path).with_name("done").touch()
+
+
+def configs() -> dict[str, Callable[[Path], dict[str, Any]]]:
+    """A tiny run of each method with dropout."""
+    return {
+        "nv-embed": lambda folder: run_config(folder, "mistral", dropout=0.1),
+        "mgh": lambda folder: mgh_config(folder, dropout=0.1),
+        "moe": moe_config,
+        "cde": lambda folder: cde_config(folder, dropout=0.1),
+        "masked language model": lambda folder: language_config(folder, "mlm"),
+    }
+
+
+def killed_config(
+    folder: Path, method: str, cached: bool, num_workers: int, seconds: float, keep: dict[str, Any] = KEEP
+) -> dict[str, Any]:
+    """The config of one run in `folder`, with a checkpoint after each step unless `keep` says otherwise."""
+    folder.mkdir(parents=True)
+    config = configs()[method](folder)
+    ledger: dict[str, Any] = {"class_path": f"{__package__}.kills.Ledger"}
+    ledger["init_args"] = {"path": str(folder / "ledger.jsonl"), "seconds": seconds}
+    config["trainer"] |= {"max_steps": STEPS, "callbacks": [ledger, keep, *([CACHE] if cached else [])]}
+    config["data"]["init_args"]["num_workers"] = num_workers
+    return config
+
+
+def start_child(folder: Path, config: dict[str, Any]) -> int:
+    """Train from the newest checkpoint in a child with a group of its own; returns its number."""
+    words = ["fit", "--config", write_config(folder, config), "--ckpt_path", "auto"]
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)
+        output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os._exit(main(words))
+    with suppress(ProcessLookupError, PermissionError):  # whoever comes first
+        os.setpgid(child, 0)
+    return child
+
+
+def run(folder: Path, config: dict[str, Any], kill_after: float | None) -> bool:
+    """Train in a child, and kill it after some seconds; returns whether it ended before."""
+    child = start_child(folder, config)
+    deadline = time.monotonic() + (300 if kill_after is None else kill_after)
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            assert code == 0, f"exit code {code}: {(folder / 'output.txt').read_text()[-2000:]}"
+            return True
+        time.sleep(0.01)
+    assert kill_after is not None, "no end after 300 seconds"
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def ledger(folder: Path) -> dict[int, list[Any]]:
+    """The last entry of each step."""
+    found: dict[int, list[Any]] = {}
+    path = folder / "ledger.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.endswith("}"):  # a kill may cut a line
+            entry = json.loads(line)
+            found[entry["step"]] = [entry["rows"], entry["loss"]]
+    return found
+
+
+def final_state(folder: Path) -> dict[str, Any]:
+    """The last checkpoint, without what is the clock's."""
+    newest = max(folder.rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    return {name: value for name, value in read_checkpoint(newest).items() if name not in CLOCK}
+
+
+def differences(found: Any, expected: Any, path: str = "") -> list[str]:
+    """Where two states differ in a bit."""
+    if isinstance(expected, torch.Tensor):
+        return [] if found.dtype == expected.dtype and torch.equal(found, expected) else [path]
+    if isinstance(expected, dict):
+        different = [path] if found.keys() != expected.keys() else []
+        return different + [x for key in expected for x in differences(found.get(key), expected[key], f"{path}/{key}")]
+    if isinstance(expected, list | tuple):
+        pairs = list(zip(found, expected, strict=True))
+        return [x for place, pair in enumerate(pairs) for x in differences(*pair, f"{path}/{place}")]
+    return [] if found == expected else [path]
+
+
+def kill_until_done(
+    folder: Path, method: str, cached: bool, num_workers: int, chance: random.Random, most: int
+) -> tuple[int, list[str]]:
+    """Train one run with at most so many kills; returns the number of kills, and what differs in the end."""
+    whole = killed_config(folder / "whole", method, cached, num_workers, seconds=0.0)
+    start = time.monotonic()
+    run(folder / "whole", whole, None)
+    seconds = time.monotonic() - start
+    config = killed_config(folder / "killed", method, cached, num_workers, seconds=0.05)
+    kills = 0
+    while not run(folder / "killed", config, chance.uniform(0, 1.2 * seconds) if kills < most else None):
+        kills += 1
+    found = differences(final_state(folder / "killed"), final_state(folder / "whole"))
+    expected, entries = ledger(folder / "whole"), ledger(folder / "killed")
+    lost = [f"step {step} is lost" for step in expected if step not in entries]
+    return kills, found + lost + [f"step {step} differs" for step in entries if entries[step] != expected.get(step)]
+
+
+def kill(count: int, seed: int) -> int:
+    """Kill so many times over all methods; returns how many runs ended otherwise than the uninterrupted one."""
+    os.environ["EMBED_IMPORTS"] = "tests"
+    torch.set_num_threads(1)
+    chance, kills, runs, wrong = random.Random(seed), 0, 0, 0
+    while kills < count:
+        method = list(configs())[runs % 5]
+        cached, num_workers = bool(runs // 5 % 2) and method != "masked language model", runs % 2
+        with tempfile.TemporaryDirectory() as folder:
+            made, found = kill_until_done(Path(folder), method, cached, num_workers, chance, min(8, count - kills))
+        kills, runs, wrong = kills + made, runs + 1, wrong + bool(found)
+        how = f"{method}{', GradCache' if cached else ''}, {num_workers} workers"
+        print(f"{kills:>4} kills  {how}: {made} kills, {'; '.join(found[:3]) or 'the same bits'}", flush=True)
+    print(f"{kills} kills in {runs} runs; {runs - wrong} ended with the same bits and ledger, {wrong} did not")
+    return wrong
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    raise SystemExit(bool(kill(given.count, given.seed)))
