@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
-from embeddings.common import UserError
 from embeddings.strategies import FSDP2Strategy
 from tests.helpers.ranks import run_on_two_ranks
 from tests.strategies.cpu_zero import CpuZero
@@ -89,9 +88,3 @@ def test_so_have_they_under_the_other_strategies(
     start, after = expected[method]
     for of_rank in found_slowly:
         assert relative_error(of_rank[method, strategy, cached], after, start) < 1e-6
-
-
-def test_two_stages_under_gradcache_are_refused_where_zero_1_loses_one(folder: Path) -> None:
-    make = methods(folder)["cde"]
-    with pytest.raises(UserError, match=r"ZeRO-1 loses the gradients of the second stage.*stage to 2"):
-        one_update(make, batches("cde", None), CpuZero(stage=1), 1, cached=True)

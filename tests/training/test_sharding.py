@@ -1,0 +1,96 @@
+"""FSDP2 on one rank; that the gradient of several is right is tested with the strategies."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from embeddings.training.sharding import layers, make_contiguous, shard, sharded_like, whole_parameters, whole_state
+from tests.helpers.tiny import tiny_bert
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def tied() -> nn.Module:
+    """Two linear layers of one weight, and a list of lists."""
+    module = nn.Module()
+    module.first, module.second = nn.Linear(3, 3), nn.Linear(3, 3)
+    module.second.weight = module.first.weight
+    module.outer = nn.ModuleList([nn.Sequential(nn.ModuleList([nn.Linear(3, 2)]))])
+    return module
+
+
+def test_layers_are_the_members_of_the_outermost_lists() -> None:
+    bert = tiny_bert()
+    assert list(layers(bert)) == list(bert.encoder.layer)
+    module = tied()
+    assert list(layers(module)) == [module.outer[0]]
+
+
+def test_a_shard_has_a_group_a_layer_and_one_for_the_rest(mesh: DeviceMesh) -> None:
+    bert = tiny_bert()
+    ids_NL, expected = torch.arange(5, 11).view(2, 3), tiny_bert()(torch.arange(5, 11).view(2, 3)).last_hidden_state
+    shard(bert, mesh)
+    groups = [part for part in bert.modules() if isinstance(part, FSDPModule)]
+    assert groups == [bert, *bert.encoder.layer]
+    assert all(isinstance(parameter, DTensor) for parameter in bert.parameters())
+    torch.testing.assert_close(bert(ids_NL).last_hidden_state, expected)
+
+
+def test_a_method_beside_forward_has_whole_weights_too(mesh: DeviceMesh) -> None:
+    class Doubled(nn.Linear):
+        def twice(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight @ x * 2
+
+    module = Doubled(2, 2, bias=False)
+    weight = module.weight.detach().clone()
+    shard(module, mesh, ("twice",))
+    torch.testing.assert_close(module.twice(torch.eye(2)), weight * 2)
+
+
+def test_parameters_are_laid_out_row_by_row() -> None:
+    module = nn.Linear(2, 3)
+    expected = module.weight.detach().clone()
+    module.weight.data = expected.T.contiguous().T
+    make_contiguous(module)
+    assert module.weight.is_contiguous()
+    assert torch.equal(module.weight, expected)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_whole_parameters_take_the_place_of_cut_ones_and_stay_tied(keep: bool, mesh: DeviceMesh) -> None:
+    module = tied()
+    expected = {name: value.clone() for name, value in module.state_dict().items()}
+    shard(module, mesh)
+    before = dict(module.named_parameters())
+    with whole_parameters(module, keep):
+        state = module.state_dict()
+        assert all(isinstance(value, DTensor) != keep for value in state.values())
+        if keep:
+            assert all(torch.equal(state[name], value) for name, value in expected.items())
+            assert module.first.weight is module.second.weight
+    assert dict(module.named_parameters()) == before
+
+
+def test_a_state_is_put_together_and_cut_again(mesh: DeviceMesh) -> None:
+    module = tied()
+    shard(module, mesh)
+    state = {"weights": module.state_dict(), "rate": 0.5, "list": [torch.ones(2)]}
+    whole = whole_state(state, keep=True)
+    assert whole["rate"] == 0.5
+    assert not any(isinstance(value, DTensor) for value in whole["weights"].values())
+    assert whole_state(state, keep=False)["weights"].keys() == state["weights"].keys()
+    assert set(whole_state(state, keep=False)["weights"].values()) == {None}
+    again = sharded_like(whole["weights"], state["weights"])
+    assert all(torch.equal(again[name].full_tensor(), value) for name, value in whole["weights"].items())
