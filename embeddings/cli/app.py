@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
-import yaml
 from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -17,16 +16,21 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from embeddings.callbacks.durable_checkpoints import make_checkpoints_durable
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.run_record import RunRecord
-from embeddings.cli.errors import ConfigError, one_line, reason, with_way_out
-from embeddings.cli.given import Signature, check_names, check_nulls, config_paths, given_mappings, is_file
+from embeddings.cli.errors import ConfigError, one_line, reason, with_fix, with_way_out
+from embeddings.cli.given import Signature, check_names, check_nulls, config_paths, given_mappings, read_config
 from embeddings.cli.imports import restrict_imports
+from embeddings.cli.notes import HeldNotes
 from embeddings.cli.recipes import expand_recipe
 from embeddings.cli.resume import AUTO, check_resumable, keep_on_in_its_folder, newest_checkpoint
+from embeddings.cli.yaml_files import parse_yaml
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.strategies.timeout import limit_waiting
 
 CKPT_KEYWORDS = ("best", "last", "hpc", AUTO)
 HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
+# What Lightning says of a checkpoint of another model, or of weights alone.
+NO_RESUME = r"Error\(s\) in loading state_dict|.?Trying to restore"
+FLOAT16 = ("16", "16-true", "16-mixed")
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 
@@ -39,10 +43,7 @@ class ReplacingConfigFile(ActionConfigFile):
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Empty the earlier lists that this config gives anew, then merge it."""
-        text = Path(values).read_text(encoding="utf-8") if is_file(values) else str(values)
-        content = yaml.safe_load(text)
-        if isinstance(content, dict):
-            forget_lists(cfg, content)
+        forget_lists(cfg, read_config(str(values)))
         super().__call__(parser, cfg, values, option_string)  # type: ignore[no-untyped-call]
 
 
@@ -101,7 +102,7 @@ class TrainerCLI(LightningCLI):
         except ValueError as error:
             if UNION_ERROR not in str(error):
                 raise
-            raise ConfigError(reason(str(error))) from error
+            raise ConfigError(with_fix(reason(str(error)))) from error
 
     def before_fit(self) -> None:
         """Have each part check the run while nothing is read, no rank is started and no file is written.
@@ -118,8 +119,8 @@ class TrainerCLI(LightningCLI):
         """Make the trainer.
 
         Raises:
-            OptionError: If gradients are to be accumulated over no batch, or clipped to a norm below 0, which Lightning
-                accepts.
+            OptionError: If gradients are to be accumulated over no batch, or clipped to a norm below 0, or a processor
+                is to work in float16, all of which Lightning accepts.
             ConfigError: If Lightning refuses an option, or the machine lacks what it asks for.
         """
         batches, norm = (self.config.fit.trainer[name] for name in ("accumulate_grad_batches", "gradient_clip_val"))
@@ -132,9 +133,11 @@ class TrainerCLI(LightningCLI):
         except UserError:
             raise
         except (MisconfigurationException, ValueError) as error:
-            given = self.config.fit.trainer
-            options = ", ".join(f"trainer.{name}: {given[name]}" for name in HARDWARE_OPTIONS)
-            raise ConfigError(f"{one_line(str(error), 160)}; change that option; given are {options}") from error
+            raise ConfigError(refused_option(str(error), self.config.fit.trainer.as_dict())) from error
+        precision = str(self.config.fit.trainer.precision)
+        if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu":
+            rule = "must not be float16 on a processor"
+            raise OptionError("trainer.precision", precision, rule, "bf16-mixed is the other half precision")
         make_checkpoints_durable(trainer)
         limit_waiting(trainer)
         if self.goes_on and self.config.fit.ckpt_path:
@@ -187,24 +190,45 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
     try:
         return make_cli(expanded, kind)
     except MisconfigurationException as error:
-        raise ConfigError(f"{one_line(str(error), 240)}; change the option, fit --help lists them") from error
+        raise ConfigError(f"{one_line(str(error), 140)}; change the option, fit --help lists them") from error
+    except (RuntimeError, KeyError) as error:
+        if not re.match(NO_RESUME, str(error)):
+            raise
+        what = one_line(str(error).strip("'\""), 120)
+        raise ConfigError(f"--ckpt_path: {what}; resume with the configs that wrote it") from error
 
 
 def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> TrainerCLI:
     """The command line over our base classes; making it runs the command."""
-    return kind(
-        model_class=L.LightningModule,
-        datamodule_class=L.LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        save_config_callback=RunRecord,
-        save_config_kwargs={"overwrite": True, "command": ["main.py", *argv]},
-        trainer_defaults={"callbacks": Preemption()},
-        seed_everything_default=0,
-        parser_class=OneLineParser,
-        auto_configure_optimizers=False,
-        args=lists_as_configs(argv),
-    )
+    notes = HeldNotes()
+    with notes.holding():
+        return kind(
+            model_class=L.LightningModule,
+            datamodule_class=L.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_callback=RunRecord,
+            save_config_kwargs={"overwrite": True, "command": ["main.py", *argv]},
+            trainer_defaults={"callbacks": [Preemption(), notes]},
+            seed_everything_default=0,
+            parser_class=OneLineParser,
+            auto_configure_optimizers=False,
+            args=lists_as_configs(argv),
+        )
+
+
+def refused_option(message: str, given: dict[str, Any]) -> str:
+    """What Lightning says of an option of the trainer, behind its name; behind those of the hardware where it is none.
+
+    Args:
+        message: What it says.
+        given: All options.
+    """
+    named = [name for name in given if re.search(rf"\b{name}\b", message)]
+    valued = [name for name in (*HARDWARE_OPTIONS, "max_time") if f"{given.get(name)}" in re.findall(r"\w+", message)]
+    shown = (named or valued or HARDWARE_OPTIONS)[:4]
+    options = ", ".join(f"trainer.{name}: {given[name]}" for name in shown)
+    return f"{options}: {one_line(message, 110).rstrip('. ')}; change it, or leave it out"
 
 
 def check_given(argv: Sequence[str], parsed: dict[str, Any]) -> None:
@@ -258,7 +282,7 @@ def lists_as_configs(argv: Sequence[str]) -> list[str]:
         if not equals and position + 1 < len(words):
             value = words[position + 1]
         if name.startswith("--") and "." in name and not name.endswith("+") and _is_list_of_mappings(value):
-            content: Any = yaml.safe_load(value)
+            content: Any = parse_yaml(value, name)
             for key in reversed(name.removeprefix("--").split(".")):
                 content = {key: content}
             words[position : position + size] = [f"--config={json.dumps(content)}"]
@@ -270,8 +294,8 @@ def _is_list_of_mappings(value: str) -> bool:
     if not value.lstrip().startswith("["):
         return False
     try:
-        content = yaml.safe_load(value)
-    except yaml.YAMLError:
+        content = parse_yaml(value, "")
+    except InputError:
         return False
     return isinstance(content, list) and any(isinstance(element, dict) for element in content)
 
@@ -288,13 +312,5 @@ def check_one_method(argv: Sequence[str]) -> None:
 
 
 def _chooses_method(path: str) -> bool:
-    if not Path(path).is_file():
-        raise ConfigError(
-            f"--config {path}: no such file; lightning_configs/ holds the ones that come with the library"
-        )
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not a YAML file: {error}; mend the line") from error
-    model = content.get("model") if isinstance(content, dict) else None
+    model = read_config(path).get("model")
     return isinstance(model, dict) and "class_path" in model

@@ -94,9 +94,10 @@ def run_command(name: str, argv: Sequence[str]) -> None:
         several = {"type": get_args(annotation)[0], "nargs": nargs} if origin is list else {}
         parser.add_argument(parameter, **{"type": annotation, **several})
     words = underscored(argv)
+    mappings = list(given_mappings(words))  # a config that is none is refused before the parser reads it
     parsed, signature = parser.parse_args(words), signature_of(function)
     if signature is not None:
-        for given in given_mappings(words):
+        for given in mappings:
             check_names(given, {}, signature)
         check_nulls(parsed.as_dict(), signature)
     options = parser.instantiate(parsed)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
+from embeddings.cli.imports import may_name
 from embeddings.common import NumericError, PreemptedError, UserError
 
 EXIT_OK = 0
@@ -33,8 +34,12 @@ class ConfigError(UserError):
 
 
 def one_line(message: str, limit: int = 300) -> str:
-    """The message as one line of at most `limit` characters; what is cut is the middle, never the start or the end."""
+    """The message as one printable line of at most `limit` characters.
+
+    What is cut is the middle, never the start or the end. What a terminal would obey is written as an escape.
+    """
     line = re.sub(r"\s+", " ", message).strip()
+    line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
     if len(line) <= limit:
         return line
     half = (limit - 3) // 2
@@ -92,7 +97,7 @@ def _types(complaints: Iterable[str]) -> str:
         name = re.sub(r"typing\.Literal\[(.*)\]", r"\1", name)
         if not name.startswith("dot import path"):
             names.append("null" if name == "NoneType" else name)
-    return " or ".join(names)
+    return one_line(" or ".join(names), 100)
 
 
 def with_way_out(message: str, options: Iterable[str]) -> str:
@@ -108,7 +113,7 @@ def with_way_out(message: str, options: Iterable[str]) -> str:
         options, line = _parameters(owner[1]), _CLASS.sub("", line)
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)|(?:Option|accept option) '([^']+)'", line)
     if unknown is None:
-        return f"{line}; --help says what each option takes" if "expected " in line[:200] else line
+        return f"{line}; --help says what each option takes" if "expected " in line[:200] else with_fix(line)
     name = unknown[1] or unknown[2]
     prefix = "" if unknown[1] or owner else "--"
     whole = [option for option in dict.fromkeys(options) if option.startswith(prefix + name)]
@@ -118,9 +123,21 @@ def with_way_out(message: str, options: Iterable[str]) -> str:
     return f"{line}{where}; {guess}--help lists the options"
 
 
+def with_fix(line: str) -> str:
+    """A line of a library's with a way out, where it names none itself."""
+    if "; " in line:
+        return line
+    unknown = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line)
+    alike = get_close_matches(unknown[2], dir(sys.modules.get(unknown[1])), n=1) if unknown else []
+    guess = f"did you mean {alike[0]}? " if alike else ""
+    return f"{line.rstrip('.')}; {guess}--help lists the options"
+
+
 def _parameters(class_path: str) -> list[str]:
-    """The arguments of a class, by its path; none where it cannot be imported."""
+    """The arguments of a class, by its path; none where it cannot be imported, or may not be."""
     module, _, name = class_path.rpartition(".")
+    if not may_name(class_path):
+        return []
     try:
         return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
     except (ImportError, AttributeError, ValueError):
@@ -130,10 +147,10 @@ def _parameters(class_path: str) -> list[str]:
 def run_guarded(command: Callable[[], None]) -> int:
     """Run a command and return its exit code.
 
-    A `UserError` ends in one line and code 2, a full disk, a refused path or what a library reports of a file or a
-    connection in one line and code 74, NaN or Inf, or a loader's worker that died, in one line and code 70, Ctrl-C in
-    one line and code 130, a stop signal in one line and code 75 or 143. Any other exception is a defect of ours and
-    keeps its traceback.
+    A `UserError`, or a file where a folder is needed, ends in one line and code 2, a full disk, a refused path or what
+    a library reports of a file or a connection in one line and code 74, NaN or Inf, or a loader's worker that died, in
+    one line and code 70, Ctrl-C in one line and code 130, a stop signal in one line and code 75 or 143. Any other
+    exception is a defect of ours and keeps its traceback.
     """
     try:
         command()
@@ -150,6 +167,9 @@ def run_guarded(command: Callable[[], None]) -> int:
         if isinstance(stop.__context__, KeyboardInterrupt):
             return _report(INTERRUPTED, EXIT_INTERRUPTED)
         raise
+    except (NotADirectoryError, FileExistsError, IsADirectoryError) as error:
+        where = _without_suffix(error.filename or "a path")
+        return _report(f"{where}: {error.strerror}, so nothing can be written there; name another place", EXIT_INPUT)
     except OSError as error:
         return _report(_io_line(error), EXIT_IO)
     except RuntimeError as error:
@@ -172,8 +192,13 @@ def _io_line(error: OSError) -> str:
     if error.errno is None:
         what = str(error) or type(error).__name__
         return f"{what}; mend the file or the connection that this names, then run the command again"
-    where = f"{error.filename}: " if error.filename else ""
+    where = f"{_without_suffix(error.filename)}: " if error.filename else ""
     return f"{where}{error.strerror}; free or allow the path, then run the command again"
+
+
+def _without_suffix(path: object) -> str:
+    """A path, or that of the file that a temporary one is to become."""
+    return re.sub(r"\.([^/]+)\.\w+\.tmp\b", r"\1", str(path))
 
 
 def _report(message: str, code: int) -> int:

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from embeddings.cli.errors import ConfigError
+from embeddings.cli.imports import may_name
+from embeddings.cli.yaml_files import parse_yaml, read_yaml
+from embeddings.common import InputError
 
 _OF_CLASSES = ("class_path", "init_args", "dict_kwargs")
 # Where types come from that are no class of a person's arguments (`Any` is a class).
@@ -70,18 +71,39 @@ def is_file(value: object) -> bool:
         return False
 
 
+def read_config(path: str) -> dict[str, Any]:
+    """What a config holds: a file, or the text itself.
+
+    Raises:
+        InputError: If there is no such file, it is no YAML, or no mapping.
+    """
+    where = f"--config {path}"
+    if is_file(path):
+        content = read_yaml(path, where)
+    elif re.fullmatch(r"[^{\n]+", path):
+        raise InputError(where, "no such file", "lightning_configs/ holds the ones that come with the library")
+    else:
+        where = "--config"
+        content = parse_yaml(path, where)
+    if not isinstance(content, dict):
+        raise InputError(where, "holds no options", "write them as OPTION: VALUE")
+    return content
+
+
 def given_mappings(argv: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The mappings that a line of arguments gives: its configs, and its options whose value is a mapping."""
+    """The mappings that a line of arguments gives: its configs, and its options whose value is a mapping.
+
+    Raises:
+        InputError: If a config is no YAML, or no mapping.
+    """
     for path in config_paths(argv):
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8") if is_file(path) else path)
-        if isinstance(content, dict):
-            yield unfolded(content)
+        yield unfolded(read_config(path))
     for word, following in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         value = value if equals else following
         if name.startswith("--") and name != "--config" and value.lstrip().startswith("{"):
-            with suppress(yaml.YAMLError):  # a text that only begins like a mapping
-                yield unfolded({name.removeprefix("--"): yaml.safe_load(value)})
+            with suppress(InputError):  # a text that only begins like a mapping
+                yield unfolded({name.removeprefix("--"): parse_yaml(value, name)})
 
 
 def check_nulls(given: Mapping[str, Any], signature: Signature, where: str = "") -> None:
@@ -180,6 +202,8 @@ def _owner(given: Any, parsed: Any, hints: Sequence[Any]) -> Any:
     if path is None:
         return next((hint for hint in hints if isinstance(hint, type) and hint.__module__ not in _PLAIN), None)
     module, _, name = str(path).rpartition(".")
+    if not may_name(str(path)):  # what the parser takes for plain text is not imported here either
+        return None
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError):

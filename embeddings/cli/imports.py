@@ -38,12 +38,21 @@ def restrict_imports() -> None:
     Raises:
         UserError: If the variable holds no package.
     """
-    added = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
     try:
         set_parsing_settings(
             import_path_denylist=["*"],
-            import_path_allowlist=[*ALLOWED, *added],
+            import_path_allowlist=[*ALLOWED, *_added()],
             instantiate_subclass_spec_in_any=False,
         )
     except ValueError as error:
-        raise UserError(f"{VARIABLE}={os.environ[VARIABLE]} cannot be: {error}") from None
+        rule = "is no list of packages as one imports them"
+        raise UserError(f"{VARIABLE}={os.environ[VARIABLE]} {rule}; write my_package, or unset it") from error
+
+
+def may_name(path: str) -> bool:
+    """Whether a config may name the object of this path, as far as the path tells."""
+    return any(path == allowed or path.startswith(f"{allowed}.") for allowed in (*ALLOWED, *_added()))
+
+
+def _added() -> list[str]:
+    return [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from embeddings.cli.commands import COMMANDS, run_command
 from embeddings.cli.errors import ConfigError, run_guarded
@@ -25,8 +26,9 @@ def dispatch(argv: list[str]) -> None:
     """Run the command that `argv[0]` names.
 
     Raises:
-        ConfigError: If there is no such command, or its arguments do not parse.
+        ConfigError: If there is no such command, or its arguments do not parse or are no text.
     """
+    check_words(argv)
     name, pair = argv[0], " ".join(argv[:2])
     kinds = [command.removeprefix(f"{name} ") for command in COMMANDS if command.startswith(f"{name} ")]
     if pair in COMMANDS:
@@ -46,8 +48,23 @@ def dispatch(argv: list[str]) -> None:
     elif name in OTHER_LOOPS:
         raise ConfigError(f"{name}: no module has such a loop; train with fit, use its model with {OTHER_LOOPS[name]}")
     else:
-        known = ", ".join([*TRAINER_COMMANDS, *COMMANDS])
-        raise ConfigError(f"there is no command {name!r}; choose one of {known}")
+        known = [*TRAINER_COMMANDS, *COMMANDS]
+        alike = get_close_matches(name, known, n=1)
+        guess = f"did you mean {alike[0]}? " if alike else ""
+        raise ConfigError(f"there is no command {name[:40]!r}; {guess}--help lists all")
+
+
+def check_words(argv: Sequence[str]) -> None:
+    """Check that the words are text: others can be neither tokenised nor written to a manifest.
+
+    Raises:
+        ConfigError: Naming the first that holds bytes of another encoding.
+    """
+    for word in argv:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{word!r} on the command line is not valid UTF-8; write it as UTF-8") from None
 
 
 def usage(first_word: str = "") -> str:

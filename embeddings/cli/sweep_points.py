@@ -11,10 +11,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from embeddings.cli.given import given_mappings
 from embeddings.cli.recipes import expand_recipe
+from embeddings.cli.yaml_files import read_yaml
 from embeddings.common import InputError
 
 Point = dict[str, Any]
@@ -130,10 +129,7 @@ def is_number(value: Any) -> bool:
 def _mapping(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise InputError(str(path), "no such file", "give a sweep file, such as lightning_configs/sweeps/pooling.yaml")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(str(path), f"not a YAML file: {error}", "mend the line") from error
+    content = read_yaml(path, str(path))
     if not isinstance(content, dict):
         raise InputError(str(path), "holds no mapping", f"a sweep file has the keys {', '.join(_KEYS)}")
     found: Mapping[str, Any] = _with_numbers(content)
@@ -171,13 +167,10 @@ def _configs(path: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
 def _contents(path: Path, configs: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
     found: list[Mapping[str, Any]] = []
     for config in configs:
-        where = f"{path}: config {config}"
         if not Path(config).is_file():
-            raise InputError(where, "no such file", "paths are those from the folder that the command runs in")
-        try:
-            found.append(next(given_mappings(["--config", config]), {}))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise InputError(where, f"not a YAML file: {error}", "mend the line") from error
+            fix = "paths are those from the folder that the command runs in"
+            raise InputError(f"{path}: config {config}", "no such file", fix)
+        found += given_mappings(["--config", config])
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from embeddings.cli.app import check_arguments, check_one_method, run_trainer
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.main import main
+from embeddings.common import InputError
 from tests.helpers.runs import run_config, write_config
 
 OFF = {"in_batch_negatives": False}
@@ -25,7 +26,7 @@ def test_two_method_configs_are_refused_by_name(tmp_path):
 
 def test_a_config_that_is_no_yaml_names_the_file(tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [1,\n")
-    with pytest.raises(ConfigError, match=r"bad\.yaml: not a YAML file"):
+    with pytest.raises(InputError, match=r"bad\.yaml: not a YAML file"):
         check_one_method(["fit", "--config", str(tmp_path / "bad.yaml")])
 
 

@@ -23,6 +23,8 @@ def raising(error):
         (PermissionError(errno.EACCES, "Permission denied", "out"), 74),
         (OSError("We couldn't connect to the hub\nto load this file"), 74),
         (TimeoutError(), 74),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "notes.txt/out"), 2),
+        (FileExistsError(errno.EEXIST, "File exists", "notes.txt"), 2),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -72,6 +74,16 @@ def test_another_exit_keeps_its_code():
 
 def test_success_is_zero():
     assert run_guarded(lambda: None) == 0
+
+
+def test_what_a_terminal_would_obey_is_written_as_an_escape():
+    assert one_line("a\x1b[31m\r\n\x07b\u202e \ud800é") == r"a\x1b[31m \x07b\u202e \ud800é"
+
+
+def test_a_temporary_file_goes_by_the_name_that_it_was_to_have(capsys):
+    error = OSError(errno.ENOSPC, "No space left on device", "out/.scores.json.x7_abc9.tmp")
+    assert run_guarded(raising(error)) == 74
+    assert capsys.readouterr().err.startswith("error: out/scores.json: No space left on device; ")
 
 
 def test_a_long_message_keeps_its_start_and_its_end():
@@ -124,6 +136,25 @@ def test_a_value_of_a_wrong_type_keeps_its_key_and_lists_the_types(message, says
 )
 def test_an_unknown_key_is_answered_with_the_one_most_like_it(message, says):
     assert says in with_way_out(message, ["--help", "--trainer.max_steps"])
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("module 'embeddings.common' has no attribute 'UserEror'", "'UserEror'; did you mean UserError? --help lists"),
+        ("Import path x.Y does not correspond to a subclass of Z.", "a subclass of Z; --help lists the options"),
+        ("temperature must be > 0, got 0; try 0.05", "temperature must be > 0, got 0; try 0.05"),
+    ],
+)
+def test_a_librarys_message_gets_a_way_out_where_it_has_none(message, says):
+    assert says in with_way_out(message, [])
+
+
+def test_no_class_is_imported_for_its_arguments_that_a_config_may_not_name(tmp_path, monkeypatch):
+    (tmp_path / "foreign.py").write_text("raise SystemExit('ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = "Problem with given class_path 'foreign.Thing':\n  Option 'colour' is not accepted"
+    assert "Option 'colour' is not accepted by Thing" in with_way_out(message, [])
 
 
 def test_a_plain_message_is_its_own_reason():

@@ -13,6 +13,7 @@ from embeddings.cli.given import (
     signature_of,
     takes_null,
 )
+from embeddings.common import InputError
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def test_known_names_may_stand_over_nothing():
 def test_mappings_come_from_files_from_texts_and_from_options(tmp_path):
     (tmp_path / "a.yaml").write_text("a.b: {}\na: {c: [{d.e: 1}]}\n")
     (tmp_path / "list.yaml").write_text("[1]\n")
-    argv = ["--config", str(tmp_path / "a.yaml"), f"--config={tmp_path / 'list.yaml'}", '--config={"f": {}}']
+    argv = ["--config", str(tmp_path / "a.yaml"), '--config={"f": {}}']
     argv += ["--x.y={z: {}}", "--v", "{w: 1}", "--text", "{only a brace", "--plain", "3"]
     assert list(given_mappings(argv)) == [
         {"a": {"b": {}, "c": [{"d": {"e": 1}}]}},
@@ -147,3 +148,13 @@ def test_mappings_come_from_files_from_texts_and_from_options(tmp_path):
         {"v": {"w": 1}},
     ]
     assert list(given_mappings([])) == []
+    with pytest.raises(InputError, match=r"list\.yaml: holds no options"):
+        list(given_mappings(["--config", str(tmp_path / "list.yaml")]))
+
+
+def test_the_module_of_a_class_that_a_config_may_not_name_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "foreign.py").write_text("raise SystemExit('ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"shed": {"class_path": "foreign.Shed", "init_args": {"dor": {}}}}
+    check_names(given, given, Signature("build", {"shed": dict}))
+    check_nulls(given, Signature("build", {"shed": dict}))

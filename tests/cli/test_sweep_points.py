@@ -97,9 +97,9 @@ def test_a_recipe_stands_for_its_configs(tmp_path):
 
 
 def test_runs_are_called_by_the_config_that_chooses_the_method(write, tmp_path):
-    for name, text in (("empty", ""), ("scale", "trainer: {devices: 2}\n")):
+    for name, text in (("data", "data: {}\n"), ("scale", "trainer: {devices: 2}\n")):
         (tmp_path / f"{name}.yaml").write_text(text)
-    configs = [str(tmp_path / f"{name}.yaml") for name in ("empty", "method", "scale")]
+    configs = [str(tmp_path / f"{name}.yaml") for name in ("data", "method", "scale")]
     assert read_sweep(write({"configs": configs, "parameters": {"a": [1]}})).recipe == "method"
     assert read_sweep(write({"configs": configs[::2], "parameters": {"a": [1]}})).recipe == "scale"
 
