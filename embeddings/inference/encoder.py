@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from embeddings.common.errors import NumericError, OptionError
+from embeddings.common.errors import InputError, NumericError, OptionError
 from embeddings.common.mini_batches import plan_mini_batches
 from embeddings.common.text import TextRole
 from embeddings.common.types import PaddedTokens, TokenBatch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
 GPU_MINI_BATCH_TOKENS = 65536
 TEXTS_PER_BLOCK = 8192
+_PROGRESS_DELAY_SECONDS = 2.0
 
 
 class Encoder:
@@ -85,6 +86,7 @@ class Encoder:
         self.show_progress = show_progress
         self.dimensions = dimensions
         self._tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
+        self._origin: str | None = None
 
     def with_mini_batch_tokens(self, mini_batch_tokens: int) -> Self:
         """This encoder with another token budget, on the same model; the budget decides how vectors are rounded."""
@@ -123,7 +125,9 @@ class Encoder:
         if resolve_precision(precision, place) == torch.float32 or (place.type == "cpu" and torch.float16 in weights):
             # A checkpoint in half precision that would have to be emulated here.
             embedder.float()
-        return cls(embedder, precision=precision, **options)
+        encoder = cls(embedder, precision=precision, **options)
+        encoder._origin = model
+        return encoder
 
     @property
     def embedding_dim(self) -> int:
@@ -157,7 +161,8 @@ class Encoder:
 
         Raises:
             OptionError: If the model has no such prompt, or takes no context or none as large.
-            NumericError: If a vector is not finite.
+            InputError: If a vector is not finite because a weight of the model that was read is not.
+            NumericError: If a vector is not finite for another reason.
         """
         _check_list("texts", texts)
         role = role or ("query" if prompt_name == "query" else "document")
@@ -170,7 +175,7 @@ class Encoder:
         with self._inference():
             for rows, block, bar in tokens:
                 vector_ND[rows] = self._encode_block(block, partial(self._vectors, context_MH=context_MH), bar, extra)
-        _check_finite(vector_ND, unique)
+        self._check_finite(vector_ND, unique)
         return vector_ND if row_N is None else vector_ND[row_N]
 
     def encode_context(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -199,7 +204,7 @@ class Encoder:
         with self._inference():
             for rows, block, bar in tokens:
                 vector_MH[rows] = self._encode_block(block, model.embed_context, bar)
-        _check_finite(vector_MH, unique)
+        self._check_finite(vector_MH, unique)
         return vector_MH if row_N is None else vector_MH[row_N]
 
     def _vectors(self, tokens: PaddedTokens, context_MH: Tensor | None) -> Tensor:
@@ -232,7 +237,8 @@ class Encoder:
         def tokenise(start: int) -> TokenBatch:
             return self._tokenizer(texts[start : start + TEXTS_PER_BLOCK], role, prompt)
 
-        bar = tqdm(desc=description, unit="token", unit_scale=True, disable=not self.show_progress)
+        delay = _PROGRESS_DELAY_SECONDS
+        bar = tqdm(desc=description, unit="token", unit_scale=True, disable=not self.show_progress, delay=delay)
         with ThreadPoolExecutor(max_workers=1) as pool, bar:
             pending = pool.submit(tokenise, 0) if starts else None
             for start in starts:
@@ -259,6 +265,20 @@ class Encoder:
         vector_ND = torch.empty_like(sorted_ND)
         vector_ND[torch.cat(plan)] = sorted_ND
         return vector_ND.numpy()
+
+    def _check_finite(self, vector_ND: npt.NDArray[np.float32], texts: list[str]) -> None:
+        bad = np.flatnonzero(~np.isfinite(vector_ND.sum(axis=1)))
+        if not bad.size:
+            return
+        # A model that is being trained may have lost its weights here, one that was read had none to lose.
+        for name, weight in self.embedder.named_parameters() if self._origin is not None else ():
+            if not bool(torch.isfinite(weight).all()):
+                what, fix = f"the weight {name} is not finite", "take another copy of the model"
+                raise InputError(str(self._origin), what, fix)
+        raise NumericError(
+            f"{bad.size} of {len(texts)} vectors are not finite, the first of text {texts[int(bad[0])][:60]!r}; "
+            "encode with precision float32, or check the model's weights"
+        )
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -291,12 +311,3 @@ def _unique(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64] | No
 def _check_list(name: str, texts: Sequence[str]) -> None:
     if isinstance(texts, str):
         raise OptionError(name, texts[:40], "must be a list of texts", "put the text in a list")
-
-
-def _check_finite(vector_ND: npt.NDArray[np.float32], texts: list[str]) -> None:
-    bad = np.flatnonzero(~np.isfinite(vector_ND.sum(axis=1)))
-    if bad.size:
-        raise NumericError(
-            f"{bad.size} of {len(texts)} vectors are not finite, the first of text {texts[int(bad[0])][:60]!r}; "
-            "encode with precision float32, or check the model's weights"
-        )

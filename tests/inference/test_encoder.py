@@ -225,6 +225,7 @@ def test_bfloat16_weights_are_used_as_they_are():
 
 def test_progress_counts_every_token_and_ends_at_its_total(monkeypatch, capsys):
     monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", 5)
+    monkeypatch.setattr(encoder_module, "_PROGRESS_DELAY_SECONDS", 0.0)
     bars = []
 
     class Spy(encoder_module.tqdm):
