@@ -41,7 +41,7 @@ class OptionError(UserError):
     """
 
     def __init__(self, option: str, value: object, rule: str, fix: str) -> None:
-        super().__init__(f"{option} {rule}, got {value!r}; {fix}")
+        super().__init__(f"{option} {rule}, got {shown(value)}; {fix}")
 
 
 class MissingExtraError(UserError):
@@ -76,6 +76,12 @@ class PreemptedError(SystemExit):
     def __init__(self, line: str, code: int) -> None:
         super().__init__(code)
         self.line, self.exit_code = line, code
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A value in a message: of a long one the beginning."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _from_line(kind: type[UserError], *line: str) -> UserError:

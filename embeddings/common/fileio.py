@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from embeddings.common.errors import InputError
+from embeddings.common.errors import InputError, shown
 
+_MAKE_AGAIN = "make the output again"
 VERSIONED_PACKAGES = ("embeddings", "torch", "transformers", "tokenizers", "lightning", "datasets", "peft", "numpy")
 
 
@@ -103,7 +104,36 @@ def write_manifest_file(path: str | os.PathLike[str], fields: Mapping[str, Any])
     write_json(path, {**fields, "versions": installed_versions()})
 
 
-def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) -> dict[str, Any]:
+class Manifest(dict[str, Any]):
+    """The fields of a manifest; to ask for one that is not there raises an `InputError`.
+
+    Args:
+        path: Its file.
+        fields: What it holds.
+    """
+
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.path = path
+
+    def __missing__(self, field: str) -> Any:
+        """Refuse it."""
+        raise InputError(str(self.path), f"has no field {field!r}", _MAKE_AGAIN)
+
+    def whole(self, field: str, least: int = 0) -> int:
+        """A field that is a whole number.
+
+        Raises:
+            InputError: If it is none, or below `least`.
+        """
+        value = self[field]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            what = f"field {field!r} is {shown(value)}, expected a whole number >= {least}"
+            raise InputError(str(self.path), what, _MAKE_AGAIN)
+        return value
+
+
+def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) -> Manifest:
     """Check that every expected field of `folder/manifest.json` has the expected value; returns all its fields.
 
     Raises:
@@ -113,23 +143,22 @@ def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) 
     return check_manifest_file(Path(folder) / "manifest.json", expected)
 
 
-def check_manifest_file(path: str | os.PathLike[str], expected: Mapping[str, Any]) -> dict[str, Any]:
+def check_manifest_file(path: str | os.PathLike[str], expected: Mapping[str, Any]) -> Manifest:
     """The same of a manifest with a name of its own."""
     path = Path(path)
     if not path.is_file():
-        raise InputError(str(path), "no manifest lies beside this output", "make the output again")
+        raise InputError(str(path), "no manifest lies beside this output", _MAKE_AGAIN)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise InputError(str(path), "is empty or damaged", "make the output again")
+        raise InputError(str(path), "is empty or damaged", _MAKE_AGAIN)
     for field, value in expected.items():
         if found.get(field) != value:
-            raise InputError(
-                str(path), f"field {field!r} is {found.get(field)!r}, expected {value!r}", "make the output again"
-            )
-    return found
+            what = f"field {field!r} is {shown(found.get(field), 48)}, expected {shown(value, 48)}"
+            raise InputError(str(path), what, _MAKE_AGAIN)
+    return Manifest(path, found)
 
 
 def fsync_path(path: Path) -> None:

@@ -112,8 +112,8 @@ class _Entries(NamedTuple):
 class _Shards:
     def __init__(self, folder: Path, kind: str, source_key: str) -> None:
         fields = check_manifest(folder, {"kind": kind, "source_key": source_key, "complete": True})
-        self.folder, self.width = folder, int(fields["embedding_dim"])
-        self.num_rows, self.shard_size = int(fields["num_rows"]), int(fields["shard_size"])
+        self.folder, self.width = folder, fields.whole("embedding_dim", least=1)
+        self.num_rows, self.shard_size = fields.whole("num_rows"), fields.whole("shard_size", least=1)
         self._vouched_ns = (folder / "manifest.json").stat().st_mtime_ns if fields.get(CHECKED) else 0
         # Shards whose vectors nobody vouches for: written by other hands, or after the manifest.
         self._unchecked = [s for s in range(-(-self.num_rows // self.shard_size)) if not self._is_vouched_for(s)]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
 from embeddings.common.log import logger
@@ -67,7 +69,8 @@ class VectorFolder:
             InputError: If no finished encoding lies there.
         """
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
-        return cls(Path(path), fields["num_documents"], fields["embedding_dim"], fields["shard_size"])
+        sizes = (fields.whole(name, least=1) for name in ("num_documents", "embedding_dim", "shard_size"))
+        return cls(Path(path), *sizes)
 
     @property
     def shards(self) -> VectorShards:
@@ -82,6 +85,16 @@ class VectorFolder:
     def vectors(self) -> Iterator[npt.NDArray[np.float32]]:
         """The vectors of each shard, memory-mapped, (n, D) float32."""
         return iter(self.shards)
+
+    def directions(self) -> Iterator[npt.NDArray[np.float32]]:
+        """The same at unit length.
+
+        Raises:
+            InputError: If a vector is zero or not finite; the message names the shard and the row in it.
+        """
+        for shard, vector_ND in enumerate(self.vectors()):
+            require_directions(vector_ND, str(self.shards.path(shard)))
+            yield unit_rows(vector_ND)
 
     def context(self) -> Context | None:
         """The context that the vectors were made with, which queries must be encoded with too.
@@ -139,7 +152,8 @@ def encode_corpus(
             folder keeps it, `context.npy` and its documents' ids in the manifest, and a search takes it from there.
 
     Raises:
-        InputError: If the corpus cannot be used, or the folder holds something else, or was made with other options.
+        InputError: If the corpus cannot be used, a text has a vector of zeros, or the folder holds something else, or
+            was made with other options.
         OptionError: If `shard_size` is not positive, or the model takes no such context.
     """
     if shard_size < 1:
@@ -177,6 +191,7 @@ def encode_corpus(
     while shard_documents := list(islice(documents, shard_size)):
         if not shards.path(shard).exists():
             vectors = encoder.encode([d.text for d in shard_documents], prompt_name, context, role=role)
+            require_directions(vectors, os.fspath(corpus), shard * shard_size + 1)
             _write_shard(shards, shard, shard_documents, vectors)
             logger.info("encoded %d of %d documents", shard * shard_size + len(shard_documents), num_documents)
         shard += 1
@@ -206,7 +221,7 @@ def search_corpus(
 
     Raises:
         InputError: If the corpus cannot be used, or another model encoded it, or it was encoded with another context or
-            another number of dimensions.
+            another number of dimensions, or one of its vectors is zero or not finite.
         OptionError: If `top_k` is not positive, or the model takes no such context.
     """
     if Path(corpus).is_dir():
@@ -217,7 +232,7 @@ def search_corpus(
         if context is not None:
             check_same_context(folder.path, own, context)
         query_QD = unit_rows(encoder.encode(queries, None, own, role="query"))
-        found = search_top_k(query_QD, map(unit_rows, folder.vectors()), top_k, encoder.device)
+        found = search_top_k(query_QD, folder.directions(), top_k, encoder.device)
         documents = [folder.documents(rows) for rows in found.index_QK.tolist()]
     else:
         all_documents = list(read_corpus(corpus))

@@ -158,9 +158,8 @@ def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairV
     made = []
     for role, name in _FOLDERS.items():
         fields = check_manifest(Path(folder) / name, {"kind": f"{role} vectors", **index.key, "complete": True})
-        made.append(
-            VectorShards(Path(folder) / name, fields["num_rows"], fields["embedding_dim"], fields["shard_size"])
-        )
+        sizes = (fields.whole(field, least=1) for field in ("num_rows", "embedding_dim", "shard_size"))
+        made.append(VectorShards(Path(folder) / name, *sizes))
     return PairVectors(index, *made)
 
 

@@ -17,6 +17,13 @@ def test_option_error_shows_the_option_its_value_and_the_rule():
     )
 
 
+def test_a_long_value_is_shown_by_its_beginning():
+    line = str(OptionError("columns", {"query": "x" * 1000}, "must be short", "shorten it"))
+    assert line.startswith("columns must be short, got {'query': 'xxx")
+    assert line.endswith("x…; shorten it")
+    assert len(line) < 120
+
+
 def test_missing_extra_names_what_to_install():
     assert str(MissingExtraError("faiss", "cpu")) == "faiss is not installed; run: pip install -e '.[cpu]'"
 

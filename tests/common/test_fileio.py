@@ -82,6 +82,24 @@ def test_a_manifest_mismatch_names_the_field_and_both_values(tmp_path):
     assert json.loads((tmp_path / "manifest.json").read_text())["versions"]["torch"]
 
 
+def test_long_values_are_shown_by_their_beginning(tmp_path):
+    write_manifest(tmp_path, {"sha256": "a" * 64})
+    with pytest.raises(InputError, match=r"field 'sha256' is 'a{46}…, expected 'b{46}…; make") as caught:
+        check_manifest(tmp_path, {"sha256": "b" * 64})
+    assert len(str(caught.value).removeprefix(str(tmp_path))) < 200
+
+
+def test_a_field_that_is_not_there_or_no_whole_number_is_refused(tmp_path):
+    write_manifest(tmp_path, {"rows": 3, "name": "a", "none": 0, "flag": True})
+    fields = check_manifest(tmp_path, {})
+    assert (fields.whole("rows"), fields.whole("none"), fields.get("gone")) == (3, 0, None)
+    with pytest.raises(InputError, match=r"manifest\.json: has no field 'gone'; make the output again"):
+        fields["gone"]
+    for name, least in (("name", 0), ("none", 1), ("flag", 0)):
+        with pytest.raises(InputError, match=rf"field '{name}' is .*, expected a whole number >= {least}"):
+            fields.whole(name, least)
+
+
 def test_a_missing_manifest_is_refused(tmp_path):
     with pytest.raises(InputError, match="no manifest"):
         check_manifest(tmp_path, {})

@@ -189,6 +189,26 @@ def test_a_folder_of_another_model_is_refused(corpus, encoder, tmp_path):
         search_corpus(Encoder(tiny_embedder(query_max_length=9)), tmp_path / "out", ["a"])
 
 
+@pytest.mark.parametrize(("value", "kind"), [(np.nan, "not finite"), (np.inf, "not finite"), (0, "zero")])
+def test_a_vector_without_a_direction_is_named_and_not_ranked(value, kind, corpus, encoder, tmp_path):
+    encode_corpus(encoder, corpus, tmp_path / "out", shard_size=10)
+    path = tmp_path / "out" / "vectors-00001.npy"
+    vectors = np.load(path)
+    vectors[0] = value
+    np.save(path, vectors)
+    with pytest.raises(InputError, match=rf"vectors-00001\.npy:0: the vector is {kind}"):
+        search_corpus(encoder, tmp_path / "out", ["fox"])
+
+
+def test_a_text_whose_vector_is_zero_is_named_by_its_row(corpus, encoder, tmp_path, monkeypatch):
+    def zeros(_, texts, *arguments, **options):
+        return np.zeros((len(texts), encoder.embedding_dim), np.float32)
+
+    monkeypatch.setattr(type(encoder), "encode", zeros)
+    with pytest.raises(InputError, match=r"corpus\.jsonl:1: the vector is zero; check its text and the model"):
+        encode_corpus(encoder, corpus, tmp_path / "out")
+
+
 def test_a_folder_without_a_manifest_is_refused(encoder, tmp_path):
     with pytest.raises(InputError, match="no manifest lies beside this output"):
         search_corpus(encoder, tmp_path, ["a"])

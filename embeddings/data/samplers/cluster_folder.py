@@ -46,16 +46,15 @@ class ClusterFolder:
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
         fields = check_manifest(path, {"kind": KIND, "complete": True})
-        self.num_rows: int = fields["num_rows"]
-        self.num_clusters: int = fields["num_clusters"]
+        self.num_rows, self.num_clusters = (fields.whole(name, least=1) for name in ("num_rows", "num_clusters"))
         self.source_key: str = fields["source_key"]
         self.key: str = fields["clusters_key"]
-        sizes: dict[str, int] = fields["num_bytes"]
-        k, width = self.num_clusters, fields["embedding_dim"]
+        sizes = fields["num_bytes"]
+        k, width = self.num_clusters, fields.whole("embedding_dim", least=1)
         self.rows_by_cluster = self._load(ROWS_FILE, sizes, np.uint32, (self.num_rows,))
         self.offsets = self._load(OFFSETS_FILE, sizes, np.int64, (k + 1,))
         self.centroids = self._load(CENTROIDS_FILE, sizes, np.float32, (k, width))
-        self.neighbours = self._load(NEIGHBOURS_FILE, sizes, np.int32, (k, fields["num_neighbours"]))
+        self.neighbours = self._load(NEIGHBOURS_FILE, sizes, np.int32, (k, fields.whole("num_neighbours")))
         if self.offsets[0] != 0 or self.offsets[-1] != self.num_rows or (np.diff(self.offsets) < 0).any():
             raise self._damaged(OFFSETS_FILE)
         self._check(ROWS_FILE, self.rows_by_cluster, self._are_rows, f"is none of the {self.num_rows} rows")
@@ -79,9 +78,9 @@ class ClusterFolder:
         # A negative number is a large one without its sign.
         return np.asarray((block_NK.view(np.uint32) < self.num_clusters).all(axis=1))
 
-    def _load(self, name: str, sizes: dict[str, int], dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
+    def _load(self, name: str, sizes: Any, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
         path = self.path / name
-        if not path.is_file() or path.stat().st_size != sizes.get(name):
+        if not path.is_file() or not isinstance(sizes, dict) or path.stat().st_size != sizes.get(name):
             raise self._damaged(name)
         try:
             array: NDArray[Any] = np.load(path, mmap_mode="r" if shape[0] * shape[-1] else None)
