@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from embeddings.common.errors import InputError
+
 ORDER_FILE, OFFSETS_FILE, PAIRED_FILE = "class_order.npy", "class_offsets.npy", "class_paired.npy"
 
 
@@ -26,13 +28,20 @@ def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int,
 
 
 class ClassIndex:
-    """The rows of each class and the rows outside it, memory-mapped; it travels to another process by its folder."""
+    """The rows of each class and the rows outside it, memory-mapped; it travels to another process by its folder.
+
+    Raises:
+        InputError: If a file is missing or damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._order = np.load(folder / ORDER_FILE, mmap_mode="r")
-        self._paired = np.load(folder / PAIRED_FILE, mmap_mode="r")
-        self._offsets: list[int] = np.load(folder / OFFSETS_FILE).tolist()
+        try:
+            self._order = np.load(folder / ORDER_FILE, mmap_mode="r")
+            self._paired = np.load(folder / PAIRED_FILE, mmap_mode="r")
+            self._offsets: list[int] = np.load(folder / OFFSETS_FILE).tolist()
+        except (OSError, EOFError, ValueError) as error:
+            raise InputError(str(folder), "the converted data is damaged", "delete the folder and run again") from error
 
     def __reduce__(self) -> tuple[type["ClassIndex"], tuple[Path]]:
         """The folder alone."""

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from embeddings.common.errors import InputError
 from embeddings.common.fileio import file_sha256, write_json
@@ -32,10 +32,9 @@ def hash_file(path: Path, memory: Path) -> FileHash:
     try:
         stamp = _stamp(path)
         note = _note(path, memory)
-        if note.is_file():
-            known = json.loads(note.read_text(encoding="utf-8"))
-            if known["stamp"] == stamp:
-                return FileHash(path, stamp, known["sha256"])
+        known = _known(note)
+        if known.get("stamp") == stamp and "sha256" in known:
+            return FileHash(path, stamp, known["sha256"])
         return FileHash(path, stamp, file_sha256(path))
     except OSError as error:
         raise InputError(str(path), f"cannot be read ({error.strerror})", "check its permissions") from None
@@ -44,9 +43,18 @@ def hash_file(path: Path, memory: Path) -> FileHash:
 def remember_hash(known: FileHash, memory: Path) -> None:
     """Note a hash in the folder `memory`; one that cannot be written is only slower next time."""
     note = _note(known.path, memory)
-    if not note.is_file() or json.loads(note.read_text(encoding="utf-8"))["stamp"] != known.stamp:
+    if _known(note).get("stamp") != known.stamp:
         with contextlib.suppress(OSError):
             write_json(note, {"path": str(known.path.resolve()), "stamp": known.stamp, "sha256": known.sha256})
+
+
+def _known(note: Path) -> dict[str, Any]:
+    """What a note says; nothing where there is none, or it is damaged."""
+    try:
+        known = json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def _note(path: Path, memory: Path) -> Path:

@@ -17,8 +17,8 @@ def resolve_files(path: str | Sequence[str]) -> list[Path]:
     Environment variables (`$DATA`, `${DATA}`) and `~` are filled in.
 
     Raises:
-        InputError: If a variable is not set, a file is missing or a folder, a glob matches nothing, or a file comes
-            twice.
+        InputError: If a variable is not set, a file is missing, or a folder or a pipe, a glob matches nothing, or a
+            file comes twice.
     """
     parts = [path] if isinstance(path, str) else path
     found = [file for part in parts for file in _expand(part)]
@@ -50,6 +50,8 @@ def _expand(part: str) -> list[Path]:
     if os.path.exists(filled) or not glob.has_magic(filled):
         if not os.path.exists(filled):
             raise InputError(filled, "no such file", "check the path")
+        if not os.path.isfile(filled):
+            raise InputError(filled, "is no regular file", "write what it gives to a file, and name that")
         return [Path(filled)]
     matches = [Path(match) for match in sorted(glob.glob(filled, recursive=True)) if os.path.isfile(match)]
     if not matches:

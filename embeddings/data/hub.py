@@ -76,7 +76,7 @@ class HubReader:
 
 
 def _unreachable(name: str, error: Exception) -> InputError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:90]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:80]
     return InputError(
         f"hub:{name}", f"cannot be read ({reason})", "check name, split and network, or download it and give its files"
     )

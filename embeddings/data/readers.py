@@ -14,7 +14,17 @@ from embeddings.common.errors import InputError
 
 MAX_LINE_BYTES = 32 * 2**20
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
-_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+# First bytes of what is often met in place of JSON lines; of two that fit the first one holds.
+_FOREIGN = {
+    b"\xff\xfe\x00\x00": ("UTF-32", "save it as UTF-8"),
+    b"\xff\xfe": ("UTF-16", "save it as UTF-8"),
+    b"\xfe\xff": ("UTF-16", "save it as UTF-8"),
+    b"BZh": ("compressed by bzip2", "unpack it, or compress it by gzip"),
+    b"\xfd7zX": ("compressed by xz", "unpack it, or compress it by gzip"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it, or compress it by gzip"),
+    b"PK\x03\x04": ("a zip archive", "unpack it"),
+    b"ARRO": ("an Arrow file", "write it as Parquet"),
+}
 _BOM = b"\xef\xbb\xbf"
 _PARQUET_ROWS = 1024
 
@@ -52,6 +62,8 @@ def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> R
     Raises:
         InputError: If the file is empty, cannot be opened, or contradicts its name.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(str(path), "is no regular file", "write what it gives to a file, and name that")
     try:
         with open(path, "rb") as file:
             start = file.read(4)
@@ -118,8 +130,9 @@ class JsonlReader:
         return line
 
     def _without_mark(self, line: bytes) -> bytes:
-        if mark := _MARKS.get(line[:2]):
-            raise InputError(f"{self.path}:1", f"the file is {mark}", "save it as UTF-8")
+        for mark, (kind, fix) in _FOREIGN.items():
+            if line.startswith(mark):
+                raise InputError(f"{self.path}:1", f"the file is {kind}", fix)
         return line.removeprefix(_BOM)
 
 
@@ -127,7 +140,7 @@ class ParquetReader:
     """Rows of a Parquet file, counted from 1; one batch of rows is in memory at a time.
 
     Raises:
-        InputError: If the file is damaged or has no rows.
+        InputError: If the file is damaged, has no rows, or a column twice that is asked for.
     """
 
     def __init__(self, path: Path, fields: Sequence[str], required: Sequence[str]) -> None:
@@ -152,6 +165,9 @@ class ParquetReader:
             raise InputError(str(self.path), "holds no rows", "write the file again, or leave it out")
 
     def _selected(self, names: list[str]) -> list[str] | None:
+        for name in self.fields:
+            if names.count(name) > 1:
+                raise InputError(str(self.path), f"has two columns {name!r}", "rename one of them")
         return [name for name in names if name in self.fields] if set(self.required) <= set(names) else None
 
     def _rows(self, batch: pa.RecordBatch, done: int) -> Iterator[dict[str, Any]]:
@@ -199,6 +215,8 @@ def _not_json(line: bytes, where: str, error: ValueError) -> InputError:
         return InputError(where, "the row holds a NUL byte", "fetch or write the file again")
     if line.lstrip().startswith(b"["):
         return InputError(where, "a JSON array begins here, expected JSON lines", "write one JSON object a line")
+    if b"\r" in line.strip():
+        return InputError(where, "rows end in carriage returns alone", "save the file with line feeds")
     if line.lstrip().startswith(b"{") and not line.endswith(b"\n"):
         return _cut_off(where)
     column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""

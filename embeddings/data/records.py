@@ -128,7 +128,7 @@ class _Row:
         column = self.columns.get(field, field)
         if column not in self.fields:
             raise self.fault(
-                f"field {field!r}: no column {column!r} among {_shortened(', '.join(map(str, self.fields)), 80)}",
+                f"field {field!r}: no column {column!r} among {shortened(', '.join(map(str, self.fields)), 80)}",
                 f"map it with columns: {{{field}: YOUR_COLUMN}}",
             )
         return self.fields[column]
@@ -142,7 +142,7 @@ class _Row:
     def text(self, name: str, value: Any) -> str:
         """A text with something in it."""
         if not isinstance(value, str):
-            raise self.fault(f"{name} is {_kind(value)}, expected text", "give it a text, or leave the row out")
+            raise self.fault(f"{name} is {kind_of(value)}, expected text", "give it a text, or leave the row out")
         if not value.strip():
             raise self.fault(
                 f"{name} is {'white space' if value else 'an empty text'}", "give it a text, or leave the row out"
@@ -163,7 +163,7 @@ class _Row:
         if isinstance(value, str):
             return (self.text("positive", value),)
         if not isinstance(value, list):
-            raise self.fault(f"positive is {_kind(value)}, expected text or a list of texts", "give it a text")
+            raise self.fault(f"positive is {kind_of(value)}, expected text or a list of texts", "give it a text")
         if not value:
             raise self.fault("positive is an empty list", "give at least one text, or leave the row out")
         return tuple(self.text(f"positive[{i}]", text) for i, text in enumerate(value))
@@ -173,7 +173,7 @@ class _Row:
         if value is None:
             return ()
         if not isinstance(value, list):
-            raise self.fault(f"negatives is {_kind(value)}, expected a list", "write it as a list, even of one text")
+            raise self.fault(f"negatives is {kind_of(value)}, expected a list", "write it as a list, even of one text")
         if not value or not isinstance(value[0], dict):
             return tuple(Negative(self.text(f"negatives[{i}]", text)) for i, text in enumerate(value))
         return tuple(sorted((self._graded(i, item) for i, item in enumerate(value)), key=lambda item: item.level))
@@ -182,7 +182,7 @@ class _Row:
         name = f"negatives[{index}]"
         if not isinstance(item, dict):
             raise self.fault(
-                f"{name} is {_kind(item)} where negatives[0] is an object", "give every negative a level, or none"
+                f"{name} is {kind_of(item)} where negatives[0] is an object", "give every negative a level, or none"
             )
         level = item.get("level")
         if isinstance(level, bool) or not isinstance(level, int) or not 1 <= level <= NUM_LEVELS:
@@ -196,14 +196,14 @@ class _Row:
         """A class: a text or a whole number."""
         if not isinstance(value, str | int):
             raise self.fault(
-                f"label is {_kind(value)}, expected text or a whole number", "give it a label, or leave the row out"
+                f"label is {kind_of(value)}, expected text or a whole number", "give it a label, or leave the row out"
             )
         return self.text("label", label_key(value))
 
     def number(self, name: str, value: Any) -> float:
         """A finite number."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            shown = value if isinstance(value, float) else _kind(value)
+            shown = value if isinstance(value, float) else kind_of(value)
             raise self.fault(f"{name} is {shown}, expected a finite number", "give it a number, or leave the row out")
         return float(value)
 
@@ -216,10 +216,12 @@ class _Row:
         return InputError(self.where, what, fix)
 
 
-def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text"}
+def kind_of(value: Any) -> str:
+    """What a value is, as JSON's author would call it."""
+    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", bytes: "bytes"}
     return names.get(type(value), "a list" if isinstance(value, list) else "an object")
 
 
-def _shortened(text: str, length: int) -> str:
+def shortened(text: str, length: int) -> str:
+    """A text of at most `length` characters: the rest is an ellipsis."""
     return text if len(text) <= length else text[: length - 1] + "…"

@@ -17,6 +17,7 @@ from embeddings.data.file_hashes import FileHash, hash_file, remember_hash
 from embeddings.data.files import resolve_files
 from embeddings.data.hub import HubReader, resolve_revision
 from embeddings.data.readers import Reader, open_reader
+from embeddings.data.records import kind_of
 from embeddings.data.sources import HUB_PREFIX
 
 # Names that stand for lists of packages.
@@ -158,8 +159,8 @@ class Documents:
                     raise InputError(where, f"no column {column!r} among {names}", "set column in the source")
                 text = fields[column]
                 if not isinstance(text, str):
-                    kind = "null" if text is None else type(text).__name__
-                    raise InputError(where, f"{column} is {kind}, expected text", "mend the record, or leave it out")
+                    what = f"{column} is {kind_of(text)}, expected text"
+                    raise InputError(where, what, "mend the record, or leave it out")
                 yield text
 
     def _readers(self) -> list[Reader]:

@@ -5,8 +5,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.data.readers import open_reader
+from embeddings.data.records import kind_of, shortened
 
 _FIELDS = ("_id", "title", "text")
 
@@ -48,7 +49,7 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
         title = text_field(where, {title_column: "", **fields}, title_column)
         text = text_field(where, fields, text_column)
         if document_id in seen:
-            raise InputError(where, f"the id {document_id!r} occurs a second time", "give each document its own")
+            raise InputError(where, f"the id {shown(document_id)} occurs a second time", "give each document its own")
         seen.add(document_id)
         yield Document(document_id, " ".join(part for part in (title, text) if part))
 
@@ -60,10 +61,11 @@ def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
         InputError: If the field is missing, no text, or cannot be written as UTF-8.
     """
     if name not in fields:
-        raise InputError(where, f"field {name!r} is missing (found: {', '.join(fields) or 'none'})", "add it")
+        found = shortened(", ".join(map(str, fields)), 80) or "none"
+        raise InputError(where, f"field {name!r} is missing (found: {found})", "add it")
     value = fields[name]
     if not isinstance(value, str):
-        raise InputError(where, f"field {name!r} must be a text, got {value!r}", "write it between quotes")
+        raise InputError(where, f"field {name!r} is {kind_of(value)}, expected text", "write it between quotes")
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -65,6 +65,14 @@ def test_a_byte_order_mark_and_windows_line_ends_are_passed_over(tmp_path, data)
         (b"\x1f\x8b\x08 is no gzip", ":1", "the gzip data is cut off or damaged here"),
         (b"\x1f\x8b", ":1", "the gzip data is cut off or damaged here"),
         (b"PAR1 is no Parquet", ":1", "the Parquet data is cut off or damaged"),
+        ('{"query": "q"}'.encode("utf-32"), ":1", "the file is UTF-32"),
+        (gzip.compress('{"query": "q"}'.encode("utf-16"), mtime=0), ":1", "the file is UTF-16"),
+        (b"BZh91AY&SY", ":1", "the file is compressed by bzip2; unpack it, or compress it by gzip"),
+        (b"\xfd7zXZ\x00", ":1", "the file is compressed by xz"),
+        (b"\x28\xb5\x2f\xfd\x24", ":1", "the file is compressed by zstd"),
+        (b"PK\x03\x04\n", ":1", "the file is a zip archive; unpack it"),
+        (b"ARROW1\0\0", ":1", "the file is an Arrow file; write it as Parquet"),
+        (LINE.strip() + b"\r" + LINE.strip() + b"\r", ":1", "rows end in carriage returns alone"),
     ],
 )
 def test_a_bad_file_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypatch, data, where, message):
@@ -79,6 +87,14 @@ def test_a_bad_file_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypat
     assert message in text
     assert "\n" not in text
     assert len(text) <= 200
+
+
+def test_a_column_of_parquet_that_is_there_twice_is_refused_where_it_is_asked_for(tmp_path):
+    columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["c"])]
+    pq.write_table(pa.Table.from_arrays(columns, ["query", "positive", "positive"]), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet: has two columns 'positive'; rename one of them"):
+        read(tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", ["query"], ["query"])[0].fields == {"query": "a"}
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):

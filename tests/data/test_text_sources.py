@@ -46,7 +46,7 @@ def test_inputs_follow_from_the_bytes(files: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "column", "says"),
     [
-        ({"text": 3}, "text", "2: text is int, expected text"),
+        ({"text": 3}, "text", "2: text is a number, expected text"),
         ({"text": None}, "text", "2: text is null, expected text"),
         ({"body": "x"}, "text", "2: no column 'text' among body"),
     ],
