@@ -41,6 +41,7 @@ class CachedSource:
         inputs: What tells its files, or its Hub data set, from others.
         labels: The text of each class, by its code.
         lone_class: A class whose texts are all the same, with the file and row of its first, or None.
+        longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
         classes: The rows of each class, or None where the layout has none.
 
     Raises:
@@ -56,6 +57,8 @@ class CachedSource:
         self.inputs: list[dict[str, Any]] = manifest["inputs"]
         self.labels: list[str] = manifest["labels"]
         self.lone_class: list[str] | None = manifest["lone_class"]
+        # Sources that were converted before this was noted do not say it.
+        self.longest_instruction: list[str] | None = manifest.get("longest_instruction")
         self.classes = ClassIndex(folder) if manifest["layout"] == "labelled" else None
 
 
@@ -159,6 +162,7 @@ def _convert(config: SourceConfig, files: Sequence[FileHash], target: Path, iden
             "num_bytes": (folder / ROWS_FILE).stat().st_size,
             "labels": list(facts.labels),
             "lone_class": facts.lone_class,
+            "longest_instruction": facts.longest_instruction,
             "paths": [str(file.path) for file in files],
         }
         write_manifest(folder, {**identity, **fields})

@@ -23,12 +23,14 @@ class Facts:
         lone_text: For each class whose texts were all the same so far, that text's hash.
         first_row: File and row where a class appeared first.
         suspects: Number of suspect rows of each kind (`Record.suspicion`), kept or left out.
+        longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
     """
 
     labels: dict[str, int] = field(default_factory=dict)
     lone_text: dict[int, int] = field(default_factory=dict)
     first_row: dict[int, str] = field(default_factory=dict)
     suspects: Counter[str] = field(default_factory=Counter)
+    longest_instruction: tuple[str, str] | None = None
 
     def code(self, label: str | None, where: str) -> int:
         """The code of a class, a new one for a new class; -1 for none."""
@@ -112,6 +114,8 @@ def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) ->
         texts = tuple(negative.text for negative in record.negatives)
         levels = tuple(negative.level for negative in record.negatives)
         code = facts.code(record.label, where)
+        if record.instruction and len(record.instruction) > len((facts.longest_instruction or ("", ""))[1]):
+            facts.longest_instruction = (where, record.instruction)
         yield StoredRow(record.query, record.positives, texts, levels, code, record.instruction or "")
 
 

@@ -14,7 +14,7 @@ from embeddings.data.level_coverage import check_levels
 from embeddings.data.loader import ResumableLoader
 from embeddings.data.mixture import Mixture
 from embeddings.data.planned_datamodule import PlannedDataModule, check_least
-from embeddings.data.prompts import check_prompts, warn_of_unnamed_prompts, with_source_prompts
+from embeddings.data.prompts import check_instruction, check_prompts, warn_of_unnamed_prompts, with_source_prompts
 from embeddings.data.run_length import RunLength
 from embeddings.data.samplers.base import BatchSampler, SamplerFactory
 from embeddings.data.samplers.blended import BlendedBatchSampler
@@ -82,13 +82,16 @@ class EmbeddingDataModule(PlannedDataModule):
         """Convert the sources, on one rank, where that is still to do, and check that they suit the plan.
 
         Raises:
-            InputError: If a source cannot be used.
+            InputError: If a source cannot be used, or a record's own instruction leaves no room for its query.
             OptionError: If there are fewer rows than one global batch, or a curriculum that cannot take effect.
         """
         self.setup()
         plan = self._plan()
         if isinstance(plan, CurriculumBatchSampler):
             check_levels(self.mixture.sources, plan.levels, stand_in=plan.missing_level == "coarser")
+        for source in self.mixture.sources:
+            if source.cached.longest_instruction is not None:
+                check_instruction(self.text_tokenizer(), *source.cached.longest_instruction)
         warn_of_unnamed_prompts(self.text, self.sources)
         if self.num_negatives:
             for source in self.mixture.sources:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from embeddings.common.errors import InputError, OptionError
 from embeddings.common.log import logger
-from embeddings.common.text import TextSettings
+from embeddings.common.text import TextSettings, instruction_prompt
 from embeddings.data.sources import SourceConfig
 from embeddings.data.tokenize import TextTokenizer
 
@@ -43,10 +44,24 @@ def warn_of_unnamed_prompts(text: TextSettings, sources: Sequence[SourceConfig])
         )
 
 
+def check_instruction(tokenizer: TextTokenizer, where: str, instruction: str) -> None:
+    """Check that an instruction of a record's own leaves room for its query.
+
+    Raises:
+        InputError: If it does not; the message names file and row.
+    """
+    try:
+        tokenizer.check_prompt(instruction_prompt(instruction), "query")
+    except OptionError as error:
+        limit = tokenizer.settings.max_length("query")
+        what = f"the instruction leaves no room for the query in {limit} tokens"
+        raise InputError(where, what, "shorten it, or raise data.text.query_max_length") from error
+
+
 def check_prompts(tokenizer: TextTokenizer, sources: Sequence[SourceConfig]) -> None:
     """Check that the prompts of all sources leave room for their texts.
 
-    What a record brings as an instruction of its own is known only when it is read.
+    What a record brings as an instruction of its own is known only when it is read (see `check_instruction`).
 
     Raises:
         OptionError: If one does not; the message names the limit that it fills.
