@@ -1,6 +1,7 @@
 """Loading a Hugging Face encoder or decoder and its tokenizer as the backbone of an embedding model."""
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ def load_model(
     if dropout is not None:
         _set_dropout(model_config, dropout)
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
+    options["ignore_mismatched_sizes"] = True  # so that they are reported by name; below they are refused
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     if auto_class is AutoModel and _has_pooling_layer(model_config):
@@ -137,6 +139,9 @@ def load_model(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise InputError(str(folder), f"cannot be loaded: {_first_line(error)}", "take a whole copy") from error
     assert isinstance(model, PreTrainedModel)
+    for name, found, expected in sorted(report["mismatched_keys"])[:1]:
+        what = f"{name} has shape {tuple(found)}, by config.json it has {tuple(expected)}"
+        raise InputError(str(folder), what, "take config.json and weights from one model")
     missing = sorted(report["missing_keys"])
     if new_head:
         missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
@@ -155,7 +160,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    # Each architecture checks its fields in its own way.
+    except Exception as error:
         raise InputError(str(folder / "config.json"), _first_line(error), "give a Hugging Face model") from error
     assert isinstance(config, PretrainedConfig)
     return config
@@ -241,4 +247,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+    """The first sentence of what a library says."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return re.split(r"\. (?=[A-Z])", line)[0].rstrip(".")[:100]

@@ -191,9 +191,7 @@ def _read_text(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, include_prompt: bool
 ) -> TextSettings:
     """The text settings of a directory; a tokenizer that must lower-case first is made to."""
-    general = folder / "config_sentence_transformers.json"
-    saved = read_json(general).get("prompts", {}) if general.is_file() else {}
-    prompts = {name: prompt for name, prompt in saved.items() if prompt}
+    prompts = _read_prompts(folder / "config_sentence_transformers.json")
     if (folder / TEXT_FILE).is_file():
         settings = _without(read_json(folder / TEXT_FILE), "tapped_layers")
         return _text_settings(folder / TEXT_FILE, {**settings, "prompts": prompts})
@@ -206,7 +204,23 @@ def _read_text(
     limit = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
     length = settings.get("max_seq_length") or limit
     lengths = {f"{role}_max_length": settings.get(f"{role}_length") or length for role in ("query", "document")}
+    for value in lengths.values():
+        if type(value) is not int:
+            raise InputError(str(path), f"has a length {value!r}, expected a whole number", "export the model again")
     return _text_settings(path, {**lengths, "prompts": prompts, "pool_prompt": include_prompt})
+
+
+def _read_prompts(path: Path) -> dict[str, str]:
+    """The prompts of a directory that hold something."""
+    saved = read_json(path).get("prompts") or {} if path.is_file() else {}
+    if not isinstance(saved, dict):
+        raise InputError(str(path), "has prompts that are no object", "export the model again")
+    for name, prompt in saved.items():
+        if prompt is not None and not isinstance(prompt, str):
+            raise InputError(str(path), f"has a prompt {name!r} that is no text", "export the model again")
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt or ""):
+            raise InputError(str(path), f"has half of a character in prompt {name!r}", "export the model again")
+    return {name: prompt for name, prompt in saved.items() if prompt}
 
 
 def _read_widths(folder: Path, embedding_dim: int) -> tuple[int, ...]:
