@@ -1,5 +1,6 @@
 """What every trained module has, whatever it learns: optimiser, schedule, and random choices that a step decides."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -129,11 +130,15 @@ class OptimizedModule(L.LightningModule):
                     raise OptionError("trainer.strategy", type(trainer.strategy).__name__, rule, fix)
 
     def _make_optimizer(self) -> Optimizer:
-        groups = parameter_groups(self)
+        groups, fix = parameter_groups(self), "the method configs hold usual values"
         try:
-            return self._optimizer(groups)
+            optimizer = self._optimizer(groups)
         except ValueError as error:
-            raise InputError("model.optimizer", str(error), "the method configs hold usual values") from error
+            raise InputError("model.optimizer", str(error), fix) from error
+        for name, value in optimizer.defaults.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InputError("model.optimizer", f"Invalid {name}: {value}", fix)
+        return optimizer
 
     def _check_schedule(self, trainer: L.Trainer, steps: int | None) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
