@@ -132,6 +132,9 @@ def evaluate(
     from embeddings.common.fileio import write_json
     from embeddings.evaluation import evaluate_folders, format_results
 
+    folders = data if isinstance(data, list) else [data]
+    if not folders:
+        raise InputError("--data", "names no folder", "name one, or several as [FOLDER, FOLDER]")
     if output is not None and output.is_dir():
         raise InputError(f"--output {output}", "is a directory", "name a JSON file")
     encoder = _encoder(model, precision, None)
@@ -139,7 +142,7 @@ def evaluate(
     _warn_of_untrained(encoder, widths or [])
     results = evaluate_folders(
         encoder,
-        data if isinstance(data, list) else [data],
+        folders,
         prompt_name=prompt_name,
         context_size=context_size,
         context_seed=context_seed,

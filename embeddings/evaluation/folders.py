@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.errors import InputError
+from embeddings.common.errors import InputError, shown
 from embeddings.data.readers import open_reader
 from embeddings.data.records import (
     LABELLED_FIELDS,
@@ -18,15 +18,14 @@ from embeddings.data.records import (
     ScoredPair,
     parse_labelled_text,
     parse_scored_pair,
+    shortened,
 )
 from embeddings.evaluation.metrics import Judgments
 from embeddings.evaluation.qrels import read_qrels
 from embeddings.inference.corpus import identifier_field, read_corpus, text_field
 
-_LAYOUTS = (
-    "a folder holds corpus.jsonl, queries.jsonl and qrels.tsv (retrieval), or test.jsonl with sentence1, sentence2, "
-    "score (similarity) or with text, label (clustering; classification with a train.jsonl beside it)"
-)
+_ROWS = "sentence1, sentence2, score or text, label"
+_LAYOUTS = f"write corpus.jsonl, queries.jsonl and qrels.tsv, or test.jsonl with {_ROWS}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +114,8 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     if "sentence1" in first:
         return _similarity(test)
     if "label" not in first:
-        raise InputError(where, f"is neither similarity nor labels (found: {', '.join(first) or 'none'})", _LAYOUTS)
+        found = shortened(", ".join(map(str, first)), 60) or "none"
+        raise InputError(where, f"is neither similarity nor labels (found: {found})", f"write {_ROWS}")
     tested, train = _labelled(test), _find(folder, "train")
     if train is None:
         _check_labels(test, tested)
@@ -245,7 +245,7 @@ def _read_queries(path: Path) -> dict[str, str]:
     for where, fields in open_reader(path, ("_id", "text"), ("_id", "text")):
         query = identifier_field(where, fields, "_id")
         if query in text_of_query:
-            raise InputError(where, f"the id {query!r} occurs a second time", "give each query its own")
+            raise InputError(where, f"the id {shown(query)} occurs a second time", "give each query its own")
         text_of_query[query] = text_field(where, fields, "text")
         if not text_of_query[query].strip():
             raise InputError(where, "field 'text' is empty", "write the query, or drop the row")
@@ -268,4 +268,4 @@ def _labelled(path: Path) -> list[LabelledText]:
 
 def _check_labels(path: Path, rows: list[LabelledText]) -> None:
     if len({row.label for row in rows}) < 2:
-        raise InputError(str(path), f"every label is {rows[0].label!r}", "two different labels are needed")
+        raise InputError(str(path), f"every label is {shown(rows[0].label)}", "two different labels are needed")

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from os import PathLike
 from pathlib import Path
 
-from embeddings.common.errors import InputError
+from embeddings.common.errors import InputError, shown
 
 _HEADER = ("query-id", "corpus-id", "score")
 
@@ -35,11 +35,11 @@ def read_qrels(
         query, document, grade = _parse(where, line)
         for name, value, known in (("query", query, query_ids), ("document", document, document_ids)):
             if value not in known:
-                raise InputError(where, f"no {name} has the id {value!r}", f"add that {name}, or drop the row")
+                raise InputError(where, f"no {name} has the id {shown(value)}", f"add that {name}, or drop the row")
         if relevance.setdefault(query, {}).setdefault(document, grade) != grade:
             first = relevance[query][document]
             raise InputError(
-                where, f"{query!r} and {document!r} were judged {first:g} above, here {grade:g}", "keep one"
+                where, f"{shown(query)} and {shown(document)} were judged {first:g} above, here {grade:g}", "keep one"
             )
     if not any(grade > 0 for grades in relevance.values() for grade in grades.values()):
         what = "no document is relevant to any query" if relevance else "holds no judgment"
@@ -70,5 +70,5 @@ def _parse(where: str, line: str) -> tuple[str, str, float]:
     except ValueError:
         grade = math.nan
     if not math.isfinite(grade):
-        raise InputError(where, f"the score must be a number, got {columns[2]!r}", "write 0, 1, 2, …")
+        raise InputError(where, f"the score must be a number, got {shown(columns[2])}", "write 0, 1, 2, …")
     return columns[0], columns[1], grade

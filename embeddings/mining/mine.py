@@ -205,7 +205,7 @@ def mine_negatives(
     with nothing_left_of(work, folder):
         job = ShardedJob(work, fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
         index = index_pairs(source, folder / "index", corpus)
-        _require_documents(index, rules)
+        _require_documents(index, rules, config.name)
         kind, judgments = (None, None) if levels is None else (levels.kind, levels.judgments_of(index))
         encoded = _encode(teachers, source, index, folder, shard_size, task)
         searches = [_searcher(made, work / f"ivf-{place}", search, task) for place, made in enumerate(encoded)]
@@ -256,7 +256,7 @@ def _corpus_sha256(corpus: Path) -> str:
     return file_sha256(corpus)
 
 
-def _require_documents(index: PairIndex, rules: NegativeRules) -> None:
+def _require_documents(index: PairIndex, rules: NegativeRules, name: str) -> None:
     """Check that there are documents enough.
 
     Raises:
@@ -264,7 +264,7 @@ def _require_documents(index: PairIndex, rules: NegativeRules) -> None:
     """
     if index.num_documents <= rules.num_negatives:
         raise InputError(
-            str(index.source.folder),
+            f"source {name!r}",
             f"holds {index.num_documents} different documents, too few for {rules.num_negatives} negatives",
             "give more with --corpus, or ask for fewer",
         )

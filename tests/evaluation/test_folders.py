@@ -103,7 +103,7 @@ def test_a_bad_retrieval_row_is_named(file, rows, message, tmp_path):
 def test_a_missing_file_of_a_retrieval_folder_is_named(name, tmp_path):
     write_retrieval(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(InputError, match=f"{name} is missing; a folder holds corpus.jsonl"):
+    with pytest.raises(InputError, match=f"{name} is missing; write corpus.jsonl"):
         read_evaluation_folder(tmp_path)
 
 
@@ -142,9 +142,9 @@ def test_broken_bytes_are_refused_in_one_line(tmp_path):
 
 def test_a_folder_without_evaluation_data_is_told_what_one_looks_like(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(InputError, match=r"a folder holds corpus\.jsonl, queries\.jsonl and qrels\.tsv"):
+        with pytest.raises(InputError, match=r"; write corpus\.jsonl, queries\.jsonl and qrels\.tsv"):
             read_evaluation_folder(path)
-        with pytest.raises(InputError, match="holds no evaluation data; a folder holds"):
+        with pytest.raises(InputError, match=r"holds no evaluation data; write corpus\.jsonl"):
             find_evaluation_folders(path)
 
 
