@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from embeddings.cli.errors import one_line, reason
 from embeddings.common import InputError
 
 ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
@@ -35,9 +36,10 @@ def export(checkpoint: Path, output: Path) -> None:
         raise InputError(str(checkpoint), f"holds a {type(module).__name__}, which trains no model", "export another")
     try:
         module.load_state_dict(state["state_dict"])
-    except (KeyError, RuntimeError) as error:
-        raise InputError(str(checkpoint), f"its weights do not fit its config: {error}", "export another") from error
-    module.on_load_checkpoint(state)
+        module.on_load_checkpoint(state)
+    except (KeyError, RuntimeError, TypeError) as error:
+        what = f"its content does not fit its config: {one_line(str(error), 100)}"
+        raise InputError(str(checkpoint), what, "export another") from error
     (module.embedder if isinstance(module, ContrastiveModule) else module).save_pretrained(output)
     print(f"wrote {output}")
 
@@ -46,9 +48,9 @@ def build_module(model: dict[str, Any], checkpoint: Path) -> Any:
     """The module that a `model:` section describes.
 
     Raises:
-        InputError: If the section names a class that a checkpoint may not make.
+        InputError: If the section names a class that a checkpoint may not make, or makes no module.
     """
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentError, ArgumentParser
     from lightning import LightningModule
 
     for class_path in class_paths(model):
@@ -56,7 +58,11 @@ def build_module(model: dict[str, Any], checkpoint: Path) -> Any:
             raise InputError(str(checkpoint), f"asks for the class {class_path}", "load it only by a config you wrote")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningModule, "model")
-    return parser.instantiate(parser.parse_object({"model": model})).model
+    try:
+        return parser.instantiate(parser.parse_object({"model": model})).model
+    except (ArgumentError, TypeError) as error:
+        what = f"its config makes no model: {one_line(reason(str(error)), 120)}"
+        raise InputError(str(checkpoint), what, "export it with the version that wrote it") from error
 
 
 def class_paths(value: Any) -> list[str]:

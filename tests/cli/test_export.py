@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 import torch
 
-from embeddings.cli.export import class_paths
+from embeddings.cli.export import build_module, class_paths
 from embeddings.cli.main import main
+from embeddings.common import InputError
 from tests.helpers.checkpoints import save
 
 
@@ -16,6 +19,27 @@ def refused(path, capsys, output):
 def test_every_class_path_of_nested_types_is_found():
     config = {"class_path": "a.B", "init_args": {"x": [{"class_path": "c.D"}, 3], "y": {"class_path": "e.F"}}}
     assert class_paths(config) == ["a.B", "c.D", "e.F"]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"class_path": "embeddings.modules.Nothing"}, "module 'embeddings.modules' has no attribute 'Nothing'"),
+        (
+            {"class_path": "embeddings.modules.NVEmbedModule", "init_args": {"colour": "red"}},
+            "Option 'colour' is not accepted",
+        ),
+        ({"class_path": "embeddings.modules.NVEmbedModule", "init_args": {}}, "backbone"),
+    ],
+)
+def test_a_config_that_makes_no_module_is_one_line(model, says):
+    with pytest.raises(InputError) as caught:
+        build_module(model, Path("x.ckpt"))
+    line = str(caught.value)
+    assert line.startswith("x.ckpt: its config makes no model: ")
+    assert says in line
+    assert len(line) <= 200
+    assert "\n" not in line
 
 
 def test_a_checkpoint_cannot_make_foreign_classes(tmp_path, capsys):
