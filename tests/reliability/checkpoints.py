@@ -1,0 +1,300 @@
+"""Model directories and checkpoints that are damaged, of another kind, or unfinished."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.reliability.cases import FIT, Case, Make, both, copied, nothing, put, rows, run, table
+from tests.reliability.world import Place
+
+SEARCH = "search --model model --corpus corpus.jsonl fox"
+WEIGHTS = "model.safetensors"
+
+
+def model(damage: Callable[[Path], object], name: str = "model") -> Make:
+    """A corpus, and a model's directory that is damaged."""
+    return both(rows("corpus.jsonl", {"text": "a"}), copied(name, damage, "model"))
+
+
+def backbone(damage: Callable[[Path], object], name: str = "backbone") -> Make:
+    """A run over a backbone that is damaged."""
+    change: Callable[[dict[str, Any]], object]
+    change = lambda config: config["model"]["init_args"]["backbone"].update(name="model")  # noqa: E731
+    return both(copied(name, damage, "model"), run(change))
+
+
+def content(name: str, text: str | bytes) -> Callable[[Path], object]:
+    """Gives a file of a folder another content."""
+    return lambda folder: (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def without(name: str) -> Callable[[Path], object]:
+    """Takes a file out of a folder."""
+    return lambda folder: (folder / name).unlink()
+
+
+def edited(name: str, **changes: object) -> Callable[[Path], object]:
+    """Changes fields of a JSON file in a folder."""
+
+    def edit(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def bytes_of(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """Changes the bytes of a file in a folder."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object], name: str = WEIGHTS) -> Callable[[Path], object]:
+    """Changes the tensors of a folder."""
+
+    def rewrite(folder: Path) -> None:
+        tensors = load_file(folder / name)
+        change(tensors)
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+
+    return rewrite
+
+
+def poisoned(tensors: dict[str, torch.Tensor]) -> None:
+    """Make a number of a weight NaN."""
+    tensors["encoder.layer.1.output.dense.weight"][0, 0] = torch.nan
+
+
+def pickled(folder: Path) -> None:
+    """Turn the weights into a pickle, as older models have them."""
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def more_tokens(folder: Path) -> None:
+    """Add a token beyond the embeddings to the tokenizer."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["zebra"] = 900
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def adapters_alone(folder: Path) -> None:
+    """Leave adapters without the model that they belong to."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gone", "r": 2}')
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
+
+
+def saved(content: object, name: str = "last.ckpt") -> Make:
+    """A checkpoint that is a pickle in a zip archive, as PyTorch writes it."""
+
+    def make(place: Place) -> None:
+        torch.save(content, place.folder / name)
+
+    return make
+
+
+EXPORT, CONVERT = "export --checkpoint last.ckpt --output out", "convert --source model --output out --keep-head false"
+RESUME = FIT + " --ckpt_path last.ckpt --trainer.max_steps 4"
+# Refused once checkpoints are no pickles any more.
+PICKLES_STILL = (
+    "a checkpoint that is text",
+    "a checkpoint that is cut off",
+    "a checkpoint that is a pickle",
+    "a pickle in an archive to resume from",
+)
+CASES = [
+    *table(
+        SEARCH,
+        {
+            "weights cut off": (model(bytes_of(WEIGHTS, lambda data: data[:-900])), "model: cannot be loaded: "),
+            "weights with a flipped bit in their header": (
+                model(bytes_of(WEIGHTS, lambda data: data[:9] + bytes([data[9] ^ 4]) + data[10:])),
+                "model: cannot be loaded: ",
+            ),
+            "weights of no bytes": (model(content(WEIGHTS, b"")), "model: cannot be loaded: "),
+            "weights that are text": (
+                model(content(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")),
+                "model: cannot be loaded: ",
+            ),
+            "weights that are not there": (model(without(WEIGHTS)), "model: cannot be loaded: "),
+            "weights as a pickle": (model(pickled), "model: cannot be loaded: "),
+            "weights that are NaN": (model(weights(poisoned)), "encoder.layer.1.output.dense.weight"),
+            "a weight that is missing": (
+                model(weights(lambda tensors: tensors.pop("encoder.layer.1.output.dense.weight"))),
+                "model: 1 weights of BertModel are missing, encoder.layer.1.output.dense.weight first",
+            ),
+            "a weight of another shape": (
+                model(
+                    weights(lambda tensors: tensors.update({"encoder.layer.0.output.dense.weight": torch.zeros(32, 5)}))
+                ),
+                "model: encoder.layer.0.output.dense.weight has shape (32, 5), by config.json it has (32, 64)",
+            ),
+            "a config of another width": (
+                model(edited("config.json", hidden_size=64)),
+                "model: embeddings.LayerNorm.bias has shape (32,), by config.json it has (64,)",
+            ),
+            "a config of another vocabulary": (
+                model(edited("config.json", vocab_size=99)),
+                "model: embeddings.word_embeddings.weight has shape (384, 32), by config.json it has (99, 32)",
+            ),
+            "a config of another architecture": (model(edited("config.json", model_type="mistral")), "model: "),
+            "a config of an unknown architecture": (
+                model(edited("config.json", model_type="bret")),
+                "model/config.json: ",
+            ),
+            "a config of a width that heads do not divide": (
+                model(edited("config.json", num_attention_heads=5)),
+                "model: cannot be loaded: ",
+            ),
+            "a config with a text for a number": (
+                model(edited("config.json", num_hidden_layers="two")),
+                "model/config.json: ",
+            ),
+            "a config with an unknown activation": (
+                model(edited("config.json", hidden_act="nope")),
+                "model: cannot be loaded: ",
+            ),
+            "a config that is cut off": (model(bytes_of("config.json", lambda data: data[:90])), "model/config.json: "),
+            "a config that is a list": (model(content("config.json", "[]")), "model/config.json: "),
+            "no config": (model(without("config.json")), "model/config.json: "),
+            "no tokenizer": (model(without("tokenizer.json")), "model: "),
+            "a tokenizer that is cut off": (
+                model(bytes_of("tokenizer.json", lambda data: data[:900])),
+                "model: tokenizer cannot be read: ",
+            ),
+            "a tokenizer of another model": (
+                model(more_tokens),
+                "model: the tokenizer has id 900, the model has 384 embeddings",
+            ),
+            "a tokenizer without a pad token": (
+                model(edited("tokenizer_config.json", pad_token=None)),
+                "model: the tokenizer has no pad and no eos token",
+            ),
+            "no list of modules": (model(without("modules.json")), "model: has no modules.json"),
+            "an empty list of modules": (model(content("modules.json", "[]")), "model/modules.json: names no pooling"),
+            "a module that is unknown": (
+                model(content("modules.json", '[{"type": "sentence_transformers.models.CNN", "path": ""}]')),
+                "model/modules.json: CNN is no module of ours",
+            ),
+            "a pooling that is unknown": (
+                model(edited("1_Pooling/config.json", pooling_mode_mean_tokens=False)),
+                "model/1_Pooling/config.json: pooling without a mode is none of ours",
+            ),
+            "a pooling of another width": (
+                model(edited("1_Pooling/config.json", word_embedding_dimension=16)),
+                "model: its parts do not fit: ",
+            ),
+            "a pooling without its weights": (
+                model(without("1_Pooling/model.safetensors"), "latent"),
+                "model/1_Pooling/model.safetensors: cannot be loaded",
+            ),
+            "a length that is a text": (
+                model(edited("sentence_bert_config.json", max_seq_length="long")),
+                "model/sentence_bert_config.json: has a length 'long', expected a whole number",
+            ),
+            "a length of 2 tokens": (
+                model(edited("sentence_bert_config.json", max_seq_length=2)),
+                "model/sentence_bert_config.json: ",
+            ),
+            "prompts that are a list": (
+                model(edited("config_sentence_transformers.json", prompts=["query: "])),
+                "model/config_sentence_transformers.json: ",
+            ),
+            "a prompt that is a number": (
+                model(edited("config_sentence_transformers.json", prompts={"query": 3})),
+                "model/config_sentence_transformers.json: ",
+            ),
+            "a prompt with half of a character": (
+                model(edited("config_sentence_transformers.json", prompts={"query": "\ud83d"})),
+                "model/config_sentence_transformers.json: ",
+            ),
+            "widths that vectors do not have": (
+                model(edited("config_sentence_transformers.json", matryoshka_dimensions=[64])),
+                "model/config_sentence_transformers.json: matryoshka_dimensions must list widths from 1 to 32",
+            ),
+            "a contextual model without its first stage": (
+                model(lambda folder: shutil.rmtree(folder / "0_Context"), "contextual"),
+                "model",
+            ),
+            "a contextual model whose settings are text": (
+                model(lambda folder: edited("context.json", num_context="many")(folder / "0_Context"), "contextual"),
+                "num_context",
+            ),
+            "a file for a model": (
+                both(put("model", "weights"), rows("corpus.jsonl", {"text": "a"})),
+                "model: is no directory",
+            ),
+        },
+    ),
+    *table(
+        FIT,
+        {
+            "a shard that is missing": (
+                backbone(lambda folder: next(folder.glob("model-00002*")).unlink(), "sharded"),
+                "model: cannot be loaded: ",
+            ),
+            "an index of shards that is damaged": (
+                backbone(content("model.safetensors.index.json", "{"), "sharded"),
+                "model: cannot be loaded: ",
+            ),
+            "adapters without their model": (backbone(adapters_alone), "model"),
+        },
+    ),
+    Case(
+        "a model that is nowhere",
+        rows("corpus.jsonl", {"text": "a"}),
+        SEARCH.replace("model model", "model nowhere/model"),
+        "nowhere/model: neither a directory nor a model that the Hub gives",
+    ),
+    *table(
+        EXPORT,
+        {
+            "no checkpoint to export": (nothing, "last.ckpt: no such checkpoint file"),
+            "an empty checkpoint": (put("last.ckpt", ""), "last.ckpt: "),
+            "a checkpoint that is text": (put("last.ckpt", "a checkpoint"), "last.ckpt: "),
+            "a checkpoint that is cut off": (
+                copied("last.ckpt", lambda path: path.write_bytes(path.read_bytes()[:5000])),
+                "last.ckpt: ",
+            ),
+            "a checkpoint that is a pickle": (put("last.ckpt", pickle.dumps({"state_dict": {}})), "last.ckpt: "),
+            "a checkpoint that is a pickle in an archive": (saved({"state_dict": {}}), "last.ckpt: "),
+        },
+    ),
+    *table(
+        RESUME,
+        {
+            "a checkpoint that is not there": (run(), "--ckpt_path last.ckpt: no such file"),
+            "a text to resume from": (both(run(), put("last.ckpt", "text")), "--ckpt_path last.ckpt: is no checkpoint"),
+            "a pickle to resume from": (both(run(), put("last.ckpt", pickle.dumps({}))), "--ckpt_path last.ckpt: "),
+            "a pickle in an archive to resume from": (
+                both(run(), saved({"state_dict": {}})),
+                "--ckpt_path last.ckpt: ",
+            ),
+        },
+    ),
+    Case(
+        "a decoder to convert",
+        copied("decoder", lambda folder: None, "model"),
+        CONVERT,
+        "model has no rotary form here, got 'mistral'",
+    ),
+    Case(
+        "a model to convert without its head",
+        copied("backbone", lambda folder: None, "model"),
+        CONVERT.replace("false", "true"),
+        "lacks weights of its language-model head",
+    ),
+    Case(
+        "a model to convert onto itself",
+        copied("backbone", lambda folder: None, "model"),
+        CONVERT.replace(" out", " model"),
+        "output must not be the source",
+    ),
+]

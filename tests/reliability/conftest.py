@@ -1,0 +1,30 @@
+"""One world for all cases of a process, and a folder for each."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.world import Place, World
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """The good files and models; nothing in them is written to by what is tested."""
+    folder = tmp_path_factory.mktemp("world")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EMBED_CACHE", str(folder / "cache"))
+        yield World(folder / "files")
+
+
+@pytest.fixture
+def place(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """An empty folder, which is the working one."""
+    folder = tmp_path / "place"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("EMBED_CACHE", "cache")
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    return Place(folder, world, monkeypatch)

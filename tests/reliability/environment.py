@@ -1,0 +1,234 @@
+"""Places that cannot be written, disks that are full, and what a machine does not have."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.reliability.cases import (
+    CLUSTER,
+    ENCODE,
+    EVALUATE,
+    FILTER,
+    FIT,
+    MINE,
+    Case,
+    Make,
+    both,
+    copied,
+    nothing,
+    put,
+    rows,
+    run,
+    table,
+)
+from tests.reliability.config import at
+from tests.reliability.world import Place
+
+SHOW = ["show", "anchor-tokens", "--model", "MODEL", "--output", "out.png", "fox"]
+CONVERT = "convert --source BACKBONE --output out --keep-head false"
+SEARCH = "search --model MODEL --corpus corpus.jsonl fox"
+SYNTHESIZE = "synthesize --endpoint http://127.0.0.1:9/v1 --model m --num-examples 2 --max-retries 0 --output out"
+corpus = rows("corpus.jsonl", {"text": "a fox"})
+pairs = rows("pairs.jsonl", *({"query": f"q {row}", "positive": f"p {row}"} for row in range(6)))
+evaluation = copied("eval", lambda folder: None)
+in_the_way = put("out", "mine")
+taken = put("out/notes.txt", "mine")
+
+
+def folder(name: str) -> Make:
+    """An empty folder."""
+    return lambda place: (place.folder / name).mkdir()
+
+
+def pipe(name: str) -> Make:
+    """A named pipe, which nobody writes to."""
+    return lambda place: os.mkfifo(place.folder / name)
+
+
+def variable(name: str, value: str) -> Make:
+    """Sets an environment variable for the case."""
+    return lambda place: place.patch.setenv(name, value)
+
+
+def missing(library: str) -> Make:
+    """Makes a library look as if it were not installed."""
+    return lambda place: place.patch.setitem(__import__("sys").modules, library, None)
+
+
+def failing(number: int) -> Make:
+    """Makes every new file and folder below the working folder fail with an error of the system."""
+
+    def make(place: Place) -> None:
+        real_open, real_mkdir = os.open, os.mkdir
+
+        def refuse(path: Any) -> None:
+            if Path(os.path.abspath(path)).is_relative_to(place.folder) and "cache" not in Path(path).parts:
+                raise OSError(number, os.strerror(number), os.fspath(path))
+
+        def open_file(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+            if flags & os.O_CREAT:
+                refuse(path)
+            return real_open(path, flags, *arguments, **options)
+
+        def make_folder(path: Any, *arguments: Any, **options: Any) -> None:
+            refuse(path)
+            real_mkdir(path, *arguments, **options)
+
+        place.patch.setattr(os, "open", open_file)
+        place.patch.setattr(os, "mkdir", make_folder)
+
+    return make
+
+
+FULL, READ_ONLY, NOT_ALLOWED = failing(errno.ENOSPC), failing(errno.EROFS), failing(errno.EACCES)
+CASES = [
+    *table(
+        ENCODE,
+        {
+            "a file where vectors are to lie": (both(corpus, in_the_way), "out: something else lies there already"),
+            "a folder of something else for vectors": (both(corpus, taken), "out: something else lies there already"),
+            "a pipe for a corpus": (pipe("corpus.jsonl"), "corpus.jsonl: is no regular file"),
+        },
+    ),
+    Case("a way through a file", both(corpus, in_the_way), ENCODE.replace(" out", " out/vectors"), "out"),
+    *table(
+        FILTER,
+        {
+            "a folder where records are to lie": (both(pairs, folder("out.parquet")), "out.parquet"),
+            "a file of something else for records": (
+                both(pairs, put("out.parquet", "mine")),
+                "out.parquet: something else lies there already",
+            ),
+            "a file where the cache is to lie": (
+                both(pairs, put("sources", "mine"), variable("EMBED_CACHE", "sources")),
+                "sources: the cache cannot be written (File exists)",
+            ),
+            "a pipe for records": (pipe("pairs.jsonl"), "pairs.jsonl: is no regular file"),
+            "a link to nothing": (
+                lambda place: (place.folder / "pairs.jsonl").symlink_to("gone.jsonl"),
+                "pairs.jsonl: no such file",
+            ),
+            "a link to itself": (
+                lambda place: (place.folder / "pairs.jsonl").symlink_to("pairs.jsonl"),
+                "pairs.jsonl: no such file",
+            ),
+            "a task of an array that is none": (
+                both(pairs, variable("SLURM_ARRAY_TASK_ID", "first")),
+                "SLURM_ARRAY_TASK_ID must be a whole number >= 0, got 'first'",
+            ),
+        },
+    ),
+    Case(
+        "a folder of something else for clusters", both(pairs, taken), CLUSTER, "out: something else lies there already"
+    ),
+    Case(
+        "a way through a file for mined records",
+        both(pairs, in_the_way),
+        MINE.replace("out.parquet", "out/mined.parquet"),
+        "out",
+    ),
+    Case(
+        "a folder where scores are to lie",
+        both(evaluation, folder("scores.json")),
+        EVALUATE,
+        "--output scores.json: is a directory",
+    ),
+    Case(
+        "a way through a file for scores",
+        both(evaluation, in_the_way),
+        EVALUATE.replace("scores.json", "out/scores.json"),
+        "out",
+    ),
+    Case("a folder where a picture is to lie", folder("out.png"), SHOW, "--output out.png: is a directory"),
+    Case(
+        "no matplotlib", missing("matplotlib"), SHOW, "matplotlib is not installed; run: pip install -e '.[quickstart]'"
+    ),
+    Case("a file where a model is to lie", in_the_way, CONVERT, "output leads to out, which is no folder"),
+    *table(
+        FIT,
+        {
+            "a file where runs are to lie": (both(run(), put("run", "mine")), "run"),
+            "a GPU to train on where there is none": (at("trainer", accelerator="gpu"), "trainer.accelerator: gpu"),
+            "half precision on a processor": (
+                at("trainer", precision="16-true"),
+                "trainer.precision must not be float16 on a processor, got '16-true'",
+            ),
+            "packages to trust that are none": (
+                both(run(), variable("EMBED_IMPORTS", "no-package")),
+                "EMBED_IMPORTS=no-package is no list of packages as one imports them",
+            ),
+        },
+    ),
+    Case(
+        "a folder of something else for synthetic records", taken, SYNTHESIZE, "out: something else lies there already"
+    ),
+    Case(
+        "no client of an endpoint",
+        missing("openai"),
+        SYNTHESIZE,
+        "openai is not installed; run: pip install -e '.[synthesis]'",
+    ),
+    Case("a device for records", nothing, FILTER.replace("pairs.jsonl", "/dev/zero"), "/dev/zero: is no regular file"),
+    Case("a full disk for vectors", both(corpus, FULL), ENCODE, "No space left on device; free or allow the path", 74),
+    Case(
+        "a disk that is read-only, for vectors",
+        both(corpus, READ_ONLY),
+        ENCODE,
+        "Read-only file system; free or allow the path",
+        74,
+    ),
+    Case(
+        "a full disk for scores",
+        both(evaluation, FULL),
+        EVALUATE,
+        "scores.json: No space left on device; free or allow the path",
+        74,
+    ),
+    Case("a full disk for a model", FULL, CONVERT, "No space left on device; free or allow the path", 74),
+    Case("a full disk for records", both(pairs, FULL), FILTER, "No space left on device; free or allow the path", 74),
+    Case("a full disk for a run", both(run(), FULL), FIT, "No space left on device; free or allow the path", 74),
+    Case(
+        "a folder that may not be written, for a run",
+        both(run(), NOT_ALLOWED),
+        FIT,
+        "Permission denied; free or allow the path",
+        74,
+    ),
+    Case("a full disk for a picture", FULL, SHOW, "No space left on device; free or allow the path", 74),
+    Case(
+        "a disk that is read-only, for clusters",
+        both(pairs, READ_ONLY),
+        CLUSTER,
+        "Read-only file system; free or allow the path",
+        74,
+    ),
+    Case(
+        "a folder that may not be written, for mined records",
+        both(pairs, NOT_ALLOWED),
+        MINE,
+        "Permission denied; free or allow the path",
+        74,
+    ),
+    Case("no faiss", both(pairs, missing("faiss")), MINE, "faiss is not installed; run: pip install -e '.[cpu]'"),
+    Case("a GPU to search on where there is none", pairs, MINE + " --gpu true", "gpu needs"),
+    Case(
+        "a format that a processor has not",
+        corpus,
+        ENCODE + " --precision float16",
+        "precision: expected 'auto', 'float32', 'bfloat16', got float16",
+    ),
+    Case(
+        "a model that was never fetched",
+        corpus,
+        SEARCH.replace("MODEL", "organisation/nothing"),
+        "organisation/nothing: neither a directory nor a model that the Hub gives",
+    ),
+    Case(
+        "a data set that was never fetched",
+        nothing,
+        FILTER.replace("pairs.jsonl", "hub:organisation/nothing"),
+        "hub:organisation/nothing: cannot be read",
+    ),
+    Case("an endpoint that nobody answers at", nothing, SYNTHESIZE, "http://127.0.0.1:9/v1: ", 74),
+]

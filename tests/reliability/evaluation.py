@@ -1,0 +1,146 @@
+"""Evaluation data that nothing can be scored on."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.reliability.cases import EVALUATE, FILTER, Case, Make, both, copied, put, rows, table
+
+HEADER = "query-id\tcorpus-id\tscore\n"
+
+
+def judged(text: str) -> Make:
+    """The evaluation folder with these judgments."""
+    return copied("eval", lambda folder: (folder / "qrels.tsv").write_text(text))
+
+
+def damaged(change: Callable[[Path], object]) -> Make:
+    """The evaluation folder, damaged."""
+    return copied("eval", change)
+
+
+def tested(*values: object) -> Make:
+    """A folder with these rows to test on."""
+    return rows("eval/test.jsonl", *values)
+
+
+def pair(score: object) -> dict[str, object]:
+    """Two sentences with a score."""
+    return {"sentence1": "a", "sentence2": "b", "score": score}
+
+
+LABELLED = ({"text": "a", "label": "one"}, {"text": "b", "label": "two"})
+GOOD = copied("eval", lambda folder: None)
+CASES = [
+    *table(
+        EVALUATE,
+        {
+            "empty judgments": (judged(""), "eval/qrels.tsv: holds no judgment"),
+            "a header and no judgment": (judged(HEADER), "eval/qrels.tsv: holds no judgment"),
+            "judgments of which none is relevant": (
+                judged(HEADER + "q0\td0\t0\nq1\td1\t-1\n"),
+                "eval/qrels.tsv: no document is relevant to any query",
+            ),
+            "a judgment that is NaN": (
+                judged(HEADER + "q0\td0\tnan\n"),
+                "eval/qrels.tsv:2: the score must be a number, got 'nan'",
+            ),
+            "a judgment that is infinite": (
+                judged(HEADER + "q0\td0\tinf\n"),
+                "eval/qrels.tsv:2: the score must be a number, got 'inf'",
+            ),
+            "a judgment in words": (
+                judged(HEADER + "q0\td0\trelevant\n"),
+                "eval/qrels.tsv:2: the score must be a number, got 'relevant'",
+            ),
+            "judgments with a column too many": (
+                judged(HEADER + "q0\t0\td0\t1\t1\n"),
+                "eval/qrels.tsv:2: has 5 columns",
+            ),
+            "judgments with commas": (judged("q0,d0,1\n"), "eval/qrels.tsv:1: has 1 columns"),
+            "a judgment of an empty id": (judged(HEADER + "q0\t\t1\n"), "eval/qrels.tsv:2: no document has the id ''"),
+            "a judgment of a very long id": (
+                judged(HEADER + "q0\t" + "d" * 5000 + "\t1\n"),
+                "eval/qrels.tsv:2: no document has the id 'ddd",
+            ),
+            "no judgments": (damaged(lambda folder: (folder / "qrels.tsv").unlink()), "eval: qrels.tsv is missing"),
+            "no queries": (
+                damaged(lambda folder: (folder / "queries.jsonl").unlink()),
+                "eval: queries.jsonl is missing",
+            ),
+            "no corpus": (damaged(lambda folder: (folder / "corpus.jsonl").unlink()), "eval: "),
+            "a corpus twice": (
+                both(GOOD, put("eval/corpus.jsonl.gz", b"")),
+                "eval: corpus.jsonl and corpus.jsonl.gz are both there",
+            ),
+            "an empty corpus": (
+                damaged(lambda folder: (folder / "corpus.jsonl").write_text("")),
+                "eval/corpus.jsonl: is empty",
+            ),
+            "queries without an id": (
+                damaged(lambda folder: (folder / "queries.jsonl").write_text('{"text": "a"}\n')),
+                "eval/queries.jsonl:1: field '_id' is missing",
+            ),
+            "scores of pairs that are all the same": (tested(pair(1), pair(1)), "eval/test.jsonl: every score is 1.0"),
+            "a score of a pair that is NaN": (
+                tested(pair(1), pair(float("nan"))),
+                "eval/test.jsonl:2: score is nan, expected a finite number",
+            ),
+            "a score of a pair in words": (
+                tested(pair("high")),
+                "eval/test.jsonl:1: score is text, expected a finite number",
+            ),
+            "pairs that end in labels": (
+                tested(pair(1), LABELLED[0]),
+                "eval/test.jsonl:2: field 'sentence1': no column",
+            ),
+            "one class to cluster by": (
+                tested(LABELLED[0], {**LABELLED[1], "label": "one"}),
+                "eval/test.jsonl: every label is 'one'; two different labels are needed",
+            ),
+            "one class to train a classifier on": (
+                both(tested(*LABELLED), rows("eval/train.jsonl", LABELLED[0])),
+                "eval/train.jsonl: every label is 'one'",
+            ),
+            "a label that is a fraction": (
+                tested({"text": "a", "label": 0.5}),
+                "eval/test.jsonl:1: label is a number, expected text or a whole number",
+            ),
+            "rows that are neither pairs nor labels": (
+                tested({"question": "a"}),
+                "eval/test.jsonl:1: is neither similarity nor labels (found: question)",
+            ),
+            "rows with many columns that are neither": (
+                tested({f"column {n}": n for n in range(99)}),
+                "eval/test.jsonl:1: is neither similarity nor labels",
+            ),
+            "a folder without data": (lambda place: (place.folder / "eval").mkdir(), "eval: holds no evaluation data"),
+            "a folder that is not there": (put("a", ""), "eval: holds no evaluation data"),
+            "a file for a folder": (put("eval", "text"), "eval: holds no evaluation data"),
+        },
+    ),
+    Case("no folder", put("a", ""), [*EVALUATE.replace(" eval ", " [] ").split()], "--data: names no folder"),
+    Case(
+        "a prompt that the model has not",
+        GOOD,
+        EVALUATE + " --prompt-name passage",
+        "prompt_name must name a prompt of the model (query), got 'passage'",
+    ),
+    Case(
+        "more dimensions than vectors have",
+        GOOD,
+        EVALUATE + " --dimensions 33",
+        "dimensions must be from 1 to the 32 that the model's vectors have, got 33",
+    ),
+    Case(
+        "a context for a model that takes none",
+        GOOD,
+        EVALUATE + " --context-size 2",
+        "context must be left out: this model takes none",
+    ),
+    Case(
+        "evaluation texts to leave out that are not there",
+        rows("pairs.jsonl", {"query": "a", "positive": "b"}),
+        FILTER + " --decontaminate gone",
+        "gone: holds no evaluation data",
+    ),
+]

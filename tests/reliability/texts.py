@@ -1,0 +1,179 @@
+"""Texts with nothing in them, or too much before them."""
+
+from typing import Any
+
+from tests.reliability.cases import (
+    ENCODE,
+    EVALUATE,
+    FILTER,
+    FIT,
+    SEARCH,
+    Case,
+    Make,
+    both,
+    copied,
+    put,
+    rows,
+    run,
+    table,
+)
+
+GOOD = {"query": "pad sequences", "positive": "the pad"}
+GIVE = "give it a text, or leave the row out"
+
+
+def pairs(**fields: object) -> Make:
+    """A good record, and one with these fields."""
+    return rows("pairs.jsonl", GOOD, {**GOOD, **fields})
+
+
+def data(**options: Any) -> Make:
+    """A run with these options of its data."""
+    return run(lambda config: config["data"]["init_args"].update(options))
+
+
+def source(**options: Any) -> Make:
+    """A run whose source has these options."""
+    return run(lambda config: config["data"]["init_args"]["sources"][0].update(options))
+
+
+def conversion(name: str, *values: object, **options: Any) -> Make:
+    """A run over these rows by a conversion."""
+    return both(rows("pairs.jsonl", *values), source(conversion=name, **options))
+
+
+def language_model(*values: object) -> Make:
+    """A run of a language model over these rows."""
+
+    def change(config: dict[str, Any]) -> None:
+        arguments = config["model"]["init_args"]
+        masking = {"probability": 0.5, "mask_fraction": 1.0, "random_fraction": 0.0}
+        config["model"] = {
+            "class_path": "embeddings.modules.MaskedLMModule",
+            "init_args": {
+                "objective": "mlm",
+                "masking": masking,
+                "backbone": arguments["backbone"],
+                "head": {"new": True},
+                "optimizer": arguments["optimizer"],
+                "schedule": arguments["schedule"],
+            },
+        }
+        sources = config["data"]["init_args"]["sources"]
+        config["data"] = {
+            "class_path": "embeddings.data.TextDataModule",
+            "init_args": {"row_length": 24, "batch_size": 2, "cache_dir": "cache", "sources": sources},
+        }
+
+    return both(rows("pairs.jsonl", *values), run(change))
+
+
+SHOW = ["show", "anchor-tokens", "--model", "MODEL"]
+CASES = [
+    *table(
+        FILTER,
+        {
+            "an empty query": (pairs(query=""), f"pairs.jsonl:2: query is an empty text; {GIVE}"),
+            "a query of white space": (pairs(query=" \u3000\n"), f"pairs.jsonl:2: query is white space; {GIVE}"),
+            "an empty positive": (pairs(positive=""), f"pairs.jsonl:2: positive is an empty text; {GIVE}"),
+            "an empty positive in a list": (
+                pairs(positive=["a", " "]),
+                f"pairs.jsonl:2: positive[1] is white space; {GIVE}",
+            ),
+            "an empty negative": (pairs(negatives=["a", ""]), f"pairs.jsonl:2: negatives[1] is an empty text; {GIVE}"),
+            "an empty negative with a level": (
+                pairs(negatives=[{"text": "", "level": 1}]),
+                "pairs.jsonl:2: negatives[0].text is an empty text",
+            ),
+            "null for a query": (pairs(query=None), f"pairs.jsonl:2: query is null, expected text; {GIVE}"),
+            "null for a positive": (
+                pairs(positive=None),
+                "pairs.jsonl:2: positive is null, expected text or a list of texts",
+            ),
+            "null in a list of positives": (
+                pairs(positive=["a", None]),
+                "pairs.jsonl:2: positive[1] is null, expected text",
+            ),
+            "a list for a query": (pairs(query=["a"]), "pairs.jsonl:2: query is a list, expected text"),
+            "an empty instruction in a row": (pairs(instruction=" "), "pairs.jsonl:2: instruction is white space"),
+        },
+    ),
+    *table(
+        FIT,
+        {
+            "an empty instruction of a source": (
+                source(instruction=["find", " "]),
+                "data.sources[pairs].instruction must not be empty",
+            ),
+            "a prompt as long as the texts": (
+                source(instruction="pad sequences " * 20),
+                "data.text.query_max_length must exceed the",
+            ),
+            "an instruction in a row as long as the texts": (
+                both(rows("pairs.jsonl", *[GOOD] * 8, {**GOOD, "instruction": "pad sequences " * 20}), run()),
+                "pairs.jsonl:9: the instruction leaves no room for the query in 16 tokens",
+            ),
+            "texts of three tokens": (data(text={"query_max_length": 3}), "data.text.query_max_length must be >= 4"),
+            "texts longer than the model reads": (
+                data(text={"query_max_length": 16, "document_max_length": 4096}),
+                "data.text.document_max_length must be <= 128",
+            ),
+            "an empty text with a class": (
+                conversion("class_by_example", {"text": "", "label": "a"}),
+                "pairs.jsonl:1: text is an empty text",
+            ),
+            "an empty label": (
+                conversion("class_by_label", {"text": "a", "label": " "}),
+                "pairs.jsonl:1: label is white space",
+            ),
+            "an empty sentence of a pair": (
+                conversion("sts", {"sentence1": "a", "sentence2": "", "score": 5}),
+                "pairs.jsonl:1: sentence2 is an empty text",
+            ),
+            "null for a text of a language model": (
+                language_model({"text": "a"}, {"text": None}),
+                "pairs.jsonl:2: text is null, expected text",
+            ),
+            "a language model without any text": (language_model({"text": ""}, {"text": " "}), "pairs"),
+        },
+    ),
+    *table(
+        ENCODE,
+        {
+            "null for a document": (
+                rows("corpus.jsonl", {"text": "a"}, {"text": None}),
+                "corpus.jsonl:2: field 'text' is null, expected text",
+            ),
+            "a list for a title": (
+                rows("corpus.jsonl", {"title": ["a"], "text": "b"}),
+                "corpus.jsonl:1: field 'title' is a list, expected text",
+            ),
+            "a long list for a document": (
+                rows("corpus.jsonl", {"text": ["a document"] * 100}),
+                "corpus.jsonl:1: field 'text' is a list, expected text",
+            ),
+        },
+    ),
+    Case(
+        "an empty query of an evaluation",
+        copied("eval", lambda d: (d / "queries.jsonl").write_text('{"_id": "q0", "text": " "}\n')),
+        EVALUATE,
+        "eval/queries.jsonl:1: field 'text' is empty",
+    ),
+    Case(
+        "nothing to search for",
+        rows("corpus.jsonl", {"text": "a"}),
+        [*SEARCH.split()[:-1], " "],
+        "query must not be empty",
+    ),
+    Case("nothing to show", put("a", ""), [*SHOW, "fox", ""], "TEXT must not be empty"),
+    Case(
+        "a text without a token of its own", put("a", ""), [*SHOW, "\u200b\u200b"], "TEXT must hold a token of its own"
+    ),
+    Case(
+        "a file without a text to route",
+        rows("texts.jsonl", {"text": " "}),
+        "show routing --model SPARSE --input texts.jsonl",
+        "--input texts.jsonl: holds no text",
+    ),
+]

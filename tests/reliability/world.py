@@ -1,0 +1,177 @@
+"""The tiny world that malformed inputs are made in: good files and models, each built when first asked for."""
+
+import json
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from embeddings.cli.main import main
+from embeddings.common import TextSettings
+from embeddings.models import Embedder, LatentAttentionPooling, MeanPooling
+from tests.helpers.runs import WORDS, run_config, write_pairs, write_retrieval_folder
+from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.models.contextual_models import tiny_contextual
+from tests.models.moe import tiny_moe
+
+NUM_PAIRS = 12
+
+
+class World:
+    """Good files under one folder, which nobody writes to. A name in capitals in a command line is one of them.
+
+    Args:
+        root: An empty folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(exist_ok=True)
+        self.root = root
+
+    def path(self, name: str) -> Path:
+        """The file or folder of that name, built if it is not there yet."""
+        target = self.root / name
+        if not target.exists():
+            _BUILDERS[name](self, target)
+        return target
+
+    def words(self, line: list[str]) -> list[str]:
+        """A command line with the names in capitals as paths."""
+        return [str(self.path(word.lower())) if word.isupper() and word.lower() in _BUILDERS else word for word in line]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config of a tiny run over `pairs.jsonl` in the working folder, which it writes to alone."""
+        scratch = self.root / "config"
+        scratch.mkdir()
+        config = run_config(scratch)
+        config["model"]["init_args"]["backbone"]["name"] = str(self.path("backbone"))
+        config["trainer"] |= {"max_steps": 1, "default_root_dir": "run"}
+        config["trainer"]["logger"]["init_args"]["save_dir"] = "run"
+        config["data"]["init_args"] |= {"cache_dir": "cache", "sources": [{"name": "pairs", "path": "pairs.jsonl"}]}
+        config["data"]["init_args"]["batch_size"] = 4
+        config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
+        shutil.rmtree(scratch)
+        return config
+
+
+class Place:
+    """The folder that a case is made in, which is also where its command runs.
+
+    Args:
+        folder: The folder.
+        world: Where copies come from.
+        patch: What undoes changes of the environment and of libraries after the case.
+    """
+
+    def __init__(self, folder: Path, world: World, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.world, self.patch = folder, world, patch
+
+    def write(self, name: str, content: str | bytes) -> Path:
+        """A file with this content; folders on the way are made."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    def copy(self, name: str, to: str = "") -> Path:
+        """A copy of one of the world's files or folders, under its own name if none is given."""
+        source, target = self.world.path(name), self.folder / (to or name)
+        if source.is_dir():
+            shutil.copytree(source, target)
+        else:
+            shutil.copyfile(source, target)
+        return target
+
+    def config(self, *changes: Callable[[dict[str, Any]], object], name: str = "config.yaml") -> Path:
+        """The config of a run after some changes, and its pairs where there are none yet."""
+        content = deepcopy(self.world.config)
+        for change in changes:
+            change(content)
+        if not (self.folder / "pairs.jsonl").exists():
+            write_pairs(self.folder / "pairs.jsonl", NUM_PAIRS)
+        return self.write(name, yaml.safe_dump(content))
+
+
+def _model(path: Path, backbone: Any, pooling: Any) -> None:
+    text = TextSettings(32, 32, prompts={"query": "search_query: "}, pool_prompt=True)
+    Embedder(backbone, wordpiece_tokenizer(), pooling, text=text).save_pretrained(path)
+
+
+def _run(words: list[str]) -> None:
+    assert main([*words]) == 0
+
+
+def _job(world: World, path: Path, command: str, *options: str) -> None:
+    """The output of a command over the good pairs."""
+    pairs, model = str(world.path("pairs.jsonl")), str(world.path("model"))
+    _run([command, "--model", model, "--input", pairs, "--output", str(path), "--precision", "float32", *options])
+
+
+def _sharded(path: Path) -> None:
+    """A model's folder whose weights lie in several files."""
+    path.mkdir()
+    model = tiny_bert()
+    model.save_pretrained(path, max_shard_size="60KB")
+    wordpiece_tokenizer().save_pretrained(path)
+
+
+def _labels(path: Path) -> None:
+    rows = [{"text": f"the {WORDS[row]} and {WORDS[-row]}", "label": f"class {row % 3}"} for row in range(NUM_PAIRS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _run_folder(world: World, path: Path) -> None:
+    """What a run of two steps leaves, its checkpoint among it."""
+    path.mkdir()
+    place = Place(path, world, pytest.MonkeyPatch())
+
+    def two_steps(config: dict[str, Any]) -> None:
+        config["trainer"]["max_steps"] = 2
+        config["trainer"]["default_root_dir"] = str(path / "run")
+        config["trainer"]["logger"]["init_args"]["save_dir"] = str(path / "run")
+        checkpoint = {"save_last": True, "every_n_train_steps": 2}
+        kind = "lightning.pytorch.callbacks.ModelCheckpoint"
+        config["trainer"]["callbacks"] = [{"class_path": kind, "init_args": checkpoint}]
+        config["data"]["init_args"]["cache_dir"] = str(path / "cache")
+        config["data"]["init_args"]["sources"][0]["path"] = str(path / "pairs.jsonl")
+
+    _run(["fit", "--config", str(place.config(two_steps))])
+
+
+def _encoded(world: World, path: Path) -> None:
+    corpus = str(world.path("eval") / "corpus.jsonl")
+    line = ["encode", "--model", str(world.path("model")), "--input", corpus, "--output", str(path)]
+    _run([*line, "--precision", "float32", "--shard-size", "5"])
+
+
+def _checkpoint(world: World, path: Path) -> None:
+    (found,) = world.path("run").rglob("last.ckpt")
+    shutil.copyfile(found, path)
+
+
+_BUILDERS: dict[str, Callable[[World, Path], object]] = {
+    "pairs.jsonl": lambda world, path: write_pairs(path, NUM_PAIRS),
+    "labels.jsonl": lambda world, path: _labels(path),
+    "eval": lambda world, path: write_retrieval_folder(path),
+    "backbone": lambda world, path: save_backbone(str(path), tiny_bert(), wordpiece_tokenizer()),
+    "decoder": lambda world, path: save_backbone(str(path), tiny_mistral(), sentencepiece_tokenizer()),
+    "sharded": lambda world, path: _sharded(path),
+    "model": lambda world, path: _model(path, tiny_bert(), MeanPooling(32)),
+    "other": lambda world, path: _model(path, tiny_bert(seed=1, hidden_size=16), MeanPooling(16)),
+    "latent": lambda world, path: _model(path, tiny_bert(), LatentAttentionPooling(32, 4, 2, 8)),
+    "sparse": lambda world, path: _model(path, tiny_moe(), MeanPooling(32)),
+    "contextual": lambda world, path: tiny_contextual().save_pretrained(path),
+    "vectors": lambda world, path: _encoded(world, path),
+    "clusters": lambda world, path: _job(world, path, "cluster", "--cluster-size", "4", "--num-iterations", "3"),
+    "mined": lambda world, path: _job(
+        world, path / "mined.parquet", "mine", "--num-negatives", "2", "--margin", "null"
+    ),
+    "run": lambda world, path: _run_folder(world, path),
+    "last.ckpt": lambda world, path: _checkpoint(world, path),
+}
