@@ -18,7 +18,7 @@ from embeddings.data.samplers.cluster_folder import KIND, MAX_ROWS, ClusterFolde
 from embeddings.mining.centroids import nearest_centroids, neighbour_lists
 from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.features import PairFeatures, Vectors, sample_rows
-from embeddings.mining.jobs import ArrayTask, ShardedJob
+from embeddings.mining.jobs import ArrayTask, ShardedJob, load_shard
 from embeddings.mining.kmeans import NUM_ITERATIONS, NUM_RUNS, check_num_clusters, kmeans_run, num_duplicates
 from embeddings.mining.outputs import nothing_left_of
 
@@ -202,7 +202,7 @@ def _learn(features: PairFeatures, job: ShardedJob, task: ArrayTask | None) -> N
         _save(path, features.fit())
 
     job.run(fit, task, take_over=True)
-    with np.load(job.path(0)) as learned:
+    with load_shard(job.path(0)) as learned:
         features.use(dict(learned))
 
 
@@ -237,14 +237,14 @@ def _best_run(runs: ShardedJob) -> tuple[int, float]:
     """The run with the largest objective, the first of equal ones, and that objective."""
     objectives = []
     for run in range(runs.num_shards):
-        with np.load(runs.path(run)) as found:
+        with load_shard(runs.path(run)) as found:
             objectives.append(float(found["objective"]))
     best = int(np.argmax(objectives))
     return best, objectives[best]
 
 
 def _best_centroids(runs: ShardedJob) -> Vectors:
-    with np.load(runs.path(_best_run(runs)[0])) as found:
+    with load_shard(runs.path(_best_run(runs)[0])) as found:
         return np.asarray(found["centroids"])
 
 
@@ -263,7 +263,7 @@ def _assign(features: PairFeatures, centroids: Vectors, settings: ClusterSetting
 def _merge(job: ShardedJob, runs: ShardedJob, settings: ClusterSettings) -> dict[str, Any]:
     """Write the finished files; returns what they are like, for the manifest."""
     centroids = _best_centroids(runs)
-    assignments = [np.load(job.path(shard), mmap_mode="r") for shard in range(job.num_shards)]
+    assignments = [load_shard(job.path(shard), mapped=True) for shard in range(job.num_shards)]
     lists = neighbour_lists(centroids, settings.num_neighbours, settings.gpu)
     facts = write_cluster_files(job.folder, assignments, centroids, lists)
     sizes = np.zeros(len(centroids), dtype=np.int64)

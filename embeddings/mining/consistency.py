@@ -20,7 +20,7 @@ from embeddings.common.fileio import atomic_path, check_manifest
 from embeddings.common.randomness import derive_seed
 from embeddings.data.samplers.permutation import KeyedPermutation
 from embeddings.inference.vector_shards import VectorShards
-from embeddings.mining.jobs import ArrayTask, ShardedJob
+from embeddings.mining.jobs import ArrayTask, ShardedJob, load_shard
 from embeddings.mining.pair_index import PairIndex, concatenated_ranges
 from embeddings.mining.pair_vectors import PairVectors
 from embeddings.mining.verdicts import save_array
@@ -170,7 +170,7 @@ def rank_pairs(
     job = ShardedJob(folder, fields, len(segments), stem="segment")
     job.run(partial(_write_ranks, vectors, segments, torch.device(device)), task, take_over=True)
     job.finish(lambda: _join(job, segments, num_rows))
-    ranks: npt.NDArray[np.int32] = np.load(Path(folder) / RANKS, mmap_mode="r")
+    ranks: npt.NDArray[np.int32] = load_shard(Path(folder) / RANKS, mapped=True)
     return ranks
 
 
@@ -276,7 +276,7 @@ def _join(job: ShardedJob, segments: Segments | GroupedSegments, num_rows: int) 
     """Write the ranks of all segments as one array; returns how many records were ranked."""
     rank_N = np.full(num_rows, NOT_RANKED, dtype=np.int32)
     for segment in range(job.num_shards):
-        rank_N[segments.members(segment)] = np.load(job.path(segment))
+        rank_N[segments.members(segment)] = load_shard(job.path(segment))
     with atomic_path(job.folder / RANKS) as temporary:
         save_array(temporary, rank_N)
     return {"num_ranked": len(segments.row_N)}

@@ -16,7 +16,7 @@ from embeddings.common.fileio import atomic_path, text_hash
 from embeddings.data.cache import CachedSource
 from embeddings.data.table import StoredRow, Table
 from embeddings.inference.bm25 import BM25, WordTokenizer
-from embeddings.mining.jobs import ArrayTask, ShardedJob
+from embeddings.mining.jobs import ArrayTask, ShardedJob, load_shard
 from embeddings.mining.verdicts import KEPT, SHARD_ROWS, open_verdicts, save_array, shard_rows
 
 EQUAL, SIMILAR = 1, 2
@@ -170,7 +170,7 @@ def _write_verdicts(table: Table, rule: Decontaminator, shard_size: int, shard: 
 
 def _join(job: ShardedJob) -> dict[str, Any]:
     """Write the verdicts of all shards as one array; returns how many records each rule takes out."""
-    verdict_N = np.concatenate([np.load(job.path(shard)) for shard in range(job.num_shards)])
+    verdict_N = np.concatenate([load_shard(job.path(shard)) for shard in range(job.num_shards)])
     with atomic_path(job.folder / VERDICTS) as temporary:
         save_array(temporary, verdict_N)
     return {"equal": int((verdict_N == EQUAL).sum()), "similar": int((verdict_N == SIMILAR).sum())}

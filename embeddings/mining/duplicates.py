@@ -13,7 +13,7 @@ from embeddings.common.fileio import atomic_path, text_hash
 from embeddings.data.cache import CachedSource
 from embeddings.data.near_duplicates import NearDuplicates, Shingle, mark_copies
 from embeddings.data.table import StoredRow, Table
-from embeddings.mining.jobs import ArrayTask, ShardedJob
+from embeddings.mining.jobs import ArrayTask, ShardedJob, load_shard
 from embeddings.mining.verdicts import KEPT, SHARD_ROWS, open_verdicts, save_array, shard_rows
 
 COPY, NEAR_COPY = 1, 2
@@ -119,7 +119,7 @@ def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapp
 
 def _column(job: ShardedJob, key: int) -> npt.NDArray[np.uint32]:
     """One key of all records, (rows,)."""
-    shards = [np.load(job.path(shard), mmap_mode="r")[key] for shard in range(job.num_shards)]
+    shards = [load_shard(job.path(shard), mapped=True)[key] for shard in range(job.num_shards)]
     return np.concatenate(shards)
 
 

@@ -14,7 +14,7 @@ from embeddings.common.fileio import atomic_path, check_manifest, text_hash
 from embeddings.common.log import logger
 from embeddings.common.text import TextRole
 from embeddings.inference.vector_folder import VectorFolder
-from embeddings.mining.jobs import file_lock
+from embeddings.mining.jobs import file_lock, load_shard
 from embeddings.mining.pair_index import BLOCK, Int64s, equal_hashes
 
 
@@ -116,7 +116,7 @@ class EncodedFolder:
                 if not rows_path.exists():
                     _write_rows(self.vectors, hash_N, rows_path)
                 lock.unlink(missing_ok=True)
-        return FoundVectors(self.vectors, np.load(rows_path, mmap_mode="r"))
+        return FoundVectors(self.vectors, load_shard(rows_path, mapped=True))
 
 
 def _write_rows(folder: VectorFolder, hash_N: Int64s, rows_path: Path) -> None:

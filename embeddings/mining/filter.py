@@ -22,7 +22,7 @@ from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segm
 from embeddings.mining.decontaminate import EQUAL, SIMILAR, Decontaminator, find_contaminated
 from embeddings.mining.duplicates import COPY, NEAR_COPY, find_duplicates
 from embeddings.mining.encoded_texts import EncodedTexts
-from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
+from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock, load_shard
 from embeddings.mining.outputs import finished_manifest, manifest_path, nothing_left_of
 from embeddings.mining.pair_vectors import encode_pairs
 from embeddings.mining.verdicts import KEPT, SHARD_ROWS, require_shard_size, save_array
@@ -232,10 +232,7 @@ def _languages(config: SourceConfig, source: CachedSource, work: Path) -> npt.ND
     if not path.exists():
         with atomic_path(path) as temporary:
             save_array(temporary, read_languages(config, source))
-    try:
-        language_N: npt.NDArray[np.uint16] = np.load(path)
-    except (OSError, EOFError, ValueError):
-        raise InputError(str(path), "is empty or damaged", "delete the file and run again") from None
+    language_N: npt.NDArray[np.uint16] = load_shard(path)
     return language_N
 
 

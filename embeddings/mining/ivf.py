@@ -14,7 +14,7 @@ from embeddings.common.randomness import derive_seed
 from embeddings.inference.search import TopK
 from embeddings.inference.vector_shards import VectorShards, save_vectors
 from embeddings.mining.faiss_library import faiss_version, load_faiss
-from embeddings.mining.jobs import ArrayTask, ShardedJob
+from embeddings.mining.jobs import ArrayTask, ShardedJob, load_shard
 from embeddings.mining.kmeans import kmeans_run
 from embeddings.mining.knn import best_of_tiles, check_search, in_order
 from embeddings.mining.scans import Floats, Rows
@@ -106,7 +106,7 @@ class IvfSearch:
         size, found = self.documents.shard_size, []
         for shard in range(first_row // size, (first_row + count - 1) // size + 1):
             start = self.documents.rows(shard).start
-            lists = np.load(_list_path(self.lists, shard), mmap_mode="r")
+            lists = load_shard(_list_path(self.lists, shard), mapped=True)
             found.append(lists[max(0, first_row - start) : first_row + count - start])
         return np.concatenate(found).astype(np.int64)
 

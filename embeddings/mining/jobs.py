@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from zipfile import BadZipFile
 
+import numpy as np
 from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError
@@ -223,6 +225,22 @@ class ShardedJob:
         return check_manifest(self.folder, {})
 
 
+def load_shard(path: Path, mapped: bool = False) -> Any:
+    """The array, or the archive of arrays, of a shard or of what was made of all shards.
+
+    Args:
+        path: Its file.
+        mapped: Whether it stays on disk, mapped into memory.
+
+    Raises:
+        InputError: If it is missing or damaged, or holds objects in place of numbers.
+    """
+    try:
+        return np.load(path, mmap_mode="r" if mapped else None)
+    except (OSError, EOFError, ValueError, BadZipFile):
+        raise InputError(str(path), "is missing, empty or damaged", "delete its folder and run again") from None
+
+
 @contextmanager
 def file_lock(path: Path, wait: bool = True) -> Iterator[bool]:
     """An exclusive lock on a file, which ends with the process; gives whether it is held.
@@ -231,7 +249,8 @@ def file_lock(path: Path, wait: bool = True) -> Iterator[bool]:
         path: The lock's file; it is made if there is none.
         wait: Whether to wait for another holder.
     """
-    with open(path, "w") as file:
+    # A link to something else is neither followed nor emptied.
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import OptionError
+from embeddings.mining.jobs import load_shard
 
 # A record that a rule leaves in; rules number their reasons to take one out from 1.
 KEPT = 0
@@ -40,8 +41,5 @@ def open_verdicts(path: Path) -> npt.NDArray[np.uint8]:
     Raises:
         InputError: If the file is missing or damaged.
     """
-    try:
-        verdict_N: npt.NDArray[np.uint8] = np.load(path, mmap_mode="r")
-    except (OSError, EOFError, ValueError):
-        raise InputError(str(path), "is missing, empty or damaged", "delete its folder and run again") from None
+    verdict_N: npt.NDArray[np.uint8] = load_shard(path, mapped=True)
     return verdict_N
