@@ -154,7 +154,7 @@ class PlannedDataModule(LightningDataModule):
     def _base_tokenizer(self, module: LightningModule | None) -> PreTrainedTokenizerBase:
         if self.tokenizer is not None:
             try:
-                loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer)
+                loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
             except (OSError, ValueError) as error:
                 fix = "name the directory or Hub name of a tokenizer"
                 what = (str(error).splitlines() or [type(error).__name__])[0]

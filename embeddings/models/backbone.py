@@ -23,8 +23,10 @@ from transformers.utils import logging as transformers_logging
 
 import embeddings.models.architectures  # noqa: F401 - makes our own known
 from embeddings.common import InputError, OptionError
+from embeddings.common.errors import shown
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
 from embeddings.models.hub import resolve_model
+from embeddings.models.model_files import read_json
 
 DtypeName = Literal["float32", "bfloat16", "auto"]
 _TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
@@ -49,7 +51,7 @@ class BackboneConfig:
         dropout: Probability for all of the model's dropout, attention's included; None is the checkpoint's own.
 
     Raises:
-        OptionError: If dropout is outside 0 to 1.
+        OptionError: If dropout is outside 0 to 1, or the attention is code of a repository.
     """
 
     name: str
@@ -61,8 +63,20 @@ class BackboneConfig:
     dropout: float | None = None
 
     def __post_init__(self) -> None:
+        check_attention(self.attn_implementation, "backbone")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise OptionError("backbone.dropout", self.dropout, "must be >= 0 and < 1", "0 switches it off")
+
+
+def check_attention(name: str | None, owner: str) -> None:
+    """Check that an attention is named and not a repository, whose code transformers would fetch and run.
+
+    Raises:
+        OptionError: If it is one.
+    """
+    if name is not None and not re.fullmatch(r"\w+", name):
+        rule = "must be a name, since no code of a repository is run"
+        raise OptionError(f"{owner}.attn_implementation", name, rule, "try sdpa or eager")
 
 
 def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -127,7 +141,9 @@ def load_model(
         make_bidirectional_config(model_config)
     if dropout is not None:
         _set_dropout(model_config, dropout)
+    _check_weights(folder)
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
+    options["trust_remote_code"] = False
     options["ignore_mismatched_sizes"] = True  # so that they are reported by name; below they are refused
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -152,11 +168,28 @@ def load_model(
     return model
 
 
+def _check_weights(folder: Path) -> None:
+    """Check that the weights are the folder's own, whole and as safetensors, before transformers goes where it is sent.
+
+    Raises:
+        InputError: If adapters ask for a model of elsewhere, or an index of shards for other files.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(str(folder), "holds adapters of another model", "merge them into it and give the result")
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    shards = read_json(index).get("weight_map")
+    for name in shards.values() if isinstance(shards, dict) else [shards]:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise InputError(str(index), f"names the shard {shown(name)}", "name .safetensors files beside it alone")
+
+
 def read_config(folder: Path) -> PretrainedConfig:
     """The config of a local folder's model; no code of the folder runs.
 
     Raises:
-        InputError: If there is none, or it is of no architecture that is known here.
+        InputError: If there is none, it is of no architecture that is known here, or it asks for code.
     """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -164,7 +197,19 @@ def read_config(folder: Path) -> PretrainedConfig:
     except Exception as error:
         raise InputError(str(folder / "config.json"), _first_line(error), "give a Hugging Face model") from error
     assert isinstance(config, PretrainedConfig)
+    for name, value in _implementations(read_json(folder / "config.json")):
+        # transformers would fetch the code of a repository for it and run that.
+        if not re.fullmatch(r"\w+", value):
+            raise InputError(str(folder / "config.json"), f"{name} asks for the code of {shown(value)}", "take it out")
     return config
+
+
+def _implementations(fields: Any) -> Iterator[tuple[str, str]]:
+    """The names of implementations that a config asks for, those of its parts too."""
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        if name.endswith("_implementation") and isinstance(value, str):
+            yield name, value
+        yield from _implementations(value)
 
 
 def load_tokenizer(folder: Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:

@@ -8,7 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import OptionError
-from embeddings.models.backbone import highest_id, read_tokenizer
+from embeddings.models.backbone import check_attention, highest_id, read_tokenizer
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
 from embeddings.models.hub import resolve_model
 
@@ -39,6 +39,7 @@ class FromScratch:
     attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
+        check_attention(self.attn_implementation, "model.from_scratch")
         try:
             known = AutoConfig.for_model(self.model_type)
         except ValueError as error:

@@ -19,8 +19,9 @@ def read_json(path: Path, kind: type = dict) -> Any:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(str(path), f"is no readable JSON ({error})", "take a whole copy of the model") from error
+    except (OSError, ValueError, RecursionError) as error:
+        what = f"is no readable JSON ({str(error)[:80]})"
+        raise InputError(str(path), what, "take a whole copy of the model") from error
     if not isinstance(value, kind):
         raise InputError(str(path), f"holds no {kind.__name__}", "take a whole copy of the model")
     return value
