@@ -26,6 +26,7 @@ _DEAD_WORKER = re.compile(
 _KEY = re.compile(r'Parser key "([^"]+)":\s*')
 _EXPECTED = re.compile(r"Expected an? (.+)", re.DOTALL)
 
+_CALLABLE = re.compile(r"^\s*Type .*? expects a function or a callable class: (.*?)\. Got value: .*", re.DOTALL)
 _CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*")
 
 
@@ -38,12 +39,16 @@ def one_line(message: str, limit: int = 300) -> str:
 
     What is cut is the middle, never the start or the end. What a terminal would obey is written as an escape.
     """
-    line = re.sub(r"\s+", " ", message).strip()
-    line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+    line = printable(re.sub(r"\s+", " ", message).strip())
     if len(line) <= limit:
         return line
     half = (limit - 3) // 2
     return f"{line[:half]}...{line[-half:]}"
+
+
+def printable(text: str) -> str:
+    """A text with what a terminal would obey as escapes."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def reason(message: str) -> str:
@@ -67,6 +72,7 @@ def reason(message: str) -> str:
         message = found[0]
     keys += _KEY.findall(message)
     message = _KEY.split(message)[-1] if _KEY.search(message) else message
+    message = _CALLABLE.sub(r"\1", message)
     single = re.match(r"\s*Expected an? (.*?)\. Got value: (.*?)(?:\. Got value: .*)?$", message, re.DOTALL)
     if single is not None:
         message = f"expected {_types([f'Expected a {single[1]}'])}, got {'null' if single[2] == 'None' else single[2]}"

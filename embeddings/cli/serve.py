@@ -88,6 +88,7 @@ def search(
         context_size: How many documents are drawn; as many as the model takes if left out.
         context_seed: Seed of the draw.
     """
+    from embeddings.cli.errors import printable
     from embeddings.common import OptionError
     from embeddings.inference import search_corpus
 
@@ -99,7 +100,7 @@ def search(
     drawn = _draw(encoder, context, context_size, context_seed)
     (hits,) = search_corpus(encoder, corpus, [query], top_k, context=drawn)
     for hit in hits:
-        print(f"{hit.score:.3f}  {hit.document_id}\n       {' '.join(hit.text.split())[:160]}")
+        print(f"{hit.score:.3f}  {printable(hit.document_id)}\n       {printable(' '.join(hit.text.split()))[:160]}")
 
 
 def evaluate(
