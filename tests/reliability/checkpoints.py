@@ -39,7 +39,7 @@ def without(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
 
-def edited(name: str, **changes: object) -> Callable[[Path], object]:
+def edited(name: str, /, **changes: object) -> Callable[[Path], object]:
     """Changes fields of a JSON file in a folder."""
 
     def edit(folder: Path) -> None:
@@ -103,6 +103,7 @@ def saved(content: object, name: str = "last.ckpt") -> Make:
 EXPORT, CONVERT = "export --checkpoint last.ckpt --output out", "convert --source model --output out --keep-head false"
 RESUME = FIT + " --ckpt_path last.ckpt --trainer.max_steps 4"
 # Refused once checkpoints are no pickles any more.
+PICKLES_REASON = "checkpoints are pickles still"
 PICKLES_STILL = (
     "a checkpoint that is text",
     "a checkpoint that is cut off",
