@@ -90,7 +90,8 @@ def batches(method: str, rank: int | None) -> list[Any]:
             ids_NL = torch.randint(10, 300, (4, 12), generator=torch.Generator().manual_seed(seed))
             ids_NL = ids_NL if rank is None else ids_NL[2 * rank : 2 * rank + 2]
             place_P = torch.arange(ids_NL.numel()).view(ids_NL.shape)[:, :-1].flatten()
-            found.append(Prediction(ids_NL, torch.zeros_like(ids_NL), place_P, ids_NL[:, 1:].flatten(), False))
+            label_P, row_N = ids_NL[:, 1:].flatten(), torch.arange(len(ids_NL))
+            found.append(Prediction(ids_NL, torch.zeros_like(ids_NL), place_P, label_P, False, row_N))
         else:
             records = random_records(4, 1, seed=seed) + random_records(4, 1, seed=seed + 1, longest=25)
             found.append(batch_of(records if rank is None else records[4 * rank : 4 * rank + 4]))
