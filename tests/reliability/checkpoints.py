@@ -102,14 +102,6 @@ def saved(content: object, name: str = "last.ckpt") -> Make:
 
 EXPORT, CONVERT = "export --checkpoint last.ckpt --output out", "convert --source model --output out --keep-head false"
 RESUME = FIT + " --ckpt_path last.ckpt --trainer.max_steps 4"
-# Refused once checkpoints are no pickles any more.
-PICKLES_REASON = "checkpoints are pickles still"
-PICKLES_STILL = (
-    "a checkpoint that is text",
-    "a checkpoint that is cut off",
-    "a checkpoint that is a pickle",
-    "a pickle in an archive to resume from",
-)
 CASES = [
     *table(
         SEARCH,

@@ -114,14 +114,6 @@ def remote_tokenizer(folder: Path) -> None:
     (folder / "canary_module.py").write_text(MODULE)
 
 
-PICKLES_STILL = (
-    "a checkpoint that is a pickle",
-    "a checkpoint of PyTorch's",
-    "a checkpoint in an archive in an archive",
-    "a pickle of PyTorch's to go on from",
-    "an instantiator to go on from",
-    "an archive in an archive to go on from",
-)
 CASES = [
     # Pickles in a model's directory.
     *table(

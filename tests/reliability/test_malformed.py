@@ -97,21 +97,22 @@ def test_every_group_has_its_cases() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_refused_in_one_line_and_nothing_is_written(
-    name: str, place: Place, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    name: str, place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    case = prepared(name, place, request)
+    case = prepared(name, place)
     words = place.world.words(case.words)
     before = tree(place.folder)
     capfd.readouterr()
     outcome = run_here(words, lambda: capfd.readouterr().err)
-    assert faults(case, outcome, place, before) == []
+    found = faults(case, outcome, place, before)
+    assert found == [], "\n".join(found)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if row < NUM_QUICK else pytest.mark.slow) for row, name in enumerate(REAL)]
 )
-def test_a_process_of_its_own_refuses_it_too(name: str, place: Place, request: pytest.FixtureRequest) -> None:
-    case = prepared(name, place, request)
+def test_a_process_of_its_own_refuses_it_too(name: str, place: Place) -> None:
+    case = prepared(name, place)
     words = place.world.words(case.words)
     before = tree(place.folder)
     assert faults(case, run_apart(words), place, before) == []
@@ -126,10 +127,8 @@ def test_what_is_odd_and_read_on_purpose_is_read(case: Case, place: Place, capfd
     assert case.says in capfd.readouterr().out
 
 
-def prepared(name: str, place: Place, request: pytest.FixtureRequest) -> Case:
+def prepared(name: str, place: Place) -> Case:
     """The case, with its input made."""
     case = CASES[name]
-    if case.name in checkpoints.PICKLES_STILL:
-        request.applymarker(pytest.mark.xfail(strict=False, reason=checkpoints.PICKLES_REASON))
     case.make(place)
     return case
