@@ -119,7 +119,8 @@ def with_way_out(message: str, options: Iterable[str]) -> str:
         options, line = _parameters(owner[1]), _CLASS.sub("", line)
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)|(?:Option|accept option) '([^']+)'", line)
     if unknown is None:
-        return f"{line}; --help says what each option takes" if "expected " in line[:200] else with_fix(line)
+        takes = "--help says what each option takes"
+        return f"{one_line(line, 150)}; {takes}" if "expected " in line[:200] else with_fix(line)
     name = unknown[1] or unknown[2]
     prefix = "" if unknown[1] or owner else "--"
     whole = [option for option in dict.fromkeys(options) if option.startswith(prefix + name)]
@@ -136,7 +137,7 @@ def with_fix(line: str) -> str:
     unknown = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line)
     alike = get_close_matches(unknown[2], dir(sys.modules.get(unknown[1])), n=1) if unknown else []
     guess = f"did you mean {alike[0]}? " if alike else ""
-    return f"{line.rstrip('.')}; {guess}--help lists the options"
+    return f"{one_line(line, 150).rstrip('.')}; {guess}--help lists the options"
 
 
 def _parameters(class_path: str) -> list[str]:

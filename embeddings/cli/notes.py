@@ -1,9 +1,11 @@
 """What Lightning notes of seed and devices waits until a run begins: one that is refused ends in one line."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import MemoryHandler
+from typing import Any
 
 import lightning as L
 
@@ -12,10 +14,15 @@ _MOST_NOTES = 1000
 
 
 class HeldNotes(L.Callback):
-    """Keeps Lightning's notes back and gives them when the run's data is read; warnings pass, with what came before."""
+    """Keeps Lightning's notes and all warnings back, and gives them when the run's data is read.
+
+    What Lightning logs as a warning passes, with what came before it.
+    """
 
     def __init__(self) -> None:
         self._kept: list[MemoryHandler] = []
+        self._warnings: list[tuple[Any, ...]] = []
+        self._show = warnings.showwarning
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -28,16 +35,26 @@ class HeldNotes(L.Callback):
                 logger.removeHandler(handler)
                 logger.addHandler(kept)
         self._kept = [kept for _, _, kept in swapped]
+        self._show = warnings.showwarning
+        setattr(warnings, "showwarning", self._keep)  # noqa: B010 - its type says that nobody may
         try:
             yield
         finally:
+            warnings.showwarning = self._show
             for logger, handler, kept in swapped:
                 logger.removeHandler(kept)
                 logger.addHandler(handler)
                 kept.close()
 
+    def _keep(self, *warning: Any) -> None:
+        self._warnings.append(warning)
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give what was kept, and every further note at once."""
+        """Give what was kept, and everything further at once."""
+        warnings.showwarning = self._show
+        for warning in self._warnings:
+            self._show(*warning)
+        self._warnings.clear()
         for kept in self._kept:
             kept.flush()
             kept.flushLevel = logging.NOTSET

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from embeddings.common.errors import InputError
+from embeddings.common.arrays import load_array
 
 ORDER_FILE, OFFSETS_FILE, PAIRED_FILE = "class_order.npy", "class_offsets.npy", "class_paired.npy"
 
@@ -36,12 +36,10 @@ class ClassIndex:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            self._order = np.load(folder / ORDER_FILE, mmap_mode="r")
-            self._paired = np.load(folder / PAIRED_FILE, mmap_mode="r")
-            self._offsets: list[int] = np.load(folder / OFFSETS_FILE).tolist()
-        except (OSError, EOFError, ValueError) as error:
-            raise InputError(str(folder), "the converted data is damaged", "delete the folder and run again") from error
+        fix = "delete its folder and run again"
+        self._order = load_array(folder / ORDER_FILE, fix, mapped=True)
+        self._paired = load_array(folder / PAIRED_FILE, fix, mapped=True)
+        self._offsets: list[int] = load_array(folder / OFFSETS_FILE, fix).tolist()
 
     def __reduce__(self) -> tuple[type["ClassIndex"], tuple[Path]]:
         """The folder alone."""

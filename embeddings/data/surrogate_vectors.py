@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from embeddings.common.arrays import load_array
 from embeddings.common.directions import CHECKED, UNIT_TOLERANCE, require_directions
 from embeddings.common.errors import InputError
 from embeddings.common.fileio import check_manifest
@@ -172,7 +173,4 @@ def _file(shard: int) -> str:
 
 
 def _mapped(path: Path) -> Any:
-    try:
-        return np.load(path, mmap_mode="r")
-    except (OSError, EOFError, ValueError):
-        raise InputError(str(path), "is missing or damaged", _FIX) from None
+    return load_array(path, _FIX, mapped=True)

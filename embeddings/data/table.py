@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError
 from embeddings.data.columns import Int64s, ListColumn, MappedFile, NumberColumn, TextColumn
 
@@ -86,10 +87,12 @@ class Table:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self._start_R: Int64s = np.load(folder / STARTS_FILE)
+            self._start_R: Int64s = load_array(folder / STARTS_FILE, "delete the folder and run again")
             file = MappedFile(folder / ROWS_FILE)
             # Threads of Arrow's own would not survive the fork that makes a worker.
             self._reader = pa.ipc.open_file(file.buffer, options=pa.ipc.IpcReadOptions(use_threads=False))
+        except InputError:
+            raise
         except (pa.ArrowException, OSError, ValueError) as error:
             raise _damaged(folder) from error
         self._starts: list[int] = self._start_R.tolist()

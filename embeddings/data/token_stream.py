@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import check_manifest, write_manifest
 from embeddings.data.cache import CACHE_VARIABLE, cache_folder
@@ -93,9 +94,9 @@ class TokenStream:
         dtype = np.dtype(manifest["dtype"])
         try:
             self._tokens = np.memmap(folder / TOKENS_FILE, dtype=dtype, mode="r")
-            self._starts = np.load(folder / STARTS_FILE, mmap_mode="r")
         except (OSError, ValueError) as error:
             raise _damaged(folder) from error
+        self._starts = load_array(folder / STARTS_FILE, "delete the folder and run again", mapped=True)
         if len(self._tokens) != self.num_tokens or len(self._starts) != manifest["num_documents"]:
             raise _damaged(folder)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256
 from embeddings.common.randomness import numpy_generator
@@ -73,7 +74,7 @@ class Context:
             raise InputError(str(path), "is not the context that these vectors were made with", "encode again")
         summary = fields["context"]
         ids = tuple(fields["context_document_ids"])
-        return cls(ids, summary["documents_sha256"], summary["seed"], np.load(path))
+        return cls(ids, summary["documents_sha256"], summary["seed"], load_array(path, "encode again"))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from embeddings.common.arrays import load_array
 from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError
 
@@ -48,15 +49,13 @@ class VectorShards:
             InputError: If the file is missing or damaged, or holds vectors of another number, width or type.
         """
         path, expected = self.path(shard), (len(self.rows(shard)), self.embedding_dim)
-        try:
-            vector_ND: npt.NDArray[np.float32] = np.load(path, mmap_mode="r")
-        except (OSError, EOFError, ValueError):
-            raise InputError(str(path), "is missing, empty or damaged", "delete the folder and encode again") from None
+        fix = "delete the folder and encode again"
+        vector_ND: npt.NDArray[np.float32] = load_array(path, fix, mapped=True)
         if vector_ND.shape != expected or vector_ND.dtype != np.float32:
             raise InputError(
                 str(path),
                 f"holds {vector_ND.dtype} of shape {vector_ND.shape}, expected float32 of shape {expected}",
-                "delete the folder and encode again",
+                fix,
             )
         return vector_ND
 

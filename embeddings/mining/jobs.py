@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-from zipfile import BadZipFile
 
-import numpy as np
 from tqdm import tqdm
 
+from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, write_manifest
 
@@ -226,19 +225,12 @@ class ShardedJob:
 
 
 def load_shard(path: Path, mapped: bool = False) -> Any:
-    """The array, or the archive of arrays, of a shard or of what was made of all shards.
-
-    Args:
-        path: Its file.
-        mapped: Whether it stays on disk, mapped into memory.
+    """The array of a shard, or of what was made of all shards (see `load_array`).
 
     Raises:
-        InputError: If it is missing or damaged, or holds objects in place of numbers.
+        InputError: If it is missing or damaged.
     """
-    try:
-        return np.load(path, mmap_mode="r" if mapped else None)
-    except (OSError, EOFError, ValueError, BadZipFile):
-        raise InputError(str(path), "is missing, empty or damaged", "delete its folder and run again") from None
+    return load_array(path, "delete its folder and run again", mapped)
 
 
 @contextmanager

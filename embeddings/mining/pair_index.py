@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.format import open_memmap
 
+from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError
 from embeddings.common.fileio import check_manifest, file_sha256, text_hash, write_manifest
 from embeddings.common.log import logger
@@ -67,8 +68,7 @@ class PairIndex:
     def __init__(self, folder: str | os.PathLike[str], source: CachedSource) -> None:
         self.folder, self.source = Path(folder), source
         self.fields = check_manifest(self.folder, {"kind": "pair_index", "source_key": source.folder.name})
-        self.num_queries: int = self.fields["num_queries"]
-        self.num_documents: int = self.fields["num_documents"]
+        self.num_queries, self.num_documents = (self.fields.whole(name) for name in ("num_queries", "num_documents"))
         self.positive_offsets: Int64s = self._mapped("positive_offsets")
         self.positive_rows: npt.NDArray[Any] = self._mapped("positive_rows")
         with_negatives = bool(self.fields.get("negatives"))
@@ -84,10 +84,7 @@ class PairIndex:
         self._twin_rows: Int64s | None = self._mapped("twin_rows") if self._corpus else None
 
     def _mapped(self, name: str) -> Any:
-        try:
-            return np.load(self.folder / f"{name}.npy", mmap_mode="r")
-        except (OSError, EOFError, ValueError):
-            raise InputError(str(self.folder), f"{name}.npy is missing or damaged", "delete the folder") from None
+        return load_array(self.folder / f"{name}.npy", "delete the folder and run again", mapped=True)
 
     @property
     def key(self) -> dict[str, Any]:

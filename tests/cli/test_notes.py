@@ -1,6 +1,6 @@
 import logging
+import warnings
 
-import lightning as L
 import pytest
 
 from embeddings.cli.notes import HeldNotes
@@ -41,13 +41,28 @@ def test_notes_come_as_a_run_begins_and_then_at_once(written):
     with notes.holding():
         note("GPU available")
         assert written == []
-        notes.setup(L.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False), L.LightningModule(), "fit")
+        notes.setup(None, None, "fit")
         assert written[0] == "GPU available"
         note("Trainer.fit stopped")
         assert written[-1] == "Trainer.fit stopped"
 
 
-def test_a_warning_is_not_kept_back(written):
+def test_warnings_of_a_run_that_never_begins_are_dropped_and_others_come_as_it_begins(recwarn):
+    warnings.simplefilter("always")
+    notes, before = HeldNotes(), warnings.showwarning
+    with HeldNotes().holding():
+        warnings.warn("this trainer is slow", UserWarning, stacklevel=1)
+    assert warnings.showwarning is before
+    assert len(recwarn) == 0
+    with notes.holding():
+        warnings.warn("this trainer is slow", UserWarning, stacklevel=1)
+        assert len(recwarn) == 0
+        notes.setup(None, None, "fit")
+        assert [str(warning.message) for warning in recwarn] == ["this trainer is slow"]
+    assert warnings.showwarning is before
+
+
+def test_a_warning_of_lightnings_log_is_not_kept_back(written):
     with HeldNotes().holding():
         note("GPU available")
         note("something is odd", logging.WARNING)

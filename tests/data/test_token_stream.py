@@ -110,5 +110,5 @@ def test_a_damaged_stream_is_refused(name: str, tmp_path: Path) -> None:
     found, _ = stream(tmp_path)
     content = (found.folder / name).read_bytes()
     (found.folder / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(InputError, match="the converted data is damaged"):
+    with pytest.raises(InputError, match="damaged; delete the folder and run again"):
         stream(tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256
 
@@ -83,8 +84,8 @@ class ClusterFolder:
         if not path.is_file() or not isinstance(sizes, dict) or path.stat().st_size != sizes.get(name):
             raise self._damaged(name)
         try:
-            array: NDArray[Any] = np.load(path, mmap_mode="r" if shape[0] * shape[-1] else None)
-        except (OSError, ValueError) as error:
+            array: NDArray[Any] = load_array(path, _AGAIN, mapped=bool(shape[0] * shape[-1]))
+        except InputError as error:
             raise self._damaged(name) from error
         if array.dtype != dtype or array.shape != shape:
             raise self._damaged(name)

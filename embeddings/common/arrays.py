@@ -1,0 +1,26 @@
+"""Arrays of numbers on disk, read without running anything that a file holds."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embeddings.common.errors import InputError
+
+
+def load_array(path: Path, fix: str, mapped: bool = False) -> Any:
+    """The array of a `.npy` file, or the archive of arrays of a `.npz` file.
+
+    Args:
+        path: The file.
+        fix: The way out where it is damaged.
+        mapped: Whether the array stays on disk, mapped into memory.
+
+    Raises:
+        InputError: If the file is missing or damaged, or holds objects in place of numbers.
+    """
+    try:
+        return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    # A header is read as Python's literals, and fails in all the ways that these do.
+    except Exception as error:
+        raise InputError(str(path), "is missing, empty or damaged", fix) from error
