@@ -235,7 +235,7 @@ CASES = [
             ),
             "an index of shards that is damaged": (
                 backbone(content("model.safetensors.index.json", "{"), "sharded"),
-                "model: cannot be loaded: ",
+                "model.safetensors.index.json: is no readable JSON",
             ),
             "adapters without their model": (backbone(adapters_alone), "model"),
         },

@@ -130,10 +130,6 @@ CASES = [
                 put("corpus.jsonl", b'{"text": "caf\xe9"}\n'),
                 f"corpus.jsonl:1: byte 14 of the row {NOT_UTF8}",
             ),
-            "an escaped NUL in a corpus": (
-                rows("corpus.jsonl", {"text": "a\0b"}),
-                "corpus.jsonl:1: field 'text' holds a NUL character",
-            ),
             "half of a character in a corpus": (
                 rows("corpus.jsonl", {"text": "\udead"}),
                 f"corpus.jsonl:1: field 'text' {HALF}",
