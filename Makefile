@@ -9,7 +9,7 @@ STAMP = $(VENV)/.installed
 JOBS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: quickstart test test-all lint bench bench-tiny clean
+.PHONY: quickstart test test-all slurm-test lint bench bench-tiny clean
 
 quickstart: $(STAMP)
 	$(BIN)/python main.py quickstart
@@ -19,6 +19,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST)
+
+# A real SLURM of one node, from the system's packages where they are there.
+slurm-test: $(STAMP)
+	$(BIN)/python -m tests.slurm.run
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,182 @@
+"""The batch files under a real SLURM, a line a check: `python -m tests.slurm.run`, or `make slurm-test`.
+
+It needs the packages of SLURM and munge (`slurm-wlm` and `munge` on Debian), and starts a cluster of one node from them
+in a folder of its own. Without them it says so and passes. The node claims to have four processors and two GPUs, so
+that the batch files ask for what they always do; the runs are tiny and on the processor.
+"""
+
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tests.callbacks.preempted_runs import STEPS, preempted_config
+from tests.helpers.runs import write_config
+from tests.slurm.cluster import ROOT, Cluster, Job, missing_programs, started, wait_for
+
+BATCH = ROOT / "lightning_configs" / "slurm"
+TWO_TASKS = ["--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=2", str(BATCH / "train.sbatch")]
+STEPS_TAKEN = [str(step) for step in range(1, STEPS + 1)]
+
+
+class CheckFailed(Exception):
+    """Something is not as it should be."""
+
+
+def expect(what: str, found: Any, wanted: Any) -> None:
+    """Compare.
+
+    Raises:
+        CheckFailed: If they differ.
+    """
+    if found != wanted:
+        raise CheckFailed(f"{what}: found {found}, expected {wanted}")
+
+
+def expect_completed(jobs: list[Job], restarts: list[int]) -> None:
+    """Check that jobs have ended well, after so many restarts each."""
+    for job, times in zip(jobs, restarts, strict=True):
+        said = f"the state of job {job.fields['JobId']}, which said\n{job.output}\n"
+        expect(said, (job.state, job.exit_code, job.restarts), ("COMPLETED", "0:0", times))
+
+
+def array(cluster: Cluster) -> str:
+    """Three points of a sweep, two at a time; the second gets a signal, and its job a place in the queue again."""
+    folder = cluster.folder / "array"
+    content = {
+        "configs": [noted_config(folder)],
+        "parameters": {"model.init_args.loss.init_args.temperature": [0.05, 0.1, 0.2]},
+        "metric": {"column": "train/loss", "mode": "min"},
+    }
+    (folder / "tried.yaml").write_text(yaml.safe_dump(content))
+    words = ["--array=0-2", "--cpus-per-task=1", str(BATCH / "array.sbatch"), str(folder / "tried.yaml")]
+    number = cluster.submit(*words)
+    second = f"{number}_1"
+    cluster.wait_while_running(second, lambda: bool(steps_of(cluster, "array", 0)), "the first step of a point")
+    cluster.ask("scancel", "--signal=USR1", second)
+    jobs = sorted(cluster.ended(number), key=lambda job: job.fields["ArrayTaskId"])
+    expect_completed(jobs, [0, 1, 0])
+    line = f"job {second} is queued again"
+    expect(f"lines that say {line!r} in\n{jobs[1].output}\n", jobs[1].output.count(line), 1)
+    done = list((cluster.project / "checkpoints" / "sweeps" / "tried").glob("*/done.json"))
+    expect("finished runs", len(done), 3)
+    return "an array of three tasks trained the three points of a sweep, one of them in two parts after SIGUSR1"
+
+
+def ddp(cluster: Cluster) -> str:
+    """Two tasks that train together, with all the processors that the job asked for."""
+    number = submit_pair(cluster, "whole")
+    cluster.wait_while_running(number, lambda: bool(steps_of(cluster, "whole", 0)), "its first step")
+    step = f"{number}.0"
+    shown = cluster.ask("scontrol", "show", "step", step)
+    if not re.search(r"TresPer(Step=cpu[:=]4|Task=cpu[:=]2)", shown):
+        raise CheckFailed(f"step {step} has not the two processors a task that the job has:\n{shown}")
+    jobs = cluster.ended(number)
+    expect_completed(jobs, [0])
+    expect_all_steps_once(cluster, "whole")
+    return f"two tasks trained together for {STEPS} steps"
+
+
+def preemption(cluster: Cluster) -> str:
+    """The same run, warned while it trains: a checkpoint, a place in the queue again, and the same weights."""
+    number = submit_pair(cluster, "stopped")
+    cluster.wait_while_running(number, lambda: len(steps_of(cluster, "stopped", 1)) >= 2, "its second step")
+    cluster.ask("scancel", "--signal=USR1", number)
+    cluster.wait_while_running(number, lambda: cluster.jobs(number)[0].restarts == 1, "it was queued again")
+    begin = time.monotonic()
+    checkpoints = list((cluster.project / "checkpoints" / "runs" / number).rglob("*.ckpt"))
+    expect("the checkpoints", [path.name for path in checkpoints], ["last.ckpt"])
+    taken = len(steps_of(cluster, "stopped", 0))
+    if not 2 <= taken < STEPS:
+        raise CheckFailed(f"the run stopped after {taken} of {STEPS} steps")
+    wait_for(lambda: cluster.jobs(number)[0].state == "RUNNING", f"job {number} to run again", 300)
+    waited = time.monotonic() - begin
+    (job,) = cluster.ended(number)
+    expect_completed([job], [1])
+    line = f"preempted: SIGUSR1: stopped after step {taken}; job {number} is queued again"
+    expect(f"lines that say {line!r} in\n{job.output}\n", job.output.count(line), 1)
+    expect_all_steps_once(cluster, "stopped")
+    expect("weights that differ from those of the uninterrupted run", differing(cluster, "whole", "stopped"), [])
+    return (
+        f"SIGUSR1 stopped two tasks after step {taken}, they waited {waited:.0f} s in the queue, went on once, "
+        "and ended with the weights of the uninterrupted run"
+    )
+
+
+def submit_pair(cluster: Cluster, name: str) -> str:
+    """A job of two tasks that train together."""
+    config = noted_config(cluster.folder / name, strategy="ddp")
+    return cluster.submit(*TWO_TASKS, "--config", config)
+
+
+def noted_config(folder: Path, **trainer: str) -> str:
+    """The config file, in a new folder, of a run that notes its steps there and takes a second for each."""
+    folder.mkdir()
+    config = preempted_config(folder, batch_size=4)
+    config["trainer"] |= trainer
+    config["trainer"]["callbacks"][1]["init_args"]["seconds"] = 1.0
+    return write_config(folder, config, "tiny.yaml")
+
+
+def steps_of(cluster: Cluster, name: str, rank: int) -> list[str]:
+    """The optimiser steps that a rank has noted."""
+    path = cluster.folder / name / f"steps{rank}.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def expect_all_steps_once(cluster: Cluster, name: str) -> None:
+    """Check that both ranks took every step, in order, and none twice."""
+    for rank in range(2):
+        expect(f"the steps of rank {rank}", steps_of(cluster, name, rank), STEPS_TAKEN)
+
+
+def differing(cluster: Cluster, first: str, second: str) -> list[str]:
+    """The names of the weights that are not the same bits in two runs."""
+    one, other = (torch.load(cluster.folder / name / "final.pt", weights_only=True) for name in (first, second))
+    expect("the names of the weights", sorted(other), sorted(one))
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def check(cluster: Cluster, run: Callable[[Cluster], str]) -> bool:
+    """Run one check and print its line; returns whether it passed."""
+    begin = time.monotonic()
+    try:
+        line, passed = run(cluster), True
+    except (CheckFailed, RuntimeError, TimeoutError) as error:
+        line, passed = f"{run.__name__}: {error}", False
+    print(f"{'ok' if passed else 'FAILED'}: {line} ({time.monotonic() - begin:.0f} s)", flush=True)
+    return passed
+
+
+def main() -> int:
+    """Run all checks; returns 1 if one failed, and then leaves the logs."""
+    if missing := missing_programs():
+        print(f"skipped: {', '.join(missing)} not on PATH; install the packages of SLURM and munge")
+        return 0
+    # The daemons end however this ends.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    try:
+        with started(folder) as cluster:
+            # The second gives the third its weights to compare with.
+            num_failed = sum(not check(cluster, run) for run in (array, ddp, preemption))
+    except (RuntimeError, TimeoutError) as error:
+        print(f"FAILED: {error}")
+        num_failed = 1
+    if num_failed:
+        print(f"the daemons' logs and the runs: {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
