@@ -94,6 +94,12 @@ def answering_stops() -> Iterator[None]:
         stop_request.leave(ignored)
 
 
+def ignore_stops() -> None:
+    """Hear no stop signal any more."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def held_back() -> Iterator[None]:
     """Keep the stop signals from the processes and threads that are started meanwhile, for good.

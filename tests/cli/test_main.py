@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from embeddings.cli.main import main
@@ -48,3 +51,9 @@ def test_a_wrong_line_is_one_line_and_exit_code_2(argv, says, capsys, tmp_path, 
     assert written.err.count("\n") == 1
     assert len(written.err) <= 320
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stop_signal_on_the_way_out_changes_nothing() -> None:
+    late = "import atexit, os, runpy, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGUSR1)"
+    script = f"{late}; sys.argv = ['main.py', '--help']; runpy.run_path('main.py', run_name='__main__')"
+    assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL).returncode == 0
