@@ -182,7 +182,8 @@ def test_upcycling_starts_at_the_dense_twin(dense: str) -> None:
 
 
 def test_with_lora_experts_and_routers_stay_as_they_are(dense: str) -> None:
-    module = moe_module_with_lora(dense)
+    # In float32 the two are 2e-6 apart on some processors.
+    module = moe_module_with_lora(dense).double()
     trained = [name for name, value in module.named_parameters() if value.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
@@ -192,7 +193,7 @@ def test_with_lora_experts_and_routers_stay_as_they_are(dense: str) -> None:
     found = gradient_vector(module)
     module.zero_grad()
     plain_step(module, random_batch(6, 2)).loss.backward()
-    assert relative_error(found, gradient_vector(module)) <= 1e-6
+    assert relative_error(found, gradient_vector(module)) <= 1e-12
 
 
 def moe_module_with_lora(dense: str) -> MoEEmbedModule:
