@@ -20,6 +20,7 @@ from tqdm import tqdm as progress
 
 RESULTS = Path(__file__).with_name("results.csv")
 CONTROL_LIMITS = (0.97, 1.03)
+ATTEMPTS = 3
 
 Action = Callable[[], object]
 
@@ -73,12 +74,26 @@ def compare_all(
 ) -> dict[str, Ratio]:
     """Time several actions of ours against one of the peer's, interleaved, the order another in each round.
 
-    Every round also runs the peer a second time: the ratio of its two times is the control. On one thread the clock
+    Every round also runs the peer a second time: the ratio of its two times is the control, and where it lies outside
+    its limits all is timed again. On one thread the clock
     counts the process's own seconds, on more it is the wall's. The rounds and the time left go to stderr.
 
     Raises:
-        RuntimeError: If the control lies outside its limits; the run proves nothing then.
+        RuntimeError: If the control lies outside its limits three times; such a run proves nothing.
     """
+    for _ in range(1 if chosen.tiny else ATTEMPTS):
+        found = _timed(ours, peer, chosen, least_seconds)
+        control = next(iter(found.values())).control
+        if chosen.tiny or CONTROL_LIMITS[0] <= control <= CONTROL_LIMITS[1]:
+            return found
+        read = ", ".join(f"{name} {ratio.median:.3f}" for name, ratio in found.items())
+        print(f"void: the peer against itself read {control:.3f} ({read})", flush=True)
+    raise RuntimeError(f"void {ATTEMPTS} times; run again on a quiet machine")
+
+
+def _timed(
+    ours: Mapping[str, Action], peer: Action, chosen: argparse.Namespace, least_seconds: float
+) -> dict[str, Ratio]:
     clock = time.process_time if chosen.threads == 1 else time.perf_counter
     actions = [*ours.values(), peer, peer]
     repeats = [_repeats(action, clock, 0.0 if chosen.tiny else least_seconds) for action in actions[:-1]]
@@ -95,11 +110,7 @@ def compare_all(
             seconds[place].append((clock() - start) / repeats[place])
     *of_ours, of_peer, of_control = seconds
     control = _ratios(of_control, of_peer)[0]
-    found = {name: Ratio(*_ratios(taken, of_peer), control) for name, taken in zip(ours, of_ours, strict=True)}
-    if not chosen.tiny and not CONTROL_LIMITS[0] <= control <= CONTROL_LIMITS[1]:
-        read = ", ".join(f"{name} {ratio.median:.3f}" for name, ratio in found.items())
-        raise RuntimeError(f"void: the peer against itself read {control:.3f} ({read}); run again on a quiet machine")
-    return found
+    return {name: Ratio(*_ratios(taken, of_peer), control) for name, taken in zip(ours, of_ours, strict=True)}
 
 
 def peak_growth_bytes(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> int:

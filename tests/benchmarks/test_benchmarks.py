@@ -3,9 +3,13 @@
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+
+from benchmarks import harness
+from benchmarks.harness import Ratio
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("[pe][0-9]*.py"))
@@ -28,3 +32,16 @@ def test_a_benchmark_runs_at_a_tiny_size_and_writes_no_row(script: str) -> None:
     assert finished.returncode == 0, finished.stderr
     assert script.split("_")[0].upper() in finished.stdout
     assert results.read_bytes() == before
+
+
+def test_a_void_comparison_is_timed_again_and_given_up_after_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    controls = iter([0.9, 1.01, 0.9, 1.2, 0.9])
+
+    def timed(*arguments: object) -> dict[str, Ratio]:
+        return {"ours": Ratio(0.5, 0.4, 0.6, next(controls))}
+
+    monkeypatch.setattr(harness, "_timed", timed)
+    chosen = Namespace(tiny=False)
+    assert harness.compare(print, print, chosen).control == 1.01
+    with pytest.raises(RuntimeError, match="void 3 times"):
+        harness.compare(print, print, chosen)
