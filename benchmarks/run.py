@@ -1,7 +1,11 @@
-"""Run every benchmark and experiment, each in a process of its own: `python -m benchmarks.run [--tiny]`."""
+"""Run every benchmark and experiment, each in a process of its own: `python -m benchmarks.run [--tiny]`.
+
+One after another, since they are timed; at tiny sizes, where nothing is, two at a time.
+"""
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -10,12 +14,23 @@ def main() -> int:
     found = Path(__file__).parent.glob("[pe][0-9]*.py")
     scripts = sorted(found, key=lambda path: (path.stem[0] != "p", int(path.stem[1:].split("_")[0])))
     failed = []
-    for script in scripts:
-        print(f"== {script.stem}", flush=True)
-        if subprocess.run([sys.executable, "-m", f"benchmarks.{script.stem}", *sys.argv[1:]]).returncode:
-            failed.append(script.stem)
+    with ThreadPoolExecutor(2 if "--tiny" in sys.argv else 1) as at_once:
+        for script, code in zip(scripts, at_once.map(run, scripts), strict=True):
+            if code:
+                failed.append(script.stem)
     print(f"{len(scripts) - len(failed)} of {len(scripts)} benchmarks ran" + "".join(f"; failed: {x}" for x in failed))
     return int(bool(failed))
+
+
+def run(script: Path) -> int:
+    """Run one, and return its exit code."""
+    words = [sys.executable, "-m", f"benchmarks.{script.stem}", *sys.argv[1:]]
+    if "--tiny" not in sys.argv:
+        print(f"== {script.stem}", flush=True)
+        return subprocess.run(words).returncode
+    ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(f"== {script.stem}\n{ended.stdout}", flush=True)
+    return ended.returncode
 
 
 if __name__ == "__main__":
