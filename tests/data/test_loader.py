@@ -207,9 +207,10 @@ def test_a_fault_of_the_data_arrives_from_a_worker_as_from_the_loop_itself(error
     loader = ResumableLoader(
         Refusing(plan[3][1], error), BlendedBatchSampler([15, 9], 4, seed=1), torch.tensor, num_workers=num_workers
     )
+    others = multiprocessing.active_children()
     with pytest.raises(type(error)) as raised:
         seen.extend(batch.tolist() for batch in loader)
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= set(others)
     assert type(raised.value) is type(error)
     assert str(raised.value) == str(error)
     assert seen == plan[:3]

@@ -83,8 +83,10 @@ def test_a_back_end_equals_the_written_out_sum(
     experts, tokens, chosen = make_experts(inner_bias), random_tokens(num_tokens), LOADS[load](num_tokens, top_k)
     found = outcome(by(BACKENDS[backend]), experts, tokens, chosen)
     assert len(found) == 6 + inner_bias
-    expected = outcome(written_out, experts, tokens, chosen)
-    assert max(errors(found, expected).values()) <= 1e-6
+    found_errors = errors(found, outcome(written_out, experts, tokens, chosen))
+    # Of one token it is a single sum that nearly cancels out: 1.8e-6 on some processors.
+    assert found_errors.pop("weights") <= 3e-6
+    assert max(found_errors.values()) <= 1e-6
 
 
 @pytest.mark.parametrize("load", LOADS)
