@@ -148,22 +148,12 @@ def check_names(given: Mapping[str, Any], parsed: Mapping[str, Any], signature: 
             for inner, chosen, owner in _nested(value, parsed.get(name), _members(signature.types[name])):
                 check_names(inner, chosen, owner, key)
         elif value == {} and not signature.is_open:
-            raise unknown_option(name, signature.name, list(signature.types), where)
-
-
-def unknown_option(name: str, owner: str, known: Sequence[str], where: str) -> ConfigError:
-    """The error for a name that nothing has.
-
-    Args:
-        name: The name.
-        owner: What does not take it.
-        known: The names that it takes.
-        where: The option that it belongs to.
-    """
-    alike = get_close_matches(name, known, n=1)
-    guess = f"did you mean {alike[0]}? " if alike else ""
-    place = f"{where}: " if where else ""
-    return ConfigError(f"{place}Option {name!r} is not accepted by {owner}; {guess}--help lists the options")
+            alike = get_close_matches(name, signature.types, n=1)
+            guess = f"did you mean {alike[0]}? " if alike else ""
+            place = f"{where}: " if where else ""
+            raise ConfigError(
+                f"{place}Option {name!r} is not accepted by {signature.name}; {guess}--help lists the options"
+            )
 
 
 def takes_null(hint: Any) -> bool:
