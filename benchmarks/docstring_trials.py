@@ -4,13 +4,15 @@ Everything starts from all-MiniLM-L6-v2, which also is the surrogate that cluste
 packages, each searched by itself: a package is a domain.
 """
 
+import fcntl
 import gzip
 import json
 import logging
 import os
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -82,7 +84,9 @@ class Recipe(TrainingRecipe):
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
     """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
     recipes = sized(chosen, recipes)
-    World(chosen.work, chosen.tiny).prepare(list(recipes.values()))
+    world = World(chosen.work, chosen.tiny)
+    with world.alone():
+        world.prepare(list(recipes.values()))
     return run_recipes(chosen, experiment, recipes, run_trial)
 
 
@@ -106,6 +110,14 @@ class World:
 
     def __init__(self, work: Path, tiny: bool) -> None:
         self.folder, self.tiny = (work / ("tiny" if tiny else "docstrings")).absolute(), tiny
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other process makes anything in the folder, and keep others out meanwhile."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def prepare(self, recipes: list[Recipe]) -> None:
         """Make what these recipes need, with all threads, before their trials run side by side."""

@@ -56,7 +56,9 @@ def main() -> None:
         "decoder, both ways": Case(small, bidirectional=True),
         "decoder, adapted": Case(adapted, bidirectional=True),
     }
-    World(chosen.work, chosen.tiny).prepare([])
+    world = World(chosen.work, chosen.tiny)
+    with world.alone():
+        world.prepare([])
     scores = run_recipes(chosen, "E7", cases, shares)
     print(f"E7, share of the weight\n{table(scores, [f'weight on {place}' for place in PLACES])}")
     print(f"\nshare of the tokens\n{table(scores, [f'tokens, {place}' for place in PLACES])}")

@@ -59,7 +59,9 @@ class Recipe(TrainingRecipe):
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
     """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
     recipes = sized(chosen, recipes)
-    World(chosen.work, chosen.tiny).prepare([])
+    world = World(chosen.work, chosen.tiny)
+    with world.alone():
+        world.prepare([])
     return run_recipes(chosen, experiment, recipes, run_trial)
 
 

@@ -73,11 +73,12 @@ def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> li
     """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
     recipes = sized(chosen, recipes)
     world = World(chosen.work, chosen.tiny)
-    world.prepare([])
-    for recipe in recipes.values():
-        _make_start(world, recipe)
-    if any(recipe.corpus == "languages" for recipe in recipes.values()):
-        _split_by_language(world)
+    with world.alone():
+        world.prepare([])
+        for recipe in recipes.values():
+            _make_start(world, recipe)
+        if any(recipe.corpus == "languages" for recipe in recipes.values()):
+            _split_by_language(world)
     return run_recipes(chosen, experiment, recipes, run_trial)
 
 
