@@ -277,9 +277,12 @@ def _document(line: str, where: str) -> Document:
     """The document of a line of `documents-<i>.jsonl`."""
     try:
         fields = json.loads(line)
-        return Document(fields["_id"], fields["text"])
-    except (ValueError, KeyError, TypeError):
-        raise InputError(where, "holds no document", _FIX) from None
+        document = Document(fields["_id"], fields["text"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        document = None
+    if document is None or not (isinstance(document.document_id, str) and isinstance(document.text, str)):
+        raise InputError(where, "holds no document", _FIX)
+    return document
 
 
 def _documents_path(folder: Path, shard: int) -> Path:

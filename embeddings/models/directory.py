@@ -201,8 +201,11 @@ def _read_text(
         backend = tokenizer.backend_tokenizer
         steps = [tokenizers.normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
         backend.normalizer = tokenizers.normalizers.Sequence(steps)
-    limit = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
-    length = settings.get("max_seq_length") or limit
+    limits = (tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
+    if not all(isinstance(limit, int | float) for limit in limits):
+        what = f"has a model_max_length {tokenizer.model_max_length!r:.40}, expected a whole number"
+        raise InputError(str(folder / "tokenizer_config.json"), what, "export the model again")
+    length = settings.get("max_seq_length") or min(limits)
     lengths = {f"{role}_max_length": settings.get(f"{role}_length") or length for role in ("query", "document")}
     for value in lengths.values():
         if type(value) is not int:

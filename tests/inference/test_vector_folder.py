@@ -219,6 +219,8 @@ def test_a_folder_without_a_manifest_is_refused(encoder, tmp_path):
     [
         (b"", "documents-00001.jsonl:1: holds no document; delete the folder"),
         (b'{"_id": "d4", "tex', "documents-00001.jsonl:1: holds no document"),
+        (b'{"_id": "d4", "text": 5}', "documents-00001.jsonl:1: holds no document"),
+        (b'{"a":' * 3000, "documents-00001.jsonl:1: holds no document"),
         (b'{"_id": "d4"}\n', "documents-00001.jsonl:1: holds no document"),
         (b"[]\n", "documents-00001.jsonl:1: holds no document"),
         (b"\xff\n", "documents-00001.jsonl: is missing or damaged"),

@@ -192,6 +192,10 @@ CASES = [
                 model(edited("sentence_bert_config.json", max_seq_length="long")),
                 "model/sentence_bert_config.json: has a length 'long', expected a whole number",
             ),
+            "a tokenizer's length that is a text": (
+                model(edited("tokenizer_config.json", model_max_length="long")),
+                "model/tokenizer_config.json: has a model_max_length 'long', expected a whole number",
+            ),
             "a length of 2 tokens": (
                 model(edited("sentence_bert_config.json", max_seq_length=2)),
                 "model/sentence_bert_config.json: ",

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cached_property
@@ -47,8 +48,7 @@ class World:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The config of a tiny run over `pairs.jsonl` in the working folder, which it writes to alone."""
-        scratch = self.root / "config"
-        scratch.mkdir()
+        scratch = Path(tempfile.mkdtemp(dir=self.root))
         config = run_config(scratch)
         config["model"]["init_args"]["backbone"]["name"] = str(self.path("backbone"))
         config["trainer"] |= {"max_steps": 1, "default_root_dir": "run"}

@@ -1,0 +1,30 @@
+"""Files damaged at random end in a code and at most one line; the whole is `python -m tests.reliability.fuzz`."""
+
+import random
+
+import pytest
+
+from tests.reliability import fuzz
+from tests.reliability.world import World
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_a_damaged_file_ends_in_a_code_and_never_in_a_traceback(world: World, first: int) -> None:
+    ended = [fuzz.run_case(world, 0, index) for index in range(first, first + 10)]
+    assert [case for case in ended if "fault" in case] == []
+    assert {case["code"] for case in ended} <= set(fuzz.ENDINGS)
+
+
+def test_a_case_is_the_same_each_time_and_changes_its_file() -> None:
+    content = b'{"query": "a fox", "positive": "the den", "negatives": []}\n' * 5
+    twice = [[fuzz.mutated(content, random.Random(f"0/{row}"), True) for row in range(50)] for _ in range(2)]
+    assert twice[0] == twice[1]
+    assert sum(one != content for one in twice[0]) > 45
+
+
+def test_a_traceback_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(words: list[str]) -> int:
+        raise KeyError(words[0])
+
+    monkeypatch.setattr(fuzz, "main", broken)
+    assert "KeyError" in fuzz.run_case(world, 0, 0)["fault"]
