@@ -132,7 +132,7 @@ class TrainerCLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
         except UserError:
             raise
-        except (MisconfigurationException, ValueError) as error:
+        except (MisconfigurationException, TypeError, ValueError) as error:
             raise ConfigError(refused_option(str(error), self.config.fit.trainer.as_dict())) from error
         precision = str(self.config.fit.trainer.precision)
         if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu":

@@ -99,6 +99,7 @@ CASES = [
             ),
             "an infinite learning rate": (at(OPTIMIZER, lr=float("inf")), "model.optimizer: Invalid lr: inf"),
             "a batch of 0": (at(DATA, batch_size=0), "data.batch_size must be >= 1, got 0"),
+            "fewer devices than none": (at("trainer", devices=-5), "devices: -5: "),
             "fewer workers than none": (at(DATA, num_workers=-1), "data.num_workers must be >= 0, got -1"),
             "fewer negatives than none": (at(DATA, num_negatives=-1), "data.num_negatives must be >= 0, got -1"),
             "a temperature of 0": (at(LOSS, temperature=0), "temperature must be > 0, got 0.0"),
