@@ -17,7 +17,8 @@ from embeddings.callbacks.durable_checkpoints import make_checkpoints_durable
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.run_record import RunRecord
 from embeddings.cli.errors import ConfigError, one_line, reason, with_fix, with_way_out
-from embeddings.cli.given import Signature, check_names, check_nulls, config_paths, given_mappings, read_config
+from embeddings.cli.fit_line import check_one_method
+from embeddings.cli.given import Signature, check_names, check_nulls, given_mappings, read_config
 from embeddings.cli.imports import restrict_imports
 from embeddings.cli.notes import HeldNotes
 from embeddings.cli.recipes import expand_recipe
@@ -298,19 +299,3 @@ def _is_list_of_mappings(value: str) -> bool:
     except InputError:
         return False
     return isinstance(content, list) and any(isinstance(element, dict) for element in content)
-
-
-def check_one_method(argv: Sequence[str]) -> None:
-    """Refuse two configs that each choose a method: the second would inherit the first's nested arguments in silence.
-
-    Raises:
-        ConfigError: Naming both files.
-    """
-    chosen = [path for path in config_paths(argv) if _chooses_method(path)]
-    if len(chosen) > 1:
-        raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give one method config a run")
-
-
-def _chooses_method(path: str) -> bool:
-    model = read_config(path).get("model")
-    return isinstance(model, dict) and "class_path" in model

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 from embeddings.cli.imports import may_name
+from embeddings.cli.source_names import parameters_in_source, public_names
 from embeddings.common import NumericError, PreemptedError, UserError
 
 EXIT_OK = 0
@@ -135,7 +136,8 @@ def with_fix(line: str) -> str:
     if "; " in line:
         return line
     unknown = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line)
-    alike = get_close_matches(unknown[2], dir(sys.modules.get(unknown[1])), n=1) if unknown else []
+    names = public_names(unknown[1]) or dir(sys.modules.get(unknown[1])) if unknown else []
+    alike = get_close_matches(unknown[2], names, n=1) if unknown else []
     guess = f"did you mean {alike[0]}? " if alike else ""
     return f"{one_line(line, 150).rstrip('.')}; {guess}--help lists the options"
 
@@ -145,6 +147,9 @@ def _parameters(class_path: str) -> list[str]:
     module, _, name = class_path.rpartition(".")
     if not may_name(class_path):
         return []
+    listed = parameters_in_source(class_path)
+    if listed is not None:
+        return list(listed)
     try:
         return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
     except (ImportError, AttributeError, ValueError):

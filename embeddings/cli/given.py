@@ -90,20 +90,62 @@ def read_config(path: str) -> dict[str, Any]:
     return content
 
 
+@dataclass(frozen=True)
+class Given:
+    """A config, or an option with its value.
+
+    Args:
+        option: The option's name, empty for a config.
+        words: The words that it is made of.
+        value: A config's mapping; an option's mapping or list, or else its text.
+    """
+
+    option: str
+    words: tuple[str, ...]
+    value: Any
+
+    @property
+    def mapping(self) -> dict[str, Any]:
+        """The same as a mapping of a config."""
+        content: dict[str, Any] = unfolded({self.option: self.value} if self.option else self.value)
+        return content
+
+
+def given_in_order(argv: Sequence[str]) -> Iterator[Given]:
+    """What a line of arguments gives, from left to right.
+
+    Raises:
+        InputError: If a config is no YAML, or no mapping.
+    """
+    line = argv[: list(argv).index("--")] if "--" in argv else argv
+    for word, following in zip(line, [*line, ""][1:], strict=True):
+        name, equals, value = word.partition("=")
+        words = (word,) if equals or not following or following.startswith("--") else (word, following)
+        if len(words) == 2:
+            value = following
+        if value and (name == "--config" or word == "-c"):
+            yield Given("", words, read_config(value))
+        elif name.startswith("--") and " " not in name:
+            yield Given(name.removeprefix("--"), words, _read_value(value, name))
+
+
 def given_mappings(argv: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The mappings that a line of arguments gives: its configs, and its options whose value is a mapping.
 
     Raises:
         InputError: If a config is no YAML, or no mapping.
     """
-    for path in config_paths(argv):
-        yield unfolded(read_config(path))
-    for word, following in zip(argv, [*argv, ""][1:], strict=True):
-        name, equals, value = word.partition("=")
-        value = value if equals else following
-        if name.startswith("--") and name != "--config" and value.lstrip().startswith("{"):
-            with suppress(InputError):  # a text that only begins like a mapping
-                yield unfolded({name.removeprefix("--"): parse_yaml(value, name)})
+    for given in given_in_order(argv):
+        if isinstance(given.value, dict):
+            yield given.mapping
+
+
+def _read_value(value: str, name: str) -> Any:
+    """An option's value: a mapping or a list, or else the text as it is."""
+    if value.lstrip().startswith(("{", "[")):
+        with suppress(InputError):  # a text that only begins like one
+            return parse_yaml(value, name)
+    return value
 
 
 def check_nulls(given: Mapping[str, Any], signature: Signature, where: str = "") -> None:
@@ -193,7 +235,7 @@ def _nested(
         owner = _owner(value.get("class_path"), chosen.get("class_path"), hints)
         signature = None if owner is None else signature_of(owner)
         if signature is not None:
-            yield _arguments(value), _arguments(chosen), signature
+            yield arguments_of(value), arguments_of(chosen), signature
 
 
 def _owner(given: Any, parsed: Any, hints: Sequence[Any]) -> Any:
@@ -210,7 +252,7 @@ def _owner(given: Any, parsed: Any, hints: Sequence[Any]) -> Any:
         return None
 
 
-def _arguments(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def arguments_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a class, which may stand without `init_args` where it was chosen before, or of a record."""
     found = value.get("init_args", {name: inner for name, inner in value.items() if name not in _OF_CLASSES})
     return found if isinstance(found, Mapping) else {}

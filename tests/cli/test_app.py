@@ -5,29 +5,12 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor
 
-from embeddings.cli.app import check_arguments, check_one_method, run_trainer
+from embeddings.cli.app import check_arguments, run_trainer
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.main import main
-from embeddings.common import InputError
 from tests.helpers.runs import run_config, write_config
 
 OFF = {"in_batch_negatives": False}
-
-
-def test_two_method_configs_are_refused_by_name(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.yaml").write_text(f"model:\n  class_path: {name}\n")
-    (tmp_path / "scale.yaml").write_text("trainer:\n  devices: 2\n")
-    line = ["fit", "--config", str(tmp_path / "one.yaml"), "--config", str(tmp_path / "scale.yaml")]
-    check_one_method(line)
-    with pytest.raises(ConfigError, match=r"one\.yaml and .*two\.yaml both choose"):
-        check_one_method([*line, "--config", str(tmp_path / "two.yaml")])
-
-
-def test_a_config_that_is_no_yaml_names_the_file(tmp_path):
-    (tmp_path / "bad.yaml").write_text("a: [1,\n")
-    with pytest.raises(InputError, match=r"bad\.yaml: not a YAML file"):
-        check_one_method(["fit", "--config", str(tmp_path / "bad.yaml")])
 
 
 def sources_of(folder, config, *extra):

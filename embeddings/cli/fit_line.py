@@ -1,0 +1,141 @@
+"""What is wrong with a `fit` line, as far as configs and sources tell: torch and Lightning need not be loaded for it.
+
+Only what the parser would refuse for certain is refused, in the words of `errors.with_way_out`, which are the parser's
+too. Types, values, records and classes whose arguments no source lists are left to it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from embeddings.cli.errors import ConfigError, with_way_out
+from embeddings.cli.given import arguments_of, config_paths, given_in_order, read_config
+from embeddings.cli.imports import may_name
+from embeddings.cli.source_names import parameters_in_source, public_names
+
+TRAINER = "lightning.pytorch.Trainer"
+KEYS = ("ckpt_path", "data", "model", "seed_everything", "trainer", "weights_only")
+# What the parser has besides; a config may name a further config.
+OTHERS = ("config", "help", "print_config")
+
+
+def check_fit_line(argv: Sequence[str]) -> None:
+    """Check the configs' files, that one of them chooses the method, and the names that they and the options give.
+
+    Args:
+        argv: `fit` and its options, recipes replaced by their configs.
+
+    Raises:
+        InputError: If a config is missing, no YAML, or no mapping.
+        ConfigError: If two choose the method, or a name is unknown.
+    """
+    check_one_method(argv)
+    if any(map(_asks_for_text, argv)):
+        return
+    chosen: dict[str, str] = {}
+    unknown: list[str] = []
+    for given in given_in_order(argv):
+        content = given.mapping
+        if not given.option and "config" in content:  # and what that one chooses is not known here
+            return
+        if given.option and not _is_known(given.option):
+            unknown += given.words
+        else:
+            _check(content, "", chosen)
+    if unknown:
+        raise ConfigError(with_way_out(f"unrecognized arguments: {' '.join(unknown)}", _options()))
+
+
+def check_one_method(argv: Sequence[str]) -> None:
+    """Refuse two configs that each choose a method: the second would inherit the first's nested arguments in silence.
+
+    Raises:
+        ConfigError: Naming both files.
+    """
+    chosen = [path for path in config_paths(argv) if _chooses_method(path)]
+    if len(chosen) > 1:
+        raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give one method config a run")
+
+
+def _chooses_method(path: str) -> bool:
+    model = read_config(path).get("model")
+    return isinstance(model, dict) and "class_path" in model
+
+
+def _asks_for_text(word: str) -> bool:
+    """Whether an option prints something in place of a run, whatever else is wrong."""
+    return word == "-h" or word.startswith("--print_config") or word.partition("=")[0].endswith(("--help", ".help"))
+
+
+def _options() -> list[str]:
+    names = [f"--{name}" for name in (*OTHERS, *KEYS)]
+    return names + [f"--trainer.{name}" for name in parameters_in_source(TRAINER) or ()]
+
+
+def _is_known(option: str) -> bool:
+    """Whether the parser may know an option; what comes after the names of its own is a matter of classes."""
+    first, _, rest = option.partition(".")
+    known = parameters_in_source(TRAINER)
+    if first == "trainer" and rest and known is not None:
+        return rest.partition(".")[0].removesuffix("+") in known
+    return first.removesuffix("+") in (*KEYS, *OTHERS)
+
+
+def _check(value: Any, where: str, chosen: dict[str, str]) -> None:
+    """Check the names in a value.
+
+    Args:
+        value: What a config or an option gives.
+        where: For which option.
+        chosen: The classes that earlier values have chosen, by option; those of this one are added.
+
+    Raises:
+        ConfigError: If a name is unknown.
+    """
+    if not isinstance(value, Mapping) or "class_path" in value:
+        for place in [place for place in chosen if f"{place}.".startswith(f"{where}.")]:
+            del chosen[place]
+    if isinstance(value, list):
+        for element in value:
+            _check(element, where, {})
+    if not isinstance(value, Mapping):
+        return
+    if "class_path" in value:
+        chosen[where] = str(value["class_path"])
+        _check_class(chosen[where], where)
+    known = _known(where, chosen)
+    if known is None:
+        return
+    for written, inner in (value if where in ("", "trainer") else arguments_of(value)).items():
+        name = written.removesuffix("+")
+        if name in known:
+            _check(inner, f"{where}.{name}".removeprefix("."), chosen if name == written else {})
+        elif inner != {} and not name.startswith("__"):  # which the parser lets pass, `check_names` the latter alone
+            raise _unknown(written, where, chosen)
+
+
+def _check_class(path: str, where: str) -> None:
+    """Check that a package of ours offers a class, where it lists what it offers."""
+    module, _, name = path.rpartition(".")
+    offered = public_names(module) if module.startswith("embeddings.") and may_name(path) else None
+    if offered is not None and name not in offered:
+        raise ConfigError(with_way_out(f"Parser key \"{where}\": module '{module}' has no attribute '{name}'", ()))
+
+
+def _known(where: str, chosen: Mapping[str, str]) -> Sequence[str] | None:
+    """The names that an option's value may have, None where that cannot be told."""
+    if not where:
+        return (*KEYS, *OTHERS)
+    if where == "trainer":
+        return parameters_in_source(TRAINER)
+    path = chosen.get(where, "")
+    return parameters_in_source(path) if may_name(path) else None
+
+
+def _unknown(name: str, where: str, chosen: Mapping[str, str]) -> ConfigError:
+    if where in ("", "trainer"):
+        key = f"{where}.{name}".removeprefix(".")
+        return ConfigError(with_way_out(f"Subcommand 'fit' does not accept option '{key}'", _options()))
+    message = (
+        f"Parser key \"{where}\": Problem with given class_path '{chosen[where]}': Option '{name}' is not accepted"
+    )
+    return ConfigError(with_way_out(message, ()))

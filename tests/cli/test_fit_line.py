@@ -1,0 +1,203 @@
+"""What is refused before torch is loaded, in the words of the parser, which would refuse it seconds later."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from embeddings.cli.app import check_arguments
+from embeddings.cli.errors import ConfigError
+from embeddings.cli.fit_line import KEYS, check_fit_line, check_one_method
+from embeddings.cli.recipes import expand_recipe, read_recipes
+from embeddings.cli.sweep_points import read_sweep
+from embeddings.cli.sweep_runs import runs_of
+from embeddings.common import InputError
+from tests.helpers.runs import run_config, write_config
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "lightning_configs"
+# Sweeps, the jobs of other commands, and two tables of a paper are no configs of fit.
+NO_RUNS = ("jobs", "sweeps", "nv_embed_tables", "nv_embed_evaluation")
+FILES = [path for path in CONFIGS.rglob("*.yaml") if not {path.parent.name, path.stem} & {*NO_RUNS}]
+GRADCACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_token": 1}}
+# What is merged into the config of a run, and options.
+WRONG = {
+    "a key": ({"modle": 1}, [], "Subcommand 'fit' does not accept option 'modle'; did you mean model? --help"),
+    "a key of the trainer": ({"trainer": {"max_stepz": 3}}, [], "'trainer.max_stepz'; did you mean trainer.max_steps?"),
+    "in two parts": ({"trainer.max_stepz": 3}, [], "option 'trainer.max_stepz'; did you mean trainer.max_steps?"),
+    "of the module": (
+        {"model": {"init_args": {"shedule": 1}}},
+        [],
+        "model: Option 'shedule' is not accepted by NVEmbedModule; did you mean schedule?",
+    ),
+    "of a class inside": (
+        {"model.init_args.loss.init_args.temprature": 1},
+        [],
+        "model.loss: Option 'temprature' is not accepted by InfoNCE; did you mean temperature?",
+    ),
+    "of a class in a list": (
+        {"trainer": {"callbacks": [GRADCACHE]}},
+        [],
+        "trainer.callbacks: Option 'mini_batch_token' is not accepted by GradCacheCallback; did you mean mini",
+    ),
+    "of a list to append to": ({"data.init_args.sourcse+": [1]}, [], "Option 'sourcse+' is not accepted by Emb"),
+    "a class": (
+        {"data.class_path": "embeddings.data.EmbedingDataModule"},
+        [],
+        "data: module 'embeddings.data' has no attribute 'EmbedingDataModule'; did you mean EmbeddingDataModule?",
+    ),
+    "a class inside": ({"model.init_args.loss.class_path": "embeddings.losses.InfoNC"}, [], "did you mean InfoNCE?"),
+    "of an option's mapping": ({}, ["--data.init_args={bach_size: 3}"], "data: Option 'bach_size' is not accepted by"),
+    "an option": ({}, ["--conf=a.yaml"], "unrecognized arguments: --conf=a.yaml; did you mean --config?"),
+    "an option and its value": ({}, ["--modle", "x"], "unrecognized arguments: --modle x; did you mean --model?"),
+    "two options": ({}, ["--modle.x", "-1", "--trainr=3"], "unrecognized arguments: --modle.x -1 --trainr=3; "),
+    "an option of the trainer": (
+        {},
+        ["--trainer.max_ep", "3"],
+        " --trainer.max_ep 3; did you mean --trainer.max_epochs?",
+    ),
+    "the start of an option": ({}, ["--trainer.max_s=3"], "did you mean --trainer.max_steps? "),
+    "an option of the data": (
+        {},
+        ["--data.init_args.batchsize=3"],
+        "'batchsize' is not accepted by EmbeddingDataModule; did you mean batch_size?",
+    ),
+    "an option of the data, in short": ({}, ["--data.bath_size", "3"], "did you mean batch_size?"),
+    "an option of a class inside": (
+        {},
+        ["--model.init_args.loss.init_args.temprature", "0"],
+        "model.loss: Option 'temprature' is not accepted by InfoNCE; did you mean temperature?",
+    ),
+}
+
+
+def wrong_line(folder, changes, words):
+    """A run that works, but for the changes: each is merged into the one config, or is an option."""
+
+    def merge(into, value):
+        for key, content in value.items():
+            first, _, rest = key.partition(".")
+            content = {rest: content} if rest else content
+            into[first] = merge(into.get(first, {}), content) if isinstance(content, dict) else content
+        return into
+
+    return ["fit", "--config", write_config(folder, merge(run_config(folder), changes)), *words]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_unknown_name_is_refused_in_the_parsers_words(name, tmp_path):
+    changes, words, says = WRONG[name]
+    line = wrong_line(tmp_path, changes, words)
+    with pytest.raises(ConfigError) as quick:
+        check_fit_line(line)
+    with pytest.raises(ConfigError) as slow:
+        check_arguments(line)
+    assert str(quick.value) == str(slow.value)
+    assert says in str(quick.value)
+
+
+def test_a_later_config_is_checked_by_the_class_that_an_earlier_one_chose(tmp_path):
+    first = write_config(tmp_path, run_config(tmp_path), "first.yaml")
+
+    def check(content, *options):
+        check_fit_line(["fit", "--config", first, "--config", write_config(tmp_path, content), *options])
+
+    check({"model": {"init_args": {"loss": {"init_args": {"temperature": 1}}}}})
+    with pytest.raises(ConfigError, match="model: Option 'lossy' is not accepted by NVEmbedModule; did you mean loss"):
+        check({"model": {"init_args": {"lossy": 1}}})
+    with pytest.raises(ConfigError, match=r"model\.loss: Option 'widths' is not accepted by InfoNCE"):
+        check({"model": {"init_args": {"loss": {"init_args": {"widths": 1}}}}})
+    # Another class has other arguments, and other classes inside; what a lone name stands for is the parser's to say.
+    other = '--model={"class_path": "embeddings.modules.CDEModule"}'
+    check({}, other, "--model.context.size=3", '--model={"init_args": {"loss": {"init_args": {"widths": 1}}}}')
+    check({}, "--model", "CDEModule", "--model.context.size=3")
+    check({}, "--model.loss=null", "--model.loss.widths=3")
+
+
+OPEN = {"class_path": "embeddings.losses.MatryoshkaInfoNCE"}
+LEFT_TO_THE_PARSER = {
+    "over nothing": ({"modle": {}, "trainer": {"x": {}}}, []),
+    "what parsers write": ({"__path__": 1}, []),
+    "a class with open arguments": ({"model.init_args.loss": OPEN}, ["--model.loss.x=1"]),
+    "a class that may not be named": ({"model": {"class_path": "os.system"}}, ["--model.init_args.x=1"]),
+    "a class of a module without a list": ({"data.class_path": "embeddings.data.datamodule.Embeding"}, []),
+    "a record": ({"model.init_args.backbone.nmae": "x"}, ["--data.init_args.sources.0.nmae", "x"]),
+    "a config that names another": ({"config": "a.yaml", "modle": 1}, ["--trainr=3"]),
+    "no value": ({}, ["--config"]),
+    "help": ({"modle": 1}, ["--help"]),
+    "help of a class": ({}, ["--modle", "--model.help"]),
+    "printing": ({"modle": 1}, ["--print_config=skip_null"]),
+    "no option": ({}, ["--", "--modle"]),
+    "a value with a space": ({}, ["--modle x"]),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_THE_PARSER)
+def test_what_is_not_certain_is_left_to_the_parser(name, tmp_path):
+    check_fit_line(wrong_line(tmp_path, *LEFT_TO_THE_PARSER[name]))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_nothing_of_our_configs_is_refused(path):
+    check_fit_line(["fit", "--config", str(path)])
+
+
+def test_nothing_of_recipes_sweeps_and_the_readme_is_refused(tmp_path):
+    assert len(FILES) >= 30
+    recipes = read_recipes()
+    sweeps = [run for path in (CONFIGS / "sweeps").iterdir() for run in runs_of(read_sweep(path), tmp_path)]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    assert min(len(recipes), len(sweeps), len(blocks)) >= 2
+    for name in recipes:
+        check_fit_line(expand_recipe(["fit", "--recipe", name]))
+    for run in sweeps:
+        check_fit_line(expand_recipe(list(run.words)))
+    for block in blocks:
+        check_fit_line(["fit", "--config", str(CONFIGS / "quickstart.yaml"), f"--config={block}"])
+
+
+def test_all_that_the_parser_takes_is_let_through(tmp_path, capsys):
+    config = run_config(tmp_path) | {"ckpt_path": None, "weights_only": None}
+    line = ["fit", "--config", write_config(tmp_path, config), "--trainer.max_steps=1"]
+    check_fit_line(line)
+    with pytest.raises(SystemExit):
+        check_arguments([*line, "--print_config"])
+    whole = yaml.safe_load(capsys.readouterr().out)
+    assert sorted(whole) == sorted(KEYS)
+    options = ["--trainer.callbacks+=[]", "--trainer", "x.yaml", "--data.batch_size=4", "--seed_everything", "3"]
+    check_fit_line(["fit", "--config", write_config(tmp_path, whole, "whole.yaml"), *options])
+
+
+def test_two_method_configs_are_refused_by_name(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.yaml").write_text(f"model:\n  class_path: {name}\n")
+    (tmp_path / "scale.yaml").write_text("trainer:\n  devices: 2\n")
+    line = ["fit", "--config", str(tmp_path / "one.yaml"), "--config", str(tmp_path / "scale.yaml")]
+    check_one_method(line)
+    with pytest.raises(ConfigError, match=r"one\.yaml and .*two\.yaml both choose"):
+        check_one_method([*line, "--config", str(tmp_path / "two.yaml")])
+
+
+def test_a_config_that_is_no_yaml_names_the_file(tmp_path):
+    (tmp_path / "bad.yaml").write_text("a: [1,\n")
+    with pytest.raises(InputError, match=r"bad\.yaml: not a YAML file"):
+        check_one_method(["fit", "--config", str(tmp_path / "bad.yaml")])
+
+
+def test_torch_is_not_loaded_for_it(tmp_path):
+    paths = [str(tmp_path / f"{number}.yaml") for number in range(4)]
+    lines = [["fit", "--config", str(tmp_path / "none.yaml")], ["fit", "--recipe", "none"]]
+    lines += [["fit", "--config", path] for path in paths]
+    Path(paths[0]).write_text("a: [1,\n")
+    Path(paths[1]).write_text("trainer: {max_stepz: 3}\n")
+    Path(paths[2]).write_text("model: {class_path: embeddings.modules.NVEmbedModule, init_args: {shedule: 3}}\n")
+    Path(paths[3]).write_text("data: {class_path: embeddings.data.EmbedingDataModule}\n")
+    code = "import sys; from embeddings.cli.main import main; "
+    code += f"print([main(line) for line in {lines!r}], 'torch' in sys.modules, 'lightning' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[2, 2, 2, 2, 2, 2] False False\n"
+    assert ended.stderr.count("\n") == 6
