@@ -9,6 +9,7 @@ from embeddings.cli.given import (
     check_names,
     check_nulls,
     config_paths,
+    given_in_order,
     given_mappings,
     signature_of,
     takes_null,
@@ -150,6 +151,19 @@ def test_mappings_come_from_files_from_texts_and_from_options(tmp_path):
     assert list(given_mappings([])) == []
     with pytest.raises(InputError, match=r"list\.yaml: holds no options"):
         list(given_mappings(["--config", str(tmp_path / "list.yaml")]))
+
+
+def test_a_line_is_read_from_left_to_right_until_its_options_end(tmp_path):
+    (tmp_path / "a.yaml").write_text("a.b: 1\n")
+    path = str(tmp_path / "a.yaml")
+    argv = ["fit", "--x.y", "-1", "-c", path, "--list=[{z: 1}]", "--bare", "--two words", "--", "--after"]
+    found = [(given.words, given.mapping) for given in given_in_order(argv)]
+    assert found == [
+        (("--x.y", "-1"), {"x": {"y": "-1"}}),
+        (("-c", path), {"a": {"b": 1}}),
+        (("--list=[{z: 1}]",), {"list": [{"z": 1}]}),
+        (("--bare",), {"bare": ""}),
+    ]
 
 
 def test_the_module_of_a_class_that_a_config_may_not_name_is_not_imported(tmp_path, monkeypatch):
