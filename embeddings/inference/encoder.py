@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
@@ -20,6 +20,7 @@ from embeddings.common.text import TextRole
 from embeddings.common.types import PaddedTokens, TokenBatch
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.context import Context
+from embeddings.inference.evaluating import evaluating
 from embeddings.inference.precision import Precision, resolve_precision
 
 if TYPE_CHECKING:
@@ -283,21 +284,12 @@ class Encoder:
     @contextmanager
     def _inference(self) -> Iterator[None]:
         """Evaluation mode without gradients, in the chosen precision; every module's mode is restored."""
-        modes = [(module, module.training) for module in self.embedder.modules()]
-        self.embedder.eval()
         low = self.dtype != torch.float32
         # What FSDP2 gathers inside an inference mode could not be trained on afterwards.
         no_gradients = torch.no_grad() if hasattr(self.embedder, "unshard") else torch.inference_mode()
-        try:
-            with no_gradients, torch.autocast(self.device.type, self.dtype if low else None, enabled=low):
-                yield
-        finally:
-            _restore(modes)
-
-
-def _restore(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
+        autocast = torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
+        with evaluating(self.embedder), no_gradients, autocast:
+            yield
 
 
 def _unique(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64] | None]:

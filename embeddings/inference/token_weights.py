@@ -13,6 +13,7 @@ from embeddings.common import InputError
 from embeddings.common.mini_batches import plan_mini_batches
 from embeddings.common.text import TextRole
 from embeddings.data.tokenize import TextTokenizer, TokenSpan
+from embeddings.inference.evaluating import evaluating
 
 if TYPE_CHECKING:
     from embeddings.models.anchor_token import AnchorTokenPooling
@@ -72,7 +73,7 @@ def token_weights(
     tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
     tokens, spans = tokenizer(texts, role, prompt), tokenizer.spans(texts, role, prompt)
     found: list[TokenWeights | None] = [None] * len(texts)
-    with _tapped(embedder, pooling) as tap, _evaluating(embedder), torch.inference_mode():
+    with _tapped(embedder, pooling) as tap, evaluating(embedder), torch.inference_mode():
         for rows_n in plan_mini_batches(tokens.lengths_N, mini_batch_tokens):
             padded = tokens.padded(rows_n, embedder.pad_token_id)
             ids_nL, attention_nL, pooled_nL = (part.to(embedder.device) for part in padded)
@@ -122,15 +123,3 @@ def _tapped(embedder: "Embedder", pooling: "AnchorTokenPooling") -> Iterator["At
     finally:
         if own is not None:
             own.attach()
-
-
-@contextmanager
-def _evaluating(embedder: "Embedder") -> Iterator[None]:
-    """Evaluation mode; every module's mode is restored."""
-    modes = [(module, module.training) for module in embedder.modules()]
-    embedder.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
