@@ -57,6 +57,9 @@ COMMANDS = {
     "show anchor-tokens": Command(
         "embeddings.cli.show:anchor_tokens", "a picture of texts by anchor-token-aware pooling's weights", ("texts",)
     ),
+    "show latent-attention": Command(
+        "embeddings.cli.show_latents:latent_attention", "a picture of which latents tokens attend to", ("texts",)
+    ),
     "show routing": Command(
         "embeddings.cli.show_routing:routing",
         "a picture of where a sparse model's tokens go, or of runs' expert loads",

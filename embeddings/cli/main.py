@@ -75,4 +75,4 @@ def usage(first_word: str = "") -> str:
     lines = ["usage: python main.py COMMAND [options]   (python main.py COMMAND --help says more)", ""]
     rows = {**TRAINER_COMMANDS, **{name: command.summary for name, command in COMMANDS.items()}}
     chosen = {name: summary for name, summary in rows.items() if not first_word or name.split()[0] == first_word}
-    return "\n".join([*lines, *(f"  {name:<20}{summary}" for name, summary in chosen.items())])
+    return "\n".join([*lines, *(f"  {name:<23}{summary}" for name, summary in chosen.items())])

@@ -3,6 +3,7 @@
 from embeddings.figures.anchor_tokens import draw_anchor_tokens
 from embeddings.figures.curves import draw_curves
 from embeddings.figures.expert_loads import draw_expert_loads
+from embeddings.figures.latent_weights import draw_latent_weights
 from embeddings.figures.png import check_output
 from embeddings.figures.routing_curves import draw_routing_curves
 from embeddings.figures.sweep import draw_sweep
@@ -12,6 +13,7 @@ __all__ = [
     "draw_anchor_tokens",
     "draw_curves",
     "draw_expert_loads",
+    "draw_latent_weights",
     "draw_routing_curves",
     "draw_sweep",
 ]

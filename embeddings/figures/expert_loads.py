@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from embeddings.common import InputError
+from embeddings.figures.page import draw_scale, write
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.shades import BLACK, EDGE, GREY, is_dark, shades
 from embeddings.inference.expert_loads import ExpertLoads
@@ -53,9 +54,9 @@ def draw_expert_loads(loads: ExpertLoads, title: str, subtitle: str, output: Pat
     figure = plt.figure(figsize=(width / 72, height / 72), facecolor="white")
     page = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
     page.set_axis_off()
-    _write(page, _MARGIN, _MARGIN + 8, title, size=12, weight="bold", color=BLACK)
+    write(page, _MARGIN, _MARGIN + 8, title, size=12, weight="bold", color=BLACK)
     for line, note in enumerate(notes, start=1):
-        _write(page, _MARGIN, _MARGIN + 10 + line * _SUBTITLE, note, size=9, color=GREY)
+        write(page, _MARGIN, _MARGIN + 10 + line * _SUBTITLE, note, size=9, color=GREY)
     share_YX = loads.share_YX
     place = (_LEFT / width, 1 - (top + num_layers * _ROW) / height)
     axis = figure.add_axes((*place, num_experts * cell / width, num_layers * _ROW / height))
@@ -82,7 +83,7 @@ def draw_expert_loads(loads: ExpertLoads, title: str, subtitle: str, output: Pat
         page.text(middle, top - 6, name, size=8.5, color=GREY, ha="center", va="bottom", linespacing=1.1)
         for row, value in enumerate(values):
             page.text(middle, top + (row + 0.5) * _ROW, value, size=9, color=BLACK, ha="center", va="center")
-    _draw_scale(figure, image, 1 / num_experts, most, width, height)
+    draw_scale(figure, image, _LEFT, (width, height), "share of a layer's assignments", 1 / num_experts)
     write_png(figure, output)
 
 
@@ -100,20 +101,3 @@ def _name_axes(axis: Any, layers: list[int], num_experts: int) -> None:
     axis.tick_params(which="minor", length=0)
     for spine in axis.spines.values():
         spine.set(color=EDGE, linewidth=0.8)
-
-
-def _draw_scale(figure: Any, image: Any, even: float, most: float, width: float, height: float) -> None:
-    """What the colours mean, with the even share marked."""
-    bar = figure.add_axes((_LEFT / width, 40 / height, 250 / width, 8 / height))
-    scale = figure.colorbar(image, cax=bar, orientation="horizontal")
-    # Labels need room: the even share stands in the bar's own label too.
-    ticks = [0.0, *([even] if 0.12 * most < even < most else []), most]
-    scale.set_ticks(ticks, labels=[f"{tick:.1%}" for tick in ticks])
-    scale.set_label(f"share of a layer's assignments (even: {even:.1%})", size=8.5, color=GREY, loc="left")
-    scale.ax.tick_params(labelsize=8, colors=GREY, length=2)
-    scale.ax.minorticks_off()
-    scale.outline.set_visible(False)
-
-
-def _write(page: Any, left: float, baseline: float, text: str, **style: Any) -> None:
-    page.text(left, baseline, text, va="baseline", ha="left", parse_math=False, **style)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from embeddings.common import InputError
 from embeddings.figures.glyphs import MISSING, drawable, installed_fonts
+from embeddings.figures.page import write
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.shades import BLACK, EDGE, GREY, is_dark, shades
 from embeddings.figures.text_layout import Part, Run, wrapped
@@ -84,16 +85,16 @@ def draw_shaded_texts(texts: Sequence[ShadedText], title: str, subtitle: str, la
     axis.set_axis_off()
     colours, norm = shades(), _norm(texts)
     top = _MARGIN + 8
-    _write(axis, _MARGIN, top, title, size=12, weight="bold")
+    write(axis, _MARGIN, top, title, size=12, weight="bold")
     for note in notes:
         top += _SUBTITLE
-        _write(axis, _MARGIN, top + 2, note, size=9, color=GREY)
+        write(axis, _MARGIN, top + 2, note, size=9, color=GREY)
     top += 18
     for text, layout, lines in zip(texts, layouts, heights, strict=True):
         for run in layout:
             _draw_run(axis, run, text.pieces[run.owner or 0], top, colours, norm, fonts.names)
         top += lines * _LINE
-        _write(axis, _MARGIN, top + 10, text.caption, size=8.5, color=GREY)
+        write(axis, _MARGIN, top + 10, text.caption, size=8.5, color=GREY)
         top += _CAPTION
     bar = figure.add_axes((_MARGIN / _WIDTH, 42 / height, _SCALE_COLUMNS * _ADVANCE / _WIDTH, 8 / height))
     scale = figure.colorbar(plt.cm.ScalarMappable(norm, colours), cax=bar, orientation="horizontal")
@@ -145,8 +146,4 @@ def _draw_run(
             colour = "white"
         elif piece.is_special:
             colour = "#444444"
-    _write(axis, left, baseline, run.text, size=_FONT_SIZE, color=colour, family=list(families))
-
-
-def _write(axis: Any, left: float, baseline: float, text: str, **style: Any) -> None:
-    axis.text(left, baseline, text, va="baseline", ha="left", parse_math=False, **style)
+    write(axis, left, baseline, run.text, size=_FONT_SIZE, color=colour, family=list(families))

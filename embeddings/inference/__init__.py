@@ -7,6 +7,7 @@ from embeddings.inference.context_choice import choose_context, draw_context, re
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.expert_loads import ExpertLoads, expert_loads
+from embeddings.inference.latent_weights import LatentWeights, latent_weights
 from embeddings.inference.precision import Precision
 from embeddings.inference.search import TopK, search_top_k, unit_rows
 from embeddings.inference.token_weights import TokenWeights, token_weights
@@ -22,6 +23,7 @@ __all__ = [
     "Encoder",
     "ExpertLoads",
     "Hit",
+    "LatentWeights",
     "Precision",
     "TokenWeights",
     "TopK",
@@ -32,6 +34,7 @@ __all__ = [
     "draw_context",
     "encode_corpus",
     "expert_loads",
+    "latent_weights",
     "read_corpus",
     "require_context_size",
     "sample_context",

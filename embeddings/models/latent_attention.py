@@ -90,6 +90,26 @@ class LatentAttentionPooling(Pooling):
         state_SH = token_TH.new_zeros(pooling_mask_NL.numel(), self.hidden_size).index_copy(0, index_T, token_TH)
         return mean_of_sum(state_SH.view(*pooling_mask_NL.shape, -1).sum(dim=1), pooling_mask_NL)
 
+    def weights(self, token_TH: Tensor) -> Tensor:
+        """How much each token attends to each latent, (A, T, R) float32: in each head 1 over the latents.
+
+        What `forward` computes inside its fused attention, for whoever wants to see it.
+
+        Args:
+            token_TH: States of the pooled tokens, (T, H).
+
+        Source: NV-Embed, appendix D, Fig. 2.
+        """
+        token_TH = token_TH.to(self.latents.dtype)
+        if self.paper_literal:
+            query_ATE, key_ARE = (_split_heads(part, self.num_heads) for part in (token_TH, self.latents))
+            scale = 1.0
+        else:
+            query_ATE, key_ARE, _ = self.attention.project(token_TH, self.latents)
+            scale = query_ATE.shape[-1] ** -0.5
+        dtype = torch.promote_types(query_ATE.dtype, torch.float32)
+        return (scale * query_ATE.to(dtype) @ key_ARE.to(dtype).mT).softmax(dim=-1)
+
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments past the hidden size."""
         return {
@@ -130,10 +150,14 @@ class LatentAttention(nn.Module):
 
     def forward(self, token_TH: Tensor, latent_RH: Tensor) -> Tensor:
         """What each token reads from the latents, (T, H)."""
-        query_ATE = _split_heads(self.to_query(self.norm(token_TH)), self.num_heads)
+        return _as_tensor(self.to_output(_join_heads(_attend(*self.project(token_TH, latent_RH)))))
+
+    def project(self, token_TH: Tensor, latent_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries of the tokens, (A, T, E), and the keys and values of the latents, (A, R, E)."""
+        query = self.to_query(self.norm(token_TH))
         key, value = self.to_key_value(self.norm_latents(latent_RH)).chunk(2, dim=-1)
-        read_ATE = _attend(query_ATE, _split_heads(key, self.num_heads), _split_heads(value, self.num_heads))
-        return _as_tensor(self.to_output(_join_heads(read_ATE)))
+        query_ATE, key_ARE, value_ARE = (_split_heads(part, self.num_heads) for part in (query, key, value))
+        return query_ATE, key_ARE, value_ARE
 
 
 class GatedFeedForward(nn.Module):

@@ -173,3 +173,26 @@ def test_a_batch_without_one_pooled_token_is_all_zeros() -> None:
 def test_a_number_below_one_is_refused(name):
     with pytest.raises(ValueError, match=rf"pooling.{name} must be >= 1, got 0"):
         LatentAttentionPooling(8, **{name: 0})
+
+
+@pytest.mark.parametrize(("options", "head_dim"), [({}, HIDDEN), ({"head_dim": 3}, 3), ({"paper_literal": True}, 4)])
+def test_the_weights_of_a_token_are_the_shares_of_the_loop(options: dict[str, object], head_dim: int) -> None:
+    pooling = build(**options)
+    weights = {name: value.detach() for name, value in pooling.state_dict().items()}
+    token_TH = states().flatten(0, 1)[:3]
+    found = pooling.weights(token_TH)
+    assert found.shape == (HEADS, 3, LATENTS)
+    for head in range(HEADS):
+        own = slice(head * head_dim, (head + 1) * head_dim)
+        for row, token in enumerate(token_TH):
+            if options.get("paper_literal"):
+                scores = [float(token[own] @ latent[own]) for latent in weights["latents"]]
+            else:
+                query = weights["attention.to_query.weight"] @ norm(token, weights, "attention.norm")
+                keys = [
+                    weights["attention.to_key_value.weight"] @ norm(latent, weights, "attention.norm_latents")
+                    for latent in weights["latents"]
+                ]
+                scores = [float(query[own] @ key[own]) / math.sqrt(head_dim) for key in keys]
+            assert found[head, row].tolist() == pytest.approx(softmax(scores), rel=1e-9)
+    assert float(found.detach().std()) > 0.01
