@@ -61,7 +61,7 @@ def quickstart() -> None:
     write_json(output / "metrics.json", results)
     from embeddings.figures import draw_curves
 
-    draw_curves(run, output / "curves.png")
+    draw_curves([run], output / "curves.png")
     print(f"\n{table(results)}\n")
     print(f"{results['seconds']['total']:.0f} s in all; model, curves.png and metrics.json are in {output}")
     print(

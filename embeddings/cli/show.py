@@ -8,18 +8,22 @@ if TYPE_CHECKING:
     from embeddings.models import AnchorTokenPooling, Embedder
 
 
-def curves(run: Path, output: Path | None = None) -> None:
-    """Draw the loss and nDCG@10 of a run over its optimiser steps.
+def curves(run: Path | list[Path], output: Path | None = None) -> None:
+    """Draw the loss and nDCG@10 of some runs over their optimiser steps.
 
     Args:
-        run: The run's folder, which holds the `metrics.csv` that `fit` wrote.
-        output: The PNG file to write; `curves.png` in the run's folder where none is given.
+        run: The run's folder, which holds the `metrics.csv` that `fit` wrote; several as `[RUN,RUN]`, in one picture.
+        output: The PNG file to write; `curves.png` in the run's folder, or for several here, where none is given.
     """
+    from embeddings.common import OptionError
     from embeddings.figures import check_output, draw_curves
 
-    path = output or run / "curves.png"
+    runs = [run] if isinstance(run, Path) else run
+    if not runs:
+        raise OptionError("run", runs, "must name a run", "give a folder such as checkpoints/runs/NAME/version_0")
+    path = output or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
     check_output(path)
-    draw_curves(run, path)
+    draw_curves(runs, path)
     print(f"wrote {path}")
 
 

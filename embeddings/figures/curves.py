@@ -1,59 +1,67 @@
-"""The loss and the score of a run over its optimiser steps."""
+"""The loss and the score of some runs over their optimiser steps."""
 
-import csv
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from embeddings.common import InputError
-from embeddings.common.metrics_file import read_metrics
 from embeddings.figures.png import pyplot, write_png
+from embeddings.figures.run_lines import line_label, line_style, point_markers, run_names
+from embeddings.figures.run_metrics import LOSS, SCORE, Curve, read_curves
 
-# Steps over which the loss is averaged in the picture: one batch says little.
+# Logged values over which the loss is averaged in the picture: one batch says little.
 WINDOW = 8
+# More runs than this have no numbers at their scores.
+_MOST_NUMBERED = 1
 
 
-def read_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
-    """One column of a run's `metrics.csv`: the steps at which it was logged, and its values.
+def draw_curves(runs: Sequence[Path], output: Path) -> None:
+    """Draw the loss of some runs and, where one logged it, their validation nDCG@10, over one axis of optimiser steps.
 
-    What a kill has cut short, or the run is just writing, is left out.
+    Args:
+        runs: Folders of runs, at least one.
+        output: The PNG file to write.
 
     Raises:
-        InputError: If the run has no such file, or the file is no run's.
+        InputError: If a run has no `metrics.csv`, or it is no run's.
+        MissingExtraError: If matplotlib is not installed.
     """
-    path = run / "metrics.csv"
-    if not path.is_file():
-        raise InputError(str(path), "no such file", "give the folder of a run, such as checkpoints/runs/NAME/version_0")
-    try:
-        reader = read_metrics(path)
-        missing = [name for name in ("step", "train/loss") if name not in (reader.fieldnames or ())]
-        rows = [(int(row["step"]), float(row[column])) for row in reader if row.get(column)] if not missing else []
-    except (ValueError, TypeError, csv.Error) as error:
-        raise InputError(str(path), f"is damaged ({error})", "give the folder of a run of fit") from error
-    if missing:
-        raise InputError(str(path), f"has no column {missing[0]!r}", "give the folder of a run of fit")
-    return [step for step, _ in rows], [value for _, value in rows]
-
-
-def draw_curves(run: Path, output: Path) -> None:
-    """Draw the loss and the validation nDCG@10 of a run as two panels over one axis of optimiser steps."""
     plt = pyplot()
-    steps, losses = read_curve(run, "train/loss")
-    figure, (loss_axis, score_axis) = plt.subplots(2, 1, sharex=True, figsize=(7, 6), layout="constrained")
-    loss_axis.plot([step + 1 for step in steps], losses, color="tab:blue", linewidth=0.8, alpha=0.4)
-    means = [sum(losses[max(0, end - WINDOW) : end]) / min(end, WINDOW) for end in range(1, len(losses) + 1)]
-    loss_axis.plot([step + 1 for step in steps], means, color="tab:blue", label=f"mean of {WINDOW} steps")
-    loss_axis.legend()
-    loss_axis.set_ylabel("training loss")
-    loss_axis.set_ylim(bottom=0)
-    steps, scores = read_curve(run, "val/ndcg_at_10")
-    score_axis.plot(steps, scores, color="tab:green", marker="o")
-    for step, score in zip(steps, scores, strict=True):
-        score_axis.annotate(
-            f"{score:.3f}", (step, score), textcoords="offset points", xytext=(0, 6), ha="center", size=8
-        )
-    score_axis.set_ylabel("validation nDCG@10")
-    score_axis.set_xlabel("optimiser step")
-    score_axis.margins(y=0.15)
-    for axis in (loss_axis, score_axis):
+    found = [read_curves(run, [LOSS, SCORE]) for run in runs]
+    has_scores = any(curves[SCORE][0] for curves in found)
+    size = (7.5, (6.0 if has_scores else 3.8) + 0.22 * len(runs))
+    figure, axes = plt.subplots(1 + has_scores, 1, sharex=True, figsize=size, layout="constrained", squeeze=False)
+    for number, (name, curves) in enumerate(zip(run_names(runs), found, strict=True)):
+        _draw_loss(axes[0, 0], curves[LOSS], number, line_label(name))
+        if has_scores:
+            _draw_scores(axes[1, 0], curves[SCORE], number, is_numbered=len(runs) <= _MOST_NUMBERED)
+    axes[0, 0].set_ylabel(f"training loss\n(bold: mean of {WINDOW} logged values)")
+    axes[0, 0].set_ylim(bottom=0)
+    if has_scores:
+        axes[1, 0].set_ylabel("validation nDCG@10")
+        axes[1, 0].margins(y=0.15)
+    for axis in axes.flat:
         axis.grid(alpha=0.3)
-    loss_axis.set_title(f"{run.parent.name}/{run.name}")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("optimiser step")
+    axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside lower left", frameon=False, ncols=1)
     write_png(figure, output)
+
+
+def _draw_loss(axis: Any, curve: Curve, number: int, label: str) -> None:
+    """One run's loss, every value pale and the running mean over it."""
+    steps, losses = [step + 1 for step in curve[0]], curve[1]
+    means = [sum(losses[max(0, end - WINDOW) : end]) / min(end, WINDOW) for end in range(1, len(losses) + 1)]
+    style = line_style(number)
+    axis.plot(steps, losses, **{**style, "linewidth": 0.8}, alpha=0.35)
+    axis.plot(steps, means, **style, **(point_markers(1) if len(steps) == 1 else {}), label=label)
+
+
+def _draw_scores(axis: Any, curve: Curve, number: int, is_numbered: bool) -> None:
+    steps, scores = curve
+    axis.plot(steps, scores, **line_style(number), **point_markers(len(steps)))
+    # So many numbers have room.
+    every = max(1, -(-len(steps) // 12))
+    for step, score in zip(steps[::every], scores[::every], strict=True) if is_numbered else ():
+        place = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center"}
+        axis.annotate(f"{score:.3f}", (step, score), size=8, **place)

@@ -5,15 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embeddings.common import InputError
-from embeddings.figures.curves import read_curve
 from embeddings.figures.png import pyplot, write_png
+from embeddings.figures.run_lines import line_label, line_style, point_markers, run_names
+from embeddings.figures.run_metrics import read_curve
 
 ENTROPY, IDLE = "routing/load_entropy", "routing/idle_experts"
-# Lines with more points than this have no markers.
-MOST_MARKED = 40
-LONGEST_NAME = 70
-# In the order of matplotlib's ten colours; the next ten lines are dashed, and so on.
-_STYLES = ("-", "--", "-.", ":")
 
 
 def draw_routing_curves(runs: Sequence[Path], output: Path) -> None:
@@ -35,10 +31,9 @@ def draw_routing_curves(runs: Sequence[Path], output: Path) -> None:
         2, 1, sharex=True, figsize=(7.5, 6 + 0.22 * len(runs)), height_ratios=(3, 2), layout="constrained"
     )
     for number, (name, (entropy, idle)) in enumerate(zip(names, curves, strict=True)):
-        style = {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)], "linewidth": 1.6}
-        marker = {"marker": "o", "markersize": 3.5} if len(entropy[0]) <= MOST_MARKED else {}
-        entropy_axis.plot(*entropy, label=_label(name), **style, **marker)
-        idle_axis.plot(*idle, **style, **marker)
+        style = line_style(number) | point_markers(len(entropy[0]))
+        entropy_axis.plot(*entropy, label=line_label(name), **style)
+        idle_axis.plot(*idle, **style)
     room = 0.06 * max(1 - lowest, 0.02)
     entropy_axis.axhline(1, color="#777777", linestyle=":", linewidth=1, zorder=0)
     entropy_axis.set_ylim(lowest - room, 1 + room)
@@ -70,15 +65,3 @@ def read_routing_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
     if not all(map(math.isfinite, values)):
         raise InputError(path, f"has a {column!r} that is no number", fix)
     return steps, values
-
-
-def run_names(runs: Sequence[Path]) -> list[str]:
-    """The last two parts of each run's path, or the whole path where two runs share them."""
-    short = ["/".join(run.absolute().parts[-2:]) for run in runs]
-    return [name if short.count(name) == 1 else str(run) for name, run in zip(short, runs, strict=True)]
-
-
-def _label(name: str) -> str:
-    """A name as the legend shows it: no formula, no line without a name, and none wider than the picture."""
-    short = name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
-    return " " * short.startswith("_") + short.replace("$", r"\$")

@@ -52,6 +52,19 @@ def test_curves_go_beside_the_run_unless_named(tmp_path, capsys):
     assert "is a directory" in capsys.readouterr().err
 
 
+def test_curves_of_several_runs_are_one_picture_in_the_working_folder(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text("step,train/loss,val/ndcg_at_10\n0,2.0,\n1,,0.5\n")
+    assert main(["show", "curves", "--run", "[one,two]"]) == 0
+    assert main(["show", "curves", "--run=[two]"]) == 0
+    assert capsys.readouterr().out == "wrote curves.png\nwrote two/curves.png\n"
+    assert main(["show", "curves", "--run", "[]"]) == 2
+    assert "run must name a run, got []" in capsys.readouterr().err
+
+
 def test_a_picture_and_a_table_of_a_model_that_pools_otherwise(models, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)

@@ -1,11 +1,9 @@
-from pathlib import Path
-
 import pytest
 
 from embeddings.common import InputError
 from embeddings.figures import routing_curves
 from embeddings.figures.png import pyplot
-from embeddings.figures.routing_curves import draw_routing_curves, run_names
+from embeddings.figures.routing_curves import draw_routing_curves
 
 pytest.importorskip("matplotlib")
 
@@ -80,11 +78,6 @@ def test_the_legend_lies_below_the_panels_and_on_the_page_whatever_the_names(tmp
     assert figure.bbox.y0 <= box.y0 < box.y1 < min(axis.get_tightbbox().y0 for axis in figure.axes)
     looks = {(line.get_color(), line.get_linestyle()) for line in figure.axes[1].lines}
     assert len(looks) == 12
-
-
-def test_runs_of_one_name_are_told_apart_by_their_paths():
-    runs = [Path("a/x/version_0"), Path("b/x/version_0"), Path("b/x/version_1")]
-    assert run_names(runs) == ["a/x/version_0", "b/x/version_0", "x/version_1"]
 
 
 def test_the_picture_is_a_png(runs, tmp_path):
