@@ -5,7 +5,6 @@ import csv
 import datetime
 import multiprocessing
 import os
-import platform
 import statistics
 import subprocess
 import time
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm as progress
+
+from embeddings.common.hardware import processors as hardware
 
 RESULTS = Path(__file__).with_name("results.csv")
 CONTROL_LIMITS = (0.97, 1.03)
@@ -203,19 +204,6 @@ def _status_bytes(field: str) -> int:
 def _versions(packages: str) -> str:
     names = [name.strip() for name in packages.split(",") if name.strip() != "none"]
     return " ".join(f"{name} {version(name)}" for name in names) or "none"
-
-
-def hardware() -> str:
-    """Number and name of the processors."""
-    name = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.is_file():
-        models = [
-            line for line in information.read_text(encoding="utf-8").splitlines() if line.startswith("model name")
-        ]
-        if models:
-            name = f"{len(models)} x {models[0].split(':')[1].strip()}"
-    return name
 
 
 def commit() -> str:

@@ -79,6 +79,11 @@ class PlannedDataModule(LightningDataModule):
         """The number of rows of each source; `setup` opens them."""
         raise NotImplementedError
 
+    @property
+    def source_rows(self) -> dict[str, int]:
+        """The number of rows of each source, by its name; `setup` opens them."""
+        return dict(zip((source.name for source in self._planned_sources), self.sizes, strict=True))
+
     def located(self, rows: Iterable[int]) -> dict[str, list[int]]:
         """Rows that were drawn, by the name of their source, numbered within it from 0."""
         starts = [0, *accumulate(self.sizes)]

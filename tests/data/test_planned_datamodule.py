@@ -96,6 +96,7 @@ def test_rows_are_numbered_within_their_source(kind: Kind) -> None:
     size, other = data.sizes
     assert size == other > 3
     assert data.located([3, size + 2, size - 1, size]) == {"first": [3, size - 1], "second": [2, 0]}
+    assert data.source_rows == {"first": size, "second": other}
 
 
 def test_a_batch_larger_than_the_data_is_refused(kind: Kind) -> None:
