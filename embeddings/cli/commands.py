@@ -53,6 +53,7 @@ COMMANDS = {
     "sweep": Command(
         "embeddings.cli.sweep:sweep", "runs over a grid, a list or random values of config keys", ("file",)
     ),
+    "report": Command("embeddings.cli.report:report", "one HTML page about a run", ("run",)),
     "show curves": Command("embeddings.cli.show:curves", "a picture of the loss and score of runs"),
     "show anchor-tokens": Command(
         "embeddings.cli.show:anchor_tokens", "a picture of texts by anchor-token-aware pooling's weights", ("texts",)

@@ -5,6 +5,7 @@ from embeddings.figures.curves import draw_curves
 from embeddings.figures.expert_loads import draw_expert_loads
 from embeddings.figures.latent_weights import draw_latent_weights
 from embeddings.figures.png import check_output
+from embeddings.figures.report import write_report
 from embeddings.figures.routing_curves import draw_routing_curves
 from embeddings.figures.sweep import draw_sweep
 
@@ -16,4 +17,5 @@ __all__ = [
     "draw_latent_weights",
     "draw_routing_curves",
     "draw_sweep",
+    "write_report",
 ]

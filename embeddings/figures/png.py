@@ -22,8 +22,12 @@ def pyplot() -> Any:
     return plt
 
 
-def check_output(output: Path) -> None:
+def check_output(output: Path, kind: str = "a PNG file") -> None:
     """Check that a picture can be drawn and can lie there, before anything costs time.
+
+    Args:
+        output: The file.
+        kind: What it is to be, for the message.
 
     Raises:
         InputError: If there is a folder, or the way there leads through a file.
@@ -31,7 +35,7 @@ def check_output(output: Path) -> None:
     """
     pyplot()
     if output.is_dir():
-        raise InputError(f"--output {output}", "is a directory", "name a PNG file")
+        raise InputError(f"--output {output}", "is a directory", f"name {kind}")
     for place in output.absolute().parents:
         if place.exists():
             if not place.is_dir():

@@ -1,0 +1,151 @@
+from base64 import b64decode
+
+import pytest
+
+from embeddings.common import InputError
+from embeddings.figures.png import pyplot
+from embeddings.figures.report import write_report
+from tests.figures.run_folders import METRICS, RECORD, write_run
+from tests.figures.test_html import HOSTILE, Reader
+
+pytest.importorskip("matplotlib")
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def page_of(tmp_path):
+    def make(run):
+        write_report(run, tmp_path / "report.html")
+        return Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+    return make
+
+
+def pictures(page):
+    sources = [value for name, value in page.attributes if name == "src"]
+    return [b64decode(source.removeprefix("data:image/png;base64,"), validate=True) for source in sources]
+
+
+def test_a_page_says_what_was_trained_how_it_went_and_where_it_lies(tmp_path, page_of):
+    run = write_run(tmp_path / "small" / "version_0")
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "last.ckpt").write_bytes(b"x" * 2500)
+    page = page_of(run)
+    said = [
+        "small/version_0",
+        "on 1,234 records of 2 sources",
+        "LatentAttentionPooling (num_latents 64)",
+        "InfoNCE (temperature 0.05)",
+        "32 × 2 processes × 4 batches a step = 256 an optimiser step",
+        "2,000 parameters, 500 of them trained",
+        "0123456789abcdef+",
+        "python main.py fit --config a.yaml",
+        "torch 2.11.0",
+        "1 March 2026, 10:00 UTC",
+        "a.jsonl, b.jsonl",
+        "val/ndcg_at_100.250.520",
+        "18.8%25.0%",
+        "No value that was logged is NaN or infinite",
+        "checkpoints/last.ckptcheckpoint2 kB",
+        "checkpoints/smallmodel directory, not found from where this page was made",
+    ]
+    assert [words for words in said if words not in page.text] == []
+    assert "Interruptions" not in page.text
+    assert page.tags.count("h2") == 4
+    assert page.tags[page.tags.index("details") :][:3] == ["details", "summary", "pre"]
+    assert (run / "config.yaml").read_text() in page.text
+
+
+def test_a_page_needs_nothing_but_itself(tmp_path, page_of):
+    page = page_of(write_run(tmp_path / "run"))
+    assert set(page.tags).isdisjoint({"script", "link", "iframe", "object", "a"})
+    assert {name for name, _ in page.attributes} <= {"lang", "charset", "name", "content", "class", "src", "alt"}
+    assert all(content.startswith(PNG) for content in pictures(page))
+    text = (tmp_path / "report.html").read_text()
+    assert text.startswith("<!DOCTYPE html>\n<html ")
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_whatever_comes_from_a_file_is_text(tmp_path, page_of):
+    config = {
+        "model": {"class_path": HOSTILE, "init_args": {"backbone": {"name": HOSTILE}, "loss": HOSTILE}},
+        "data": {"init_args": {"sources": [{"name": HOSTILE, "path": HOSTILE, "instruction": [HOSTILE]}]}},
+        "trainer": {"callbacks": [{"class_path": "a.ExportModel", "init_args": {"output": HOSTILE}}]},
+        "seed_everything": HOSTILE,
+    }
+    record = {key: HOSTILE for key in RECORD if key != "end"}
+    record["source_rows"] = {HOSTILE: 3}
+    record["versions"] = {HOSTILE: HOSTILE}
+    record["end"] = {"how": "failed", "step": HOSTILE, "why": HOSTILE}
+    run = write_run(
+        tmp_path / "<b>&" / "<i>", config, record, METRICS.replace("val/ndcg_at_10", HOSTILE.replace('"', ""))
+    )
+    (run / "numeric-error-rank-0.json").write_text('{"error": "<script>", "rank": "<script>", "step": "<script>"}')
+    (run / "<u>.png").write_bytes(PNG)
+    page = page_of(run)
+    assert set(page.tags).isdisjoint({"script", "b", "i", "u"})
+    assert page.text.count(HOSTILE) >= 12
+    assert "<b>&/<i>" in page.text
+    assert "<u>.png" in page.text
+
+
+def test_a_run_of_several_processes_is_one_run(tmp_path, page_of):
+    first = write_run(
+        tmp_path / "name" / "version_0",
+        record={"end": {"how": "interrupted", "step": 5, "why": "SIGTERM: stopped after step 5"}},
+        metrics="step,train/loss\n0,9.0\n1,8.0\n2,7.0\n",
+    )
+    (first / "numeric-error-rank-0.json").write_text('{"step": 4, "error": "the loss is nan", "rank": 0}')
+    checkpoint = "runs/name/version_0/checkpoints/last.ckpt"
+    metrics = "step,train/loss\n2,5.0\n3,4.0\n"
+    page = page_of(write_run(tmp_path / "name" / "version_1", {"ckpt_path": checkpoint}, metrics=metrics))
+    assert "The training loss went from 6.5 to 6.5, as means of 4 logged values." in page.text
+    assert "Interruptions" in page.text
+    assert f"version_11 March 2026, 10:00 UTC1 h 5 min{checkpoint}It ran to its end at step 20" in page.text
+    assert "It was interrupted at step 5: SIGTERM: stopped after step 5." in page.text
+    assert "At step 4 on rank 0: the loss is nan" in page.text
+
+
+def test_routing_and_the_folders_own_pictures_are_shown(tmp_path, page_of):
+    routed = "step,train/loss,routing/load_entropy,routing/idle_experts\n0,2.0,,\n10,,0.9,1\n20,,0.95,0\n"
+    run = write_run(tmp_path / "run", metrics=routed)
+    assert len(pictures(page_of(run))) == 2
+    (run / "own.png").write_bytes(PNG + b"own")
+    (run / "curves.png").write_bytes(PNG + b"curves")
+    (run / "no.png").write_bytes(b"none")
+    page = page_of(run)
+    assert len(pictures(page)) == 3
+    assert pictures(page)[-1] == PNG + b"own"
+    assert "Other pictures in its folder" in page.text
+    assert pyplot().get_fignums() == []
+
+
+def test_a_folder_that_lacks_files_is_a_page_that_says_less(tmp_path, page_of):
+    run = write_run(tmp_path / "run", metrics=None)
+    (run / "run.json").unlink()
+    page = page_of(run)
+    assert "Its folder holds no metrics.csv" in page.text
+    assert pictures(page) == []
+    assert "not noted" in page.text
+    assert "It left no note of its end" in page.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.yaml", None, "config.yaml: no such file"),
+        ("config.yaml", b"a: [", "config.yaml: is damaged"),
+        ("run.json", b"{", "run.json: is damaged"),
+        ("metrics.csv", b"step,train/loss\n1,much\n", "metrics.csv: is damaged"),
+    ],
+)
+def test_a_damaged_folder_is_refused_and_no_page_is_written(name, content, says, tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_bytes(content)
+    with pytest.raises(InputError, match=says):
+        write_report(run, tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
