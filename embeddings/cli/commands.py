@@ -67,6 +67,9 @@ COMMANDS = {
         ("texts",),
         may_be_none=True,
     ),
+    "show contextual-shift": Command(
+        "embeddings.cli.show_contexts:contextual_shift", "a picture of vectors that move between contexts"
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from embeddings.inference.anchor_shares import AnchorShares, anchor_shares
 from embeddings.inference.bm25 import BM25
 from embeddings.inference.context import Context, ContextDraw
 from embeddings.inference.context_choice import choose_context, draw_context, require_context_size, sample_context
+from embeddings.inference.contextual_shift import ContextualShift, contextual_shift
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.expert_loads import ExpertLoads, expert_loads
@@ -19,6 +20,7 @@ __all__ = [
     "AnchorShares",
     "Context",
     "ContextDraw",
+    "ContextualShift",
     "Document",
     "Encoder",
     "ExpertLoads",
@@ -31,6 +33,7 @@ __all__ = [
     "VectorShards",
     "anchor_shares",
     "choose_context",
+    "contextual_shift",
     "draw_context",
     "encode_corpus",
     "expert_loads",

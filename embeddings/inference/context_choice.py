@@ -31,15 +31,27 @@ def draw_context(encoder: Encoder, source: str | PathLike[str], size: int | None
         OptionError: If the model takes no context, or none of this size.
     """
     size = require_context_size(encoder, size)
+    return ContextDraw(tuple(draw_documents(source, size, seed)), seed)
+
+
+def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> list[Document]:
+    """Documents of a corpus, drawn as those of a context are (see `sample_rows`).
+
+    Args:
+        source: A corpus file, or a folder that `encode_corpus` wrote.
+        size: How many.
+        seed: Seed of the draw.
+
+    Raises:
+        InputError: If the corpus cannot be used or is empty.
+    """
     path = Path(source)
-    if path.is_dir():
-        folder = VectorFolder.open(path)
-        if folder.num_documents == 0:
-            raise InputError(str(path), "holds no document", "give a corpus with documents")
-        documents = folder.documents(sample_rows(folder.num_documents, size, seed).tolist())
-    else:
-        documents = _documents_of_file(path, size, seed)
-    return ContextDraw(tuple(documents), seed)
+    if not path.is_dir():
+        return _documents_of_file(path, size, seed)
+    folder = VectorFolder.open(path)
+    if folder.num_documents == 0:
+        raise InputError(str(path), "holds no document", "give a corpus with documents")
+    return folder.documents(sample_rows(folder.num_documents, size, seed).tolist())
 
 
 def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> Context:

@@ -37,7 +37,7 @@ def test_no_arguments_is_help(capsys):
         (["predict", "--config", "a.yaml"], "use its model with encode"),
         (["search", "--modle", "x", "words"], "modle"),
         (["prepare", "nothing"], "docstrings"),
-        (["show"], "or routing, got nothing"),
+        (["show"], "or routing or contextual-shift, got nothing"),
         (["show", "curve", "--run", "."], "got 'curve'; show --help lists them"),
         (["fit", "--config", "no/such.yaml"], "no/such.yaml: no such file"),
         (["fit", "--trainer.max_stepz", "3"], "max_stepz"),

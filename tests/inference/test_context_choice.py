@@ -8,7 +8,7 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.inference import context_choice as module
 from embeddings.inference.context import sample_rows
-from embeddings.inference.context_choice import choose_context, sample_context
+from embeddings.inference.context_choice import choose_context, draw_context, draw_documents, sample_context
 from embeddings.inference.corpus import read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import encode_corpus
@@ -88,3 +88,13 @@ def test_a_model_without_a_context_refuses_one(tmp_path):
         choose_context(plain, write_corpus(tmp_path / "corpus.jsonl", some_texts(3)))
     with pytest.raises(OptionError, match="context must be left out: this model takes none"):
         plain.encode_context(["a"])
+
+
+def test_documents_are_drawn_like_a_contexts_and_may_be_more_than_a_model_takes(encoder, tmp_path):
+    texts = some_texts(30)
+    corpus = write_corpus(tmp_path / "corpus.jsonl", texts)
+    encode_corpus(Encoder(tiny_embedder(), precision="float32"), corpus, tmp_path / "vectors", shard_size=7)
+    found = draw_documents(corpus, 12, seed=4)
+    assert [document.text for document in found] == [texts[row] for row in sample_rows(30, 12, seed=4)]
+    assert draw_documents(tmp_path / "vectors", 12, seed=4) == found
+    assert draw_documents(corpus, 5, seed=4) == list(draw_context(encoder, corpus, 5, seed=4).documents)
