@@ -70,6 +70,7 @@ COMMANDS = {
     "show contextual-shift": Command(
         "embeddings.cli.show_contexts:contextual_shift", "a picture of vectors that move between contexts"
     ),
+    "show clusters": Command("embeddings.cli.show_clusters:clusters", "a picture of what cluster has put together"),
 }
 
 
