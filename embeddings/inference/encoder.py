@@ -146,6 +146,7 @@ class Encoder:
         prompt_name: str | None = None,
         context: Context | Sequence[str] | None = None,
         role: TextRole | None = None,
+        prompt: str | None = None,
     ) -> npt.NDArray[np.float32]:
         """The vectors of `texts`, in their order.
 
@@ -156,6 +157,7 @@ class Encoder:
             context: What a contextual model takes beside the texts, and others refuse: a context that was chosen
                 (see `choose_context`), or its documents, which are encoded anew in each call; None for no context.
             role: Whose length limit holds; None for `query` under the prompt of that name, else `document`.
+            prompt: The prompt itself, in place of one of the model's; empty for none at all.
 
         Returns:
             (N, D) float32; (0, D) for no texts.
@@ -167,7 +169,7 @@ class Encoder:
         """
         _check_list("texts", texts)
         role = role or ("query" if prompt_name == "query" else "document")
-        prompt = self.embedder.text.prompt(prompt_name, role)
+        prompt = self.embedder.text.prompt(prompt_name, role) if prompt is None else prompt
         context_MH = self._context_vectors(context)
         unique, row_N = _unique(texts)
         tokens = self._tokenised_blocks(unique, role, prompt, f"encode {role}")

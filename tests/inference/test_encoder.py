@@ -127,6 +127,15 @@ def test_the_prompt_is_the_roles_unless_one_is_named():
         np.testing.assert_allclose(vectors, one_by_one(embedder, texts, role, prompt), rtol=0, atol=1e-6)
 
 
+def test_a_prompt_that_is_given_itself_takes_the_place_of_the_models():
+    embedder = tiny_embedder(prompts={"document": "the dog "}, pool_prompt=True)
+    encoder, texts = Encoder(embedder, precision="float32"), some_texts(3)
+    for prompt in ("", "search_query: "):
+        vectors = encoder.encode(texts, prompt=prompt)
+        np.testing.assert_allclose(vectors, one_by_one(embedder, texts, prompt=prompt), rtol=0, atol=1e-6)
+        assert not np.allclose(vectors, encoder.encode(texts))
+
+
 def test_the_query_prompt_brings_the_query_length():
     embedder = tiny_embedder(prompts={"query": "a "}, query_max_length=8)
     encoder, text = Encoder(embedder, precision="float32"), "fox " * 30
