@@ -1,0 +1,86 @@
+"""Names that stand for tasks: groups, mteb's own benchmarks and tasks, folders of evaluation data."""
+
+import copy
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mteb
+
+from embeddings.common.errors import OptionError
+from embeddings.evaluation.mteb_library import quiet
+from embeddings.evaluation.mteb_tasks import folder_tasks
+
+if TYPE_CHECKING:
+    from mteb import AbsTask
+
+# mteb's benchmark of each group. Its English suite holds the English parts alone of tasks in several languages.
+_BENCHMARKS = {"mteb-english-56": "MTEB(eng, v1)", "mgh-26": "MTEB(eng, v1)", "beir": "BEIR"}
+_TASKS = {"miracl": "MIRACLRetrieval"}
+GROUPS = (*_BENCHMARKS, *_TASKS)
+# MGH (Negative Matters), appendix C.2, which follows Springer et al. 2024.
+MGH_26 = (
+    *("FiQA2018", "SCIDOCS", "SciFact", "NFCorpus"),
+    *("TwitterSemEval2015", "TwitterURLCorpus"),
+    *("ImdbClassification", "AmazonReviewsClassification"),
+    *("TweetSentimentExtractionClassification", "MTOPDomainClassification"),
+    *("TwentyNewsgroupsClustering", "BiorxivClusteringS2S", "MedrxivClusteringS2S"),
+    *("StackOverflowDupQuestions", "AskUbuntuDupQuestions", "SciDocsRR"),
+    *("BIOSSES", "STS12", "STS13", "STS14", "STS15", "STS16", "STS17", "STS22", "STSBenchmark", "SICK-R"),
+)
+
+
+def find_tasks(names: str | Sequence[str]) -> list["AbsTask"]:
+    """The tasks that names stand for, each once, in their order, not loaded yet.
+
+    A name is a group (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), one of mteb's benchmarks or tasks, or a folder
+    that is or holds evaluation data.
+
+    Args:
+        names: Names, or one string of them with commas between.
+
+    Raises:
+        OptionError: If a name stands for nothing or for tasks of pictures or sounds, or two folders give tasks of one
+            name.
+        InputError: If a folder holds no evaluation data, or data that cannot be used.
+    """
+    # A comma inside brackets belongs to the name: MTEB(eng, v1).
+    words = re.split(r",(?![^(]*\))", names) if isinstance(names, str) else names
+    found: dict[str, AbsTask] = {}
+    for name in (word.strip() for word in words):
+        for task in _tasks_of(name):
+            if set(task.metadata.modalities) != {"text"}:
+                what = "must be tasks of texts alone"
+                raise OptionError("tasks", f"{name} with {task.metadata.name}", what, "name others")
+            same = found.setdefault(task.metadata.name, task)
+            if same.metadata.revision != task.metadata.revision:
+                raise OptionError("tasks", name, f"gives a second task {task.metadata.name}", "rename its folder")
+    if not found:
+        raise OptionError("tasks", names, "must name a task", f"a group is {', '.join(GROUPS)}")
+    return list(found.values())
+
+
+def _tasks_of(name: str) -> list["AbsTask"]:
+    if name in _BENCHMARKS:
+        tasks = _benchmark(_BENCHMARKS[name])
+        return [task for task in tasks if name != "mgh-26" or task.metadata.name in MGH_26]
+    try:
+        with quiet():
+            return [mteb.get_task(_TASKS.get(name, name))]
+    except KeyError as error:
+        guess = re.search(r"Did you mean: '(.+)'", str(error))
+    if name and Path(name).is_dir():
+        return folder_tasks(name)
+    # Last, because mteb takes seconds to make all its benchmarks.
+    with suppress(KeyError):
+        return _benchmark(name)
+    fix = f"did you mean {guess[1]}?" if guess else f"a group is {', '.join(GROUPS)}"
+    raise OptionError("tasks", name, "must name a task, a group or a folder", fix)
+
+
+def _benchmark(name: str) -> list["AbsTask"]:
+    """The tasks of one of mteb's benchmarks; mteb keeps them for the process, and running one changes it."""
+    with quiet():
+        return [copy.deepcopy(task) for task in mteb.get_benchmark(name).tasks]

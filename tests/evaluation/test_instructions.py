@@ -1,0 +1,45 @@
+import json
+
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.evaluation.instructions import PUBLISHED, Instructions
+
+
+def test_an_instruction_is_the_tasks_or_its_types():
+    table = Instructions("t", {"SciFact": "claims", "STS": "same?"})
+    assert table.of("SciFact", "Retrieval") == table.of("SciFact.v2", "Retrieval") == "claims"
+    assert table.of("STS12", "STS") == "same?"
+    assert table.of("SciFactHard", "Retrieval") is None
+
+
+def test_the_published_tables_say_what_their_papers_say():
+    assert set(PUBLISHED) == {"nv-embed", "mgh"}
+    nv_embed, mgh = map(Instructions.read, PUBLISHED)
+    assert nv_embed.of("NQ", "Retrieval") == "Given a question, retrieve passages that answer the question"
+    assert mgh.of("NQ", "Retrieval") == "Given a question, retrieve Wikipedia passages that answer the question"
+    assert (len(nv_embed.texts), len(mgh.texts)) == (46, 47)
+
+
+def test_two_files_of_one_name_are_told_apart(tmp_path):
+    path, names = tmp_path / "mine.json", []
+    for text in ("find it", "find that"):
+        path.write_text(json.dumps({"instructions": {"SciFact": text}}))
+        names.append(Instructions.read(str(path)).name)
+    assert [name.rsplit("-", 1)[0] for name in names] == ["mine", "mine"]
+    assert names[0] != names[1]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"SciFact": "a"}', '{"instructions": {}}', '{"instructions": {"SciFact": " "}}', "\xff"]
+)
+def test_a_file_of_another_kind_is_refused(content, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(InputError, match=r"mine\.json: .*; write \{\"instructions\""):
+        Instructions.read(str(path))
+
+
+def test_a_name_that_is_no_table_is_refused():
+    with pytest.raises(OptionError, match=r"must be a table \(nv-embed, mgh\) or a JSON file, got 'other'"):
+        Instructions.read("other")
