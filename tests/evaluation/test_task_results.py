@@ -1,0 +1,83 @@
+import pytest
+
+from embeddings.common import InputError
+from embeddings.evaluation.mteb_library import load_mteb, quiet
+from embeddings.inference.encoder import Encoder
+from tests.evaluation.task_sets import write_sets
+from tests.inference.models import tiny_embedder
+
+load_mteb()
+
+import mteb  # noqa: E402
+
+from embeddings.evaluation.task_groups import find_tasks  # noqa: E402
+from embeddings.evaluation.task_results import TaskScore, format_table  # noqa: E402
+from embeddings.evaluation.task_runs import TaskSettings, run_tasks  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    encoder = Encoder(tiny_embedder(), precision="float32")
+    root = write_sets(folder / "sets")
+    tasks = find_tasks([str(root / "pairs"), str(root / "topics")])
+    return encoder, tasks
+
+
+def test_mteb_reads_the_results_with_model_and_settings(world, tmp_path):
+    encoder, tasks = world
+    scores = run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings(widths=[32, 8]))
+    with quiet():
+        found = mteb.ResultCache(tmp_path).load_results(tasks=tasks)
+    (model,) = [model for model in found.model_results if "experiment" not in str(model.model_name)][:1]
+    assert model.model_name == "my/model"
+    assert {result.task_name: result.get_score() for result in model.task_results} == {
+        score.task: pytest.approx(score.scores[32], abs=1e-6) for score in scores
+    }
+    (cut,) = tmp_path.glob("results/my__model/*/experiments/dimensions_8")
+    assert {path.name for path in cut.iterdir()} == {"pairs.json", "topics.json", "model_meta.json"}
+    assert {path.name for path in cut.parents[1].iterdir()} == {
+        "pairs.json",
+        "topics.json",
+        "model_meta.json",
+        "experiments",
+    }
+
+
+def test_a_damaged_result_is_refused(world, tmp_path):
+    encoder, tasks = world
+    run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings())
+    (path,) = tmp_path.glob("results/**/pairs.json")
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(InputError, match=r"pairs\.json: is empty or damaged; delete it"):
+        run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings())
+
+
+def test_the_table_has_a_row_a_task_and_means_over_those_that_are_finished():
+    rows = [
+        TaskScore("A", "STS", "cosine_spearman", {32: 0.5, 8: 0.25}),
+        TaskScore("Bb", "Retrieval", "ndcg_at_10", {32: 0.25, 8: 0.125}),
+        TaskScore("C", "STS", "cosine_spearman", {32: 1.0, 8: 0.75}),
+        TaskScore("D", "STS", "cosine_spearman", {32: 0.875, 8: None}),
+    ]
+    assert format_table(rows).split("\n") == [
+        "task       type       metric           score_32  score_8",
+        "A          STS        cosine_spearman  0.5000    0.2500",
+        "Bb         Retrieval  ndcg_at_10       0.2500    0.1250",
+        "C          STS        cosine_spearman  1.0000    0.7500",
+        "D          STS        cosine_spearman  0.8750",
+        "mean of 1  Retrieval                   0.2500    0.1250",
+        "mean of 2  STS                         0.7500    0.5000",
+        "mean of 3  all                         0.5833    0.3750",
+    ]
+    assert format_table([rows[3]]).split("\n")[1:] == ["D     STS   cosine_spearman  0.8750"]
+
+
+def test_the_table_is_written_as_it_is_printed(world, tmp_path):
+    encoder, tasks = world
+    scores = run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings())
+    lines = (tmp_path / "scores.csv").read_text().splitlines()
+    assert lines[0] == "task,type,metric,score"
+    assert [line.replace(",", " ").split() for line in lines] == [
+        line.split() for line in format_table(scores).splitlines()
+    ]

@@ -1,0 +1,171 @@
+"""Tasks one by one: what is kept, what is run again, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from embeddings.common import InputError, OptionError
+from embeddings.evaluation.instructions import Instructions
+from embeddings.evaluation.mteb_library import load_mteb
+from embeddings.inference.encoder import Encoder
+from tests.evaluation.data import write_similarity
+from tests.evaluation.task_sets import memory_task, other_tasks, write_sets
+from tests.inference.models import counted_encodings, tiny_embedder
+
+load_mteb()
+
+from mteb.abstasks.aggregated_task import AbsTaskAggregate  # noqa: E402
+
+from embeddings.evaluation.task_groups import find_tasks  # noqa: E402
+from embeddings.evaluation.task_runs import TaskSettings, run_tasks  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    return write_sets(tmp_path_factory.mktemp("world") / "sets")
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return Encoder(tiny_embedder(), precision="float32")
+
+
+def run(encoder, names, output, share=None, **settings):
+    return run_tasks(encoder, "my/model", find_tasks(names), output, TaskSettings(**settings), share)
+
+
+def results(output):
+    return {path.stem: path for path in output.rglob("*.json") if path.name != "model_meta.json"}
+
+
+def test_finished_tasks_are_not_run_again(encoder, sets, tmp_path, monkeypatch):
+    names = [str(sets / "pairs"), str(sets / "topics")]
+    first = run(encoder, names[0], tmp_path)
+    before = {name: path.stat().st_mtime_ns for name, path in results(tmp_path).items()}
+    assert list(before) == ["pairs"]
+    counts = counted_encodings(monkeypatch)
+    both = run(encoder, names, tmp_path)
+    assert len(counts) == 2  # training and test texts
+    assert both[0] == first[0]
+    assert all(score.complete for score in both)
+    assert run(encoder, names, tmp_path) == both
+    assert len(counts) == 2
+    assert results(tmp_path)["pairs"].stat().st_mtime_ns == before["pairs"]
+
+
+def test_what_a_killed_run_finished_is_kept(encoder, sets, tmp_path, monkeypatch):
+    names = [str(sets / "pairs"), str(sets / "topics")]
+    encode = Encoder.encode
+
+    def killed(self, texts, *args, **options):
+        if options["role"] == "document" and len(texts) != 24:
+            raise KeyboardInterrupt
+        return encode(self, texts, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "encode", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(encoder, [names[0], str(sets / "groups"), names[1]], tmp_path)
+    assert list(results(tmp_path)) == ["pairs"]
+    assert {score.task: score.complete for score in run(encoder, names, tmp_path, share=[])} == {
+        "pairs": True,
+        "topics": False,
+    }
+
+
+@pytest.mark.parametrize("change", ["weights", "prompt", "instructions", "data"])
+def test_a_result_of_another_model_or_of_other_settings_or_data_is_not_taken(change, encoder, sets, tmp_path):
+    folder = write_similarity(tmp_path / "pairs")
+    run(encoder, str(folder), tmp_path / "out")
+    settings, other = {}, Encoder(tiny_embedder(prompts={"mine": "the "}), precision="float32")
+    if change == "weights":
+        with torch.no_grad():
+            next(other.embedder.parameters()).add_(1)
+    if change == "prompt":
+        run(other, str(folder), tmp_path / "out")
+        settings = {"prompt_name": "mine"}
+    if change == "instructions":
+        settings = {"instructions": Instructions("mine", {"STS": "same?"})}
+    if change == "data":
+        other = encoder
+        with open(folder / "test.jsonl", "a") as file:
+            file.write('{"sentence1": "a", "sentence2": "b", "score": 1}\n')
+    calls = []
+    encode = other.encode
+    other.encode = lambda *args, **options: (calls.append(1), encode(*args, **options))[1]
+    try:
+        run(other, str(folder), tmp_path / "out", **settings)
+    finally:
+        del other.encode
+    assert len(calls) == 2
+
+
+def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(encoder, sets, tmp_path, monkeypatch):
+    counts = counted_encodings(monkeypatch)
+    tasks = [*find_tasks(str(sets)), *other_tasks()]
+    together = run_tasks(encoder, "m", tasks, tmp_path / "all", TaskSettings(widths=[32, 8]))
+    encoded = len(counts)
+    assert [list(score.scores) for score in together] == [[32, 8]] * 7
+    for width in (32, 8):
+        cut = Encoder(encoder.embedder, precision="float32", dimensions=width)
+        tasks = [*find_tasks(str(sets)), *other_tasks()]
+        alone = run_tasks(cut, "m", tasks, tmp_path / str(width), TaskSettings())
+        assert len(counts) == encoded * (2 + (32, 8).index(width))
+        for one, other in zip(together, alone, strict=True):
+            assert one.scores[width] == pytest.approx(other.scores[width], abs=1e-5), one.task
+    assert len({score.scores[8] for score in together} & {score.scores[32] for score in together}) == 0
+
+
+def test_processes_share_the_tasks(encoder, sets, tmp_path):
+    first = run(encoder, str(sets), tmp_path, share=range(0, 4, 2))
+    assert [score.complete for score in first] == [True, False, True, False]
+    second = run(encoder, str(sets), tmp_path, share=range(1, 4, 2))
+    assert all(score.complete for score in second)
+    assert run(encoder, str(sets), tmp_path / "one") == second
+    assert (tmp_path / "scores.csv").read_text() == (tmp_path / "one" / "scores.csv").read_text()
+
+
+def test_a_task_that_is_the_mean_of_others_is_run_through_them(encoder, tmp_path):
+    from mteb.abstasks.aggregate_task_metadata import AggregateTaskMetadata
+
+    pairs, *_ = other_tasks()
+    other = memory_task("More", "PairClassification", "max_ap", type(pairs).__bases__[0], None)
+    type(other).load_data = type(pairs).load_data
+    metadata = AggregateTaskMetadata(
+        name="Both",
+        description="Both.",
+        tasks=[pairs, other],
+        main_score="max_ap",
+        type="PairClassification",
+        eval_splits=["test"],
+    )
+    task = type("Both", (AbsTaskAggregate,), {"metadata": metadata})()
+    (both,) = run_tasks(encoder, "m", [task], tmp_path / "both", TaskSettings())
+    (one,) = run_tasks(encoder, "m", [pairs], tmp_path / "one", TaskSettings())
+    assert both.scores == one.scores
+
+
+def test_data_that_are_not_cached_cost_no_work_and_write_nothing(encoder, sets, tmp_path, monkeypatch):
+    monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded before all data were found"))
+    for names in ("SciFact", [str(sets / "pairs"), "STSBenchmark"], [str(sets / "pairs"), "CQADupstackRetrieval"]):
+        with pytest.raises(InputError, match=r"task \w+: its data cannot be loaded \(.+\); run it once with a network"):
+            run(encoder, names, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_score_that_is_no_number_is_refused_and_not_written(encoder, sets, tmp_path, monkeypatch):
+    monkeypatch.setattr(Encoder, "encode", lambda self, texts, *_, **__: np.ones((len(texts), 32), np.float32))
+    with pytest.raises(InputError, match=r"task pairs, test, default, 32 dimensions: cosine_spearman is nan; look at"):
+        run(encoder, str(sets / "pairs"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_impossible_widths_are_refused(encoder, sets, tmp_path):
+    with pytest.raises(OptionError, match="dimensions must be from 1 to the 32"):
+        run(encoder, str(sets), tmp_path / "out", widths=[64])
+    assert not (tmp_path / "out").exists()
+
+
+def test_mteb_says_nothing(encoder, sets, tmp_path, capfd):
+    run_tasks(encoder, "m", [*find_tasks(str(sets)), *other_tasks()], tmp_path, TaskSettings(widths=[32, 8]))
+    assert capfd.readouterr() == ("", "")
