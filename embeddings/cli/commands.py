@@ -43,7 +43,7 @@ COMMANDS = {
     "quickstart": Command("embeddings.cli.quickstart:quickstart", "corpus, training, scores and searches in minutes"),
     "encode": Command("embeddings.cli.serve:encode", "texts of a file to vectors in a folder"),
     "search": Command("embeddings.cli.serve:search", "the documents of a corpus nearest to a query", ("query",)),
-    "evaluate": Command("embeddings.cli.serve:evaluate", "score a model on evaluation folders"),
+    "evaluate": Command("embeddings.cli.serve:evaluate", "score a model on evaluation folders or tasks of mteb"),
     "cluster": Command("embeddings.cli.cluster:cluster", "rows that lie near each other, for batches that are hard"),
     "mine": Command("embeddings.cli.mine:mine", "hard negatives for training records"),
     "filter": Command("embeddings.cli.filter:filter_records", "the training records that are worth training on"),

@@ -1,7 +1,7 @@
 """`encode`, `search` and `evaluate`: what a finished model directory is for."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from embeddings.inference import ContextDraw, Encoder
@@ -105,50 +105,83 @@ def search(
 
 def evaluate(
     model: str,
-    data: Path | list[Path],
+    data: Path | list[Path] | None = None,
+    tasks: str | list[str] | None = None,
     prompt_name: str | None = None,
+    instructions: str | None = None,
     output: Path | None = None,
     precision: PrecisionName = "auto",
     dimensions: int | list[int] | None = None,
     context_size: int | None = None,
     context_seed: int = 0,
+    task_index: int | None = None,
+    num_tasks: int | None = None,
 ) -> None:
-    """Score a model on evaluation folders: retrieval, sentence similarity, classification and clustering.
+    """Score a model on evaluation folders (`--data`) or on tasks of mteb (`--tasks`).
 
     Args:
         model: A model directory or Hub id.
         data: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`.
+        tasks: Tasks or benchmarks of mteb, groups of tasks (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), or folders
+            as for `data`, which are then scored as mteb scores their kind; several as `[NAME, NAME]`. After a kill the
+            same line goes on at the first task that is not done.
         prompt_name: Which of the model's prompts goes before queries (retrieval) or every text (the other kinds).
-        output: A JSON file for the scores.
+        instructions: With `tasks`, what queries (retrieval) or every text (the other kinds) is encoded with, by task:
+            the published tables `nv-embed` and `mgh`, or a JSON file `{"instructions": {TASK: TEXT}}`.
+        output: A JSON file for the scores; with `tasks` the folder of their results, in mteb's format, and of
+            `scores.csv`.
         precision: Format of matrix products.
         dimensions: How many of the first numbers of each vector are compared, of a model that was trained so; several
             as `[384, 128]`, from one encoding; all if left out.
-        context_size: How many documents of each folder's own corpus a contextual model reads its texts in; without it
-            the model reads texts alone.
+        context_size: How many documents of each folder's or task's own corpus a contextual model reads its texts in;
+            without it the model reads texts alone.
         context_seed: Seed of the draw.
+        task_index: Which of several processes that share the tasks this is, from 0; a SLURM array's task by itself.
+        num_tasks: How many processes share the tasks.
     """
-    from dataclasses import asdict
+    from embeddings.cli.tasks import TaskPlan
+    from embeddings.common import OptionError
 
-    from embeddings.common import InputError
-    from embeddings.common.fileio import write_json
-    from embeddings.evaluation import evaluate_folders, format_results
+    if (data is None) == (tasks is None):
+        given = "neither" if data is None else "both"
+        raise OptionError("data", given, "or tasks must be given", "--data FOLDER, or --tasks NAME --output FOLDER")
+    if tasks is not None:
+        plan = TaskPlan.of(tasks, output, instructions, task_index, num_tasks)
+    else:
+        folders = _folders(data, output, instructions=instructions, task_index=task_index, num_tasks=num_tasks)
+    encoder = _encoder(model, precision, None)
+    widths = [dimensions] if isinstance(dimensions, int) else dimensions
+    _warn_of_untrained(encoder, widths or [])
+    settings = {"prompt_name": prompt_name, "context_size": context_size, "context_seed": context_seed}
+    if tasks is not None:
+        print(plan.run(encoder, model, widths=widths, **settings))
+    else:
+        _score_folders(encoder, folders, output, widths=widths, **settings)
 
-    folders = data if isinstance(data, list) else [data]
+
+def _folders(data: Path | list[Path] | None, output: Path | None, **without_effect: Any) -> list[Path]:
+    """The folders to score, where nothing else is amiss with the options that go with them."""
+    from embeddings.common import InputError, OptionError
+
+    for option, value in without_effect.items():
+        if value is not None:
+            raise OptionError(option, value, "has no effect without --tasks", "leave it out")
+    folders = data if isinstance(data, list) else [data] if data is not None else []
     if not folders:
         raise InputError("--data", "names no folder", "name one, or several as [FOLDER, FOLDER]")
     if output is not None and output.is_dir():
         raise InputError(f"--output {output}", "is a directory", "name a JSON file")
-    encoder = _encoder(model, precision, None)
-    widths = [dimensions] if isinstance(dimensions, int) else dimensions
-    _warn_of_untrained(encoder, widths or [])
-    results = evaluate_folders(
-        encoder,
-        folders,
-        prompt_name=prompt_name,
-        context_size=context_size,
-        context_seed=context_seed,
-        widths=widths,
-    )
+    return folders
+
+
+def _score_folders(encoder: "Encoder", folders: list[Path], output: Path | None, **settings: Any) -> None:
+    """Print the scores on folders, and write them where a file is named."""
+    from dataclasses import asdict
+
+    from embeddings.common.fileio import write_json
+    from embeddings.evaluation import evaluate_folders, format_results
+
+    results = evaluate_folders(encoder, folders, **settings)
     print(format_results(results))
     if output is not None:
         trained = {"trained_widths": list(encoder.embedder.trained_widths)}

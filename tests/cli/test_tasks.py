@@ -1,0 +1,92 @@
+import os
+import sys
+
+import pytest
+
+from embeddings.cli.main import main
+from embeddings.inference import Encoder
+from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from tests.evaluation.task_sets import write_sets
+from tests.helpers.runs import backbone_folder
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    backbone, tokenizer = load_backbone(BackboneConfig(backbone_folder(folder / "backbone")))
+    Embedder(backbone, tokenizer, MeanPooling(32)).save_pretrained(folder / "model")
+    write_sets(folder / "sets")
+    return folder
+
+
+def line(world, output, *options):
+    return ["evaluate", "--model", str(world / "model"), "--output", str(output), "--precision", "float32", *options]
+
+
+def test_tasks_are_scored_shared_and_gone_on_with(world, tmp_path, capsys, monkeypatch):
+    tasks = ["--tasks", f"[{world}/sets/pairs, {world}/sets/topics]"]
+    share = ["--task-index", "0", "--num-tasks", "2"]
+    assert main(line(world, tmp_path / "out", *tasks, *share)) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "this process's tasks are done, 1 others are missing yet"
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
+    assert main(line(world, tmp_path / "out", *tasks)) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in table] == ["task", "pairs", "topics", "mean", "mean", "mean"]
+    assert (tmp_path / "out" / "scores.csv").is_file()
+    monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded again"))
+    assert main(line(world, tmp_path / "out", *tasks)) == 0
+    assert capsys.readouterr().out.splitlines() == table
+
+
+def test_widths_and_instructions_reach_the_tasks(world, tmp_path, capsys):
+    options = ["--tasks", f"{world}/sets/pairs", "--dimensions", "[32, 8]", "--instructions", "mgh"]
+    assert main(line(world, tmp_path / "out", *options)) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["task", "type", "metric", "score_32", "score_8"]
+    folders = sorted(path.parent.name.split("-")[0] for path in (tmp_path / "out").rglob("pairs.json"))
+    assert folders == ["dimensions_8__instructions_mgh", "instructions_mgh"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "data or tasks must be given, got 'neither'"),
+        (["--data", "sets", "--tasks", "SciFact"], "data or tasks must be given, got 'both'"),
+        (["--data", "sets", "--num-tasks", "2"], "num_tasks has no effect without --tasks"),
+        (["--data", "sets", "--instructions", "mgh"], "instructions has no effect without --tasks"),
+        (["--tasks", "SciFakt"], "did you mean SciFact?"),
+        (["--tasks", "SciFact"], "task SciFact: its data cannot be loaded"),
+        (["--tasks", "SciFact", "--instructions", "none"], "instructions must be a table"),
+        (["--tasks", "SciFact", "--task-index", "0"], "task_index needs num_tasks"),
+        (["--tasks", "broken"], "qrels.tsv:1: no document has the id 'nowhere'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(options, says, world, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.symlink(world / "sets", "sets")
+    write_sets(tmp_path / "more")
+    (tmp_path / "more" / "search").rename(tmp_path / "broken")
+    (tmp_path / "broken" / "qrels.tsv").write_text("q0\tnowhere\t1\n")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(line(world, "out", *options)) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert says in error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_output_that_is_no_folder_is_refused(world, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(line(world, tmp_path / "file", "--tasks", "SciFact")) == 2
+    assert "is a file; name a folder" in capsys.readouterr().err
+    assert main(["evaluate", "--model", "m", "--tasks", "SciFact"]) == 2
+    assert "output must name the folder of the tasks' results" in capsys.readouterr().err
+
+
+def test_a_missing_mteb_names_its_extra(world, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mteb", None)
+    assert main(line(world, tmp_path / "out", "--tasks", "SciFact")) == 2
+    assert "mteb is not installed; run: pip install -e '.[eval]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
