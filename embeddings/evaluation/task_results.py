@@ -111,7 +111,7 @@ def write_table(results: TaskResults, tasks: Sequence["AbsTask"]) -> list[TaskSc
         csv.writer(text, lineterminator="\n").writerows(_table(found))
         write_text(results.folder / "scores.csv", text.getvalue())
         before, found = found, collect_scores(results, tasks)
-        if before == found:
+        if _table(before) == _table(found):
             return found
 
 
