@@ -81,8 +81,13 @@ class RunRecord(SaveConfigCallback):
     @cached_property
     def plain_config(self) -> dict[str, Any]:
         """The merged config as plain types; made once, since training waits for a checkpoint's content."""
-        plain: dict[str, Any] = yaml.safe_load(self.parser.dump(self.config, skip_none=False, format="yaml"))
-        return plain
+        return plain_types(self.parser, self.config)
+
+
+def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
+    """A config that a parser has read, as plain types."""
+    plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_none=False, format="yaml"))
+    return plain
 
     def _note_end(self, trainer: L.Trainer, how: Literal["finished", "interrupted", "failed"], why: str) -> None:
         # Only rank 0 has a record, and none has one before its folder is known.

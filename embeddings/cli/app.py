@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from embeddings.callbacks.durable_checkpoints import make_checkpoints_durable
 from embeddings.callbacks.preemption import Preemption
-from embeddings.callbacks.run_record import RunRecord
+from embeddings.callbacks.run_record import RunRecord, plain_types
 from embeddings.cli.errors import ConfigError, one_line, reason, with_fix, with_way_out
 from embeddings.cli.fit_line import check_one_method
 from embeddings.cli.given import Signature, check_names, check_nulls, given_mappings, read_config
@@ -87,7 +87,8 @@ class TrainerCLI(LightningCLI):
         check_checkpoint(self.config.fit.ckpt_path)
         self.goes_on = self.config.fit.ckpt_path == AUTO
         if self.goes_on:
-            self.config.fit.ckpt_path = newest_checkpoint(self.config.fit.trainer.default_root_dir)
+            run = plain_types(self._parser("fit"), self.config.fit)
+            self.config.fit.ckpt_path = newest_checkpoint(self.config.fit.trainer.default_root_dir, run)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the config as it is: Lightning would take arguments of the module from the checkpoint."""

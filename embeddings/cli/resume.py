@@ -2,9 +2,11 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from embeddings.cli.same_run import first_difference
 from embeddings.common import InputError
 from embeddings.common.slurm import is_first_process
 
@@ -17,38 +19,50 @@ AUTO = "auto"
 _RESUMED = {"pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"}
 
 
-def check_resumable(path: Path) -> None:
+def check_resumable(path: Path, run: Mapping[str, Any] | None = None) -> None:
     """Read a whole checkpoint, and check that training can go on from it.
 
     DeepSpeed's checkpoints are folders, and are taken for whole.
 
+    Args:
+        path: The checkpoint.
+        run: The config of the run that it is to be of, as plain types; None for any.
+
     Raises:
-        InputError: If it is damaged, none of this library's, or one of the weights alone.
+        InputError: If it is damaged, none of this library's, one of the weights alone, or of another run.
     """
     from embeddings.common.checkpoint_file import inspect_checkpoint
 
     if path.is_dir():
         return
-    missing = ", ".join(sorted(_RESUMED - inspect_checkpoint(path).keys()))
+    content = inspect_checkpoint(path)
+    missing = ", ".join(sorted(_RESUMED - content.keys()))
     if missing:
         what = f"cannot be gone on from, it holds no {missing}"
         raise InputError(str(path), what, "give a run's last.ckpt, or leave it out to start anew")
+    saved = content.get("run_config")
+    difference = first_difference(saved, run) if isinstance(saved, dict) and run is not None else None
+    if difference is not None:
+        raise InputError(str(path), f"is of another run: {difference}", "restore it, or name the file by --ckpt_path")
 
 
-def newest_checkpoint(folder: str | Path | None) -> str | None:
-    """The newest `*.ckpt` at any depth of a folder from which training can go on, or None: the run then starts anew.
+def newest_checkpoint(folder: str | Path | None, run: Mapping[str, Any] | None = None) -> str | None:
+    """The newest `*.ckpt` at any depth of a folder from which the run can go on, or None: it then starts anew.
 
-    One that cannot be used is left out, with one line on standard error.
+    One that cannot be used is left out, with one line on standard error; so is one of another run, which was given
+    another model, other data or another seed (see `first_difference`). One that does not say what its run was given
+    is taken.
 
     Args:
         folder: `trainer.default_root_dir`, which should be this run's alone; None for the working folder.
+        run: The run's config as plain types; None where the folder has no other run's checkpoints.
     """
     # Lightning's own spelling of the folder, by which it knows a run's folder again.
     root = os.path.normpath(os.path.expanduser(folder or "."))
     found = [path for path in Path(root).rglob("*.ckpt") if path.exists()]
     for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
-            check_resumable(path)
+            check_resumable(path, run)
         except InputError as error:
             if is_first_process():
                 print(f"left out: {error}", file=sys.stderr)

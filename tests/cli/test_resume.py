@@ -7,9 +7,11 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from embeddings.cli.app import run_trainer
 from embeddings.cli.resume import check_resumable, keep_on_in_its_folder, newest_checkpoint
 from embeddings.common import InputError
 from tests.helpers.checkpoints import RESUMABLE, damage, save
+from tests.helpers.runs import run_config, write_config
 
 
 def test_the_newest_checkpoint_at_any_depth_is_taken(tmp_path):
@@ -68,6 +70,32 @@ def test_each_part_that_training_goes_on_from_is_asked_for(tmp_path):
         rest = {key: value for key, value in RESUMABLE.items() if key != name}
         with pytest.raises(InputError, match=f"holds no {name}; give a run's last.ckpt"):
             check_resumable(Path(save(rest, tmp_path / "rest.ckpt")))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_checkpoint_of_another_run_is_passed_over(tmp_path, capsys):
+    config = run_config(tmp_path)
+    keep = {"every_n_train_steps": 1, "save_top_k": 0, "save_last": True, "dirpath": str(tmp_path / "run" / "kept")}
+    config["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}]
+
+    def fit(*words):
+        return run_trainer(["fit", "--config", write_config(tmp_path, config), *words]).trainer
+
+    def left_out():
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out: ")]
+
+    fit("--trainer.max_steps=2")
+    last = str(tmp_path / "run" / "kept" / "last.ckpt")
+    same = ("--trainer.max_steps=3", "--data.init_args.num_workers=1", "--trainer.logger=false")
+    trainer = fit("--ckpt_path=auto", *same)
+    assert (trainer.ckpt_path, trainer.global_step, left_out()) == (last, 3, [])
+    trainer = fit("--ckpt_path=auto", "--model.init_args.loss.init_args.temperature=0.2", "--trainer.max_steps=2")
+    assert (trainer.ckpt_path, trainer.global_step) == (None, 2)
+    differs = "model.init_args.loss.init_args.temperature is 0.1 there and 0.2 here"
+    assert left_out() == [
+        f"left out: {last}: is of another run: {differs}; restore it, or name the file by --ckpt_path"
+    ]
+    assert fit("--ckpt_path", last, "--model.init_args.normalize=false", "--trainer.max_steps=3").ckpt_path == last
 
 
 def test_checkpoints_go_on_in_the_folder_that_lightning_knows(tmp_path, monkeypatch):

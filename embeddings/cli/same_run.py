@@ -1,0 +1,54 @@
+"""Whether a checkpoint is of the run that is to go on: what is trained, on what, and by which seed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from embeddings.common.errors import shown
+
+_PARTS = ("seed_everything", "model", "data")
+# How something is computed, where and for how long: with another value it is the same run.
+_FREE = frozenset(
+    {
+        "attn_implementation",
+        "cache_dir",
+        "compile",
+        "expert_backend",
+        "gradient_checkpointing",
+        "num_workers",
+        "total_steps",
+    }
+)
+
+
+def first_difference(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+    """The first setting that makes a checkpoint one of another run, in words, or None.
+
+    What the checkpoint's run was given as model, data and seed must be given now; nothing is asked of a setting that
+    it does not have. Left free are the trainer's settings, what says how or how long to compute (number of workers,
+    gradient checkpointing, the schedule's length …), and with another number of devices the batch size of each.
+
+    Args:
+        saved: The config of the checkpoint's run, as plain types.
+        given: That of the run to go on.
+    """
+    free = _FREE if _ranks(saved) == _ranks(given) else _FREE | {"batch_size"}
+    draws_seed = given.get("seed_everything") is True
+    parts = [name for name in _PARTS if name in saved and not (draws_seed and name == "seed_everything")]
+    return _first("", {name: saved[name] for name in parts}, given, free)
+
+
+def _ranks(config: Mapping[str, Any]) -> list[Any]:
+    trainer = config.get("trainer")
+    return [trainer.get(name) if isinstance(trainer, Mapping) else None for name in ("devices", "num_nodes")]
+
+
+def _first(path: str, saved: Any, given: Any, free: frozenset[str]) -> str | None:
+    if isinstance(saved, Mapping) and isinstance(given, Mapping):
+        names = [name for name in saved if name not in free]
+        pairs = [(f"{path}.{name}".lstrip("."), saved[name], given.get(name)) for name in names]
+    elif isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
+        pairs = [(f"{path}[{place}]", *both) for place, both in enumerate(zip(saved, given, strict=True))]
+    else:
+        return None if saved == given else f"{path} is {shown(saved)} there and {shown(given)} here"
+    found = (_first(name, before, now, free) for name, before, now in pairs)
+    return next((difference for difference in found if difference is not None), None)
