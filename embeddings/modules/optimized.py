@@ -100,12 +100,14 @@ class OptimizedModule(L.LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Stop before an update by a gradient that is no number; the ranks' gradients are one, so all of them stop.
 
-        Loss scaling of float16 finds such gradients itself and leaves the update out.
+        Loss scaling of float16 finds such gradients itself and leaves the update out. ZeRO, under which they are not
+        one yet, finds them in its engine's step.
 
         Raises:
             NumericError: If it is not.
         """
-        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+        scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if scales or getattr(self.trainer.strategy, "checks_gradients", False):
             return
         norm = torch.nn.utils.get_total_norm(
             [parameter.grad for parameter in self.parameters() if parameter.grad is not None]

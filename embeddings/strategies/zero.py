@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO under Lightning, for plain steps and for GradCache."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embeddings.common import ContrastiveBatch, LossOutput, Representations, TokenBatch
+from embeddings.common import ContrastiveBatch, LossOutput, NumericError, Representations, TokenBatch
 from embeddings.strategies import zero_state
 from embeddings.strategies.timeout import TIMEOUT
 from embeddings.training import GradCache
@@ -38,6 +38,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     """
 
     one_file_checkpoints = True
+    checks_gradients = True
 
     def __init__(
         self,
@@ -126,6 +127,24 @@ class ZeroStrategy(DeepSpeedStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The backward of a step's loss, which Lightning has divided by the number of accumulated batches already."""
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+    ) -> Any:
+        """The engine's step; it leaves an update out where a gradient is no number, and the run ends then.
+
+        Under float16 that is the loss scaler's way, and the run goes on.
+
+        Distributed: the engine asks all ranks, so all of them end.
+        Raises:
+            NumericError: If it is not.
+        """
+        assert self.lightning_module is not None
+        step, engine = self.lightning_module.global_step, self.deepspeed_engine
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if engine.optimizer.overflow and not engine.fp16_enabled():
+            raise NumericError(f"gradient is NaN or infinite at step {step}: no update was made")
+        return output
 
     def cached_forward_backward(
         self, engine: GradCache, module: L.LightningModule, batch: ContrastiveBatch, scale: float, is_last: bool
