@@ -1,6 +1,7 @@
 """How fast a run is, in pairs, tokens and arithmetic, beside what the machine's matrix products reach."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, OptionError, UserError
-from embeddings.common.distributed import gather_counts
+from embeddings.common.distributed import gather_counts, whole_shape
 from embeddings.common.packed_rows import Prediction
 from embeddings.models.lora import plain_backbone
 from embeddings.models.upcycling import parameter_counts
@@ -178,12 +179,17 @@ def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
     # Of a sparse layer's experts a token passes a share.
     counts = parameter_counts(backbone)
     tables = [layer.weight for layer in backbone.modules() if isinstance(layer, nn.Embedding)]
-    weights = counts.active - sum(table.numel() for table in tables)
-    trained = sum(p.numel() for p in backbone.parameters() if p.requires_grad)
-    share = min(1.0, max(0, trained - sum(t.numel() for t in tables if t.requires_grad)) / max(1, weights))
+    weights = counts.active - _numbers(tables)
+    trained = _numbers(p for p in backbone.parameters() if p.requires_grad)
+    share = min(1.0, max(0, trained - _numbers(t for t in tables if t.requires_grad)) / max(1, weights))
     config = plain_backbone(backbone).config
     attention: float = 12.0 * config.num_hidden_layers * config.hidden_size * squares
     return weights * (4.0 + 2.0 * share) * positions + attention
+
+
+def _numbers(parameters: Iterable[Tensor]) -> int:
+    """How many numbers some parameters hold, on all ranks together."""
+    return sum(whole_shape(parameter).numel() for parameter in parameters)
 
 
 def backbone_of(module: nn.Module) -> nn.Module | None:

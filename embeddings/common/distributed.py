@@ -36,6 +36,12 @@ def reduce_int(value: int, operation: str, device: torch.device | str = "cpu") -
     return int(tensor)
 
 
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter that may be cut over the ranks; ZeRO-3 leaves an empty one, FSDP2 one that says so."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
 def gather_counts(count: int, device: torch.device | str = "cpu") -> list[int]:
     """The row counts of all ranks, in the order of the ranks."""
     if not is_distributed():

@@ -9,6 +9,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 import JinaEmbeddingsV3Config
 
 from embeddings.common import OptionError
+from embeddings.common.distributed import whole_shape
 from embeddings.models.backbone import enable_checkpointing
 from embeddings.models.experts import Experts
 from embeddings.models.moe_router import check_routing
@@ -135,18 +136,18 @@ class ParameterCounts(NamedTuple):
 
 
 def parameter_counts(model: nn.Module) -> ParameterCounts:
-    """Total and active parameters of a model; without experts both are the same.
+    """Total and active parameters of a model, on all ranks together; without experts both are the same.
 
     The paper's model has 475M and 305M.
     """
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = sum(whole_shape(parameter).numel() for parameter in model.parameters())
     idle = 0
     for layer in model.modules():
         experts, router = getattr(layer, "experts", None), getattr(layer, "router", None)
         if isinstance(experts, Experts) and router is not None:
-            stacked = [weight for weight in (experts.w1, experts.w2, experts.bias1) if weight is not None]
-            of_one = sum(weight[0].numel() for weight in stacked)
-            idle += (len(experts.w1) - router.top_k) * of_one
+            stacked = [whole_shape(weight) for weight in (experts.w1, experts.w2, experts.bias1) if weight is not None]
+            num_experts = stacked[0][0]
+            idle += (num_experts - router.top_k) * sum(shape[1:].numel() for shape in stacked)
     return ParameterCounts(total, total - idle)
 
 

@@ -142,6 +142,17 @@ def test_of_experts_a_token_s_share_counts():
     assert flops(Module(sparse), Work(read=100)) == pytest.approx(dense, rel=0.05)
 
 
+def test_weights_that_are_cut_over_ranks_count_whole():
+    """Under ZeRO-3 a rank holds empty tensors between two steps; two ranks of it are tested with the strategies."""
+    sparse = upcycle(tiny_rotary(), Upcycling(num_experts=4, top_k=2))
+    whole = flops(Module(sparse), Work(read=100))
+    for parameter in sparse.parameters():
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    assert whole > 0
+    assert flops(Module(sparse), Work(read=100)) == whole
+
+
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [
