@@ -13,6 +13,7 @@ from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-define
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from embeddings.callbacks.checkpoint_room import check_checkpoint_room
 from embeddings.callbacks.durable_checkpoints import make_checkpoints_durable
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.run_record import RunRecord, plain_types
@@ -111,11 +112,13 @@ class TrainerCLI(LightningCLI):
 
         Raises:
             UserError: If a part refuses it.
+            OSError: If the disk has no room for checkpoints.
         """
         for part in (self.datamodule, self.model, *self.trainer.callbacks):  # type: ignore[attr-defined]
             check = getattr(part, "check_run", None)
             if check is not None:
                 check(self.trainer, self.model, self.datamodule)
+        check_checkpoint_room(self.trainer, self.model, self.config.fit.ckpt_path)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the trainer.

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from embeddings.common.errors import InputError
-from embeddings.common.fileio import Stage, atomic_path, unnoticed
+from embeddings.common.fileio import Stage, atomic_path, check_room, no_room, unnoticed
 from embeddings.common.plain_content import PackedContent, unpack
 
 FORMAT, VERSION = "embeddings checkpoint", 1
@@ -75,7 +75,8 @@ class _Entry:
 def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_stage: Stage = unnoticed) -> None:
     """Write a checkpoint beside its place, wait for the disk, read it back, and only then give it its name.
 
-    After a crash at any point the name has the old checkpoint or the whole new one.
+    After a crash at any point the name has the old checkpoint or the whole new one. Nothing is begun where the disk has
+    no room for the file and a thousandth more.
 
     Args:
         packed: The content.
@@ -94,6 +95,8 @@ def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_sta
     # What a process that was killed had begun under this name.
     for rest in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         rest.unlink(missing_ok=True)
+    needed = num_bytes + num_bytes // 1000
+    check_room(path, needed)
     try:
         with atomic_path(path, _verify, on_stage) as temporary:
             on_stage("write")
@@ -102,7 +105,7 @@ def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_sta
         error.filename = str(path)
         if error.errno in _NO_SPACE:
             free = shutil.disk_usage(path.parent).free
-            error.strerror = f"{error.strerror}: {num_bytes:,} bytes are needed and {free:,} available"
+            error.strerror = no_room(str(error.strerror), needed, free)
         raise
 
 

@@ -1,9 +1,11 @@
 """Files written whole or not at all, content hashes, and the manifest beside a job's output."""
 
+import errno
 import hashlib
 import json
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,6 +60,29 @@ def atomic_path(
         on_stage("done")
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_room(path: str | os.PathLike[str], num_bytes: int, spare_bytes: int = 0) -> None:
+    """Check that the disk has room for so many bytes at a place, which need not be there yet.
+
+    Args:
+        path: The place.
+        num_bytes: What is to be written.
+        spare_bytes: What it takes the place of in the end.
+
+    Raises:
+        OSError: If it has not; quotas are met only by writing.
+    """
+    places = (Path(path), *Path(path).absolute().parents)
+    usage = shutil.disk_usage(next(place for place in places if place.exists()))
+    # Some network file systems say that they have none at all.
+    if usage.total and usage.free + spare_bytes < num_bytes:
+        raise OSError(errno.ENOSPC, no_room(os.strerror(errno.ENOSPC), num_bytes, usage.free), str(path))
+
+
+def no_room(reason: str, num_bytes: int, free_bytes: int) -> str:
+    """What to say of a disk that is full."""
+    return f"{reason}: {num_bytes:,} bytes are needed and {free_bytes:,} available"
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

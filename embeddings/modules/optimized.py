@@ -17,7 +17,7 @@ from embeddings.common import InputError, NumericError, OptionError
 from embeddings.common.distributed import reduce_int
 from embeddings.common.randomness import derive_seed, run_seed
 from embeddings.data.run_length import run_steps
-from embeddings.training.optim import parameter_groups
+from embeddings.training.optim import parameter_groups, state_per_weight
 from embeddings.training.schedule import Schedule
 from embeddings.training.sharding import shard
 
@@ -122,6 +122,10 @@ class OptimizedModule(L.LightningModule):
         optimizer = self._make_optimizer()
         scheduler = self._schedule.scheduler(optimizer, self._trainer_steps())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def state_per_weight(self) -> float:
+        """How many numbers the optimiser keeps for each that it trains."""
+        return state_per_weight(self._optimizer)
 
     def _check_strategy(self, trainer: L.Trainer) -> None:
         if isinstance(trainer.strategy, ModelParallelStrategy):

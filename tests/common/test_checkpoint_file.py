@@ -5,6 +5,7 @@ import random
 import shutil
 import struct
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +146,24 @@ def test_whatever_fails_a_whole_checkpoint_is_there_and_nothing_else(name, calls
         after_rename = (name, call) == ("fsync", 2)
         assert read_checkpoint(path)["step"] == (3 if after_rename else 1)
         assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_nothing_is_begun_where_there_is_no_room(tmp_path, monkeypatch):
+    path = write({"step": 1}, tmp_path / "x.ckpt")
+    size = write(small(), tmp_path / "small.ckpt").stat().st_size
+    stages = []
+    for free in (size - 1, size):
+        usage = SimpleNamespace(total=10**6, free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda place, usage=usage: usage)
+        if free == size:
+            write_checkpoint(pack(small()), path, stages.append)
+            continue
+        with pytest.raises(OSError, match=f"{size:,} bytes are needed and {free:,} available") as failure:
+            write_checkpoint(pack(small()), path, stages.append)
+        assert (failure.value.errno, failure.value.filename, stages) == (errno.ENOSPC, str(path), [])
+        assert read_checkpoint(path)["step"] == 1
+    assert stages[0] == "write"
+    assert sorted(os.listdir(tmp_path)) == ["small.ckpt", "x.ckpt"]
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
+import errno
 import json
 import os
+import shutil
 import stat
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +11,7 @@ from embeddings.common import InputError
 from embeddings.common.fileio import (
     atomic_path,
     check_manifest,
+    check_room,
     file_sha256,
     installed_versions,
     text_hash,
@@ -114,3 +118,25 @@ def test_a_damaged_manifest_is_refused_in_one_line(content, tmp_path):
 
 def test_versions_name_python_and_torch():
     assert {"python", "torch", "transformers"} <= set(installed_versions())
+
+
+def test_room_is_asked_of_the_disk_that_a_place_is_to_be_on(tmp_path, monkeypatch):
+    asked = []
+
+    def usage(place):
+        asked.append(place)
+        return SimpleNamespace(total=1000, free=100)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    place = tmp_path / "not" / "yet" / "there"
+    check_room(place, 100)
+    check_room(place, 150, spare_bytes=50)
+    with pytest.raises(OSError, match="No space left on device: 1,101 bytes are needed and 100 available") as failure:
+        check_room(place, 1101, spare_bytes=1000)
+    assert (failure.value.errno, failure.value.filename) == (errno.ENOSPC, str(place))
+    monkeypatch.chdir(tmp_path)
+    check_room("folder/file", 1)
+    check_room(tmp_path, 1)
+    assert asked == [tmp_path] * 5
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=0, free=0))
+    check_room(place, 10**12)
