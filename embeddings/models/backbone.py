@@ -49,6 +49,9 @@ class BackboneConfig:
         attn_implementation: "eager", "sdpa", "flash_attention_2", …; None is transformers' choice.
         gradient_checkpointing: Recompute each layer in the backward pass: less memory, a third more time.
         dropout: Probability for all of the model's dropout, attention's included; None is the checkpoint's own.
+        compile: Compile each layer with torch.compile, which takes minutes at the start of a run; it changes how the
+            numbers are rounded, not what is computed. Layers with experts stay as they are, and those whose attention
+            a pooling reads.
 
     Raises:
         OptionError: If dropout is outside 0 to 1, or the attention is code of a repository.
@@ -61,6 +64,7 @@ class BackboneConfig:
     attn_implementation: str | None = None
     gradient_checkpointing: bool = False
     dropout: float | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         check_attention(self.attn_implementation, "backbone")

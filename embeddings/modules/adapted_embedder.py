@@ -12,6 +12,7 @@ from embeddings.common.randomness import run_seed
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
 from embeddings.models.directory import read_model_directory
 from embeddings.models.hub import resolve_model
+from embeddings.models.layers import compile_layers
 
 PoolingFactory = Callable[[int], Pooling]
 
@@ -41,7 +42,7 @@ def adapted_embedder(
         change: What becomes of the loaded backbone before adapters are added; None leaves it as it is.
 
     Raises:
-        UserError: If the pooling cannot be made, or is another than `initial_model` has.
+        UserError: If the pooling cannot be made, or is another than `initial_model` has, or no layer can be compiled.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run_seed(seed))
@@ -58,7 +59,10 @@ def adapted_embedder(
         if change is not None:
             model = change(model)
         adapted = model if lora is None else add_lora(model, lora)
-    return Embedder(adapted, tokenizer, made, head=head, normalize=normalize)
+    embedder = Embedder(adapted, tokenizer, made, head=head, normalize=normalize)
+    if backbone.compile:
+        compile_layers(embedder.backbone)
+    return embedder
 
 
 def _make_pooling(pooling: PoolingFactory, hidden_size: int, usual: str) -> Pooling:

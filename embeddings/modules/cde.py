@@ -11,6 +11,7 @@ from embeddings.common.mini_batches import take_texts
 from embeddings.common.randomness import derive_seed, run_seed
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
+from embeddings.models.layers import compile_layers
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory
 from embeddings.training.schedule import Schedule
 
@@ -105,6 +106,10 @@ class CDEModule(ContrastiveModule):
                 embedder = ContextualEmbedder.from_config(replace(backbone, name=initial_model, revision=None))
                 _check_architecture(embedder, context, initial_model)
         _check_max_length(embedder, context.max_length)
+        if backbone.compile:
+            compile_layers(embedder.backbone)
+        if (first_stage_backbone or backbone).compile:
+            compile_layers(embedder.first_stage.backbone)
         embedder.slots.dropout_fraction = context.dropout_fraction
         embedder.first_stage.max_length = context.max_length
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)

@@ -18,6 +18,7 @@ from embeddings.models.bidirectional import check_causal
 from embeddings.models.document_mask import check_separation, window
 from embeddings.models.from_scratch import FromScratch
 from embeddings.models.language_model import HeadSettings, LanguageModel, load_language_model
+from embeddings.models.layers import compile_layers
 from embeddings.models.lora import plain_backbone
 from embeddings.models.position_free import first_position, learned_positions
 from embeddings.modules.optimized import OptimizedModule, OptimizerFactory
@@ -82,6 +83,8 @@ class MaskedLMModule(OptimizedModule):
             _check_model(model, objective, separate_documents)
             causal = objective == "causal"
             self.language_model = LanguageModel(model, tokenizer, causal, lora, head.train_beside_lora)
+        if backbone is not None and backbone.compile:
+            compile_layers(self.language_model.backbone)
         if not causal and masking is None:
             masking = Masking()
         ordinary = _ordinary_ids(tokenizer)

@@ -1,6 +1,8 @@
 """What every trained module has, whatever it learns: optimiser, schedule, and random choices that a step decides."""
 
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from embeddings.common import InputError, NumericError, OptionError
 from embeddings.common.distributed import reduce_int
 from embeddings.common.randomness import derive_seed, run_seed
 from embeddings.data.run_length import run_steps
+from embeddings.models.layers import is_compiled
 from embeddings.training.optim import parameter_groups, state_per_weight
 from embeddings.training.schedule import Schedule
 from embeddings.training.sharding import shard
@@ -46,10 +49,12 @@ class OptimizedModule(L.LightningModule):
         """Check optimiser and schedule against what the trainer and the data say of themselves.
 
         Raises:
-            OptionError: If the schedule does not fit the run, or the strategy cannot cut a parameter.
+            OptionError: If the schedule does not fit the run, the strategy cannot cut a parameter, or layers are to be
+                compiled and there is no compiler.
             InputError: If the optimiser refuses its options.
         """
         self._check_strategy(trainer)
+        self._check_compiler(trainer)
         self._make_optimizer()
         if trainer.max_steps > 0 or trainer.max_epochs == -1:
             self._check_schedule(trainer, trainer.max_steps if trainer.max_steps > 0 else None)
@@ -134,6 +139,13 @@ class OptimizedModule(L.LightningModule):
                     rule = f"cannot cut {name}, a single number"
                     fix = "set learnable_temperature: false, or take ddp"
                     raise OptionError("trainer.strategy", type(trainer.strategy).__name__, rule, fix)
+
+    def _check_compiler(self, trainer: L.Trainer) -> None:
+        name = os.environ.get("CXX", "g++")
+        if is_compiled(self) and trainer.strategy.root_device.type == "cpu" and shutil.which(name) is None:
+            raise OptionError(
+                "model.backbone.compile", True, f"needs {name} on a processor", "install it, or leave it out"
+            )
 
     def _make_optimizer(self) -> Optimizer:
         groups, fix = parameter_groups(self), "the method configs hold usual values"

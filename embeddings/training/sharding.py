@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from embeddings.models.layers import layers
+
 
 def shard(module: nn.Module, mesh: DeviceMesh, entries: Sequence[str] = ()) -> None:
     """Shard a module: each of its repeated layers for itself, and what is left as one group.
@@ -33,15 +35,6 @@ def make_contiguous(module: nn.Module) -> None:
     """Lay every parameter out row by row, as what cuts parameters wants it; the experts' second matrices are not."""
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
-
-
-def layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists of modules: a transformer's layers."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from layers(child)
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.cli.app import run_trainer
-from embeddings.common import InputError, NumericError
+from embeddings.common import InputError, NumericError, OptionError
+from embeddings.models import Embedder, layers
 from embeddings.modules import ContrastiveModule, MaskedLMModule
 from embeddings.modules.optimized import OptimizedModule
 from embeddings.training.schedule import Schedule
@@ -90,3 +91,37 @@ def test_the_length_of_a_run_counts_optimiser_steps(batches, accumulate, limit, 
     cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
     assert cli.datamodule.batches_per_epoch == batches
     assert cli.model._trainer_steps() == steps == cli.trainer.global_step
+
+
+@pytest.mark.filterwarnings("default")
+def test_layers_are_compiled_only_where_there_is_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(tmp_path)
+    config["model"]["init_args"]["backbone"]["compile"] = True
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(OptionError, match=r"model\.backbone\.compile needs no-such-compiler on a processor"):
+        run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_run_goes_on_and_is_exported_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_COMPILER", {"backend": "aot_eager"})
+    config = run_config(tmp_path)
+    keep = {"dirpath": str(tmp_path / "run" / "kept"), "every_n_train_steps": 2, "save_last": True, "save_top_k": 0}
+    export = {"output": str(tmp_path / "model")}
+    config["trainer"]["callbacks"] = [
+        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep},
+        {"class_path": "embeddings.callbacks.ExportModel", "init_args": export},
+    ]
+    words = ["fit", "--config", write_config(tmp_path, config), "--ckpt_path=auto"]
+    length = "--model.init_args.schedule.total_steps=4"
+    run_trainer([*words, "--model.init_args.backbone.compile=true", "--trainer.max_steps=2", length])
+    (compiled,) = tmp_path.rglob("last.ckpt")
+    trainer = run_trainer(words).trainer
+    assert (trainer.ckpt_path, trainer.global_step) == (str(compiled), 4)
+    plain = Embedder.from_pretrained(tmp_path / "model")
+    run_trainer([*words[:-1], "--model.init_args.backbone.compile=true"])
+    again = Embedder.from_pretrained(tmp_path / "model")
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=1e-5)
