@@ -26,7 +26,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.errors import shown
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
 from embeddings.models.hub import resolve_model
-from embeddings.models.model_files import read_json
+from embeddings.models.model_files import read_json, weight_files
 
 DtypeName = Literal["float32", "bfloat16", "auto"]
 _TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
@@ -123,6 +123,7 @@ def load_model(
     dropout: float | None = None,
     auto_class: Any = AutoModel,
     new_head: bool = False,
+    unused: list[str] | None = None,
 ) -> PreTrainedModel:
     """The Hugging Face model of a local folder, without a pooling layer.
 
@@ -134,6 +135,7 @@ def load_model(
         dropout: As in `BackboneConfig`.
         auto_class: What chooses the model's class: `AutoModel`, or one that puts a head on it.
         new_head: Whether weights that the checkpoint lacks outside the backbone are left random.
+        unused: A list to add the names of tensors to that the model has no use for.
 
     Raises:
         OptionError: If dropout is asked of a model that has none.
@@ -159,6 +161,8 @@ def load_model(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise InputError(str(folder), f"cannot be loaded: {_first_line(error)}", "take a whole copy") from error
     assert isinstance(model, PreTrainedModel)
+    if unused is not None:
+        unused.extend(report["unexpected_keys"])
     for name, found, expected in sorted(report["mismatched_keys"])[:1]:
         what = f"{name} has shape {tuple(found)}, by config.json it has {tuple(expected)}"
         raise InputError(str(folder), what, "take config.json and weights from one model")
@@ -180,13 +184,7 @@ def _check_weights(folder: Path) -> None:
     """
     if (folder / "adapter_config.json").is_file():
         raise InputError(str(folder), "holds adapters of another model", "merge them into it and give the result")
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return
-    shards = read_json(index).get("weight_map")
-    for name in shards.values() if isinstance(shards, dict) else [shards]:
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise InputError(str(index), f"names the shard {shown(name)}", "name .safetensors files beside it alone")
+    weight_files(folder)
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -238,8 +236,12 @@ def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values(), default=0)
 
 
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder, padding on the right, whatever model it is for.
+
+    Args:
+        folder: Where its files lie.
+        kind: What reads them: by default the class that they name.
 
     Raises:
         InputError: If there is none, or it has neither a pad nor an end-of-sequence token.
@@ -248,7 +250,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         # transformers would make an empty one and go on.
         raise InputError(str(folder), "holds no tokenizer", "save one beside the model")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
     # A damaged tokenizer.json is reported by the Rust library as a bare Exception.
     except Exception as error:
         raise InputError(str(folder), f"tokenizer cannot be read: {_first_line(error)}", "take a whole copy") from error

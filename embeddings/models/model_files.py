@@ -1,6 +1,7 @@
 """The small files of a model directory: JSON, and weights as safetensors."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from embeddings.common import InputError
+from embeddings.common.errors import shown
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
@@ -36,6 +38,22 @@ def save_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
     """Write a module's weights as safetensors, `prefix` before their names."""
     state = {f"{prefix}{name}": tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     save_file(state, file, metadata={"format": "pt"})
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder's weights: the shards that its index names, or the one file there is.
+
+    Raises:
+        InputError: If the index is damaged, or names other files than safetensors beside it.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [folder / "model.safetensors"]
+    shards = read_json(index).get("weight_map")
+    for name in shards.values() if isinstance(shards, dict) else [shards]:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise InputError(str(index), f"names the shard {shown(name)}", "name .safetensors files beside it alone")
+    return [folder / name for name in sorted(set(shards.values()))]
 
 
 def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from embeddings.common import InputError
-from embeddings.models.model_files import load_weights, read_json, save_weights, write_json
+from embeddings.models.model_files import load_weights, read_json, save_weights, weight_files, write_json
 
 
 def test_json_comes_back(tmp_path: Path) -> None:
@@ -34,3 +34,14 @@ def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     for file, layer in ((tmp_path / "w.safetensors", nn.Linear(3, 4)), (tmp_path / "no.safetensors", nn.Linear(3, 2))):
         with pytest.raises(InputError, match=r"safetensors: cannot be loaded: .*; take a whole copy of the model"):
             load_weights(layer, file)
+
+
+def test_the_files_of_weights_are_the_one_there_is_or_the_shards_of_an_index(tmp_path: Path) -> None:
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    index = tmp_path / "model.safetensors.index.json"
+    write_json(index, {"weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "2.safetensors"}})
+    assert weight_files(tmp_path) == [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
+    for damaged in ({"a": "../1.safetensors"}, {"a": "1.bin"}, {"a": 1}, ["1.safetensors"], None):
+        write_json(index, {"weight_map": damaged})
+        with pytest.raises(InputError, match=r"name \.safetensors files beside it alone"):
+            weight_files(tmp_path)
