@@ -19,6 +19,8 @@ class TextSettings:
         prompts: Text put before a text, by name; `query` and `document` are what encoding uses when none is named.
         append_eos: Whether every text ends in the tokenizer's end-of-sequence token, truncated ones too.
         pool_prompt: Whether the prompt's tokens enter the pooling. NV-Embed leaves them out.
+        suffix: Text put behind every text, under truncation too, and pooled. LLM2Vec closes a text of a chat model so.
+        pool_start: Whether the special tokens before a text without a prompt enter the pooling. LLM2Vec's do not.
     """
 
     query_max_length: int = 512
@@ -26,6 +28,8 @@ class TextSettings:
     prompts: dict[str, str] = field(default_factory=dict)
     append_eos: bool = False
     pool_prompt: bool = False
+    suffix: str = ""
+    pool_start: bool = True
 
     def __post_init__(self) -> None:
         for name in ("query_max_length", "document_max_length"):

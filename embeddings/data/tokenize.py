@@ -40,9 +40,10 @@ class TextTokenizer:
     All bytes of a character that was split over tokens are on one side.
 
     With a prompt, pooling leaves out the prompt's tokens and the special tokens before them (`[CLS]`, `<s>`), as
-    NV-Embed does for queries; without one, or with `pool_prompt`, every token is pooled. Special tokens after the text
-    (`[SEP]`, `</s>`) are always kept by truncation and always pooled. No text is ever without a pooled token: where
-    nothing of the text is left, the special tokens after it are pooled, or else the last token.
+    NV-Embed does for queries; without one, or with `pool_prompt`, every token is pooled (without `pool_start` not the
+    special tokens before the text). Special tokens after the text (`[SEP]`, `</s>`) and the suffix are always kept by
+    truncation and always pooled. No text is ever without a pooled token: where nothing of the text is left, the special
+    tokens after it are pooled, or else the last token.
 
     Args:
         tokenizer: A fast tokenizer; it is copied, so its own truncation settings neither matter nor change.
@@ -51,7 +52,7 @@ class TextTokenizer:
     Determinism: a text's tokens depend on the text, its prompt and its role alone.
     Raises:
         OptionError: If the tokenizer is slow (it cannot say which characters a token covers), or has no
-            end-of-sequence token and `append_eos` asks for it.
+            end-of-sequence token and `append_eos` asks for it, or its suffix cannot be told from a text.
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §4.1; the released `modeling_nvembed.py`. Differs: the release
         counts the instruction's tokens apart from the text and appends EOS before truncation, which can lose it.
     """
@@ -71,8 +72,9 @@ class TextTokenizer:
         eos = tokenizer.eos_token_id
         if settings.append_eos and eos is None:
             raise OptionError("data.text.append_eos", True, "needs a tokenizer with an eos_token", "set it to false")
+        self._appended += suffix_ids(self._backend, settings.suffix)
         if settings.append_eos and probe.ids[-1:] != [eos]:
-            self._appended = [eos]
+            self._appended += [eos]
         known = (eos, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
         self._stand_in = [token for token in known if token is not None][:1]
         self._checked_prompts: set[tuple[str, int]] = set()
@@ -90,7 +92,7 @@ class TextTokenizer:
         """
         each = self._prompts(len(texts), role, prompts)
         joined = [prompt + text for prompt, text in zip(each, texts, strict=True)]
-        if self.settings.pool_prompt or not any(each):
+        if self.settings.pool_prompt or (self.settings.pool_start and not any(each)):
             # The same tokens without their offsets, a quarter faster.
             encodings, firsts = self._backend.encode_batch_fast(joined), [0] * len(joined)
         else:
@@ -125,7 +127,7 @@ class TextTokenizer:
 
     def _first_pooled(self, encoding: Encoding, prompt: str) -> int:
         """Index of the first pooled token; all after it are pooled."""
-        if not prompt:
+        if not prompt and self.settings.pool_start:
             return 0
         end_of_text = len(encoding) - self._num_trailing
         spans, prompt_end = encoding.offsets, len(prompt)
@@ -147,6 +149,21 @@ class TextTokenizer:
             rule = f"must exceed the {num_tokens} tokens of the prompt {prompt[:40]!r} and its special tokens"
             raise OptionError(f"data.text.{role}_max_length", limit, rule, "raise it or shorten the prompt")
         self._checked_prompts.add((prompt, limit))
+
+
+def suffix_ids(backend: Tokenizer, suffix: str) -> list[int]:
+    """The tokens that a suffix adds to a text.
+
+    Raises:
+        OptionError: If it changes how the text before it is split, or special tokens follow it.
+    """
+    if not suffix:
+        return []
+    alone, closed = (backend.encode(text).ids for text in ("a", f"a{suffix}"))
+    if closed[: len(alone)] != alone:
+        rule = "must begin with a token of its own, behind which no special token stands"
+        raise OptionError("data.text.suffix", suffix, rule, "begin it with a space or a special token")
+    return closed[len(alone) :]
 
 
 def _token_batch(ids: list[list[int]], firsts: list[int]) -> TokenBatch:

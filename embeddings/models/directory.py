@@ -171,7 +171,8 @@ def pooling_name(pooling: Pooling) -> str:
 
 def _needs_portable(name: str, text: TextSettings) -> bool:
     excludes_prompt = not text.pool_prompt and any(text.prompts.values()) and name not in _PROMPT_BLIND
-    return name not in _STANDARD or text.append_eos or excludes_prompt
+    excludes_start = not text.pool_start and name not in _PROMPT_BLIND
+    return name not in _STANDARD or text.append_eos or bool(text.suffix) or excludes_prompt or excludes_start
 
 
 def _standard_pooling_config(name: str, parts: ModelParts) -> dict[str, Any]:

@@ -51,6 +51,8 @@ class TextTransformer(nn.Module):
         document_max_length: The same of a document.
         append_eos: Whether every text ends in the end-of-sequence token, truncated ones too.
         pool_prompt: Whether a prompt's tokens enter the pooling.
+        suffix: Text behind every text, under truncation too.
+        pool_start: Whether the special tokens before a text without a prompt enter the pooling.
         tapped_layers: Layers whose queries and keys the pooling is given.
     """
 
@@ -64,6 +66,8 @@ class TextTransformer(nn.Module):
         document_max_length: int,
         append_eos: bool,
         pool_prompt: bool,
+        suffix: str = "",
+        pool_start: bool = True,
         tapped_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
@@ -75,6 +79,8 @@ class TextTransformer(nn.Module):
         self.max_seq_length = document_max_length
         self.append_eos = append_eos
         self.pool_prompt = pool_prompt
+        self.suffix = suffix
+        self.pool_start = pool_start
 
     def preprocess(
         self, inputs: Sequence[str], prompt: str | None = None, task: str | None = None, **_: Any
@@ -109,13 +115,15 @@ class TextTransformer(nn.Module):
         probe = self.tokenizer("a", return_special_tokens_mask=True)
         num_trailing = probe["special_tokens_mask"][::-1].index(0)
         eos = self.tokenizer.eos_token_id
-        appended = [eos] if self.append_eos and probe["input_ids"][-1] != eos else []
+        closed = self.tokenizer(f"a{self.suffix}")["input_ids"] if self.suffix else probe["input_ids"]
+        appended = closed[len(probe["input_ids"]) :]
+        appended += [eos] if self.append_eos and probe["input_ids"][-1] != eos else []
         limit = max_length - len(appended)
         encoded = self.tokenizer(joined, truncation=True, max_length=limit, return_offsets_mapping=True)
         ids, firsts = [], []
         for row, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             first, end_of_text = 0, len(row) - num_trailing
-            if prompt_length and not self.pool_prompt:
+            if not self.pool_prompt and (prompt_length or not self.pool_start):
                 # Special tokens span no characters, so none of them is taken for text.
                 first = next((i for i, (_, end) in enumerate(offsets) if end > prompt_length), end_of_text)
             ids.append(row + appended or [self._stand_in])
@@ -146,6 +154,8 @@ class TextTransformer(nn.Module):
             "document_max_length": self.max_seq_length,
             "append_eos": self.append_eos,
             "pool_prompt": self.pool_prompt,
+            "suffix": self.suffix,
+            "pool_start": self.pool_start,
             **({"tapped_layers": self.tapped_layers} if self.tapped_layers else {}),
         }
         Path(output_path, TEXT_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -283,3 +283,39 @@ def test_spans_are_of_the_same_tokens_as_ids_are_given(tokenizer: PreTrainedToke
 def test_a_text_of_no_token_has_the_span_of_its_stand_in() -> None:
     made = make(bpe_tokenizer())
     assert [(span.token, span.is_special) for span in made.spans([""], "document")[0]] == [("<|endoftext|>", True)]
+
+
+def test_a_suffix_stands_behind_every_text_and_is_pooled() -> None:
+    tokenizer = FAMILIES["sentencepiece"]()
+    make_closed = make(tokenizer, document_max_length=12, query_max_length=64, suffix=" [/INST]", append_eos=True)
+    closing = [*tokenizer("a [/INST]")["input_ids"][2:], tokenizer.eos_token_id]
+    assert len(closing) > 3
+    for ids, mask in rows_of(make_closed(SAMPLES, "document")):
+        assert (ids[-len(closing) :], len(ids) <= 12) == (closing, True)
+        assert all(mask[-len(closing) :])
+    text = "how do I pad"
+    ((ids, _),) = rows_of(make_closed([text], "query"))
+    assert ids == [*tokenizer(f"{text} [/INST]")["input_ids"], tokenizer.eos_token_id]
+
+
+def test_special_tokens_before_a_text_can_be_left_out_of_the_pooling(tokenizer: PreTrainedTokenizerFast) -> None:
+    plain = make(tokenizer, pool_start=False)
+    prompt = "query: "
+    bare, prompted = (pooled_ids(plain(["fox 7 sums"], "query", given)) for given in ("", prompt))
+    spelt = [tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() for ids in (bare[0], prompted[0])]
+    assert spelt[0] == spelt[1]
+    assert len(bare[0]) > 2
+    starts = {tokenizer.bos_token_id, tokenizer.cls_token_id} - {None}
+    assert not starts & set(bare[0])
+    assert pooled_ids(make(tokenizer, pool_start=False, pool_prompt=True)(["fox"], "query")) == [
+        ids for ids, _ in rows_of(plain(["fox"], "query"))
+    ]
+
+
+@pytest.mark.parametrize(("family", "suffix"), [("wordpiece", " end"), ("bpe", "how")])
+def test_a_suffix_that_cannot_be_told_from_a_text_is_refused(family: str, suffix: str) -> None:
+    tokenizer = FAMILIES[family]()
+    if family == "bpe":
+        tokenizer.add_tokens([f"a{suffix}"])
+    with pytest.raises(OptionError, match=r"data\.text\.suffix must begin with a token of its own"):
+        make(tokenizer, suffix=suffix)

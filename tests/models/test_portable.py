@@ -146,6 +146,18 @@ def test_travelling_tokenisation_is_the_trainings(
     assert torch.equal(features["pooling_mask"], trained.pooling_mask_NL)
 
 
+@pytest.mark.parametrize("prompt", ["", "[INST] ", QUERY])
+def test_what_follows_every_text_and_the_special_tokens_before_it_travel_along(prompt: str) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, True, False, suffix=" [/INST]", pool_start=False)
+    settings = TextSettings(40, 30, append_eos=True, suffix=" [/INST]", pool_start=False)
+    features = module.preprocess(TEXTS, prompt=prompt, task="query")
+    trained = TextTokenizer(tokenizer, settings)(TEXTS, "query", prompt).padded(pad_token_id=tokenizer.pad_token_id)
+    assert torch.equal(features["input_ids"], trained.input_ids_NL)
+    assert torch.equal(features["pooling_mask"], trained.pooling_mask_NL)
+    assert not features["pooling_mask"][:, 0].any()
+
+
 def test_a_truncated_text_keeps_its_end_token_and_an_empty_one_gets_it() -> None:
     tokenizer = bpe_tokenizer()
     module = TextTransformer(tiny_mistral(), tokenizer, 8, 6, append_eos=True, pool_prompt=False)
