@@ -17,12 +17,31 @@ from embeddings.models.portable_contextual import (
     RESIDUAL_FOLDER,
     context_layers,
     context_settings,
+    residual_settings,
 )
 from embeddings.models.second_stage import ContextSlots, ResidualProjection, SoftPrompt
 
 # What travels beside `directory.PORTABLE_FILES`.
 CONTEXTUAL_FILES = ("portable_contextual.py", "first_stage.py", "position_free.py", "second_stage.py")
 _OPTIONS = ("num_context", "num_soft_prompts", "context_dropout")
+
+
+@dataclass(frozen=True)
+class ContextForm:
+    """What the released models of one method do in two ways; the defaults are the paper's and the released training's.
+
+    Args:
+        adds_pooled: Whether the residual projection adds the pooled states to what it makes of them. cde-small-v1 has
+            the projection alone.
+        has_positions: Whether context vectors have the positions 0 to J - 1, as all other tokens have theirs, and
+            windows hold for them too: cde-small-v2. Their order matters then.
+        pools_prompt: Whether the first stage pools the prompt of a context document too, whatever the second does:
+            cde-small-v2.
+    """
+
+    adds_pooled: bool = True
+    has_positions: bool = False
+    pools_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,7 @@ class ContextParts:
     slots: ContextSlots
     soft_prompt: SoftPrompt
     residual: ResidualProjection | None
+    has_positions: bool = False
 
 
 def is_contextual(folder: Path) -> bool:
@@ -55,12 +75,13 @@ def write_context(folder: Path, modules: list[tuple[str, str]], parts: ContextPa
     backbone = parts.first_stage.backbone
     plain_backbone(backbone).save_pretrained(target, state_dict=merged_state_dict(backbone))
     layers = context_layers(parts.first_stage, parts.slots, parts.soft_prompt)
-    write_json(target / CONTEXT_SETTINGS, context_settings(parts.first_stage, parts.slots, parts.soft_prompt))
+    settings = context_settings(parts.first_stage, parts.slots, parts.soft_prompt, parts.has_positions)
+    write_json(target / CONTEXT_SETTINGS, settings)
     save_weights(layers, target / CONTEXT_WEIGHTS)
     written = [("portable_contextual.ContextualTransformer", ""), *modules[1:]]
     if parts.residual is not None:
         (folder / RESIDUAL_FOLDER).mkdir()
-        write_json(folder / RESIDUAL_FOLDER / "config.json", {"hidden_size": parts.residual.hidden_size})
+        write_json(folder / RESIDUAL_FOLDER / "config.json", residual_settings(parts.residual))
         save_weights(parts.residual, folder / RESIDUAL_FOLDER / "model.safetensors")
         written.append(("portable_contextual.ResidualHead", RESIDUAL_FOLDER))
     return written
@@ -86,7 +107,14 @@ def read_context_options(folder: Path) -> dict[str, Any]:
     modules = read_json(folder / "modules.json", list)
     has_residual = any("ResidualHead" in str(entry) for entry in modules)
     options = {name: settings[name] for name in _OPTIONS}
-    return {**options, "context_max_length": max_length, "residual_projection": has_residual}
+    residual = read_json(folder / RESIDUAL_FOLDER / "config.json") if has_residual else {}
+    # Directories of before there were two forms do not say which.
+    form = ContextForm(
+        adds_pooled=residual.get("adds_pooled", True) is not False,
+        has_positions=settings.get("has_positions", False) is True,
+        pools_prompt=settings.get("pools_prompt", False) is True,
+    )
+    return {**options, "context_max_length": max_length, "residual_projection": has_residual, "form": form}
 
 
 def load_context_weights(folder: Path, parts: ContextParts) -> None:

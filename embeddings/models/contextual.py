@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
 from embeddings.models.backbone import BackboneConfig, enable_checkpointing, load_model
 from embeddings.models.context_directory import (
+    ContextForm,
     ContextParts,
     is_contextual,
     load_context_weights,
@@ -24,7 +25,12 @@ from embeddings.models.hub import resolve_model
 from embeddings.models.lora import plain_backbone
 from embeddings.models.pooling import MeanPooling
 from embeddings.models.portable_contextual import CONTEXT_FOLDER
-from embeddings.models.position_free import check_position_free, longest_text, states_behind_context
+from embeddings.models.position_free import (
+    check_position_free,
+    learned_positions,
+    longest_text,
+    states_behind_context,
+)
 from embeddings.models.second_stage import ContextSlots, ResidualProjection, SoftPrompt
 
 
@@ -53,6 +59,7 @@ class ContextualEmbedder(Embedder):
         normalize: Whether vectors have unit length.
         text: Lengths, prompts and special tokens of the texts this model reads. Lengths are the text's own: context
             and soft prompt do not shorten it.
+        form: What the released models do otherwise.
 
     Raises:
         OptionError: If a number is impossible, the tokenizer has ids that the first stage has no embedding for, the
@@ -80,6 +87,7 @@ class ContextualEmbedder(Embedder):
         context_max_length: int | None = None,
         normalize: bool = True,
         text: TextSettings | None = None,
+        form: ContextForm | None = None,
     ) -> None:
         _check_options(num_context, num_soft_prompts, context_dropout, context_max_length)
         plain = plain_backbone(backbone)
@@ -89,17 +97,17 @@ class ContextualEmbedder(Embedder):
         self.context_size = int(words.weight.shape[1])
         first = plain_backbone(first_stage_backbone)
         _check_vocabulary(first.get_input_embeddings(), tokenizer)
-        try:
-            check_position_free(backbone)
-        except ValueError as error:
-            fix = "take an encoder, or a decoder with `bidirectional: true`"
-            raise OptionError("backbone", type(plain).__name__, str(error), fix) from error
+        form = ContextForm() if form is None else form
+        _check_positions_of_context(backbone, form)
         _check_positions(first, context_max_length)
         first_size = int(first.config.hidden_size)
-        self.first_stage = FirstStage(first_stage_backbone, first_size, self.context_size, context_max_length)
+        self.has_positions = form.has_positions
+        self.first_stage = FirstStage(
+            first_stage_backbone, first_size, self.context_size, context_max_length, form.pools_prompt
+        )
         self.slots = ContextSlots(num_context, self.context_size, context_dropout)
         self.soft_prompt = SoftPrompt(num_soft_prompts, self.context_size)
-        self.residual = ResidualProjection(hidden_size) if residual_projection else None
+        self.residual = ResidualProjection(hidden_size, form.adds_pooled) if residual_projection else None
         self.train()
 
     @property
@@ -172,7 +180,12 @@ class ContextualEmbedder(Embedder):
             given = () if context is None else tuple(context.shape)
             raise OptionError("context", given, f"does not fit the model: {error}", "give fewer documents") from error
         state_NLH = states_behind_context(
-            self.backbone, context_NJH, self.soft_prompt(), ids_NL, tokens.attention_mask_NL
+            self.backbone,
+            context_NJH,
+            self.soft_prompt(),
+            ids_NL,
+            tokens.attention_mask_NL,
+            self.has_positions,
         )
         vector_ND: Tensor = self.pooling(state_NLH, tokens.pooling_mask_NL)
         if self.residual is not None:
@@ -232,7 +245,7 @@ class ContextualEmbedder(Embedder):
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
 
     def _context_parts(self) -> ContextParts:
-        return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.residual)
+        return ContextParts(self.first_stage, self.slots, self.soft_prompt, self.residual, self.has_positions)
 
 
 def load_embedder(
@@ -270,6 +283,21 @@ def _check_options(
         raise OptionError("context_dropout", context_dropout, "must be in [0, 1]", "the released training uses 0.005")
     if context_max_length is not None and context_max_length < 1:
         raise OptionError("context_max_length", context_max_length, "must be >= 1", "leave it out for no limit")
+
+
+def _check_positions_of_context(backbone: nn.Module, form: ContextForm) -> None:
+    """Check that a backbone reads context vectors as their form has it."""
+    kind = type(plain_backbone(backbone)).__name__
+    if form.has_positions:
+        if learned_positions(plain_backbone(backbone)) is not None:
+            rule = "must rotate by index where context vectors have positions"
+            raise OptionError("backbone", kind, rule, "leave form.has_positions out")
+        return
+    try:
+        check_position_free(backbone)
+    except ValueError as error:
+        fix = "take an encoder, or a decoder with `bidirectional: true`"
+        raise OptionError("backbone", kind, str(error), fix) from error
 
 
 def _check_positions(first_stage_backbone: nn.Module, context_max_length: int | None) -> None:

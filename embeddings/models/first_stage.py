@@ -20,16 +20,23 @@ class FirstStage(nn.Module):
         backbone_size: Width of the backbone's states.
         context_size: Width of the second stage's word embeddings, H.
         max_length: Most tokens that are read of a document, its first ones; None for all.
+        pools_prompt: Whether all tokens of a document are pooled, whatever the caller leaves out.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2; the projection is the released code's, not the paper's.
     """
 
     def __init__(
-        self, backbone: nn.Module, backbone_size: int, context_size: int, max_length: int | None = None
+        self,
+        backbone: nn.Module,
+        backbone_size: int,
+        context_size: int,
+        max_length: int | None = None,
+        pools_prompt: bool = False,
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.max_length = max_length
+        self.pools_prompt = pools_prompt
         self.pooling = MeanPooling(backbone_size)
         self.projection = nn.Sequential(
             nn.Linear(backbone_size, backbone_size), nn.GELU(), nn.Linear(backbone_size, context_size)
@@ -58,7 +65,8 @@ class FirstStage(nn.Module):
             last_M1 = attention_mask_ML.sum(dim=1, keepdim=True).clamp(min=1) - 1
             pooling_mask_ML.scatter_(1, last_M1, True)
         output = self.backbone(input_ids=input_ids_ML, attention_mask=attention_mask_ML.long())
-        pooled_MH = self.pooling(output.last_hidden_state, pooling_mask_ML)
+        pooled_ML = attention_mask_ML.bool() if self.pools_prompt else pooling_mask_ML
+        pooled_MH = self.pooling(output.last_hidden_state, pooled_ML)
         first: nn.Module = self.projection[0]
         vector_MH: Tensor = self.projection(pooled_MH.to(next(first.parameters()).dtype))
         return vector_MH.to(torch.promote_types(vector_MH.dtype, torch.float32))

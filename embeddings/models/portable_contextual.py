@@ -45,6 +45,7 @@ class ContextualTransformer(TextTransformer):
         first_stage: Makes one vector of each context document.
         slots: Shares the context among the texts.
         soft_prompt: The vectors between context and text.
+        has_positions: Whether context vectors have positions.
         text: The arguments of `TextTransformer` past the tokenizer.
     """
 
@@ -55,12 +56,14 @@ class ContextualTransformer(TextTransformer):
         first_stage: FirstStage,
         slots: ContextSlots,
         soft_prompt: SoftPrompt,
+        has_positions: bool = False,
         **text: Any,
     ) -> None:
         super().__init__(model, tokenizer, **text)
         self.first_stage = first_stage
         self.slots = slots
         self.soft_prompt = soft_prompt
+        self.has_positions = has_positions
         self.context_MH: Tensor | None = None
 
     @torch.no_grad()
@@ -92,7 +95,9 @@ class ContextualTransformer(TextTransformer):
         ids_NL, attention_NL = features["input_ids"], features["attention_mask"].bool()
         context_MH = None if self.context_MH is None else self.context_MH.to(ids_NL.device)
         context_NJH = self.slots(context_MH, len(ids_NL))
-        state_NLH = states_behind_context(self.model, context_NJH, self.soft_prompt(), ids_NL, attention_NL)
+        state_NLH = states_behind_context(
+            self.model, context_NJH, self.soft_prompt(), ids_NL, attention_NL, self.has_positions
+        )
         return {**features, "token_embeddings": state_NLH}
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
@@ -100,7 +105,7 @@ class ContextualTransformer(TextTransformer):
         super().save(output_path)
         folder = Path(output_path, CONTEXT_FOLDER)
         plain_model(self.first_stage.backbone).save_pretrained(folder)
-        settings = context_settings(self.first_stage, self.slots, self.soft_prompt)
+        settings = context_settings(self.first_stage, self.slots, self.soft_prompt, self.has_positions)
         Path(folder, CONTEXT_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         _save(context_layers(self.first_stage, self.slots, self.soft_prompt), folder / CONTEXT_WEIGHTS)
 
@@ -124,7 +129,8 @@ class ContextualTransformer(TextTransformer):
         settings = json.loads(read_text(model_name_or_path, CONTEXT_SETTINGS, first_where))
         parts = _context_parts(backbone, settings)
         _load(context_layers(*parts), model_name_or_path, CONTEXT_WEIGHTS, first_where)
-        return cls(model, tokenizer, *parts, **json.loads(read_text(model_name_or_path, TEXT_FILE, where)))
+        text = json.loads(read_text(model_name_or_path, TEXT_FILE, where))
+        return cls(model, tokenizer, *parts, has_positions=settings.get("has_positions", False), **text)
 
 
 class ResidualHead(nn.Module):
@@ -132,11 +138,12 @@ class ResidualHead(nn.Module):
 
     Args:
         hidden_size: Width of the vectors.
+        adds_pooled: Whether they are added to what the projection makes of them.
     """
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, adds_pooled: bool = True) -> None:
         super().__init__()
-        self.residual = ResidualProjection(hidden_size)
+        self.residual = ResidualProjection(hidden_size, adds_pooled)
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
         """The features with the projected vectors, (N, H)."""
@@ -148,7 +155,7 @@ class ResidualHead(nn.Module):
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
         """Write the width and the weights."""
-        config = json.dumps({"hidden_size": self.residual.hidden_size}, indent=2)
+        config = json.dumps(residual_settings(self.residual), indent=2)
         Path(output_path, "config.json").write_text(config + "\n", encoding="utf-8")
         _save(self.residual, Path(output_path, "model.safetensors"))
 
@@ -166,8 +173,15 @@ def context_layers(first_stage: FirstStage, slots: ContextSlots, soft_prompt: So
     return nn.ModuleDict({"projection": first_stage.projection, "slots": slots, "soft_prompt": soft_prompt})
 
 
-def context_settings(first_stage: FirstStage, slots: ContextSlots, soft_prompt: SoftPrompt) -> dict[str, Any]:
-    """What those layers are built from, as plain types."""
+def residual_settings(residual: ResidualProjection) -> dict[str, Any]:
+    """What a residual projection is built from, as plain types."""
+    return {"hidden_size": residual.hidden_size, "adds_pooled": residual.adds_pooled}
+
+
+def context_settings(
+    first_stage: FirstStage, slots: ContextSlots, soft_prompt: SoftPrompt, has_positions: bool
+) -> dict[str, Any]:
+    """What those layers are built from, and how they are read, as plain types."""
     return {
         "num_context": slots.num_context,
         "context_dropout": slots.dropout_fraction,
@@ -175,14 +189,17 @@ def context_settings(first_stage: FirstStage, slots: ContextSlots, soft_prompt: 
         "backbone_size": first_stage.pooling.hidden_size,
         "context_size": soft_prompt.context_size,
         "context_max_length": first_stage.max_length,
+        "pools_prompt": first_stage.pools_prompt,
+        "has_positions": has_positions,
     }
 
 
 def _context_parts(backbone: nn.Module, settings: dict[str, Any]) -> tuple[FirstStage, ContextSlots, SoftPrompt]:
     size = settings["context_size"]
+    # Earlier directories do not say all of it.
+    limit, pools_prompt = settings.get("context_max_length"), settings.get("pools_prompt", False)
     return (
-        # Directories of before documents had a limit do not say one.
-        FirstStage(backbone, settings["backbone_size"], size, settings.get("context_max_length")),
+        FirstStage(backbone, settings["backbone_size"], size, limit, pools_prompt),
         ContextSlots(settings["num_context"], size, settings["context_dropout"]),
         SoftPrompt(settings["num_soft_prompts"], size),
     )

@@ -19,6 +19,7 @@ def states_behind_context(
     soft_prompt_SH: Tensor,
     input_ids_NL: Tensor,
     attention_mask_NL: Tensor,
+    has_positions: bool = False,
 ) -> Tensor:
     """The states of a text's tokens, computed with M context vectors and S soft-prompt vectors in front of them.
 
@@ -33,6 +34,7 @@ def states_behind_context(
         soft_prompt_SH: Learned vectors between context and text, (S, H) float; S may be 0.
         input_ids_NL: Token ids, (N, L) int64, padded on the right.
         attention_mask_NL: True where there is a token, (N, L) bool.
+        has_positions: Whether the prefix is read as any tokens are, each at its own index.
 
     Returns:
         States of the last layer at the text's tokens, (N, L, H).
@@ -49,6 +51,11 @@ def states_behind_context(
     (num_texts, length), device = input_ids_NL.shape, input_ids_NL.device
     prefix_NPH = torch.cat([context_NMH, soft_prompt_SH.expand(num_texts, -1, -1)], dim=1).to(word_NLH.dtype)
     num_context, num_prefix = context_NMH.shape[1], prefix_NPH.shape[1]
+    if has_positions:
+        seen_NT = torch.cat([attention_mask_NL.new_ones(num_texts, num_prefix), attention_mask_NL], dim=1).long()
+        whole = backbone(inputs_embeds=torch.cat([prefix_NPH, word_NLH], dim=1), attention_mask=seen_NT)
+        text_NLH: Tensor = whole.last_hidden_state[:, num_prefix:]
+        return text_NLH
     position_T = torch.arange(num_prefix + length, device=device)
     learned = learned_positions(model)
     if learned is None:

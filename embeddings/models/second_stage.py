@@ -100,20 +100,23 @@ class ResidualProjection(nn.Module):
 
     Args:
         hidden_size: Width of the vectors, H.
+        adds_pooled: Whether the vector is added; without it this is a plain projection that starts at random.
 
     Source: the released code of arXiv:2410.02525; the paper has none. Differs: the release starts from random weights.
     """
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, adds_pooled: bool = True) -> None:
         super().__init__()
         self.hidden_size = hidden_size
+        self.adds_pooled = adds_pooled
         last = nn.Linear(hidden_size, hidden_size)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
+        if adds_pooled:
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
         self.layers = nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), last)
 
     def forward(self, vector_NH: Tensor) -> Tensor:
         """The projected vectors, (N, H), in the dtype given or a wider one."""
         first: nn.Module = self.layers[0]
         branch_NH: Tensor = self.layers(vector_NH.to(next(first.parameters()).dtype))
-        return vector_NH + branch_NH
+        return vector_NH + branch_NH if self.adds_pooled else branch_NH

@@ -6,7 +6,7 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.models import ContextualEmbedder, Embedder, MeanPooling, load_embedder
-from embeddings.models.context_directory import is_contextual, read_context_options
+from embeddings.models.context_directory import ContextForm, is_contextual, read_context_options
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 
@@ -59,6 +59,7 @@ def test_both_stages_lie_in_the_directory_with_their_code(written: Path) -> None
         "context_dropout": 0.005,
         "context_max_length": None,
         "residual_projection": True,
+        "form": ContextForm(),
     }
 
 

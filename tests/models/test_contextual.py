@@ -15,6 +15,7 @@ from embeddings.models import (
     load_embedder,
 )
 from embeddings.models.backbone import enable_checkpointing
+from embeddings.models.context_directory import ContextForm
 from embeddings.models.position_free import states_behind_context
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import BACKBONES, tiny_contextual
@@ -318,3 +319,10 @@ def test_a_context_that_does_not_fit_is_one_line() -> None:
 def test_unit_length_is_the_direction_of_the_unnormalised_vector() -> None:
     raw, unit = tiny_contextual(normalize=False)(TOKENS), tiny_contextual()(TOKENS)
     torch.testing.assert_close(F.normalize(raw, dim=-1), unit)
+
+
+def test_a_context_has_positions_only_where_the_backbone_rotates_by_them() -> None:
+    form = ContextForm(has_positions=True)
+    assert tiny_contextual("modernbert", form=form).has_positions
+    with pytest.raises(OptionError, match="backbone must rotate by index where context vectors have positions"):
+        tiny_contextual("bert", form=form)

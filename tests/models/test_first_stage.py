@@ -53,3 +53,13 @@ def test_a_limit_reads_the_first_tokens_and_pools_the_last_of_them(skip: int) ->
     assert (whole - expected)[[0, 2]].abs().max() > 1e-4
     assert stage().extra_repr() == ""
     assert first.extra_repr() == "max_length=5"
+
+
+def test_prompts_are_pooled_too_where_the_released_model_does_so() -> None:
+    layer, tokens = stage(), random_tokens(384, LENGTHS, skip=2)
+    everything = tokens._replace(pooling_mask_NL=tokens.attention_mask_NL)
+    with torch.no_grad():
+        plain, whole = layer(*tokens), layer(*everything)
+        layer.pools_prompt = True
+        assert torch.equal(layer(*tokens), whole)
+    assert (plain - whole).abs().max() > 1e-3

@@ -7,7 +7,7 @@ from sentence_transformers import SentenceTransformer
 
 from embeddings.common import TextSettings
 from embeddings.models import ContextualEmbedder
-from embeddings.models.context_directory import CONTEXTUAL_FILES
+from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextForm
 from embeddings.models.directory import PORTABLE_FILES
 from tests.models.contextual_models import tiny_contextual
 from tests.models.reading import read
@@ -43,6 +43,26 @@ def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tm
 
 
 @torch.no_grad()
+def test_sentence_transformers_reads_a_released_form_as_the_model_does(tmp_path: Path) -> None:
+    form = ContextForm(adds_pooled=False, has_positions=True, pools_prompt=True)
+    text = TextSettings(prompts={"query": "q: ", "document": "d: "})
+    embedder = tiny_contextual("nomic", form=form, text=text)
+    embedder.save_pretrained(tmp_path)
+    again = ContextualEmbedder.from_pretrained(tmp_path)
+    theirs = SentenceTransformer(str(tmp_path), device="cpu", trust_remote_code=True)
+    theirs[0].set_context(CORPUS, prompt="d: ")
+    vectors = torch.from_numpy(theirs.encode_query(TEXTS))
+    with torch.no_grad():
+        for model in (embedder, again):
+            context = model.embed_context(read(model.tokenizer, CORPUS, "d: "))
+            ours = model(read(model.tokenizer, TEXTS, "q: "), context)
+            assert (vectors - ours).abs().max() <= 1e-5
+    plain = tiny_contextual("nomic", text=text)
+    with torch.no_grad():
+        other = plain(read(plain.tokenizer, TEXTS, "q: "), plain.embed_context(read(plain.tokenizer, CORPUS, "d: ")))
+    assert (vectors - other).abs().max() > 1e-2
+
+
 def test_sentence_transformers_reads_as_much_of_a_context_document_as_the_model(tmp_path: Path) -> None:
     ours = tiny_contextual(context_max_length=4)
     ours.save_pretrained(tmp_path / "model")

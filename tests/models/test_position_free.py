@@ -171,3 +171,21 @@ def test_learned_positions_are_the_texts_and_indices_count_the_prefix() -> None:
     assert longest_text(tiny_bert(), 9) == 128
     assert longest_text(tiny_xlm_roberta(), 9) == 128
     assert longest_text(tiny_nomic(), 9) == 119
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["nomic", "modernbert", "decoder"])
+def test_a_context_with_positions_is_read_as_any_tokens_are(kind: str) -> None:
+    backbone, ids_NL = BACKBONES[kind](), torch.arange(4, 24).view(2, 10)
+    mask_NL = torch.ones_like(ids_NL, dtype=torch.bool)
+    mask_NL[1, 7:] = False
+    words = backbone.get_input_embeddings()
+    prefix_ids = torch.arange(30, 36)
+    context, soft = words(prefix_ids[:4]).expand(2, -1, -1), words(prefix_ids[4:])
+    states = states_behind_context(backbone, context, soft, ids_NL, mask_NL, has_positions=True)
+    whole = torch.cat([prefix_ids.expand(2, -1), ids_NL], dim=1)
+    seen = torch.cat([torch.ones(2, 6, dtype=torch.int64), mask_NL.long()], dim=1)
+    expected = backbone(input_ids=whole, attention_mask=seen).last_hidden_state[:, 6:]
+    torch.testing.assert_close(states[mask_NL], expected[mask_NL], rtol=1e-4, atol=1e-5)
+    turned = states_behind_context(backbone, context.flip(1), soft, ids_NL, mask_NL, has_positions=True)
+    assert (turned - states)[mask_NL].abs().max() > 1e-5

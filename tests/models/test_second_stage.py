@@ -85,3 +85,12 @@ def test_the_residual_projection_starts_as_the_identity_and_learns() -> None:
     torch.nn.init.normal_(layer.layers[2].weight)
     hidden = torch.relu(vectors @ layer.layers[0].weight.T + layer.layers[0].bias)
     torch.testing.assert_close(layer(vectors), vectors + hidden @ layer.layers[2].weight.T)
+
+
+def test_without_the_pooled_states_the_projection_is_all_there_is() -> None:
+    torch.manual_seed(0)
+    layer, vectors = ResidualProjection(8, adds_pooled=False), torch.randn(4, 8)
+    first, last = layer.layers[0], layer.layers[2]
+    assert torch.equal(layer(vectors), last(torch.relu(first(vectors))))
+    # It starts at random: at zero every text would have the zero vector.
+    assert layer(vectors).abs().min() > 0
