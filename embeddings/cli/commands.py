@@ -49,6 +49,9 @@ COMMANDS = {
     "filter": Command("embeddings.cli.filter:filter_records", "the training records that are worth training on"),
     "synthesize": Command("embeddings.cli.synthesize:synthesize", "training records that a language model writes"),
     "export": Command("embeddings.cli.export:export", "a training checkpoint to a model directory"),
+    "import": Command(
+        "embeddings.cli.import_released:import_checkpoint", "a published checkpoint to a model directory"
+    ),
     "convert": Command("embeddings.cli.convert:convert", "a checkpoint with learned positions to one with rotary ones"),
     "sweep": Command(
         "embeddings.cli.sweep:sweep", "runs over a grid, a list or random values of config keys", ("file",)

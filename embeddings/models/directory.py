@@ -36,6 +36,9 @@ PORTABLE_FILES = (
     "self_attention.py",
 )
 
+# What `import` writes beside a model: which published tensor each of its own came from.
+IMPORT_FILE = "import.json"
+
 # The key of config_sentence_transformers.json that lists them; that library reads past it.
 WIDTHS_KEY = "matryoshka_dimensions"
 
@@ -47,7 +50,13 @@ _PROMPT_BLIND = {"cls": "cls_token", "last_token": "lasttoken"}
 _STANDARD = _PROMPT_BLIND | {"mean": "mean_tokens", "weighted_mean": "weightedmean_tokens"}
 _OTHER_FLAGS = ("max_tokens", "mean_sqrt_len_tokens")
 _LIBRARY = "sentence_transformers.models."
-_MODEL_FILES = ("config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+_MODEL_FILES = (
+    "config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    IMPORT_FILE,
+)
 _MODULE_FOLDERS = ("Context", "Dense", "Normalize", "Pooling", "ResidualHead")
 _MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "token*", "vocab*", "merges.txt", "special_tokens*")
 

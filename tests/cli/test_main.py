@@ -9,7 +9,18 @@ from embeddings.cli.main import main
 def test_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for command in ("fit", "prepare", "quickstart", "encode", "search", "evaluate", "export", "convert", "show"):
+    for command in (
+        "fit",
+        "prepare",
+        "quickstart",
+        "encode",
+        "search",
+        "evaluate",
+        "export",
+        "import",
+        "convert",
+        "show",
+    ):
         assert f"\n  {command} " in text
     assert "predict" not in text
 

@@ -1,0 +1,161 @@
+"""LLM2Vec: low-rank adapters of a decoder that is read without its causal mask."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
+from embeddings.interop.released.fill import Imported
+from embeddings.interop.released.key_map import KeyMap, KeyReport
+from embeddings.models.backbone import load_model
+from embeddings.models.bidirectional import check_bidirectional
+from embeddings.models.embedder import Embedder
+from embeddings.models.hub import resolve_model
+from embeddings.models.pooling import MeanPooling
+
+FAMILY = "LLM2Vec's adapters"
+ADAPTER_CONFIG = "adapter_config.json"
+# The model cards' example; the benchmark's tasks have one each.
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query:"
+
+
+class Template(NamedTuple):
+    """What stands around every text of a decoder that was trained to chat."""
+
+    before: str
+    behind: str
+
+
+_INST = Template("[INST] ", " [/INST]")
+# By the names that the published code knows them by; other decoders have none.
+TEMPLATES = {
+    "mistralai/Mistral-7B-Instruct-v0.2": _INST,
+    "meta-llama/Llama-2-7b-chat-hf": _INST,
+    "meta-llama/Meta-Llama-3-8B-Instruct": Template("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
+}
+
+
+def load(folder: Path, base: Sequence[str] = ()) -> Imported:
+    """The embedding model of an adapter, merged into what it adapts: a decoder, or one with other adapters merged.
+
+    Vectors are the mean over the text's own tokens and what the template puts behind it, of unit length. The published
+    code cuts a text longer than 400 tokens between words; here it is cut as any text, to the whole length.
+
+    Args:
+        folder: The adapter.
+        base: Directories or Hub ids of what it adapts, the outermost first; what is not named is taken from the
+            adapters' own files. An adapter that was trained on a merged one names only the decoder: name both.
+
+    Raises:
+        InputError: If an adapter or the decoder is not whole, or one is of a kind that is not known here.
+        OptionError: If more is named than there are adapters.
+    """
+    adapters, decoder = _chain(folder, base)
+    settings = _settings(folder)
+    unused: list[str] = []
+    names = ReleasedWeights(decoder).shapes
+    model = load_model(decoder, make_bidirectional=True, unused=unused)
+    check_bidirectional(model)
+    report = KeyReport({name: [name] for name in names if name not in unused}, sorted(unused))
+    for adapter in reversed(adapters):
+        report |= merge_adapter(model, adapter)
+    innermost = ReleasedConfig(adapters[-1] / ADAPTER_CONFIG)
+    template = TEMPLATES.get(str(innermost.fields.get("base_model_name_or_path")), Template("", ""))
+    length = settings.whole("max_length", 4)
+    text = TextSettings(
+        query_max_length=length,
+        document_max_length=length,
+        prompts={"query": f"{template.before}{INSTRUCTION} ", "document": template.before},
+        suffix=template.behind,
+        pool_prompt=not settings.fields["skip_instruction"],
+        pool_start=not settings.fields["skip_instruction"],
+    )
+    tokenizer = released_tokenizer(decoder)
+    return Imported(FAMILY, Embedder(model, tokenizer, MeanPooling(int(model.config.hidden_size)), text=text), report)
+
+
+@torch.no_grad()
+def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
+    """Add an adapter's updates to the weights of a model, in place.
+
+    Precision: in float32, rounded once to the dtype of the weight.
+
+    Raises:
+        InputError: If the adapter is not whole, of another kind, or of another model.
+    """
+    config = ReleasedConfig(folder / ADAPTER_CONFIG)
+    config.require(
+        peft_type="LORA",
+        bias="none",
+        fan_in_fan_out=False,
+        use_dora=False,
+        modules_to_save=None,
+        layers_to_transform=None,
+        rank_pattern={},
+        alpha_pattern={},
+    )
+    rank, alpha = config.whole("r"), config.number("lora_alpha")
+    scale = alpha / (rank**0.5 if config.fields.get("use_rslora") else rank)
+    layers = _targets(model, config)
+    expected = {}
+    for name, layer in layers.items():
+        expected[f"{name}.lora_A"] = torch.empty(rank, layer.in_features, device="meta")
+        expected[f"{name}.lora_B"] = torch.empty(layer.out_features, rank, device="meta")
+    weights = ReleasedWeights(folder, "adapter_model.safetensors")
+    outer = "base_model.model."
+    # A decoder with its head has one name more on the way.
+    outer += "model." if any(name.startswith(f"{outer}model.") for name in weights.shapes) else ""
+    places = {"{layer}.lora_{side}": f"{outer}{{layer}}.lora_{{side}}.weight"}
+    state, report = KeyMap(FAMILY, places).take(weights, expected)
+    for name, layer in layers.items():
+        update = state[f"{name}.lora_B"].float() @ state[f"{name}.lora_A"].float() * scale
+        layer.weight.copy_((layer.weight.float() + update).to(layer.weight.dtype))
+    return KeyReport({f"{folder.name}/{name}": ours for name, ours in report.used.items()}, report.left)
+
+
+def _targets(model: PreTrainedModel, config: ReleasedConfig) -> dict[str, nn.Linear]:
+    """The linear layers that an adapter is of, by name."""
+    targets = config.fields.get("target_modules")
+    found = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and isinstance(targets, list) and name.rpartition(".")[2] in targets
+    }
+    if not found:
+        what = f"names no layer of {type(model).__name__} (target_modules)"
+        raise InputError(str(config.path), what, "give the decoder that it was trained on, by --base")
+    return found
+
+
+def _chain(folder: Path, base: Sequence[str]) -> tuple[list[Path], Path]:
+    """The adapters, the outermost first, and the folder of the decoder."""
+    adapters, named = [folder], list(base)
+    while True:
+        config = ReleasedConfig(adapters[-1] / ADAPTER_CONFIG)
+        name = named.pop(0) if named else config.fields.get("base_model_name_or_path")
+        if not isinstance(name, str):
+            raise InputError(str(config.path), "does not say what it adapts", "name it by --base")
+        found = resolve_model(name)
+        if not (found / ADAPTER_CONFIG).is_file():
+            break
+        if found in adapters:
+            raise InputError(str(config.path), f"adapts {name}, which is itself", "name the decoder by --base")
+        adapters.append(found)
+    if named:
+        raise OptionError("base", list(base), "names more than there are adapters", f"leave {named[0]} out")
+    return adapters, found
+
+
+def _settings(folder: Path) -> ReleasedConfig:
+    """The published settings of texts and pooling, or the published code's own where there are none."""
+    path = folder / "llm2vec_config.json"
+    defaults = {"pooling_mode": "mean", "max_length": 512, "skip_instruction": True}
+    given = ReleasedConfig(path).fields if path.is_file() else {}
+    settings = ReleasedConfig(path, defaults | given)
+    settings.require(pooling_mode="mean")
+    return settings

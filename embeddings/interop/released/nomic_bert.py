@@ -1,0 +1,82 @@
+"""What all checkpoints of Nomic's encoder share: the fields of config.json and the names of tensors."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from embeddings.interop.released.checkpoint import ReleasedConfig
+from embeddings.interop.released.key_map import Published
+
+# Each names what the text is for; training put one before every text, and its tokens are pooled.
+PROMPTS = {
+    "query": "search_query: ",
+    "document": "search_document: ",
+    "classification": "classification: ",
+    "clustering": "clustering: ",
+}
+
+# In front of every name where the checkpoint holds a language model.
+LANGUAGE_MODEL = "bert."
+# A pooler that no embedding reads, and tables that follow from the config.
+LEFT = ("pooler.dense.{kind}", "encoder.layers.{n}.attn.rotary_emb.inv_freq")
+
+
+def encoder_names(prefix: str = "") -> dict[str, str | Published]:
+    """Our names outside the MLPs, and where each lies.
+
+    Args:
+        prefix: What stands in front of every published name.
+    """
+    attention = f"{prefix}encoder.layers.{{n}}.attn."
+    fused = {
+        f"layers.{{n}}.self_attn.{ours}_proj.{{kind}}": Published(f"{attention}Wqkv.{{kind}}", part, 3)
+        for part, ours in enumerate("qkv")
+    }
+    return {
+        **fused,
+        "layers.{n}.self_attn.o_proj.{kind}": f"{attention}out_proj.{{kind}}",
+        "layers.{n}.post_attention_layernorm.{kind}": f"{prefix}encoder.layers.{{n}}.norm1.{{kind}}",
+        "layers.{n}.post_mlp_layernorm.{kind}": f"{prefix}encoder.layers.{{n}}.norm2.{{kind}}",
+        "embeddings.LayerNorm.{kind}": f"{prefix}emb_ln.{{kind}}",
+        "embeddings.{table}_embeddings.weight": f"{prefix}embeddings.{{table}}_embeddings.weight",
+    }
+
+
+def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The arguments of our config that do not depend on the MLPs.
+
+    Raises:
+        InputError: If a field is none, or asks for arithmetic that is not known here.
+    """
+    config.require(
+        prenorm=False,
+        parallel_block=False,
+        causal=False,
+        use_rms_norm=False,
+        rotary_emb_fraction=1.0,
+        rotary_emb_interleaved=False,
+        rotary_emb_scale_base=None,
+    )
+    step, rows = config.whole("pad_vocab_size_multiple"), config.whole("vocab_size")
+    trained = config.whole("max_trained_positions")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.number("rotary_emb_base"))}
+    if config.fields.get("rotary_scaling_factor") is not None:
+        # Longer texts than it was trained on turn more slowly.
+        rope |= {"rope_type": "dynamic", "factor": float(config.number("rotary_scaling_factor"))}
+    is_dynamic = rope["rope_type"] == "dynamic"
+    return {
+        "vocab_size": -(-rows // step) * step,
+        "hidden_size": config.whole("n_embd"),
+        "num_hidden_layers": config.whole("n_layer"),
+        "num_attention_heads": config.whole("n_head"),
+        "type_vocab_size": config.whole("type_vocab_size"),
+        "layer_norm_eps": config.number("layer_norm_epsilon"),
+        "hidden_dropout_prob": config.number("resid_pdrop", 0.0),
+        "attention_probs_dropout_prob": config.number("attn_pdrop", 0.0),
+        "initializer_range": config.number("initializer_range", 0.02),
+        "max_position_embeddings": trained if is_dynamic else max(trained, config.whole("n_positions")),
+        "rope_parameters": rope,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }

@@ -1,0 +1,99 @@
+"""NV-Embed v1 and v2: a Mistral decoder without its causal mask, and latent-attention pooling."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MistralConfig, PretrainedConfig
+
+from embeddings.common import TextSettings
+from embeddings.common.text import instruction_prompt
+from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
+from embeddings.interop.released.fill import Imported, empty_model, filled_model, take_parts
+from embeddings.interop.released.key_map import KeyMap
+from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
+from embeddings.models.embedder import Embedder
+from embeddings.models.latent_attention import LatentAttentionPooling
+
+FAMILY = "NV-Embed"
+# The model card's example; it has one for each task of its benchmark.
+INSTRUCTION = "Given a question, retrieve passages that answer the question"
+# What the published `encode` cuts texts to where it is told nothing.
+MAX_LENGTH = 4096
+
+_BLOCK = "latent_attention_model.cross_attend_blocks"
+_NAMES = {
+    "backbone.{rest}": "embedding_model.{rest}",
+    "pooling.latents": "latent_attention_model.latents",
+    "pooling.attention.norm.{kind}": f"{_BLOCK}.0.norm.{{kind}}",
+    "pooling.attention.norm_latents.{kind}": f"{_BLOCK}.0.norm_context.{{kind}}",
+    "pooling.attention.to_query.weight": f"{_BLOCK}.0.fn.to_q.weight",
+    "pooling.attention.to_key_value.weight": f"{_BLOCK}.0.fn.to_kv.weight",
+    "pooling.attention.to_output.weight": f"{_BLOCK}.0.fn.to_out.weight",
+    "pooling.feed_forward.norm.{kind}": f"{_BLOCK}.1.norm.{{kind}}",
+    "pooling.feed_forward.expand.{kind}": f"{_BLOCK}.1.fn.net.0.{{kind}}",
+    "pooling.feed_forward.contract.{kind}": f"{_BLOCK}.1.fn.net.2.{{kind}}",
+}
+_WHOLE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+
+def load(folder: Path) -> Imported:
+    """The embedding model of a folder.
+
+    Vectors have unit length, as the model card's are. A text keeps its end-of-sequence token under truncation, and a
+    text of which nothing is left has a vector.
+
+    Raises:
+        InputError: If the folder does not hold a whole checkpoint of this family.
+    """
+    config = ReleasedConfig(folder / "config.json")
+    config.require(padding_side="right", add_eos=True, mask_type="b")
+    empty = empty_model(_backbone_config(config.part("text_config")))
+    with torch.device("meta"):
+        pooling = _pooling(config.part("latent_attention_config"), int(empty.config.hidden_size))
+    parts = {"backbone": empty, "pooling": pooling}
+    states, report = take_parts(KeyMap(FAMILY, _NAMES), ReleasedWeights(folder), parts)
+    pooling.load_state_dict(states["pooling"], assign=True)
+    backbone = filled_model(empty, states["backbone"])
+    check_bidirectional(backbone)
+    text = TextSettings(
+        query_max_length=MAX_LENGTH,
+        document_max_length=MAX_LENGTH,
+        prompts={"query": instruction_prompt(INSTRUCTION)},
+        append_eos=True,
+        pool_prompt=not config.fields.get("is_mask_instruction", True),
+    )
+    return Imported(FAMILY, Embedder(backbone, released_tokenizer(folder), pooling, text=text), report)
+
+
+def _backbone_config(config: ReleasedConfig) -> PretrainedConfig:
+    """Our config of the decoder; its window was never applied."""
+    config.require(model_type="bidir_mistral", rope_scaling=None, hidden_act="silu")
+    rope = {"rope_type": "default", "rope_theta": float(config.number("rope_theta"))}
+    fields: dict[str, Any] = {name: config.whole(name) for name in _WHOLE}
+    ours = MistralConfig(
+        **fields,
+        rms_norm_eps=config.number("rms_norm_eps"),
+        attention_dropout=config.number("attention_dropout", 0.0),
+        initializer_range=config.number("initializer_range", 0.02),
+        rope_parameters=rope,
+        bos_token_id=config.whole("bos_token_id", 0),
+        eos_token_id=config.whole("eos_token_id", 0),
+        use_cache=False,
+    )
+    make_bidirectional_config(ours)
+    return ours
+
+
+def _pooling(config: ReleasedConfig, hidden_size: int) -> LatentAttentionPooling:
+    config.require(hidden_dim=hidden_size, latent_dim=hidden_size)
+    latents, heads = config.whole("num_latents_value"), config.whole("num_cross_heads")
+    return LatentAttentionPooling(hidden_size, latents, heads, head_dim=config.whole("cross_dim_head"))

@@ -1,0 +1,69 @@
+"""Any sentence-transformers directory of an architecture that transformers has, and what such a directory says."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from embeddings.common import InputError, TextSettings
+from embeddings.interop.released.checkpoint import ReleasedWeights
+from embeddings.interop.released.fill import Imported
+from embeddings.interop.released.key_map import KeyReport
+from embeddings.models.backbone import load_model, load_tokenizer
+from embeddings.models.directory import read_model_directory
+from embeddings.models.embedder import Embedder
+from embeddings.models.pooling import MeanPooling
+
+FAMILY = "a sentence-transformers directory"
+_NO_LIMIT = 512
+
+
+def load(folder: Path) -> Imported:
+    """The embedding model of a folder; transformers itself renames the tensors of its architectures.
+
+    Raises:
+        InputError: If a file is missing or damaged, or a module is none of ours.
+    """
+    names = ReleasedWeights(folder).shapes
+    unused: list[str] = []
+    backbone = load_model(folder, unused=unused)
+    embedder = described_embedder(folder, backbone, load_tokenizer(folder, backbone), {})
+    used = {name: [name] for name in names if name not in unused}
+    return Imported(FAMILY, embedder, KeyReport(used, sorted(unused)))
+
+
+def described_embedder(
+    folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, str]
+) -> Embedder:
+    """The embedding model around a backbone, its pooling and its texts as the folder says.
+
+    Where the folder says nothing: the mean of all tokens, of unit length, of texts as long as the model was trained on.
+
+    Args:
+        folder: What was published.
+        backbone: Its backbone.
+        tokenizer: Its tokenizer.
+        prompts: Those that the folder need not name.
+
+    Raises:
+        InputError: If a file is damaged, a module is none of ours, or the parts do not fit together.
+    """
+    if not (folder / "modules.json").is_file():
+        limit = min(tokenizer.model_max_length, getattr(backbone.config, "max_position_embeddings", _NO_LIMIT))
+        text = TextSettings(limit, limit, dict(prompts), pool_prompt=True)
+        return Embedder(backbone, tokenizer, MeanPooling(int(backbone.config.hidden_size)), text=text)
+    parts = read_model_directory(folder, backbone, tokenizer)
+    text = replace(parts.text, prompts={**prompts, **parts.text.prompts})
+    try:
+        return Embedder(
+            backbone,
+            tokenizer,
+            parts.pooling,
+            head=parts.head,
+            normalize=parts.normalize,
+            text=text,
+            trained_widths=parts.trained_widths,
+        )
+    except ValueError as error:
+        raise InputError(str(folder), f"its parts do not fit: {error}", "take a whole copy of the model") from error

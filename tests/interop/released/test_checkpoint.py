@@ -1,0 +1,82 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from embeddings.common import InputError
+from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
+from tests.helpers.tiny import sentencepiece_tokenizer
+
+
+def config(folder, **fields):
+    (folder / "config.json").write_text(json.dumps(fields))
+    return ReleasedConfig(folder / "config.json")
+
+
+def test_fields_are_read_as_what_they_are(tmp_path):
+    found = config(tmp_path, size=3, base=1000, inner={"size": 0, "rate": 0.5}, flag=None)
+    assert (found.whole("size"), found.number("base"), found.number("other", 2.0)) == (3, 1000, 2.0)
+    assert (found.part("inner").whole("size", 0), found.part("inner").number("rate")) == (0, 0.5)
+    # A switch that is off may be written as null, or not at all.
+    found.require(size=3, flag=False, absent=7, inner={"size": 0, "rate": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda c: c.whole("size", 4), "has size 3, expected a whole number >= 4"),
+        (lambda c: c.whole("flag"), "has flag True, expected a whole number >= 1"),
+        (lambda c: c.number("flag"), "has flag True, expected a number"),
+        (lambda c: c.part("inner").whole("rate"), "has inner.rate 0.5, expected a whole number >= 1"),
+        (lambda c: c.part("size"), "has size 3, expected an object"),
+        (lambda c: c.part("inner").require(rate=1.0), "has inner.rate 0.5, and only 1.0 is known here"),
+        (lambda c: c.require(flag=False), "has flag True, and only False is known here"),
+    ],
+)
+def test_a_field_of_another_kind_is_one_line(ask, says, tmp_path):
+    with pytest.raises(InputError) as error:
+        ask(config(tmp_path, size=3, inner={"rate": 0.5}, flag=True))
+    assert says in str(error.value)
+    assert "config.json: " in str(error.value)
+
+
+def test_tensors_of_all_shards_are_known_by_their_headers(tmp_path):
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.full((4,), 2.0, dtype=torch.bfloat16)}, tmp_path / "two.safetensors")
+    save_file({"c": torch.zeros(1)}, tmp_path / "model.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights = ReleasedWeights(tmp_path)
+    assert weights.shapes == {"a": (2, 3), "b": (4,)}
+    assert torch.equal(weights.tensor("b"), torch.full((4,), 2.0, dtype=torch.bfloat16))
+    assert ReleasedWeights(tmp_path, "one.safetensors").shapes == {"a": (2, 3)}
+
+
+def test_weights_that_cannot_be_read_are_one_line(tmp_path):
+    with pytest.raises(InputError, match=r"holds no model\.safetensors; take"):
+        ReleasedWeights(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin is a pickle, which could run code when it is read"):
+        ReleasedWeights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"nothing at all")
+    with pytest.raises(InputError, match=r"model\.safetensors: is damaged"):
+        ReleasedWeights(tmp_path)
+
+
+def test_the_tokenizer_is_the_one_of_its_file_whatever_class_it_names(tmp_path):
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "LlamaTokenizer"}))
+    (tmp_path / "config.json").write_text('{"model_type": "nvembed"}')
+    text = "  Query:  two  spaces 7"
+    found = released_tokenizer(tmp_path)
+    assert found(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert (found.padding_side, found.pad_token) == ("right", "</s>")
+
+
+def test_a_folder_without_a_tokenizer_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nvembed"}')
+    with pytest.raises(InputError, match="holds no tokenizer"):
+        released_tokenizer(tmp_path)

@@ -1,0 +1,157 @@
+import json
+
+import pytest
+import torch
+
+from embeddings.common import InputError, OptionError
+from embeddings.interop.released.llm2vec import load
+from embeddings.models import BackboneConfig, Embedder
+from tests.helpers.tiny import sentencepiece_tokenizer
+from tests.interop.released.decoder import FIELDS, HIDDEN, LAYERS, ROWS, decoder_shapes, decoder_states
+from tests.interop.released.published import (
+    TEXTS,
+    assert_same,
+    by_library,
+    each,
+    encoded,
+    random_state,
+    write_checkpoint,
+)
+
+RANK, ALPHA = 3, 12
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query:"
+MISTRAL = "mistralai/Mistral-7B-Instruct-v0.2"
+
+
+def decoder(folder):
+    """A decoder with its head, as chat models are published."""
+    state = random_state({**decoder_shapes("model."), "lm_head.weight": (ROWS, HIDDEN)})
+    config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], **FIELDS}
+    write_checkpoint(folder, config, state, sentencepiece_tokenizer())
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def adapter(folder, base, seed, prefix="base_model.model.", **changed):
+    """An adapter, and what it adds to each weight."""
+    shapes = {}
+    for name, (rows, columns) in [(name, shape) for name, shape in decoder_shapes().items() if len(shape) == 2]:
+        if name.split(".")[-2] in TARGETS:
+            layer = name.removesuffix(".weight")
+            shapes[f"{layer}.lora_A.weight"] = (RANK, columns)
+            shapes[f"{layer}.lora_B.weight"] = (rows, RANK)
+    state = random_state(shapes, seed=seed, std=0.2)
+    folder.mkdir()
+    write_checkpoint(folder, {}, {f"{prefix}{name}": tensor for name, tensor in state.items()})
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    (folder / "config.json").unlink()
+    config = {"peft_type": "LORA", "bias": "none", "r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS}
+    config |= {"base_model_name_or_path": base, "modules_to_save": None, "use_rslora": False}
+    (folder / "adapter_config.json").write_text(json.dumps(config | changed))
+    layers = [name.removesuffix(".lora_A.weight") for name in state if name.endswith("lora_A.weight")]
+    assert len(layers) == LAYERS * len(TARGETS)
+    return {
+        f"{layer}.weight": ALPHA / RANK * state[f"{layer}.lora_B.weight"] @ state[f"{layer}.lora_A.weight"]
+        for layer in layers
+    }
+
+
+def merged(state, *updates):
+    made = dict(state)
+    for update in updates:
+        made |= {name: made[name] + delta for name, delta in update.items()}
+    return made
+
+
+def released_vector(state, tokenizer, text, instruction, before, behind):
+    """As released: the last tokens are pooled, as many as the text and what is behind it have alone."""
+    joined = f"{before}{instruction} {text}{behind}" if instruction else f"{before}{text}{behind}"
+    ids = tokenizer(joined)["input_ids"]
+    pooled = len(tokenizer(f"{text}{behind}", add_special_tokens=False)["input_ids"])
+    return decoder_states(state, ids)[-pooled:].mean(0)
+
+
+@pytest.mark.usefixtures("travelling_code")
+@pytest.mark.parametrize(("named", "before", "behind"), [(MISTRAL, "[INST] ", " [/INST]"), ("someone/s-model", "", "")])
+def test_the_imported_model_gives_the_published_vectors(named, before, behind, tmp_path):
+    state, tokenizer = decoder(tmp_path / "decoder"), sentencepiece_tokenizer()
+    update = adapter(tmp_path / "adapter", named, seed=1)
+    made = load(tmp_path / "adapter", [str(tmp_path / "decoder")])
+    assert made.report.left == ["lm_head.weight"]
+    assert "adapter/base_model.model.layers.0.self_attn.q_proj.lora_A.weight" in made.report.used
+    made.model.save_pretrained(tmp_path / "ours")
+    for role, instruction in (("document", ""), ("query", INSTRUCTION)):
+        expected = each(
+            TEXTS,
+            lambda text, inst=instruction: released_vector(
+                merged(state, update), tokenizer, text, inst, before, behind
+            ),
+        )
+        assert_same(encoded(tmp_path / "ours", role=role), expected)
+        assert_same(by_library(tmp_path / "ours", role), expected)
+    embedder = Embedder.from_config(BackboneConfig(str(tmp_path / "ours")))
+    assert (embedder.text.pool_prompt, embedder.text.pool_start, embedder.text.suffix) == (False, False, behind)
+    assert embedder.text.query_max_length == 512
+
+
+def test_an_adapter_of_an_adapted_decoder_is_merged_after_it(tmp_path):
+    state, tokenizer = decoder(tmp_path / "decoder"), sentencepiece_tokenizer()
+    inner = adapter(tmp_path / "inner", str(tmp_path / "decoder"), seed=1, prefix="base_model.model.model.")
+    outer = adapter(tmp_path / "outer", MISTRAL, seed=2)
+    made = load(tmp_path / "outer", [str(tmp_path / "inner")])
+    made.model.save_pretrained(tmp_path / "ours")
+    whole = merged(state, inner, outer)
+    expected = each(TEXTS, lambda text: released_vector(whole, tokenizer, text, "", "", ""))
+    assert_same(encoded(tmp_path / "ours"), expected)
+    named = {name.partition("/")[0] for name in made.report.used if "lora" in name}
+    assert named == {"inner", "outer"}
+
+
+def test_the_scale_of_rslora_is_its_own(tmp_path):
+    state = decoder(tmp_path / "decoder")
+    update = adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1, use_rslora=True)
+    model = load(tmp_path / "adapter").model.backbone
+    name = "layers.1.self_attn.q_proj.weight"
+    found = model.state_dict()[name] - state[name]
+    torch.testing.assert_close(found, update[name] * RANK**0.5, rtol=1e-4, atol=1e-5)
+
+
+def test_settings_beside_the_adapter_count(tmp_path):
+    decoder(tmp_path / "decoder")
+    adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1)
+    settings = tmp_path / "adapter" / "llm2vec_config.json"
+    settings.write_text('{"pooling_mode": "mean", "max_length": 100, "skip_instruction": false}')
+    text = load(tmp_path / "adapter").model.text
+    assert (text.document_max_length, text.pool_prompt, text.pool_start) == (100, True, True)
+    settings.write_text('{"pooling_mode": "weighted_mean"}')
+    with pytest.raises(InputError, match="has pooling_mode 'weighted_mean', and only 'mean' is known here"):
+        load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"use_dora": True}, "has use_dora True, and only False is known here"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "has 4 tensors that LLM2Vec's adapters has no place for"),
+        ({"target_modules": [*TARGETS, "up_proj"]}, "lacks 4 of the 16 tensors of LLM2Vec's adapters"),
+        ({"target_modules": ["Wqkv"]}, "names no layer of MistralModel (target_modules)"),
+        ({"r": 4}, "lora_A.weight has shape (3, 32), by config.json it has (4, 32)"),
+        ({"base_model_name_or_path": None}, "does not say what it adapts; name it by --base"),
+        ({"base_model_name_or_path": "no/such/place"}, "no/such/place: is no directory"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_one_line(changed, says, tmp_path):
+    decoder(tmp_path / "decoder")
+    adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1, **changed)
+    with pytest.raises(InputError) as error:
+        load(tmp_path / "adapter")
+    assert says in str(error.value)
+
+
+def test_bases_that_cannot_be_are_refused(tmp_path):
+    decoder(tmp_path / "decoder")
+    adapter(tmp_path / "adapter", str(tmp_path / "adapter"), seed=1)
+    with pytest.raises(InputError, match="which is itself"):
+        load(tmp_path / "adapter")
+    with pytest.raises(OptionError, match="base names more than there are adapters"):
+        load(tmp_path / "adapter", [str(tmp_path / "decoder"), "more"])

@@ -1,0 +1,34 @@
+import json
+
+from embeddings.interop.released.checkpoint import ReleasedConfig
+from embeddings.interop.released.nomic_bert import encoder_fields, encoder_names
+from tests.helpers.tiny import wordpiece_tokenizer
+from tests.interop.released.nomic import DENSE
+
+
+def fields(folder, **changed):
+    (folder / "config.json").write_text(json.dumps(DENSE | changed))
+    return encoder_fields(ReleasedConfig(folder / "config.json"), wordpiece_tokenizer())
+
+
+def test_the_vocabulary_is_padded_as_the_published_model_pads_it(tmp_path):
+    assert fields(tmp_path)["vocab_size"] == 384
+    assert fields(tmp_path, vocab_size=384)["vocab_size"] == 384
+    assert fields(tmp_path, vocab_size=385)["vocab_size"] == 448
+
+
+def test_positions_are_those_that_it_was_published_for(tmp_path):
+    plain = fields(tmp_path, n_positions=8192)
+    assert plain["max_position_embeddings"] == 8192
+    assert plain["rope_parameters"] == {"rope_type": "default", "rope_theta": 1000.0}
+    scaled = fields(tmp_path, n_positions=8192, rotary_scaling_factor=2)
+    # What the scaling is relative to is the length of training.
+    assert scaled["max_position_embeddings"] == 2048
+    assert scaled["rope_parameters"] == {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+
+
+def test_one_published_matrix_is_three_of_ours():
+    places = encoder_names("bert.")
+    found = [places[f"layers.{{n}}.self_attn.{name}_proj.{{kind}}"] for name in "qkv"]
+    assert {place.name for place in found} == {"bert.encoder.layers.{n}.attn.Wqkv.{kind}"}
+    assert [(place.part, place.parts) for place in found] == [(0, 3), (1, 3), (2, 3)]

@@ -1,0 +1,114 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from embeddings.common import InputError
+from embeddings.interop.released.nomic_dense import load
+from embeddings.models import BackboneConfig, LanguageModel, load_backbone
+from embeddings.models.language_model import load_language_model
+from tests.interop.released.nomic import DENSE, HIDDEN, nomic_folder, nomic_state, nomic_states
+from tests.interop.released.published import (
+    TEXTS,
+    assert_same,
+    by_library,
+    changed_config,
+    describe,
+    each,
+    encoded,
+    random_state,
+    write_checkpoint,
+)
+
+
+def means(state, config, tokenizer, prompt):
+    return [nomic_states(state, config, torch.tensor(tokenizer(prompt + text)["input_ids"])).mean(0) for text in TEXTS]
+
+
+@pytest.mark.usefixtures("travelling_code")
+def test_the_imported_model_gives_the_published_vectors(tmp_path):
+    folder, state, tokenizer = nomic_folder(tmp_path / "published", DENSE)
+    made = load(folder)
+    assert sorted(made.report.used) == sorted(state)
+    made.model.save_pretrained(tmp_path / "ours")
+    for role, prompt in (("document", "search_document: "), ("query", "search_query: ")):
+        expected = F.normalize(torch.stack(means(state, DENSE, tokenizer, prompt)), dim=-1)
+        assert_same(encoded(tmp_path / "ours", role=role), expected)
+        assert_same(by_library(tmp_path / "ours", role), expected)
+    assert type(load_backbone(BackboneConfig(str(tmp_path / "ours")))[0]).__name__ == "NomicBertModel"
+
+
+def test_a_folder_without_a_normalize_module_gives_vectors_as_long_as_they_come(tmp_path):
+    folder, state, tokenizer = nomic_folder(tmp_path / "published", DENSE)
+    describe(folder, HIDDEN, normalize=False)
+    load(folder).model.save_pretrained(tmp_path / "ours")
+    expected = torch.stack(means(state, DENSE, tokenizer, "clustering: "))
+    assert_same(encoded(tmp_path / "ours", prompt_name="clustering"), expected)
+
+
+def test_texts_longer_than_those_of_training_turn_more_slowly(tmp_path):
+    config = DENSE | {"max_trained_positions": 24, "rotary_scaling_factor": 2}
+    folder, state, tokenizer = nomic_folder(tmp_path / "published", config)
+    describe(folder, HIDDEN)
+    load(folder).model.save_pretrained(tmp_path / "ours")
+    for text in ("the quick brown fox jumps over the lazy dog 1 2 3 4 5 6", "a b c"):
+        ids = tokenizer(f"search_document: {text}")["input_ids"]
+        assert (len(ids) > 24) == ("fox" in text)
+        expected = each([text], lambda _, ids=ids: nomic_states(state, config, torch.tensor(ids)).mean(0))
+        torch.testing.assert_close(encoded(tmp_path / "ours", [text]), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_masked_language_model_comes_with_its_head(tmp_path):
+    config = DENSE | {"architectures": ["NomicBertForPreTraining"]}
+    folder, state, tokenizer = nomic_folder(tmp_path / "published", config, prefix="bert.")
+    head = random_state(
+        {
+            "cls.predictions.transform.dense.weight": (HIDDEN, HIDDEN),
+            "cls.predictions.transform.layer_norm.weight": (HIDDEN,),
+            "cls.predictions.transform.layer_norm.bias": (HIDDEN,),
+        },
+        seed=1,
+    )
+    words = state["bert.embeddings.word_embeddings.weight"]
+    write_checkpoint(folder, config, state | head | {"cls.predictions.decoder.weight": words.clone()})
+    made = load(folder)
+    assert isinstance(made.model, LanguageModel)
+    assert made.report.left == ["cls.predictions.decoder.weight"]
+    made.model.save_pretrained(tmp_path / "ours")
+    model, _ = load_language_model(BackboneConfig(str(tmp_path / "ours")), "masked")
+    ids = torch.tensor(tokenizer("the quick brown fox")["input_ids"])
+    bare = {name.removeprefix("bert."): tensor for name, tensor in state.items()}
+    states = nomic_states(bare, config, ids)
+    inner = F.silu(states @ head["cls.predictions.transform.dense.weight"].T)
+    norm = (head[f"cls.predictions.transform.layer_norm.{kind}"] for kind in ("weight", "bias"))
+    expected = F.layer_norm(inner, (HIDDEN,), *norm, eps=1e-12) @ words.T
+    torch.testing.assert_close(model(input_ids=ids[None]).logits[0].detach(), expected, rtol=1e-5, atol=1e-4)
+    backbone, _ = load_backbone(BackboneConfig(str(tmp_path / "ours")))
+    found = backbone(input_ids=ids[None]).last_hidden_state[0].detach()
+    torch.testing.assert_close(found, states, rtol=1e-5, atol=1e-5)
+
+
+def test_an_embedding_model_may_carry_a_language_models_names(tmp_path):
+    folder, state, tokenizer = nomic_folder(tmp_path / "published", DENSE, prefix="bert.")
+    write_checkpoint(folder, DENSE, state | {"cls.predictions.transform.dense.weight": torch.zeros(HIDDEN, HIDDEN)})
+    made = load(folder)
+    assert made.report.left == ["cls.predictions.transform.dense.weight"]
+    made.model.save_pretrained(tmp_path / "ours")
+    expected = torch.stack(means(nomic_state(DENSE), DENSE, tokenizer, "search_document: "))
+    assert_same(encoded(tmp_path / "ours"), F.normalize(expected, dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"activation_function": "gelu"}, "has activation_function 'gelu', and only 'swiglu' is known here"),
+        ({"qkv_proj_bias": True}, "has qkv_proj_bias True, and only False is known here"),
+        ({"n_inner": 300}, "fc12.weight has shape (256, 32), by config.json it has (512, 32)"),
+        ({"rotary_emb_base": None}, "has rotary_emb_base None, expected a number"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path):
+    folder, _, _ = nomic_folder(tmp_path, DENSE)
+    changed_config(folder, **fields)
+    with pytest.raises(InputError) as error:
+        load(folder)
+    assert says in str(error.value)

@@ -1,0 +1,165 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from embeddings.common import InputError
+from embeddings.interop.released.nv_embed import load
+from embeddings.models import BackboneConfig, Embedder, LatentAttentionPooling, LoraSettings
+from embeddings.models.bidirectional import check_bidirectional
+from embeddings.modules import NVEmbedModule
+from tests.helpers.tiny import sentencepiece_tokenizer
+from tests.interop.released.decoder import FIELDS, HIDDEN, decoder_shapes, decoder_states
+from tests.interop.released.published import (
+    TEXTS,
+    assert_same,
+    by_library,
+    changed_config,
+    each,
+    encoded,
+    random_state,
+    write_checkpoint,
+)
+from tests.models.reading import random_tokens
+
+LATENTS, HEADS, WIDTH = 6, 2, 12
+PROMPT = "Instruct: Given a question, retrieve passages that answer the question\nQuery: "
+LATENT_CONFIG = {
+    "model_type": "latent_attention",
+    "num_latents_value": LATENTS,
+    "num_cross_heads": HEADS,
+    "cross_dim_head": WIDTH,
+    "hidden_dim": HIDDEN,
+    "latent_dim": HIDDEN,
+    "output_normalize": False,
+}
+CONFIG = {
+    "model_type": "nvembed",
+    "architectures": ["NVEmbedModel"],
+    "auto_map": {"AutoModel": "modeling_nvembed.NVEmbedModel"},
+    "text_config": {"model_type": "bidir_mistral", "_name_or_path": "nvidia/NV-Embed-v2", **FIELDS},
+    "latent_attention_config": LATENT_CONFIG,
+    "padding_side": "right",
+    "is_mask_instruction": True,
+    "add_eos": True,
+    "add_pad_token": True,
+    "mask_type": "b",
+    "hidden_size": HIDDEN,
+}
+BLOCK = "latent_attention_model.cross_attend_blocks"
+POOLING = {
+    "latent_attention_model.latents": (LATENTS, HIDDEN),
+    f"{BLOCK}.0.norm.weight": (HIDDEN,),
+    f"{BLOCK}.0.norm.bias": (HIDDEN,),
+    f"{BLOCK}.0.norm_context.weight": (HIDDEN,),
+    f"{BLOCK}.0.norm_context.bias": (HIDDEN,),
+    f"{BLOCK}.0.fn.to_q.weight": (HEADS * WIDTH, HIDDEN),
+    f"{BLOCK}.0.fn.to_kv.weight": (2 * HEADS * WIDTH, HIDDEN),
+    f"{BLOCK}.0.fn.to_out.weight": (HIDDEN, HEADS * WIDTH),
+    f"{BLOCK}.1.norm.weight": (HIDDEN,),
+    f"{BLOCK}.1.norm.bias": (HIDDEN,),
+    f"{BLOCK}.1.fn.net.0.weight": (8 * HIDDEN, HIDDEN),
+    f"{BLOCK}.1.fn.net.0.bias": (8 * HIDDEN,),
+    f"{BLOCK}.1.fn.net.2.weight": (HIDDEN, 4 * HIDDEN),
+    f"{BLOCK}.1.fn.net.2.bias": (HIDDEN,),
+}
+
+
+def published(folder):
+    state = random_state(decoder_shapes("embedding_model.") | POOLING)
+    tokenizer = sentencepiece_tokenizer()
+    return write_checkpoint(folder, CONFIG, state, tokenizer), state, tokenizer
+
+
+def latent_block(state, x):
+    """Every token after the dictionary and the gated MLP."""
+
+    def norm(value, name):
+        return F.layer_norm(value, (HIDDEN,), state[f"{BLOCK}.{name}.weight"], state[f"{BLOCK}.{name}.bias"])
+
+    context = norm(state["latent_attention_model.latents"], "0.norm_context")
+    query = norm(x, "0.norm") @ state[f"{BLOCK}.0.fn.to_q.weight"].T
+    key, value = (context @ state[f"{BLOCK}.0.fn.to_kv.weight"].T).chunk(2, -1)
+    read = []
+    for head in range(HEADS):
+        own = slice(head * WIDTH, (head + 1) * WIDTH)
+        weight = (query[:, own] @ key[:, own].T / WIDTH**0.5).softmax(-1)
+        read.append(weight @ value[:, own])
+    x = x + torch.cat(read, -1) @ state[f"{BLOCK}.0.fn.to_out.weight"].T
+    net = {row: (state[f"{BLOCK}.1.fn.net.{row}.weight"], state[f"{BLOCK}.1.fn.net.{row}.bias"]) for row in (0, 2)}
+    inner, gate = F.linear(norm(x, "1.norm"), *net[0]).chunk(2, -1)
+    return x + F.linear(inner * F.gelu(gate), *net[2])
+
+
+def released_vector(state, tokenizer, instruction, text):
+    """As released: the end of sequence is text, and as many tokens as the instruction alone has are not pooled."""
+    backbone = {name.removeprefix("embedding_model."): tensor for name, tensor in state.items()}
+    ids = tokenizer(instruction + text + tokenizer.eos_token)["input_ids"]
+    skipped = len(tokenizer.tokenize(instruction)) if instruction else 0
+    return latent_block(state, decoder_states(backbone, ids))[skipped:].mean(0)
+
+
+@pytest.mark.usefixtures("travelling_code")
+def test_the_imported_model_gives_the_published_vectors(tmp_path):
+    folder, state, tokenizer = published(tmp_path / "published")
+    made = load(folder)
+    assert sorted(made.report.used) == sorted(state)
+    made.model.save_pretrained(tmp_path / "ours")
+    for role, prompt in (("query", PROMPT), ("document", "")):
+        expected = each(TEXTS, lambda text, prompt=prompt: released_vector(state, tokenizer, prompt, text))
+        assert_same(encoded(tmp_path / "ours", role=role), expected)
+        assert_same(by_library(tmp_path / "ours", role), expected)
+
+
+def test_the_directory_carries_what_the_published_code_sets_when_it_loads(tmp_path):
+    folder, _, _ = published(tmp_path / "published")
+    load(folder).model.save_pretrained(tmp_path / "ours")
+    embedder = Embedder.from_config(BackboneConfig(str(tmp_path / "ours"), dtype="float32"))
+    text = embedder.text
+    assert (text.append_eos, text.pool_prompt, text.prompts) == (True, False, {"query": PROMPT})
+    assert (text.query_max_length, text.document_max_length) == (4096, 4096)
+    assert (embedder.tokenizer.padding_side, embedder.tokenizer.pad_token) == ("right", "</s>")
+    assert (embedder.backbone.config.sliding_window, embedder.normalize) == (None, True)
+    check_bidirectional(embedder.backbone)
+
+
+def test_the_imported_model_is_a_start_for_training(tmp_path):
+    folder, state, _ = published(tmp_path / "published")
+    load(folder).model.save_pretrained(tmp_path / "ours")
+
+    def pooling(hidden_size):
+        return LatentAttentionPooling(hidden_size, LATENTS, HEADS, WIDTH)
+
+    backbone = BackboneConfig(str(tmp_path / "ours"), bidirectional=True)
+    module = NVEmbedModule(backbone, pooling, lora=LoraSettings(rank=2), initial_model=str(tmp_path / "ours"))
+    latents = module.embedder.pooling.latents
+    assert torch.equal(latents.detach(), state["latent_attention_model.latents"])
+    module.embedder(random_tokens(512, [5, 9]))[:, 0].sum().backward()
+    assert latents.grad.abs().max() > 0
+
+
+def test_weights_in_half_precision_stay_so(tmp_path):
+    folder, state, _ = published(tmp_path / "published")
+    write_checkpoint(folder, CONFIG, {name: tensor.to(torch.float16) for name, tensor in state.items()})
+    embedder = load(folder).model
+    assert {parameter.dtype for parameter in embedder.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"padding_side": "left"}, "has padding_side 'left', and only 'right' is known here"),
+        ({"text_config": None}, "has text_config None, expected an object"),
+        (
+            {"text_config": CONFIG["text_config"] | {"rope_theta": "x"}},
+            "has text_config.rope_theta 'x', expected a num",
+        ),
+        ({"latent_attention_config": LATENT_CONFIG | {"latent_dim": 16}}, "has latent_attention_config.latent_dim 16"),
+        ({"latent_attention_config": LATENT_CONFIG | {"num_latents_value": 9}}, "latents has shape (6, 32), by config"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path):
+    folder, _, _ = published(tmp_path)
+    changed_config(folder, **fields)
+    with pytest.raises(InputError) as error:
+        load(folder)
+    assert says in str(error.value)
