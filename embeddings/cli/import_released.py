@@ -8,7 +8,8 @@ def import_checkpoint(
 ) -> None:
     """Write the model directory of a published checkpoint, without running its code.
 
-    Known are NV-Embed v1 and v2, nomic-embed-text-v1, v1.5 and v2-moe, nomic-bert-2048, LLM2Vec's adapters, and sentence-transformers directories. Read are config.json, safetensors, the tokenizer and what a
+    Known are NV-Embed v1 and v2, nomic-embed-text-v1, v1.5 and v2-moe, nomic-bert-2048, cde-small v1 and v2, LLM2Vec's
+    adapters, and sentence-transformers directories. Read are config.json, safetensors, the tokenizer and what a
     sentence-transformers directory says. The checkpoint must be whole and of its family alone; what it has that the
     model has no use for is named.
 

@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 
 from embeddings.common import InputError, OptionError
-from embeddings.interop.released import llm2vec, nomic_dense, nomic_moe, nv_embed, sentence_transformers
+from embeddings.interop.released import cde, llm2vec, nomic_dense, nomic_moe, nv_embed, sentence_transformers
 from embeddings.interop.released.checkpoint import ReleasedConfig
 from embeddings.interop.released.fill import Imported
 
-KNOWN = "nvembed, nomic_bert, adapters of LLM2Vec, or a sentence-transformers directory"
+KNOWN = "nvembed, nomic_bert, cde-small, adapters of LLM2Vec, or a sentence-transformers directory"
 
 
 def loader_of(folder: Path, base: Sequence[str] = ()) -> Callable[[Path], Imported]:
@@ -31,6 +31,8 @@ def loader_of(folder: Path, base: Sequence[str] = ()) -> Callable[[Path], Import
     model_type = config.fields.get("model_type")
     if model_type == "nvembed":
         return nv_embed.load
+    if "transductive_corpus_size" in config.fields:
+        return cde.load
     # transformers' own NomicBert has other fields: such a checkpoint needs no key map.
     if model_type == "nomic_bert" and "n_embd" in config.fields:
         return nomic_moe.load if (config.fields.get("moe_every_n_layers") or 0) > 0 else nomic_dense.load

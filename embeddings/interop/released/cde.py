@@ -1,0 +1,177 @@
+"""cde-small v1 and v2: two encoders, of which the second reads a text behind vectors of the first."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import ModernBertConfig, NomicBertConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from embeddings.common import InputError, TextSettings
+from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
+from embeddings.interop.released.fill import Imported, empty_model, filled_model, take_parts
+from embeddings.interop.released.key_map import KeyMap, Published
+from embeddings.interop.released.nomic_bert import LEFT, PROMPTS
+from embeddings.interop.released.nomic_dense import dense_names
+from embeddings.models.context_directory import ContextForm
+from embeddings.models.contextual import ContextualEmbedder
+from embeddings.models.first_stage import FirstStage
+from embeddings.models.second_stage import ContextSlots, ResidualProjection, SoftPrompt
+
+FAMILY = "cde-small"
+_FIRST, _SECOND = "first_stage_model.embedder.", "second_stage_model.backbone."
+_NULL = "second_stage_model.sequence_dropout_null_embedding"
+# Both backbones have heads of this width; their other fields lie in no file of the checkpoint.
+_HEAD_WIDTH = 64
+_FORMS = {
+    "nomic": ContextForm(adds_pooled=False),
+    "modernbert": ContextForm(has_positions=True, pools_prompt=True),
+}
+
+
+def load(folder: Path) -> Imported:
+    """The contextual model of a folder.
+
+    cde-small-v1 is read as it was trained: words at their positions, context vectors at none. Both versions prepare
+    the second stage's word embeddings twice, which is worked into the table: v1 adds the token type before and within
+    the encoder, v2 norms before and within it.
+
+    Raises:
+        InputError: If the folder does not hold a whole checkpoint of this family.
+    """
+    config = ReleasedConfig(folder / "config.json")
+    config.require(
+        transductive_tokens_per_document=1,
+        embedding_output_dim=None,
+        autoregressive_backbone=False,
+        transductive_tie_token_embeddings=False,
+        pooling_strategy="mean",
+    )
+    kind, tokenizer, weights = _kind(config), released_tokenizer(folder), ReleasedWeights(folder)
+    if kind == "nomic":
+        config.require(disable_transductive_rotary_embedding=True)
+    num_context, form = config.whole("transductive_corpus_size"), _FORMS[kind]
+    parts = _empty_parts(kind, weights, tokenizer, num_context)
+    left = tuple(f"{stage}{name}" for stage in (_FIRST, _SECOND) for name in LEFT)
+    states, report = take_parts(KeyMap(FAMILY, _names(kind), left), weights, parts)
+    states["second"] = _prepared_twice(kind, states["second"])
+    embedder = ContextualEmbedder(
+        filled_model(parts["first"], states["first"]),
+        filled_model(parts["second"], states["second"]),
+        tokenizer,
+        num_context=num_context,
+        num_soft_prompts=parts["soft_prompt"].num_soft_prompts,
+        context_dropout=config.number("transductive_sequence_dropout_prob", 0.0),
+        text=_text(config, form),
+        form=form,
+    )
+    _load_layers(embedder, states)
+    return Imported(FAMILY, embedder, report)
+
+
+def _empty_parts(
+    kind: str, weights: ReleasedWeights, tokenizer: PreTrainedTokenizerBase, num_context: int
+) -> dict[str, Any]:
+    """All modules of the model without any numbers, by the names that the key map gives them."""
+    first, second = (empty_model(_backbone_config(kind, weights, prefix, tokenizer)) for prefix in (_FIRST, _SECOND))
+    size = int(second.config.hidden_size)
+    num_soft_prompts = _shape(weights, "second_stage_model.prompt_projection.2.weight")[0] // size
+    with torch.device("meta"):
+        layers: dict[str, nn.Module] = {
+            "projection": FirstStage(nn.Identity(), int(first.config.hidden_size), size).projection,
+            "soft_prompt": SoftPrompt(num_soft_prompts, size),
+            "residual": ResidualProjection(size),
+        }
+        if _NULL in weights.shapes:
+            layers["slots"] = ContextSlots(num_context, size)
+    return {"first": first, "second": second, **layers}
+
+
+def _kind(config: ReleasedConfig) -> str:
+    """Which encoder both stages are, by the name that it was published under."""
+    first = config.fields.get("embedder")
+    names = [str(first), str(config.fields.get("dataset_backbone") or first)]
+    for kind, mark in (("nomic", "nomic-bert"), ("modernbert", "modernbert")):
+        if all(mark in name.lower() for name in names):
+            return kind
+    what = f"names the backbones {' and '.join(names)}; known are nomic-bert-2048 and ModernBERT-base"
+    raise InputError(str(config.path), what, "import another checkpoint")
+
+
+def _shape(weights: ReleasedWeights, name: str) -> tuple[int, ...]:
+    """A tensor's shape, which stands in for a field of a config that is not there."""
+    if name not in weights.shapes:
+        what = f"lacks the tensor {name} of {FAMILY}"
+        raise InputError(str(weights.folder), what, "take a whole copy of the checkpoint")
+    return weights.shapes[name]
+
+
+def _backbone_config(
+    kind: str, weights: ReleasedWeights, prefix: str, tokenizer: PreTrainedTokenizerBase
+) -> PretrainedConfig:
+    """The config of one stage's encoder: sizes by its tensors, all else as published for that encoder."""
+    is_nomic = kind == "nomic"
+    words = "embeddings.word_embeddings.weight" if is_nomic else "embeddings.tok_embeddings.weight"
+    layers, inner = ("encoder.layers", "mlp.fc11") if is_nomic else ("layers", "mlp.Wi")
+    rows, width = _shape(weights, f"{prefix}{words}")
+    found = [name for name in weights.shapes if name.startswith(f"{prefix}{layers}.")]
+    common = {
+        "vocab_size": rows,
+        "hidden_size": width,
+        "num_attention_heads": max(width // _HEAD_WIDTH, 1),
+        "num_hidden_layers": len({name.removeprefix(f"{prefix}{layers}.").partition(".")[0] for name in found}),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    inner_width = _shape(weights, f"{prefix}{layers}.0.{inner}.weight")[0]
+    if not is_nomic:
+        return ModernBertConfig(**common, intermediate_size=inner_width // 2)
+    types = _shape(weights, f"{prefix}embeddings.token_type_embeddings.weight")[0]
+    rope = {"rope_type": "default", "rope_theta": 1000.0}
+    return NomicBertConfig(**common, intermediate_size=inner_width, type_vocab_size=types, rope_parameters=rope)
+
+
+def _names(kind: str) -> dict[str, str | Published]:
+    """Our names, and where each lies."""
+    backbones: dict[str, str | Published] = {"first.{rest}": f"{_FIRST}{{rest}}", "second.{rest}": f"{_SECOND}{{rest}}"}
+    if kind == "nomic":
+        stages = (("first", _FIRST), ("second", _SECOND))
+        backbones = {f"{part}.{ours}": place for part, at in stages for ours, place in dense_names(at).items()}
+    return {
+        **backbones,
+        "projection.{n}.{kind}": "first_stage_model.mlp.{n}.{kind}",
+        "soft_prompt.layers.{n}.{kind}": "second_stage_model.prompt_projection.{n}.{kind}",
+        "residual.layers.{n}.{kind}": "second_stage_model.output_projection.{n}.{kind}",
+        "slots.null_H": _NULL,
+    }
+
+
+def _prepared_twice(kind: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The second stage with what is done to its words before the encoder done in the table of words."""
+    if kind == "nomic":
+        words, types = "embeddings.word_embeddings.weight", state["embeddings.token_type_embeddings.weight"]
+        return {**state, words: state[words] + types[0]}
+    words, norm = "embeddings.tok_embeddings.weight", state["embeddings.norm.weight"]
+    table = state[words].float()
+    normed = F.layer_norm(table, table.shape[1:], norm.float(), eps=ModernBertConfig().norm_eps)
+    return {**state, words: normed.to(state[words].dtype)}
+
+
+def _text(config: ReleasedConfig, form: ContextForm) -> TextSettings:
+    """The texts of a version: v2 leaves the prompt of a text out of the pooling."""
+    length = config.whole("max_seq_length", 4, default=512)
+    prompts = {role: PROMPTS[role] for role in ("query", "document")}
+    return TextSettings(length, length, prompts, pool_prompt=not form.pools_prompt)
+
+
+def _load_layers(embedder: ContextualEmbedder, states: Mapping[str, dict[str, Tensor]]) -> None:
+    """Put the layers beside the backbones in; a checkpoint trained without context dropout has no null vector."""
+    embedder.first_stage.projection.load_state_dict(states["projection"], assign=True)
+    embedder.soft_prompt.load_state_dict(states["soft_prompt"], assign=True)
+    assert embedder.residual is not None
+    embedder.residual.load_state_dict(states["residual"], assign=True)
+    if "slots" in states:
+        embedder.slots.load_state_dict(states["slots"], assign=True)
+    else:
+        nn.init.zeros_(embedder.slots.null_H)
