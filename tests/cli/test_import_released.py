@@ -46,6 +46,12 @@ def test_one_line_says_what_was_used_and_what_was_left(tmp_path: Path, capsys: p
         (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "model.bin is a pickle, which"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "model.safetensors: is damaged"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: is no readable JSON"),
+        (lambda folder: changed_config(folder, moe_every_n_layers="two"), "config.json: makes no model: "),
+        (lambda folder: changed_config(folder, moe_top_k=9), "config.json: makes no model: top_k must be from 1 to"),
+        (
+            lambda folder: changed_config(folder, initializer_range=True),
+            "has initializer_range True, expected a number",
+        ),
         (lambda folder: (folder / "tokenizer.json").unlink(), "published: "),
     ],
 )

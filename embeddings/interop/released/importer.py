@@ -4,12 +4,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from embeddings.common import OptionError
+from huggingface_hub.errors import StrictDataclassError
+
+from embeddings.common import InputError, OptionError, UserError
+from embeddings.common.fileio import write_json
 from embeddings.interop.released.detect import loader_of
 from embeddings.interop.released.fill import Imported
 from embeddings.models.directory import IMPORT_FILE, require_folder_or_nothing
 from embeddings.models.hub import resolve_model
-from embeddings.models.model_files import write_json
 
 
 def import_released(
@@ -34,8 +36,19 @@ def import_released(
     target = Path(output).expanduser()
     if folder.resolve() == target.resolve():
         raise OptionError("output", str(output), "must not be the source, which it would replace", "name a new folder")
-    imported = loader_of(folder, base)(folder)
+    imported = _load(folder, base)
     imported.model.save_pretrained(target)
     record = {"source": source, "revision": revision, "base": list(base), "family": imported.family}
     write_json(target / IMPORT_FILE, {**record, "used": imported.report.used, "left": imported.report.left})
     return imported
+
+
+def _load(folder: Path, base: Sequence[str]) -> Imported:
+    """The model of a folder; each architecture checks the fields of a config in its own way."""
+    try:
+        return loader_of(folder, base)(folder)
+    except UserError:
+        raise
+    except (ValueError, TypeError, RuntimeError, StrictDataclassError) as error:
+        what = f"makes no model: {' '.join(str(error).split())[:100]}"
+        raise InputError(str(folder / "config.json"), what, "take a whole copy of the checkpoint") from error

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from embeddings.common import InputError
 from embeddings.interop.released.checkpoint import ReleasedConfig
 from embeddings.interop.released.key_map import Published
 
@@ -63,12 +64,16 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
     if config.fields.get("rotary_scaling_factor") is not None:
         # Longer texts than it was trained on turn more slowly.
         rope |= {"rope_type": "dynamic", "factor": float(config.number("rotary_scaling_factor"))}
+    width, num_heads = config.whole("n_embd"), config.whole("n_head")
+    if width % (2 * num_heads):
+        what = f"has n_embd {width} and n_head {num_heads}, which make no heads that can be rotated in halves"
+        raise InputError(str(config.path), what, "take config.json and weights from one checkpoint")
     is_dynamic = rope["rope_type"] == "dynamic"
     return {
         "vocab_size": -(-rows // step) * step,
-        "hidden_size": config.whole("n_embd"),
+        "hidden_size": width,
         "num_hidden_layers": config.whole("n_layer"),
-        "num_attention_heads": config.whole("n_head"),
+        "num_attention_heads": num_heads,
         "type_vocab_size": config.whole("type_vocab_size"),
         "layer_norm_eps": config.number("layer_norm_epsilon"),
         "hidden_dropout_prob": config.number("resid_pdrop", 0.0),

@@ -1,5 +1,8 @@
 import json
 
+import pytest
+
+from embeddings.common import InputError
 from embeddings.interop.released.checkpoint import ReleasedConfig
 from embeddings.interop.released.nomic_bert import encoder_fields, encoder_names
 from tests.helpers.tiny import wordpiece_tokenizer
@@ -32,3 +35,9 @@ def test_one_published_matrix_is_three_of_ours():
     found = [places[f"layers.{{n}}.self_attn.{name}_proj.{{kind}}"] for name in "qkv"]
     assert {place.name for place in found} == {"bert.encoder.layers.{n}.attn.Wqkv.{kind}"}
     assert [(place.part, place.parts) for place in found] == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize("num_heads", [5, 32])
+def test_heads_that_cannot_be_rotated_are_one_line(num_heads, tmp_path):
+    with pytest.raises(InputError, match=f"n_head {num_heads}, which make no heads that can be rotated in halves"):
+        fields(tmp_path, n_head=num_heads)
