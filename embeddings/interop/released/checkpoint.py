@@ -44,13 +44,13 @@ class ReleasedConfig:
             raise self._error(name, "an object")
         return ReleasedConfig(self.path, value, f"{self._prefix}{name}.")
 
-    def whole(self, name: str, least: int = 1) -> int:
+    def whole(self, name: str, least: int = 1, default: int | None = None) -> int:
         """A field that is a whole number.
 
         Raises:
             InputError: If it is none, or below `least`.
         """
-        value = self.fields.get(name)
+        value = self.fields.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self._error(name, f"a whole number >= {least}")
         return value

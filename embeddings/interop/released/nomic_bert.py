@@ -58,17 +58,12 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
         rotary_emb_interleaved=False,
         rotary_emb_scale_base=None,
     )
-    step, rows = config.whole("pad_vocab_size_multiple"), config.whole("vocab_size")
-    trained = config.whole("max_trained_positions")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.number("rotary_emb_base"))}
-    if config.fields.get("rotary_scaling_factor") is not None:
-        # Longer texts than it was trained on turn more slowly.
-        rope |= {"rope_type": "dynamic", "factor": float(config.number("rotary_scaling_factor"))}
+    step, rows = config.whole("pad_vocab_size_multiple", default=1), config.whole("vocab_size")
+    trained, rope = config.whole("max_trained_positions", default=2048), _rope(config)
     width, num_heads = config.whole("n_embd"), config.whole("n_head")
     if width % (2 * num_heads):
         what = f"has n_embd {width} and n_head {num_heads}, which make no heads that can be rotated in halves"
         raise InputError(str(config.path), what, "take config.json and weights from one checkpoint")
-    is_dynamic = rope["rope_type"] == "dynamic"
     return {
         "vocab_size": -(-rows // step) * step,
         "hidden_size": width,
@@ -79,9 +74,20 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
         "hidden_dropout_prob": config.number("resid_pdrop", 0.0),
         "attention_probs_dropout_prob": config.number("attn_pdrop", 0.0),
         "initializer_range": config.number("initializer_range", 0.02),
-        "max_position_embeddings": trained if is_dynamic else max(trained, config.whole("n_positions")),
+        "max_position_embeddings": trained
+        if "factor" in rope
+        else max(trained, config.whole("n_positions", default=trained)),
         "rope_parameters": rope,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
+
+
+def _rope(config: ReleasedConfig) -> dict[str, Any]:
+    """How queries and keys are rotated."""
+    rope = {"rope_type": "default", "rope_theta": float(config.number("rotary_emb_base"))}
+    if config.fields.get("rotary_scaling_factor") is None:
+        return rope
+    # Texts longer than those of training turn more slowly.
+    return {**rope, "rope_type": "dynamic", "factor": float(config.number("rotary_scaling_factor"))}

@@ -17,6 +17,7 @@ def config(folder, **fields):
 def test_fields_are_read_as_what_they_are(tmp_path):
     found = config(tmp_path, size=3, base=1000, inner={"size": 0, "rate": 0.5}, flag=None)
     assert (found.whole("size"), found.number("base"), found.number("other", 2.0)) == (3, 1000, 2.0)
+    assert (found.whole("other", default=7), found.whole("size", default=7)) == (7, 3)
     assert (found.part("inner").whole("size", 0), found.part("inner").number("rate")) == (0, 0.5)
     # A switch that is off may be written as null, or not at all.
     found.require(size=3, flag=False, absent=7, inner={"size": 0, "rate": 0.5})
