@@ -13,6 +13,7 @@ import yaml
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
 from embeddings.common import PreemptedError
+from embeddings.common.distributed import whole_shape
 from embeddings.common.fileio import installed_versions, write_json
 from embeddings.common.hardware import device_name
 from embeddings.models.upcycling import parameter_counts
@@ -56,7 +57,9 @@ class RunRecord(SaveConfigCallback):
             "started": _now(),
             "parameters": {
                 **parameter_counts(pl_module)._asdict(),
-                "trained": sum(weight.numel() for weight in pl_module.parameters() if weight.requires_grad),
+                "trained": sum(
+                    whole_shape(weight).numel() for weight in pl_module.parameters() if weight.requires_grad
+                ),
             },
             "source_rows": getattr(getattr(trainer, "datamodule", None), "source_rows", {}),
         }
@@ -83,17 +86,17 @@ class RunRecord(SaveConfigCallback):
         """The merged config as plain types; made once, since training waits for a checkpoint's content."""
         return plain_types(self.parser, self.config)
 
-
-def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
-    """A config that a parser has read, as plain types."""
-    plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_none=False, format="yaml"))
-    return plain
-
     def _note_end(self, trainer: L.Trainer, how: Literal["finished", "interrupted", "failed"], why: str) -> None:
         # Only rank 0 has a record, and none has one before its folder is known.
         if self._record:
             end = {"time": _now(), "step": trainer.global_step, "how": how, "why": why}
             write_json(self.log_dir / "run.json", {**self._record, "end": end})
+
+
+def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
+    """A config that a parser has read, as plain types."""
+    plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_none=False, format="yaml"))
+    return plain
 
 
 def git_commit() -> str | None:
