@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from embeddings.cli.imports import may_name
 from embeddings.cli.source_names import parameters_in_source, public_names
 from embeddings.common import NumericError, PreemptedError, UserError
+from embeddings.common.errors import WorkerError
 
 EXIT_OK = 0
 EXIT_INPUT = 2
@@ -160,13 +161,13 @@ def run_guarded(command: Callable[[], None]) -> int:
     """Run a command and return its exit code.
 
     A `UserError`, or a file where a folder is needed, ends in one line and code 2, a full disk, a refused path or what
-    a library reports of a file or a connection in one line and code 74, NaN or Inf, or a loader's worker that died, in
+    a library reports of a file or a connection in one line and code 74, NaN or Inf, or a process of ours that died, in
     one line and code 70, Ctrl-C in one line and code 130, a stop signal in one line and code 75 or 143. Any other
     exception is a defect of ours and keeps its traceback.
     """
     try:
         command()
-    except (UserError, NumericError) as error:
+    except (UserError, NumericError, WorkerError) as error:
         return _report(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _report(INTERRUPTED, EXIT_INTERRUPTED)

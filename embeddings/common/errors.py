@@ -62,6 +62,12 @@ class NumericError(RuntimeError):
     exit_code = 70
 
 
+class WorkerError(RuntimeError):
+    """A process that worked for this one and died, or met an error that nobody foresaw."""
+
+    exit_code = 70
+
+
 class PreemptedError(SystemExit):
     """A run that a signal ended before its time.
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -101,12 +101,12 @@ def ignore_stops() -> None:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Keep the stop signals from the processes and threads that are started meanwhile, for good.
+def held_back(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+    """Keep signals from the processes and threads that are started meanwhile, for good.
 
     This process hears them all the same, if not at once.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
