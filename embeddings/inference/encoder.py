@@ -1,7 +1,6 @@
 """Texts to vectors, in the order given, with next to no padding."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -22,6 +21,7 @@ from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.context import Context
 from embeddings.inference.evaluating import evaluating
 from embeddings.inference.precision import Precision, resolve_precision
+from embeddings.inference.text_preparation import TextPreparation, TokenisedTexts, unique_texts
 
 if TYPE_CHECKING:
     from embeddings.models.embedder import Embedder
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 # Chosen so that a core's share of a mini-batch stays small, and a GPU is filled; neither is a measured optimum.
 CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
 GPU_MINI_BATCH_TOKENS = 65536
-TEXTS_PER_BLOCK = 8192
 _PROGRESS_DELAY_SECONDS = 2.0
 
 
@@ -53,6 +52,9 @@ class Encoder:
         show_progress: Whether a bar with the time left is drawn on standard error.
         dimensions: How many of the first numbers of each vector are kept, at unit length again where the model gives
             unit vectors; None for all. For a model that was trained so (see `MatryoshkaInfoNCE`).
+
+    Attributes:
+        origin: The model directory or Hub id that the model was read from, or None.
 
     Raises:
         OptionError: If the precision is unknown, the token budget is not positive, or the vectors have not as many
@@ -87,7 +89,7 @@ class Encoder:
         self.show_progress = show_progress
         self.dimensions = dimensions
         self._tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
-        self._origin: str | None = None
+        self.origin: str | None = None
 
     def with_mini_batch_tokens(self, mini_batch_tokens: int) -> Self:
         """This encoder with another token budget, on the same model; the budget decides how vectors are rounded."""
@@ -127,7 +129,7 @@ class Encoder:
             # A checkpoint in half precision that would have to be emulated here.
             embedder.float()
         encoder = cls(embedder, precision=precision, **options)
-        encoder._origin = model
+        encoder.origin = model
         return encoder
 
     @property
@@ -142,7 +144,7 @@ class Encoder:
 
     def encode(
         self,
-        texts: Sequence[str],
+        texts: Sequence[str] | TokenisedTexts,
         prompt_name: str | None = None,
         context: Context | Sequence[str] | None = None,
         role: TextRole | None = None,
@@ -151,7 +153,7 @@ class Encoder:
         """The vectors of `texts`, in their order.
 
         Args:
-            texts: Any number of texts, empty ones too.
+            texts: Any number of texts, empty ones too; or what `preparation` made of them, prompt and length included.
             prompt_name: Which of the model's prompts goes before each text; None for the one named like the role, or
                 none where the model has no such prompt.
             context: What a contextual model takes beside the texts, and others refuse: a context that was chosen
@@ -167,19 +169,30 @@ class Encoder:
             InputError: If a vector is not finite because a weight of the model that was read is not.
             NumericError: If a vector is not finite for another reason.
         """
-        _check_list("texts", texts)
-        role = role or ("query" if prompt_name == "query" else "document")
-        prompt = self.embedder.text.prompt(prompt_name, role) if prompt is None else prompt
+        preparation = self.preparation(prompt_name, role, prompt)
+        if isinstance(texts, TokenisedTexts):
+            unique, row_N, blocks = texts.texts, texts.row_N, iter(texts.blocks)
+        else:
+            _check_list("texts", texts)
+            unique, row_N = unique_texts(texts)
+            blocks = preparation.blocks_ahead(unique)
         context_MH = self._context_vectors(context)
-        unique, row_N = _unique(texts)
-        tokens = self._tokenised_blocks(unique, role, prompt, f"encode {role}")
         extra = int(getattr(self.embedder, "num_extra_tokens", 0))
         vector_ND = np.empty((len(unique), self.embedding_dim), np.float32)
+        compute = partial(self._vectors, context_MH=context_MH)
         with self._inference():
-            for rows, block, bar in tokens:
-                vector_ND[rows] = self._encode_block(block, partial(self._vectors, context_MH=context_MH), bar, extra)
+            for rows, block, bar in self._with_bar(blocks, len(unique), f"encode {preparation.role}"):
+                vector_ND[rows] = self._encode_block(block, compute, bar, extra)
         self._check_finite(vector_ND, unique)
         return vector_ND if row_N is None else vector_ND[row_N]
+
+    def preparation(
+        self, prompt_name: str | None = None, role: TextRole | None = None, prompt: str | None = None
+    ) -> TextPreparation:
+        """What this encoder does to texts before its model; see `encode` for the arguments and errors."""
+        role = role or ("query" if prompt_name == "query" else "document")
+        prompt = self.embedder.text.prompt(prompt_name, role) if prompt is None else prompt
+        return TextPreparation(self._tokenizer, role, prompt)
 
     def encode_context(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """The first-stage vectors of context documents, in their order.
@@ -198,14 +211,12 @@ class Encoder:
         _check_list("context", texts)
         if self.num_context == 0:
             raise OptionError("context", "a context", "must be left out: this model takes none", "drop it")
-        unique, row_N = _unique(texts)
-        tokens = self._tokenised_blocks(
-            unique, "document", self.embedder.text.prompt(None, "document"), "encode context"
-        )
+        unique, row_N = unique_texts(texts)
+        blocks = self.preparation(role="document").blocks_ahead(unique)
         model: Any = self.embedder
         vector_MH = np.empty((len(unique), model.context_size), np.float32)
         with self._inference():
-            for rows, block, bar in tokens:
+            for rows, block, bar in self._with_bar(blocks, len(unique), "encode context"):
                 vector_MH[rows] = self._encode_block(block, model.embed_context, bar)
         self._check_finite(vector_MH, unique)
         return vector_MH if row_N is None else vector_MH[row_N]
@@ -231,27 +242,17 @@ class Encoder:
         # A copy: an array that is mapped from a file is read-only, which torch does not know.
         return torch.from_numpy(np.array(vectors, dtype=np.float32)).to(self.device)
 
-    def _tokenised_blocks(
-        self, texts: list[str], role: TextRole, prompt: str, description: str
+    def _with_bar(
+        self, blocks: Iterator[TokenBatch], num_texts: int, description: str
     ) -> Iterator[tuple[slice, TokenBatch, "tqdm[Any]"]]:
-        """The rows and the tokens of each block, and the bar to count them on; the next is made while one is used."""
-        starts = range(0, len(texts), TEXTS_PER_BLOCK)
-
-        def tokenise(start: int) -> TokenBatch:
-            return self._tokenizer(texts[start : start + TEXTS_PER_BLOCK], role, prompt)
-
-        delay = _PROGRESS_DELAY_SECONDS
-        bar = tqdm(desc=description, unit="token", unit_scale=True, disable=not self.show_progress, delay=delay)
-        with ThreadPoolExecutor(max_workers=1) as pool, bar:
-            pending = pool.submit(tokenise, 0) if starts else None
-            for start in starts:
-                assert pending is not None
-                tokens = pending.result()
-                if start + TEXTS_PER_BLOCK < len(texts):
-                    pending = pool.submit(tokenise, start + TEXTS_PER_BLOCK)
+        """The rows and the tokens of each block, and the bar to count them on."""
+        delay, start = _PROGRESS_DELAY_SECONDS, 0
+        with tqdm(desc=description, unit="token", unit_scale=True, disable=not self.show_progress, delay=delay) as bar:
+            for tokens in blocks:
                 # The tokens still to come are estimated from those seen.
-                bar.total = round((bar.n + tokens.num_tokens) * len(texts) / (start + len(tokens)))
+                bar.total = round((bar.n + tokens.num_tokens) * num_texts / (start + len(tokens)))
                 yield slice(start, start + len(tokens)), tokens, bar
+                start += len(tokens)
 
     def _encode_block(
         self, tokens: TokenBatch, compute: Callable[[PaddedTokens], Tensor], bar: "tqdm[Any]", extra_tokens: int = 0
@@ -274,10 +275,10 @@ class Encoder:
         if not bad.size:
             return
         # A model that is being trained may have lost its weights here, one that was read had none to lose.
-        for name, weight in self.embedder.named_parameters() if self._origin is not None else ():
+        for name, weight in self.embedder.named_parameters() if self.origin is not None else ():
             if not bool(torch.isfinite(weight).all()):
                 what, fix = f"the weight {name} is not finite", "take another copy of the model"
-                raise InputError(str(self._origin), what, fix)
+                raise InputError(str(self.origin), what, fix)
         raise NumericError(
             f"{bad.size} of {len(texts)} vectors are not finite, the first of text {texts[int(bad[0])][:60]!r}; "
             "encode with precision float32, or check the model's weights"
@@ -292,14 +293,6 @@ class Encoder:
         autocast = torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
         with evaluating(self.embedder), no_gradients, autocast:
             yield
-
-
-def _unique(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64] | None]:
-    """Each text once, and for each given one its row among them; None where none occurs twice."""
-    row_of_text = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-    if len(row_of_text) == len(texts):
-        return list(row_of_text), None
-    return list(row_of_text), np.array([row_of_text[text] for text in texts], dtype=np.int64)
 
 
 def _check_list(name: str, texts: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import torch
 from embeddings.common import NumericError, OptionError
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference import encoder as encoder_module
+from embeddings.inference import text_preparation
 from embeddings.inference.encoder import Encoder
 from tests.inference.models import some_texts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
@@ -32,7 +33,7 @@ def test_vectors_equal_those_of_each_text_alone(count, mini_batch_tokens):
 
 @pytest.mark.parametrize("block", [1, 5, 37, 100])
 def test_the_order_holds_over_several_blocks(block, monkeypatch):
-    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", block)
+    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", block)
     embedder, texts = tiny_embedder(), some_texts(37)
     vectors = Encoder(embedder, precision="float32").encode(texts)
     np.testing.assert_allclose(vectors, one_by_one(embedder, texts), rtol=0, atol=1e-6)
@@ -233,7 +234,7 @@ def test_bfloat16_weights_are_used_as_they_are():
 
 
 def test_progress_counts_every_token_and_ends_at_its_total(monkeypatch, capsys):
-    monkeypatch.setattr(encoder_module, "TEXTS_PER_BLOCK", 5)
+    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", 5)
     monkeypatch.setattr(encoder_module, "_PROGRESS_DELAY_SECONDS", 0.0)
     bars = []
 
