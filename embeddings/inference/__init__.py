@@ -6,13 +6,14 @@ from embeddings.inference.context import Context, ContextDraw
 from embeddings.inference.context_choice import choose_context, draw_context, require_context_size, sample_context
 from embeddings.inference.contextual_shift import ContextualShift, contextual_shift
 from embeddings.inference.corpus import Document, read_corpus
+from embeddings.inference.corpus_search import CorpusSearch, Hit, search_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.expert_loads import ExpertLoads, expert_loads
 from embeddings.inference.latent_weights import LatentWeights, latent_weights
 from embeddings.inference.precision import Precision
 from embeddings.inference.search import TopK, search_top_k, unit_rows
 from embeddings.inference.token_weights import TokenWeights, token_weights
-from embeddings.inference.vector_folder import Hit, VectorFolder, encode_corpus, search_corpus
+from embeddings.inference.vector_folder import VectorFolder, encode_corpus
 from embeddings.inference.vector_shards import VectorShards
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Context",
     "ContextDraw",
     "ContextualShift",
+    "CorpusSearch",
     "Document",
     "Encoder",
     "ExpertLoads",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,28 +19,14 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
 from embeddings.common.log import logger
 from embeddings.common.text import TextRole
-from embeddings.inference.context import CONTEXT_FILE, Context, ContextDraw, check_same_context
+from embeddings.inference.context import CONTEXT_FILE, Context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
-from embeddings.inference.search import search_top_k, unit_rows
+from embeddings.inference.search import unit_rows
 from embeddings.inference.vector_shards import VectorShards, save_vectors
 
 SHARD_SIZE = 8192
 _FIX = "delete the folder and encode again"
-
-
-class Hit(NamedTuple):
-    """A document found by a search.
-
-    Attributes:
-        document_id: Its id in the corpus.
-        score: Cosine with the query.
-        text: The text that was encoded.
-    """
-
-    document_id: str
-    score: float
-    text: str
 
 
 @dataclass(frozen=True)
@@ -199,53 +185,6 @@ def encode_corpus(
         fields["context_vectors_sha256"] = file_sha256(folder / CONTEXT_FILE)
     write_manifest(folder, {**fields, "complete": True})
     return VectorFolder.open(folder)
-
-
-def search_corpus(
-    encoder: Encoder,
-    corpus: str | PathLike[str],
-    queries: Sequence[str],
-    top_k: int = 10,
-    *,
-    context: Context | ContextDraw | None = None,
-) -> list[list[Hit]]:
-    """The documents with the largest cosines of each query, best first.
-
-    Args:
-        encoder: The model; its `query` prompt goes before each query.
-        corpus: A folder that `encode_corpus` wrote with the same model, or a corpus file, which is encoded now.
-        queries: Texts to search for.
-        top_k: Most documents of a query.
-        context: What a contextual model reads queries and documents behind, None for a folder's own, and for no context
-            where the corpus is a file. A draw is encoded for a file alone: with a folder's own it is only compared.
-
-    Raises:
-        InputError: If the corpus cannot be used, or another model encoded it, or it was encoded with another context or
-            another number of dimensions, or one of its vectors is zero or not finite.
-        OptionError: If `top_k` is not positive, or the model takes no such context.
-    """
-    if Path(corpus).is_dir():
-        fields = {"model_sha256": embedder_sha256(encoder), "embedding_dim": encoder.embedding_dim}
-        check_manifest(corpus, {"kind": "vectors", "complete": True, **fields})
-        folder = VectorFolder.open(corpus)
-        own = folder.context()
-        if context is not None:
-            check_same_context(folder.path, own, context)
-        query_QD = unit_rows(encoder.encode(queries, None, own, role="query"))
-        found = search_top_k(query_QD, folder.directions(), top_k, encoder.device)
-        documents = [folder.documents(rows) for rows in found.index_QK.tolist()]
-    else:
-        all_documents = list(read_corpus(corpus))
-        if isinstance(context, ContextDraw):
-            context = context.encoded(encoder)
-        query_QD = unit_rows(encoder.encode(queries, None, context, role="query"))
-        vectors = encoder.encode([document.text for document in all_documents], None, context, role="document")
-        found = search_top_k(query_QD, unit_rows(vectors), top_k, encoder.device)
-        documents = [[all_documents[row] for row in rows] for rows in found.index_QK.tolist()]
-    return [
-        [Hit(document.document_id, score, document.text) for document, score in zip(row, scores, strict=True)]
-        for row, scores in zip(documents, found.score_QK.tolist(), strict=True)
-    ]
 
 
 def embedder_sha256(encoder: Encoder) -> str:

@@ -8,8 +8,9 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.inference import vector_folder
 from embeddings.inference.context_choice import choose_context, draw_context
+from embeddings.inference.corpus_search import search_corpus
 from embeddings.inference.encoder import Encoder
-from embeddings.inference.vector_folder import VectorFolder, embedder_sha256, encode_corpus, search_corpus
+from embeddings.inference.vector_folder import VectorFolder, embedder_sha256, encode_corpus
 from tests.inference.models import some_texts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 
