@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from embeddings.mining.pair_index import PairIndex, index_pairs
     from embeddings.mining.pair_vectors import PairVectors, encode_pairs, open_pair_vectors
     from embeddings.mining.sparse_features import Bm25Features
+    from embeddings.mining.vector_index import VectorIndex, build_index, recall_of
 
 __all__ = [
     "ArrayTask",
@@ -48,6 +49,8 @@ __all__ = [
     "ShardedJob",
     "Teachers",
     "VectorFeatures",
+    "VectorIndex",
+    "build_index",
     "build_ivf",
     "choose_negatives",
     "cluster_pairs",
@@ -59,6 +62,7 @@ __all__ = [
     "mine_negatives",
     "open_pair_vectors",
     "rank_pairs",
+    "recall_of",
     "spherical_kmeans",
 ]
 
@@ -88,6 +92,8 @@ __getattr__ = lazy_names(
         "ShardedJob": "jobs",
         "Teachers": "mine",
         "VectorFeatures": "features",
+        "VectorIndex": "vector_index",
+        "build_index": "vector_index",
         "build_ivf": "ivf",
         "choose_negatives": "negatives",
         "cluster_pairs": "clusters",
@@ -100,5 +106,6 @@ __getattr__ = lazy_names(
         "open_pair_vectors": "pair_vectors",
         "spherical_kmeans": "kmeans",
         "rank_pairs": "consistency",
+        "recall_of": "vector_index",
     },
 )

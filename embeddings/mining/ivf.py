@@ -139,15 +139,7 @@ def build_ivf(
         OptionError: If there are more lists than documents or fewer than probes, or there is no GPU.
     """
     load_faiss(gpu)
-    if num_lists is None:
-        num_lists = max(1, min(int(4 * documents.num_rows**0.5), MOST_LISTS, documents.num_rows // 39))
-    if not 1 <= num_lists <= documents.num_rows:
-        rule = f"must lie in 1 … {documents.num_rows}, the number of documents"
-        raise OptionError("num_lists", num_lists, rule, "leave it out for the default")
-    if num_probes is None:
-        num_probes = min(PROBES, num_lists)
-    if not 1 <= num_probes <= num_lists:
-        raise OptionError("num_probes", num_probes, f"must lie in 1 … {num_lists}, the number of lists", "lower it")
+    num_lists, num_probes = ivf_sizes(documents.num_rows, num_lists, num_probes)
     fields = {
         "num_rows": documents.num_rows,
         "embedding_dim": documents.embedding_dim,
@@ -167,19 +159,46 @@ def build_ivf(
     return IvfSearch(documents, centroid_CD, sorting.folder, num_probes, gpu)
 
 
+def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int | None = None) -> tuple[int, int]:
+    """The number of lists, and of those that are searched for a query: what is given, or `build_ivf`'s defaults.
+
+    Raises:
+        OptionError: If there are more lists than documents or fewer than probes.
+    """
+    if num_lists is None:
+        num_lists = max(1, min(int(4 * num_documents**0.5), MOST_LISTS, num_documents // 39))
+    if not 1 <= num_lists <= num_documents:
+        rule = f"must lie in 1 … {num_documents}, the number of documents"
+        raise OptionError("num_lists", num_lists, rule, "leave it out for the default")
+    if num_probes is None:
+        num_probes = min(PROBES, num_lists)
+    if not 1 <= num_probes <= num_lists:
+        raise OptionError("num_probes", num_probes, f"must lie in 1 … {num_lists}, the number of lists", "lower it")
+    return num_lists, num_probes
+
+
 def _train(documents: VectorShards, num_lists: int, seed: int, gpu: bool, shard: int, path: Path) -> None:
     """Write the centroids of a sample that is spread evenly over the documents."""
-    sample_nD = _sample(documents, min(documents.num_rows, num_lists * SAMPLE_PER_LIST), seed)
+    sample_nD = _sample(documents, sample_rows(documents.num_rows, num_lists, seed))
+    save_vectors(path, train_centroids(sample_nD, num_lists, seed, gpu))
+
+
+def sample_rows(num_documents: int, num_lists: int, seed: int) -> Rows:
+    """The documents that lists are trained on, 64 a list: one drawn from each of equal stretches, (n,) int64."""
+    count = min(num_documents, num_lists * SAMPLE_PER_LIST)
+    edges = np.arange(count + 1) * num_documents // count
+    return np.random.default_rng(derive_seed(seed, "ivf sample")).integers(edges[:-1], edges[1:])
+
+
+def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = False) -> Floats:
+    """The centroids of lists, (C, D) float32, by spherical k-means on unit vectors."""
     lists_seed = derive_seed(seed, "ivf") % 2**31
-    found = kmeans_run(sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu=gpu)
-    save_vectors(path, found.centroids)
+    return kmeans_run(sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu=gpu).centroids
 
 
-def _sample(documents: VectorShards, count: int, seed: int) -> Floats:
-    """One document drawn from each of `count` equal stretches, (count, D)."""
-    edges = np.arange(count + 1) * documents.num_rows // count
-    row_n = np.random.default_rng(derive_seed(seed, "ivf sample")).integers(edges[:-1], edges[1:])
-    sample_nD = np.empty((count, documents.embedding_dim), np.float32)
+def _sample(documents: VectorShards, row_n: Rows) -> Floats:
+    """The vectors of some documents, (n, D)."""
+    sample_nD = np.empty((len(row_n), documents.embedding_dim), np.float32)
     for shard in np.unique(row_n // documents.shard_size).tolist():
         vector_ND = documents.load(shard)
         require_directions(vector_ND, str(documents.path(shard)), unit=True)

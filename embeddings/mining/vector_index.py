@@ -1,0 +1,166 @@
+"""An index of an encoded folder's vectors on disk: inverted lists that are mapped into memory, for quick searches."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.fileio import atomic_path, check_manifest, check_manifest_file, write_manifest_file
+from embeddings.inference.search import TopK, search_top_k, unit_rows
+from embeddings.inference.vector_folder import VectorFolder
+from embeddings.mining.faiss_library import faiss_version, load_faiss
+from embeddings.mining.ivf import ivf_sizes, sample_rows, train_centroids
+from embeddings.mining.scans import Floats
+
+INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
+_MAKE = "make it with the command index"
+# Of each file of vectors that is read to tell folders apart, from its end.
+_TAIL_BYTES = 4096
+
+
+class VectorIndex:
+    """Inverted lists of an encoded folder's vectors, in a file beside them.
+
+    A query is compared with the documents of the lists whose centroids are nearest to it.
+
+    Args:
+        lists: The faiss index.
+
+    Attributes:
+        num_lists: Number of lists.
+        num_probes: Lists searched for a query.
+    """
+
+    def __init__(self, lists: Any) -> None:
+        self._lists = lists
+        self.num_lists, self.num_probes = int(lists.nlist), int(lists.nprobe)
+
+    @classmethod
+    def open(cls, folder: VectorFolder) -> Self:
+        """The index beside a folder's vectors, mapped into memory.
+
+        Raises:
+            InputError: If there is none, it is damaged, or it was made of other vectors.
+            MissingExtraError: If faiss is not installed.
+        """
+        faiss, path = load_faiss(), folder.path / INDEX_FILE
+        if not path.is_file():
+            raise InputError(str(path), "there is no index of these vectors", _MAKE)
+        expected = {"kind": "ivf index", "vectors_sha256": folder_sha256(folder), "num_bytes": path.stat().st_size}
+        fields = check_manifest_file(folder.path / MANIFEST_FILE, expected)
+        try:
+            lists = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+        except RuntimeError:
+            raise InputError(str(path), "is damaged", _MAKE) from None
+        lists.nprobe = fields.whole("num_probes", least=1)
+        return cls(lists)
+
+    def search(self, query_QD: Floats, top_k: int) -> TopK:
+        """The nearest documents of each query that its lists hold.
+
+        Args:
+            query_QD: Unit vectors, (Q, D) float32.
+            top_k: Documents of a query, at most.
+
+        Returns:
+            Scores and rows, (Q, K), best first, of equal scores the lower row first; row -1 with score -inf where the
+            lists hold no more.
+
+        Raises:
+            OptionError: If `top_k` is not positive.
+        """
+        if top_k < 1:
+            raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
+        score_QK, row_QK = self._lists.search(np.ascontiguousarray(query_QD), top_k)
+        score_QK[row_QK < 0] = -np.inf
+        order_QK = np.lexsort((row_QK, -score_QK), axis=1)
+        return TopK(np.take_along_axis(score_QK, order_QK, axis=1), np.take_along_axis(row_QK, order_QK, axis=1))
+
+
+def build_index(
+    folder: VectorFolder, *, num_lists: int | None = None, num_probes: int | None = None, seed: int = 0
+) -> VectorIndex:
+    """Make the index of a folder's vectors, beside them; one that lies there is replaced.
+
+    Args:
+        folder: What `encode_corpus` wrote.
+        num_lists: Lists, or None for `build_ivf`'s choice by the number of documents.
+        num_probes: Lists searched for a query, or None for 32, or all where there are fewer.
+        seed: Seed of the sample and of the k-means.
+
+    Memory: all vectors, once.
+
+    Raises:
+        InputError: If a vector is zero or not finite.
+        MissingExtraError: If faiss is not installed.
+        OptionError: If there are more lists than documents or fewer than probes.
+    """
+    faiss = load_faiss()
+    num_lists, num_probes = ivf_sizes(folder.num_documents, num_lists, num_probes)
+    row_n = sample_rows(folder.num_documents, num_lists, seed)
+    centroid_CD = train_centroids(unit_rows(folder.shards.take(row_n, unit=False)), num_lists, seed)
+    quantizer = faiss.IndexFlatIP(folder.embedding_dim)
+    quantizer.add(centroid_CD)
+    lists = faiss.IndexIVFFlat(quantizer, folder.embedding_dim, num_lists, faiss.METRIC_INNER_PRODUCT)
+    lists.is_trained = True
+    for vector_ND in folder.directions():
+        lists.add(np.ascontiguousarray(vector_ND))
+    path, manifest = folder.path / INDEX_FILE, folder.path / MANIFEST_FILE
+    manifest.unlink(missing_ok=True)
+    with atomic_path(path) as temporary:
+        faiss.write_index(lists, str(temporary))
+    fields = {
+        "kind": "ivf index",
+        "vectors_sha256": folder_sha256(folder),
+        "num_bytes": path.stat().st_size,
+        "num_lists": num_lists,
+        "num_probes": num_probes,
+        "seed": seed,
+        "faiss": faiss_version(),
+    }
+    write_manifest_file(manifest, fields)
+    return VectorIndex.open(folder)
+
+
+def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, top_k: int = 10) -> float:
+    """The share of documents' nearest neighbours that an index finds.
+
+    Documents spread evenly over the folder are the queries; that each finds itself is left out.
+
+    Args:
+        index: The folder's index.
+        folder: The vectors.
+        num_queries: How many documents are queries, at most.
+        top_k: Neighbours of each, at most.
+    """
+    row_Q = np.unique(np.linspace(0, folder.num_documents - 1, num_queries).astype(np.int64))
+    query_QD = unit_rows(folder.shards.take(row_Q, unit=False))
+    best = [
+        [[row for row in rows if row != own][:top_k] for rows, own in zip(found.index_QK.tolist(), row_Q, strict=True)]
+        for found in (search_top_k(query_QD, folder.directions(), top_k + 1), index.search(query_QD, top_k + 1))
+    ]
+    hits = sum(len(set(exact) & set(found)) for exact, found in zip(*best, strict=True))
+    wanted = sum(map(len, best[0]))
+    return hits / wanted if wanted else 1.0
+
+
+def folder_sha256(folder: VectorFolder) -> str:
+    """A hash that tells a folder's vectors from others: its manifest, and size and end of each file of vectors."""
+    fields = {name: value for name, value in check_manifest(folder.path, {}).items() if name != "versions"}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+    for shard in range(folder.num_shards):
+        digest.update(_size_and_tail(folder.shards.path(shard)))
+    return digest.hexdigest()
+
+
+def _size_and_tail(path: Path) -> bytes:
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            file.seek(max(0, size - _TAIL_BYTES))
+            return f"{size} ".encode() + file.read()
+    except FileNotFoundError:
+        raise InputError(str(path), "is missing", "delete the folder and encode again") from None

@@ -1,0 +1,144 @@
+"""An index finds what the exact search finds where it looks everywhere, and is refused beside other vectors."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from embeddings.common import InputError, OptionError
+from embeddings.inference.search import search_top_k, unit_rows
+from embeddings.inference.vector_folder import VectorFolder
+from embeddings.inference.vector_shards import save_vectors
+from embeddings.mining.vector_index import INDEX_FILE, MANIFEST_FILE, build_index, folder_sha256, recall_of
+from embeddings.mining.vector_index import VectorIndex as Index
+from tests.mining.vectors import shards, unit_vectors
+
+
+def vector_folder(path, vectors, shard_size=130):
+    """A finished folder of vectors of any length, without documents."""
+    shards(path, vectors, shard_size)
+    sizes = {"num_documents": len(vectors), "embedding_dim": vectors.shape[1], "shard_size": shard_size}
+    (path / "manifest.json").write_text(
+        json.dumps({"kind": "vectors", "complete": True, **sizes, "versions": {"a": 1}})
+    )
+    return VectorFolder.open(path)
+
+
+@pytest.fixture
+def vectors():
+    lengths = np.random.default_rng(1).uniform(0.5, 2, (600, 1)).astype(np.float32)
+    return unit_vectors(600, copies=[(9, 4), (300, 4)]) * lengths
+
+
+@pytest.fixture
+def folder(tmp_path, vectors):
+    return vector_folder(tmp_path / "vectors", vectors)
+
+
+def test_all_lists_searched_are_the_exact_search(folder, vectors):
+    index = build_index(folder, num_lists=12, num_probes=12)
+    queries = unit_rows(vectors[::7])
+    found, exact = index.search(queries, 10), search_top_k(queries, unit_rows(vectors), 10)
+    np.testing.assert_allclose(found.score_QK, exact.score_QK, rtol=0, atol=1e-6)
+    same = found.index_QK == exact.index_QK
+    # Rows may change places where their scores are equal but for rounding.
+    assert same.mean() > 0.98
+    assert (np.abs(np.diff(exact.score_QK, axis=1)).min(axis=1)[~same.all(axis=1)] < 1e-6).all()
+    assert recall_of(index, folder) == 1.0
+
+
+def test_the_default_sizes_are_those_of_mining_and_some_neighbours_are_missed(folder, vectors):
+    index = build_index(folder)
+    assert (index.num_lists, index.num_probes) == (15, 15)
+    index = build_index(folder, num_probes=2)
+    assert (index.num_lists, index.num_probes) == (15, 2)
+    few = recall_of(index, folder, num_queries=50)
+    assert 0.2 < few < 0.95
+    queries = np.unique(np.linspace(0, 599, 50).astype(np.int64))
+    unit = unit_rows(vectors).astype(np.float64)
+    hits = 0
+    for row in queries.tolist():
+        scores = unit @ unit[row]
+        scores[row] = -2
+        found = [other for other in index.search(unit_rows(vectors[row : row + 1]), 11).index_QK[0] if other != row]
+        hits += len(set(np.argsort(-scores)[:10].tolist()) & set(found[:10]))
+    assert few == pytest.approx(hits / (10 * len(queries)), abs=0.01)
+
+
+def test_scores_are_in_order_and_rows_that_are_not_found_come_last(folder, vectors):
+    index = build_index(folder, num_lists=15, num_probes=1)
+    found = index.search(unit_rows(vectors[:20]), 600)
+    for scores, rows in zip(found.score_QK.tolist(), found.index_QK.tolist(), strict=True):
+        count = rows.index(-1)
+        assert 0 < count < 600
+        assert set(rows[count:]) == {-1}
+        assert set(scores[count:]) == {-np.inf}
+        assert len(set(rows[:count])) == count
+        for (score, row), (after, later) in pairwise(zip(scores[:count], rows[:count], strict=True)):
+            assert (-score, row) < (-after, later)
+
+
+def test_an_index_is_found_again_as_it_was_made(folder, vectors):
+    made = build_index(folder, num_lists=8, num_probes=3, seed=5)
+    again = Index.open(folder)
+    assert (again.num_lists, again.num_probes) == (8, 3)
+    for one, other in zip(made.search(vectors[:9], 5), again.search(vectors[:9], 5), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert sorted(path.name for path in folder.path.iterdir() if "ivf" in path.name) == [INDEX_FILE, MANIFEST_FILE]
+    other = build_index(folder, num_lists=8, num_probes=3, seed=6)
+    assert (other.search(vectors[:9], 600).index_QK != made.search(vectors[:9], 600).index_QK).any()
+
+
+def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
+    with pytest.raises(
+        InputError, match=r"ivf\.faiss: there is no index of these vectors; make it with the command index"
+    ):
+        Index.open(folder)
+    build_index(folder)
+    path, before = folder.path / INDEX_FILE, (folder.path / INDEX_FILE).read_bytes()
+    for content, says in (
+        (before[:-9], "field 'num_bytes' is"),
+        (bytes(200) + before[200:], "ivf.faiss: is damaged"),
+        (b"", "field 'num_bytes' is"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=says):
+            Index.open(folder)
+    path.write_bytes(before)
+    Index.open(folder)
+    save_vectors(folder.shards.path(1), unit_vectors(130, seed=3))
+    with pytest.raises(InputError, match="field 'vectors_sha256' is"):
+        Index.open(folder)
+    folder.shards.path(4).unlink()
+    with pytest.raises(InputError, match=r"vectors-00004\.npy: is missing"):
+        Index.open(folder)
+
+
+def test_the_hash_is_of_vectors_and_manifest_without_versions(folder, tmp_path, vectors):
+    first = folder_sha256(folder)
+    manifest = json.loads((folder.path / "manifest.json").read_text())
+    (folder.path / "manifest.json").write_text(json.dumps({**manifest, "versions": {"a": 2}}))
+    assert folder_sha256(folder) == first
+    (folder.path / "manifest.json").write_text(json.dumps({**manifest, "corpus_sha256": "other"}))
+    assert folder_sha256(folder) != first
+
+
+def test_sizes_that_cannot_be_are_refused_and_nothing_is_written(folder):
+    before = sorted(folder.path.iterdir())
+    for options, says in (
+        ({"num_lists": 601}, "num_lists must lie in 1 … 600"),
+        ({"num_lists": 4, "num_probes": 5}, "num_probes must lie in 1 … 4"),
+    ):
+        with pytest.raises(OptionError, match=says):
+            build_index(folder, **options)
+    assert sorted(folder.path.iterdir()) == before
+    with pytest.raises(OptionError, match="top_k must be >= 1"):
+        build_index(folder).search(unit_vectors(1), 0)
+
+
+def test_a_single_vector_has_an_index(tmp_path):
+    folder = vector_folder(tmp_path / "one", unit_vectors(1))
+    index = build_index(folder)
+    assert index.search(unit_vectors(1), 3).index_QK.tolist() == [[0, -1, -1]]
+    assert recall_of(index, folder) == 1.0
