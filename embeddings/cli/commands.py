@@ -22,7 +22,7 @@ class Command:
         summary: One line for the list of commands.
         positional: Parameters given by position, the last one a list where it may be several words; all others are
             options.
-        may_be_none: Whether the last of them may be no word at all.
+        may_be_none: Whether the last of them may be left out.
     """
 
     target: str
@@ -42,7 +42,10 @@ COMMANDS = {
     "prepare": Command("embeddings.cli.prepare:prepare", "build a training corpus", ("corpus",)),
     "quickstart": Command("embeddings.cli.quickstart:quickstart", "corpus, training, scores and searches in minutes"),
     "encode": Command("embeddings.cli.serve:encode", "texts of a file to vectors in a folder"),
-    "search": Command("embeddings.cli.serve:search", "the documents of a corpus nearest to a query", ("query",)),
+    "index": Command("embeddings.cli.index:index", "an index of a folder of vectors, for quick searches"),
+    "search": Command(
+        "embeddings.cli.serve:search", "the documents of a corpus nearest to a query", ("query",), may_be_none=True
+    ),
     "evaluate": Command("embeddings.cli.serve:evaluate", "score a model on evaluation folders or tasks of mteb"),
     "cluster": Command("embeddings.cli.cluster:cluster", "rows that lie near each other, for batches that are hard"),
     "mine": Command("embeddings.cli.mine:mine", "hard negatives for training records"),
@@ -101,8 +104,9 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     for parameter in command.positional:
         annotation: Any = function.__annotations__[parameter]
         origin: Any = get_origin(annotation)
-        nargs = "*" if command.may_be_none else "+"
-        several = {"type": get_args(annotation)[0], "nargs": nargs} if origin is list else {}
+        several: dict[str, Any] = {"nargs": "?"} if command.may_be_none else {}
+        if origin is list:
+            several = {"type": get_args(annotation)[0], "nargs": "*" if command.may_be_none else "+"}
         parser.add_argument(parameter, **{"type": annotation, **several})
     words = underscored(argv)
     mappings = list(given_mappings(words))  # a config that is none is refused before the parser reads it

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from embeddings.inference import ContextDraw, Encoder
+    from embeddings.inference import ContextDraw, Encoder, Hit
+    from embeddings.inference.corpus_search import NearestRows
 
 PrecisionName = Literal["auto", "float32", "bfloat16"]
 
@@ -64,23 +65,28 @@ def encode(
 
 
 def search(
-    query: str,
+    query: str | None,
     model: str,
     corpus: Path,
     top_k: int = 5,
+    index: Literal["exact", "ivf"] = "exact",
+    interactive: bool = False,
     precision: PrecisionName = "auto",
     dimensions: int | None = None,
     context: Path | None = None,
     context_size: int | None = None,
     context_seed: int = 0,
 ) -> None:
-    """Print the documents nearest to a query.
+    """Print the documents nearest to a query, or to each of the lines that are typed where none is given.
 
     Args:
-        query: What to look for.
+        query: What to look for. Without it queries are read line by line, until an empty line: from a terminal, or with
+            `interactive` from any standard input.
         model: A model directory or Hub id.
         corpus: A corpus file, or a folder that `encode` wrote with the same model.
         top_k: How many documents.
+        index: Compare with every document, or only with those that the folder's index finds (see `index`).
+        interactive: Whether queries are read from standard input even if that is no terminal.
         precision: Format of matrix products.
         dimensions: How many of the first numbers of each vector are compared; an encoded folder must hold as many.
         context: The corpus that a contextual model reads query and documents in, a file or an encoded folder. An
@@ -88,17 +94,52 @@ def search(
         context_size: How many documents are drawn; as many as the model takes if left out.
         context_seed: Seed of the draw.
     """
-    from embeddings.cli.errors import printable
+    from embeddings.cli.interactive import answer_lines, is_terminal
     from embeddings.common import OptionError
-    from embeddings.inference import search_corpus
+    from embeddings.inference import CorpusSearch
 
-    if not query.strip():
+    if query is not None and interactive:
+        raise OptionError("interactive", True, "must be left out where a query is given", "drop one of them")
+    if query is None and not interactive and not is_terminal():
+        raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive true")
+    if query is not None and not query.strip():
         raise OptionError("query", query, "must not be empty", "say what to look for")
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
+    nearest = None if index == "exact" else _index_of(corpus)
     encoder = _encoder(model, precision, dimensions)
     drawn = _draw(encoder, context, context_size, context_seed)
-    (hits,) = search_corpus(encoder, corpus, [query], top_k, context=drawn)
+    searched = CorpusSearch(encoder, corpus, context=drawn, nearest=nearest)
+
+    def answer(query: str) -> None:
+        (hits,) = searched.search([query], top_k)
+        _print_hits(hits)
+
+    if query is None:
+        answer_lines(answer)
+    else:
+        answer(query)
+
+
+def _index_of(corpus: Path) -> "NearestRows":
+    """The search in the index of an encoded folder.
+
+    Raises:
+        InputError: If there is none, or it does not fit the folder.
+        OptionError: If the corpus is a file.
+    """
+    from embeddings.common import OptionError
+    from embeddings.inference import VectorFolder
+    from embeddings.mining import VectorIndex
+
+    if not corpus.is_dir():
+        raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, and name the folder")
+    return VectorIndex.open(VectorFolder.open(corpus)).search
+
+
+def _print_hits(hits: "list[Hit]") -> None:
+    from embeddings.cli.errors import printable
+
     for hit in hits:
         print(f"{hit.score:.3f}  {printable(hit.document_id)}\n       {printable(' '.join(hit.text.split()))[:160]}")
 

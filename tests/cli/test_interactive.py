@@ -1,0 +1,59 @@
+import io
+
+import pytest
+
+from embeddings.cli.interactive import answer_lines, is_terminal
+from embeddings.common import InputError
+
+
+def answers(monkeypatch, stream):
+    found = []
+    monkeypatch.setattr("sys.stdin", stream)
+    answer_lines(found.append)
+    return found
+
+
+def test_lines_are_answered_until_the_end(monkeypatch, capsys):
+    assert answers(monkeypatch, io.StringIO("quick fox\n  lazy dog  \nlast")) == ["quick fox", "lazy dog", "last"]
+    written = capsys.readouterr()
+    times = written.out.splitlines()
+    assert len(times) == 3
+    assert all(line.endswith(" ms") and float(line.split()[0]) >= 0 for line in times)
+    assert written.err == ""
+
+
+@pytest.mark.parametrize("text", ["one\n\ntwo\n", "one\n \t\ntwo\n", "one\n"])
+def test_an_empty_line_is_the_end(text, monkeypatch):
+    assert answers(monkeypatch, io.StringIO(text)) == ["one"]
+
+
+def test_a_line_is_answered_before_the_next_is_read(monkeypatch):
+    events = []
+
+    class Typed(io.StringIO):
+        def readline(self):
+            events.append("read")
+            return super().readline()
+
+    monkeypatch.setattr("sys.stdin", Typed("one\ntwo\n"))
+    answer_lines(events.append)
+    assert events == ["read", "one", "read", "two", "read"]
+
+
+def test_a_person_is_shown_where_to_type(monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    assert answers(monkeypatch, Terminal("one\n")) == ["one"]
+    assert capsys.readouterr().err == "query> query> "
+    assert is_terminal()
+    monkeypatch.setattr("sys.stdin", None)
+    assert not is_terminal()
+
+
+@pytest.mark.parametrize("handler", ["strict", "surrogateescape"])
+def test_a_line_of_another_encoding_is_named(handler, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors=handler)
+    with pytest.raises(InputError, match=r"^standard input:1: is not valid UTF-8; write it as UTF-8$"):
+        answers(monkeypatch, stream)
