@@ -23,6 +23,8 @@ def encode(
     context: Path | None = None,
     context_size: int | None = None,
     context_seed: int = 0,
+    devices: int | str | None = None,
+    tokenizer_workers: int | None = None,
 ) -> None:
     """Encode the texts of a file into a folder of vectors, shard by shard; the same line resumes after a kill.
 
@@ -45,10 +47,17 @@ def encode(
         context_size: How many documents are drawn; as many as the model takes if left out. A corpus with fewer gives
             some of them more than once.
         context_seed: Seed of the draw.
+        devices: Devices that share the shards, a process on each: how many GPUs (without GPUs: how many parts of the
+            processor), or their names, as `cuda:0,cuda:1`. One GPU, or the processor, if left out.
+        tokenizer_workers: Processes that tokenise ahead of the devices; if left out one for each GPU, and on a
+            processor none.
     """
-    from embeddings.inference import encode_corpus
+    from embeddings.inference import encode_corpus, parse_devices
 
-    encoder = _encoder(model, precision, dimensions)
+    names = () if devices is None else parse_devices(devices)
+    encoder = _encoder(model, precision, dimensions, *names[:1])
+    if tokenizer_workers is None:
+        tokenizer_workers = 0 if encoder.device.type == "cpu" else max(1, len(names))
     drawn = _draw(encoder, context, context_size, context_seed)
     chosen = None if drawn is None else drawn.encoded(encoder)
     folder = encode_corpus(
@@ -60,6 +69,8 @@ def encode(
         columns=columns,
         shard_size=shard_size,
         context=chosen,
+        devices=names,
+        tokenizer_workers=tokenizer_workers,
     )
     print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}")
 
@@ -229,11 +240,13 @@ def _score_folders(encoder: "Encoder", folders: list[Path], output: Path | None,
         write_json(output, [{**asdict(result), **trained} for result in results])
 
 
-def _encoder(model: str, precision: PrecisionName, dimensions: int | None) -> "Encoder":
+def _encoder(model: str, precision: PrecisionName, dimensions: int | None, device: str | None = None) -> "Encoder":
     """The encoder of a model directory with a progress bar."""
     from embeddings.inference import Encoder
 
-    encoder = Encoder.from_pretrained(model, precision=precision, dimensions=dimensions, show_progress=True)
+    encoder = Encoder.from_pretrained(
+        model, device=device, precision=precision, dimensions=dimensions, show_progress=True
+    )
     _warn_of_untrained(encoder, [] if dimensions is None else [dimensions])
     return encoder
 

@@ -7,6 +7,7 @@ from embeddings.inference.context_choice import choose_context, draw_context, re
 from embeddings.inference.contextual_shift import ContextualShift, contextual_shift
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.corpus_search import CorpusSearch, Hit, search_corpus
+from embeddings.inference.devices import parse_devices
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.expert_loads import ExpertLoads, expert_loads
 from embeddings.inference.latent_weights import LatentWeights, latent_weights
@@ -40,6 +41,7 @@ __all__ = [
     "encode_corpus",
     "expert_loads",
     "latent_weights",
+    "parse_devices",
     "read_corpus",
     "require_context_size",
     "sample_context",

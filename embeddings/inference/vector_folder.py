@@ -3,26 +3,32 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from tqdm import tqdm
 
 from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
 from embeddings.common.log import logger
 from embeddings.common.text import TextRole
+from embeddings.common.worker_processes import spread
 from embeddings.inference.context import CONTEXT_FILE, Context
 from embeddings.inference.corpus import Document, read_corpus
+from embeddings.inference.devices import on_devices
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import unit_rows
+from embeddings.inference.text_preparation import TextPreparation, TokenisedTexts
 from embeddings.inference.vector_shards import VectorShards, save_vectors
 
 SHARD_SIZE = 8192
@@ -119,6 +125,8 @@ def encode_corpus(
     columns: Mapping[str, str] | None = None,
     shard_size: int = SHARD_SIZE,
     context: Context | None = None,
+    devices: Sequence[str] = (),
+    tokenizer_workers: int = 0,
 ) -> VectorFolder:
     """Encode a corpus file into a folder, shard by shard.
 
@@ -136,14 +144,20 @@ def encode_corpus(
         shard_size: Documents of a shard: what a kill costs at most.
         context: What a contextual model reads each document behind (see `choose_context`), None for no context. The
             folder keeps it, `context.npy` and its documents' ids in the manifest, and a search takes it from there.
+        devices: Devices that share the shards, each with a process of its own (see `on_devices`); with fewer than two,
+            or a single shard to make, this process computes all.
+        tokenizer_workers: Processes that tokenise ahead of the devices, at most two shards each; 0 for none.
 
     Raises:
         InputError: If the corpus cannot be used, a text has a vector of zeros, or the folder holds something else, or
             was made with other options.
         OptionError: If `shard_size` is not positive, or the model takes no such context.
+        WorkerError: If one of the processes died; what is finished is kept.
     """
     if shard_size < 1:
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
+    if tokenizer_workers < 0:
+        raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
     folder = Path(output)
     # Whatever is wrong with the corpus or the prompt is found before anything is written.
     num_documents = sum(1 for _ in read_corpus(corpus, columns))
@@ -168,19 +182,12 @@ def encode_corpus(
         raise InputError(str(folder), "something else lies there already", "name a new folder")
     else:
         write_manifest(folder, {**fields, "mini_batch_tokens": budget, "complete": False})
-    fields["mini_batch_tokens"], encoder = budget, encoder.with_mini_batch_tokens(budget)
+    fields["mini_batch_tokens"] = budget
     if context is not None:
         context = context.write(folder)
     shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size)
-    documents = read_corpus(corpus, columns)
-    shard = 0
-    while shard_documents := list(islice(documents, shard_size)):
-        if not shards.path(shard).exists():
-            vectors = encoder.encode([d.text for d in shard_documents], prompt_name, context, role=role)
-            require_directions(vectors, os.fspath(corpus), shard * shard_size + 1)
-            _write_shard(shards, shard, shard_documents, vectors)
-            logger.info("encoded %d of %d documents", shard * shard_size + len(shard_documents), num_documents)
-        shard += 1
+    make = _ShardMaker(shards, os.fspath(corpus), prompt_name, role, context, budget)
+    _make_missing(encoder, make, columns, devices, tokenizer_workers)
     if context is not None:
         fields["context_vectors_sha256"] = file_sha256(folder / CONTEXT_FILE)
     write_manifest(folder, {**fields, "complete": True})
@@ -202,6 +209,81 @@ def embedder_sha256(encoder: Encoder) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(dtype=torch.uint8).numpy())
     return digest.hexdigest()
+
+
+class _ShardTexts(NamedTuple):
+    """The documents of a shard, and their tokens where they were made ahead."""
+
+    shard: int
+    documents: list[Document]
+    tokens: TokenisedTexts | None = None
+
+
+@dataclass(frozen=True)
+class _ShardMaker:
+    """Encodes and writes a shard, in this process or another one; gives the number of its documents."""
+
+    shards: VectorShards
+    corpus: str
+    prompt_name: str | None
+    role: TextRole
+    context: Context | None
+    mini_batch_tokens: int
+
+    def __call__(self, encoder: Encoder, item: _ShardTexts) -> int:
+        texts = item.tokens or [document.text for document in item.documents]
+        encoder = encoder.with_mini_batch_tokens(self.mini_batch_tokens)
+        vectors = encoder.encode(texts, self.prompt_name, self.context, role=self.role)
+        require_directions(vectors, self.corpus, self.shards.rows(item.shard).start + 1)
+        _write_shard(self.shards, item.shard, item.documents, vectors)
+        return len(item.documents)
+
+
+def _make_missing(
+    encoder: Encoder,
+    make: _ShardMaker,
+    columns: Mapping[str, str] | None,
+    devices: Sequence[str],
+    tokenizer_workers: int,
+) -> None:
+    """Make the shards that do not lie there yet, on as many devices as there are shards."""
+    missing = [shard for shard in range(make.shards.num_shards) if not make.shards.path(shard).exists()]
+    devices = devices[: len(missing)]
+    preparation = encoder.preparation(make.prompt_name, make.role)
+    # The first shard has nothing that it could be tokenised beside.
+    names = [f"tokeniser {number}" for number in range(min(tokenizer_workers, len(missing) - 1))]
+    with ExitStack() as stack:
+        items = _texts_of(make, missing, columns)
+        if names:
+            makers = {name: partial(_tokeniser, preparation) for name in names}
+            items = stack.enter_context(closing(spread(makers, items)))
+        made = stack.enter_context(closing(on_devices(encoder, devices, make, items)))
+        total = make.shards.num_rows
+        done = total - sum(len(make.shards.rows(shard)) for shard in missing)
+        shows = encoder.show_progress and len(devices) > 1
+        for count in tqdm(made, desc="encode", total=len(missing), unit="shard", disable=not shows):
+            done += count
+            logger.info("encoded %d of %d documents", done, total)
+
+
+def _texts_of(
+    make: _ShardMaker, shards: Sequence[int], columns: Mapping[str, str] | None
+) -> Generator[_ShardTexts, None, None]:
+    """The documents of some shards, in order."""
+    documents, wanted = read_corpus(make.corpus, columns), set(shards)
+    for shard in range(make.shards.num_shards):
+        own = list(islice(documents, make.shards.shard_size))
+        if shard in wanted:
+            yield _ShardTexts(shard, own)
+
+
+def _tokeniser(preparation: TextPreparation) -> Callable[[_ShardTexts], _ShardTexts]:
+    """What a process does that tokenises ahead."""
+    return partial(_tokenised, preparation)
+
+
+def _tokenised(preparation: TextPreparation, item: _ShardTexts) -> _ShardTexts:
+    return item._replace(tokens=preparation([document.text for document in item.documents]))
 
 
 def _write_shard(shards: VectorShards, shard: int, documents: list[Document], vectors: npt.NDArray[np.float32]) -> None:

@@ -32,6 +32,24 @@ def test_a_corpus_file_and_its_encoded_folder_give_the_same_hits(model, tmp_path
     assert [line.split()[1] for line in found[0]] == [line.split()[1] for line in found[1]]
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--devices", "0"], "devices must be"),
+        (["--devices", "tpu"], "devices must name devices of this machine"),
+        (["--tokenizer-workers", "-1"], "tokenizer_workers must be >= 0, got -1"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused_before_anything_is_written(options, says, model, tmp_path, capsys):
+    corpus = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl")
+    line = ["encode", "--model", model, "--input", corpus, "--output", str(tmp_path / "out")]
+    assert main([*line, *options]) == 2
+    assert says in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+    assert main([*line, "--devices", "cpu"]) == 0
+    assert "wrote 8 vectors of width 32" in capsys.readouterr().out
+
+
 def test_a_model_encodes_searches_and_is_scored_at_fewer_dimensions(model, tmp_path, capsys):
     corpus = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl")
     vectors, cut = str(tmp_path / "vectors"), ["--dimensions", "8", "--precision", "float32"]
