@@ -16,7 +16,7 @@ from embeddings.models.attention_tap import AttentionTap
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
 from embeddings.models.hub import resolve_model
-from embeddings.models.lora import plain_backbone
+from embeddings.models.lora import plain_backbone, without_cache
 from embeddings.models.pooling import Pooling
 from embeddings.models.position_free import first_position, learned_positions
 
@@ -100,7 +100,8 @@ class Embedder(nn.Module):
         """The pooled states, (N, H); a pooling by attention is given that of its layers."""
         attention_NL = tokens.attention_mask_NL
         with nullcontext() if self.tap is None else self.tap.open() as tapped:
-            output = self.backbone(input_ids=tokens.input_ids_NL, attention_mask=attention_NL.long())
+            inputs = {"input_ids": tokens.input_ids_NL, "attention_mask": attention_NL.long()}
+            output = self.backbone(**inputs, **without_cache(self.backbone))
         attention = () if tapped is None else (attention_NL, tapped())
         vector_NH: Tensor = self.pooling(output.last_hidden_state, tokens.pooling_mask_NL, *attention)
         return vector_NH

@@ -35,7 +35,7 @@ from embeddings.models.directory import replaced_folder
 from embeddings.models.document_mask import document_inputs
 from embeddings.models.from_scratch import FromScratch, new_model
 from embeddings.models.hub import resolve_model
-from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict, plain_backbone
+from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict, plain_backbone, without_cache
 from embeddings.models.rotary_moe import RotaryMoeConfig
 
 HeadKind = Literal["masked", "causal"]
@@ -163,8 +163,7 @@ class LanguageModel(nn.Module):
             inputs = dict(document_inputs(plain, document_NL, self.causal))
         elif has_padding:
             inputs = {"attention_mask": (document_NL >= 0).long()}
-        if getattr(plain.config, "use_cache", False):
-            inputs["use_cache"] = False
+        inputs |= without_cache(plain)
         states_NLH: Tensor = self.backbone(input_ids=input_ids_NL, **inputs).last_hidden_state
         return states_NLH
 

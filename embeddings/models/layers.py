@@ -48,7 +48,6 @@ def compile_layers(backbone: nn.Module) -> None:
     from torch._dynamo import config  # the compiler takes seconds to load
 
     config.recompile_limit = max(_MOST_GRAPHS, config.recompile_limit)
-    model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     for layer in suitable:
         layer.compile(dynamic=True, **_COMPILER)
 
@@ -56,13 +55,6 @@ def compile_layers(backbone: nn.Module) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a part of a module is compiled."""
     return any(part._compiled_call_impl is not None for part in module.modules())
-
-
-def _without_cache(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Have a decoder keep no keys and values of layers before, by which each layer would need a graph of its own."""
-    if getattr(model.config, "use_cache", False):
-        options = {**options, "use_cache": False}
-    return arguments, options
 
 
 def _is_eager(part: nn.Module) -> bool:

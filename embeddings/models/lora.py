@@ -108,3 +108,8 @@ def plain_backbone(backbone: nn.Module) -> PreTrainedModel:
     plain = backbone if isinstance(backbone, PreTrainedModel) else backbone.get_base_model()  # type: ignore[operator]
     assert isinstance(plain, PreTrainedModel)
     return plain
+
+
+def without_cache(backbone: nn.Module) -> dict[str, bool]:
+    """What a forward pass is given so that a decoder keeps no keys and values of its layers; nothing for an encoder."""
+    return {"use_cache": False} if getattr(plain_backbone(backbone).config, "use_cache", False) else {}

@@ -35,6 +35,19 @@ def test_vectors_equal_a_loop_over_texts() -> None:
         torch.testing.assert_close(vectors[row], expected / expected.norm(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_decoder_keeps_no_keys_and_values_of_its_layers(adapted: bool) -> None:
+    backbone = tiny_mistral()
+    embedder = Embedder(backbone, sentencepiece_tokenizer(), MeanPooling(backbone.config.hidden_size))
+    if adapted:
+        embedder.backbone = add_lora(backbone, LoraSettings(rank=2, alpha=2))
+    kept = []
+    backbone.register_forward_hook(lambda model, inputs, output: kept.append(output.past_key_values))
+    embedder(TOKENS)
+    assert backbone.config.use_cache
+    assert kept == [None]
+
+
 @torch.no_grad()
 def test_instruction_tokens_are_attended_but_never_pooled() -> None:
     embedder, tokens = build(normalize=False), random_tokens(384, [9, 6], skip=4)
