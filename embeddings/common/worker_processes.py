@@ -137,12 +137,12 @@ def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any],
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Files that it was writing are taken away.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    items: SimpleQueue[Any] = SimpleQueue()
+    items: SimpleQueue[bytes] = SimpleQueue()
     Thread(target=_read, args=(connection, items), daemon=True).start()
     try:
         work = make()
         while True:
-            connection.send_bytes(pickle.dumps((work(items.get()), None)))
+            connection.send_bytes(pickle.dumps((work(pickle.loads(items.get())), None)))
     except (BrokenPipeError, ConnectionResetError):
         return
     except Exception as error:
@@ -152,11 +152,11 @@ def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any],
             connection.send_bytes(pickle.dumps((None, told)))
 
 
-def _read(connection: Connection, items: "SimpleQueue[Any]") -> None:
+def _read(connection: Connection, items: "SimpleQueue[bytes]") -> None:
     """Take items off the line as they come, so that neither side waits for the other to read."""
     try:
         while True:
-            items.put(pickle.loads(connection.recv_bytes()))
+            items.put(connection.recv_bytes())
     except (EOFError, OSError):
         # Whom this process worked for is dead.
         os.kill(os.getpid(), signal.SIGTERM)
