@@ -1,0 +1,66 @@
+"""A script: sentence-transformers' vectors of model directories beside those that lie in them.
+
+`python -I load_directories.py FOLDER` takes every directory in FOLDER with a `fresh.json`: texts, their expected
+vectors as queries and as documents, whether code must be trusted, and maybe a context. It prints the largest difference
+of each as JSON. What this library needs and sentence-transformers does not is hidden from it, but for `datasets` and
+what that needs, which sentence-transformers imports where it is installed.
+"""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+HIDDEN = (
+    "embeddings",
+    "tests",
+    "deepspeed",
+    "einops",
+    "faiss",
+    "jsonargparse",
+    "lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "mteb",
+    "peft",
+    "pytorch_lightning",
+    "torchmetrics",
+)
+
+
+class Hiding:
+    """A finder of modules that does not find the hidden ones.
+
+    Args:
+        finder: What finds all others.
+    """
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        """The module's place, or None."""
+        return None if name.split(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
+
+
+def largest_difference(folder):
+    """Between the vectors of a directory and those that it should give."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    fresh = json.loads((folder / "fresh.json").read_text())
+    model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=fresh["trust_remote_code"])
+    if fresh["context"]:
+        model[0].set_context(fresh["context"])
+    found = [model.encode_query(fresh["texts"]), model.encode_document(fresh["texts"])]
+    return float((torch.tensor([array.tolist() for array in found]) - torch.tensor(fresh["vectors"])).abs().max())
+
+
+if __name__ == "__main__":
+    sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+    assert [name for name in HIDDEN if find_spec(name)] == []
+    directories = sorted(path.parent for path in Path(sys.argv[1]).glob("*/fresh.json"))
+    print(json.dumps({folder.name: largest_difference(folder) for folder in directories}))
