@@ -47,7 +47,8 @@ def test_train_score_save_search_and_evaluate(kind, tmp_path, capsys):
     assert (run / "config.yaml").is_file()
     assert 0 < cli.trainer.checkpoint_callback.best_model_score <= 1
 
-    assert main(["evaluate", "--model", str(tmp_path / "model"), "--data", str(folder)]) == 0
+    scores = str(tmp_path / "scores.json")
+    assert main(["evaluate", "--model", str(tmp_path / "model"), "--data", str(folder), "--output", scores]) == 0
     assert "ndcg_at_10" in capsys.readouterr().out
     corpus = str(folder / "corpus.jsonl")
     assert main(["search", "--model", str(tmp_path / "model"), "--corpus", corpus, "pad sequences"]) == 0
@@ -57,7 +58,19 @@ def test_train_score_save_search_and_evaluate(kind, tmp_path, capsys):
     assert main(["search", "--model", str(tmp_path / "model"), "--corpus", str(vectors), "pad sequences"]) == 0
 
     last = run / "checkpoints" / "last.ckpt"
-    assert main(["export", "--checkpoint", str(last), "--output", str(tmp_path / "exported")]) == 0
+    words = ["--checkpoint", str(last), "--output", str(tmp_path / "exported"), "--scores", scores]
+    (run / "curves.png").write_bytes(b"picture")
+    assert main(["export", *words, "--licence", "mit"]) == 0
+    text = (tmp_path / "exported" / "README.md").read_text()
+    for part in (
+        "license: mit",
+        "| pairs | files | 64 |",
+        "ndcg\\_at\\_10",
+        "| optimiser steps | 4 |",
+        "after 4 steps",
+    ):
+        assert part in text
+    assert (tmp_path / "exported" / "curves.png").read_bytes() == b"picture"
     from embeddings.inference import Encoder
 
     cli.model.load_state_dict(read_checkpoint(last)["state_dict"])

@@ -1,19 +1,22 @@
 """A model directory at the end of training."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import lightning as L
 
 from embeddings.callbacks.best_checkpoint import load_best
 from embeddings.callbacks.embedder_of import embedder_of
+from embeddings.callbacks.run_record import RunRecord
 from embeddings.callbacks.whole_weights import cuts_weights, whole_weights
 from embeddings.common import TextSettings
 from embeddings.common.log import logger
 from embeddings.models.directory import require_folder_or_nothing
+from embeddings.models.model_card import write_model_card
 
 
 class ExportModel(L.Callback):
-    """Writes the trained model as a sentence-transformers directory when training ends.
+    """Writes the trained model as a sentence-transformers directory with its card when training ends.
 
     With `best` the weights are those of the best checkpoint that a `ModelCheckpoint` kept, not the last ones.
 
@@ -60,12 +63,14 @@ class ExportModel(L.Callback):
         if trainer.fast_dev_run or not (trainer.is_global_zero or cuts_weights(trainer)):  # type: ignore[attr-defined]
             return
         embedder = embedder_of(pl_module, self)
-        if self.best:
-            load_best(trainer, pl_module)
+        num_steps = load_best(trainer, pl_module) if self.best else trainer.global_step
         embedder.text = self._with_lengths(embedder.text)
         with whole_weights(trainer):
             if trainer.is_global_zero:
                 embedder.save_pretrained(self.output)
+                records = [callback for callback in trainer.callbacks if isinstance(callback, RunRecord)]  # type: ignore[attr-defined]
+                facts = records[0].facts(num_steps) if records else None
+                write_model_card(Path(self.output).expanduser(), embedder, facts)
                 logger.info("model directory: %s", self.output)
 
     def _with_lengths(self, text: TextSettings) -> TextSettings:

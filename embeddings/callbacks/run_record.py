@@ -16,6 +16,7 @@ from embeddings.common import PreemptedError
 from embeddings.common.distributed import whole_shape
 from embeddings.common.fileio import installed_versions, write_json
 from embeddings.common.hardware import device_name
+from embeddings.models.model_card import TrainingFacts
 from embeddings.models.upcycling import parameter_counts
 
 
@@ -80,6 +81,10 @@ class RunRecord(SaveConfigCallback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Put the merged config into the checkpoint, as plain types."""
         checkpoint["run_config"] = self.plain_config
+
+    def facts(self, num_steps: int) -> TrainingFacts:
+        """What a model card says of the run, for weights that have taken so many optimiser steps; on rank 0."""
+        return TrainingFacts(self.plain_config, num_steps, self._record)
 
     @cached_property
     def plain_config(self) -> dict[str, Any]:

@@ -1,33 +1,71 @@
 """`export`: a training checkpoint becomes a model directory."""
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 from embeddings.cli.errors import one_line, reason
-from embeddings.common import InputError
+from embeddings.common import InputError, OptionError
 
 ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
 
 
-def export(checkpoint: Path, output: Path) -> None:
+def export(
+    checkpoint: Path,
+    output: Path,
+    scores: Path | None = None,
+    licence: str | None = None,
+) -> None:
     """Write the model of a training checkpoint: a sentence-transformers directory, or a language model's directory.
 
     The checkpoint says how its module is built. Only this library's classes and PyTorch's optimisers are made from it,
-    and its tensors are read without running any code, so a checkpoint from elsewhere cannot run anything.
+    and its tensors are read without running any code, so a checkpoint from elsewhere cannot run anything. An embedding
+    model gets a card, `README.md`, with what the checkpoint and the files of its run know of the training, and the
+    `curves.png` that `show curves` drew there.
 
     Args:
         checkpoint: A `.ckpt` file that `fit` wrote.
         output: The directory to write; one that is there is replaced once the new one is whole.
+        scores: A JSON file that `evaluate --output` wrote, for the card.
+        licence: The model's licence for the card, as the Hub names it (`apache-2.0`).
     """
+    from embeddings.cli.card_facts import facts_of_checkpoint, read_scores, run_folder
     from embeddings.common.checkpoint_file import read_checkpoint
     from embeddings.models.directory import require_folder_or_nothing
+    from embeddings.models.model_card import CURVES_FILE, write_model_card
+
+    require_folder_or_nothing(output)
+    if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence):
+        raise OptionError("licence", licence, "must be a name of the Hub's", "write it as apache-2.0 or other")
+    if not checkpoint.is_file():
+        raise InputError(str(checkpoint), "no such checkpoint file", "give the .ckpt file of a run under checkpoints/")
+    results = [] if scores is None else read_scores(scores)
+    state = read_checkpoint(checkpoint)
+    module = trained_module(state, checkpoint)
+    embedder = getattr(module, "embedder", None)
+    if embedder is None and (results or licence is not None):
+        given = "licence" if licence is not None else "scores"
+        raise OptionError(given, licence or str(scores), "is for the card of an embedding model", "leave it out")
+    (module if embedder is None else embedder).save_pretrained(output)
+    if embedder is not None:
+        output, run = output.expanduser(), run_folder(checkpoint)
+        if (run / CURVES_FILE).is_file():
+            shutil.copyfile(run / CURVES_FILE, output / CURVES_FILE)
+        write_model_card(output, embedder, facts_of_checkpoint(state, run), scores=results, licence=licence)
+    print(f"wrote {output}")
+
+
+def trained_module(state: dict[str, Any], checkpoint: Path) -> Any:
+    """The module of a checkpoint with its weights.
+
+    Raises:
+        InputError: If the checkpoint does not say how it is built, or it is none of those that train a model, or its
+            weights do not fit.
+    """
     from embeddings.modules.base import ContrastiveModule
     from embeddings.modules.masked_lm import MaskedLMModule
 
-    require_folder_or_nothing(output)
-    if not checkpoint.is_file():
-        raise InputError(str(checkpoint), "no such checkpoint file", "give the .ckpt file of a run under checkpoints/")
-    state = read_checkpoint(checkpoint)
     config = state.get("run_config")
     if not isinstance(config, dict) or "model" not in config:
         raise InputError(str(checkpoint), "holds no run_config", "export a checkpoint that `main.py fit` wrote")
@@ -40,8 +78,7 @@ def export(checkpoint: Path, output: Path) -> None:
     except (KeyError, RuntimeError, TypeError) as error:
         what = f"its content does not fit its config: {one_line(str(error), 100)}"
         raise InputError(str(checkpoint), what, "export another") from error
-    (module.embedder if isinstance(module, ContrastiveModule) else module).save_pretrained(output)
-    print(f"wrote {output}")
+    return module
 
 
 def build_module(model: dict[str, Any], checkpoint: Path) -> Any:

@@ -72,6 +72,7 @@ class SourceConfig:
         surrogate_vectors: Folder of another model's vectors of this source's pairs, for a loss that filters false
             negatives by them; `cluster --vectors` writes it, hard negatives included with `--negatives true`.
             Environment variables are filled in.
+        licence: The licence of the data, for the model's card; None where it is not known.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
@@ -100,6 +101,7 @@ class SourceConfig:
     min_score: float | None = None
     suspect_rows: SuspectRows = "refuse"
     surrogate_vectors: str | None = None
+    licence: str | None = None
 
     def __post_init__(self) -> None:
         self._check_origin()
@@ -186,6 +188,8 @@ class SourceConfig:
                     f"has no effect on conversion {self.conversion}",
                     f"leave it out, or use {' or '.join(where)}",
                 )
+        if self.licence is not None and not self.licence.strip():
+            raise self.fault("licence", self.licence, "must not be empty", "leave it out where it is not known")
         for label, text in self.label_texts.items():
             if not text.strip():
                 raise self.fault("label_texts", {label: text}, "must not hold an empty text", "write the label's text")

@@ -19,6 +19,7 @@ from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.models.backbone import quiet_transformers
 from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextParts, write_context
 from embeddings.models.lora import merged_state_dict, plain_backbone
+from embeddings.models.model_card import is_own_card
 from embeddings.models.model_files import load_weights, read_json, save_weights, write_json
 from embeddings.models.pooling import Pooling
 from embeddings.models.portable import POOLINGS, TEXT_FILE, save_pooling
@@ -383,6 +384,8 @@ def _is_model_file(entry: Path) -> bool:
     if entry.is_dir():
         number, _, kind = entry.name.partition("_")
         return number.isdecimal() and kind in _MODULE_FOLDERS
+    if is_own_card(entry):
+        return True
     known = (*_MODEL_FILES, *PORTABLE_FILES, *CONTEXTUAL_FILES, *MOE_FILES, TEXT_FILE)
     return entry.name in known or any(entry.match(pattern) for pattern in _MODEL_PATTERNS)
 

@@ -20,18 +20,18 @@ class Line(L.LightningModule):
 
 def trainer(*kept: Any, asynchronous: bool = False) -> Any:
     strategy = SimpleNamespace(checkpoint_io=DurableCheckpointIO(asynchronous))
-    return SimpleNamespace(checkpoint_callbacks=list(kept), strategy=strategy)
+    return SimpleNamespace(checkpoint_callbacks=list(kept), strategy=strategy, global_step=7)
 
 
 def test_the_first_monitored_checkpoint_is_loaded(tmp_path: Path) -> None:
     best = Line()
-    save({"state_dict": best.state_dict()}, tmp_path / "best.ckpt")
+    save({"state_dict": best.state_dict(), "global_step": 3}, tmp_path / "best.ckpt")
     plain = SimpleNamespace(monitor=None, best_model_path="elsewhere")
     first = SimpleNamespace(monitor="val/loss", best_model_path=str(tmp_path / "best.ckpt"))
     second = SimpleNamespace(monitor="val/accuracy", best_model_path="elsewhere")
     module = Line()
     assert not torch.equal(module.layer.weight, best.layer.weight)
-    load_best(trainer(plain, first, second), module)
+    assert load_best(trainer(plain, first, second), module) == 3
     assert torch.equal(module.layer.weight, best.layer.weight)
 
 
@@ -39,7 +39,7 @@ def test_one_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
     best, module, path = Line(), Line(), str(tmp_path / "best.ckpt")
     run, gate = trainer(SimpleNamespace(monitor="val/loss", best_model_path=path), asynchronous=True), threading.Event()
     run.strategy.checkpoint_io.on_stage = lambda stage: gate.wait(timeout=60)
-    run.strategy.checkpoint_io.save_checkpoint({"state_dict": best.state_dict()}, path)
+    run.strategy.checkpoint_io.save_checkpoint({"state_dict": best.state_dict(), "global_step": 3}, path)
     threading.Timer(0.2, gate.set).start()
     load_best(run, module)
     assert torch.equal(module.layer.weight, best.layer.weight)
@@ -50,6 +50,6 @@ def test_without_one_the_last_weights_stay() -> None:
     module = Line()
     before = module.layer.weight.clone()
     for path in ("", "nowhere.ckpt"):
-        load_best(trainer(SimpleNamespace(monitor="val/loss", best_model_path=path)), module)
-    load_best(trainer(), module)
+        assert load_best(trainer(SimpleNamespace(monitor="val/loss", best_model_path=path)), module) == 7
+    assert load_best(trainer(), module) == 7
     assert torch.equal(module.layer.weight, before)

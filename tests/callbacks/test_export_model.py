@@ -44,6 +44,10 @@ def test_the_best_checkpoints_weights_are_written(tmp_path):
     state = read_checkpoint(cli.trainer.checkpoint_callback.best_model_path)["state_dict"]
     found = exported(tmp_path)
     assert len(found) > 10
+    text = (tmp_path / "model" / "README.md").read_text()
+    step = read_checkpoint(cli.trainer.checkpoint_callback.best_model_path)["global_step"]
+    assert f"| optimiser steps | {step} |" in text
+    assert "| pairs | files | 64 | unknown |" in text
     assert all(torch.equal(found[name], state[f"embedder.backbone.{name}"]) for name in found)
 
 

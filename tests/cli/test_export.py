@@ -76,3 +76,17 @@ def test_an_output_that_is_a_file_is_refused_before_the_checkpoint_is_read(tmp_p
     assert main(["export", "--checkpoint", str(tmp_path / "none.ckpt"), "--output", str(output)]) == 2
     assert f"output leads to {output}, which is no folder" in capsys.readouterr().err
     assert output.read_text() == "mine"
+
+
+def test_options_of_the_card_are_refused_before_the_checkpoint_is_read(tmp_path, capsys):
+    path = tmp_path / "x.ckpt"
+    save({"state_dict": {}}, path)
+    (tmp_path / "scores.json").write_text("{}")
+    for words, line in (
+        (["--licence", "Apache 2.0"], "licence must be a name of the Hub's"),
+        (["--scores", str(tmp_path / "scores.json")], "scores.json: holds no scores"),
+        (["--scores", str(tmp_path / "none.json")], "none.json: is no readable JSON"),
+    ):
+        assert main(["export", "--checkpoint", str(path), "--output", str(tmp_path / "out"), *words]) == 2
+        assert line in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()

@@ -78,6 +78,7 @@ def test_prompts_are_the_instruction_or_the_prefix_or_nothing():
         ({"weight": float("nan")}, "weight must be a finite number > 0"),
         ({"weight": float("inf")}, "weight must be a finite number > 0"),
         ({"max_rows": 0}, "max_rows must be >= 1"),
+        ({"licence": " "}, "licence must not be empty"),
         ({"num_negatives": 0, "conversion": "class_by_example"}, "num_negatives must be >= 1"),
         ({"num_negatives": 7}, "num_negatives has no effect on conversion pairs"),
         ({"num_negatives": 1, "conversion": "binary_by_label"}, "num_negatives has no effect"),

@@ -1,0 +1,276 @@
+"""A model directory's card: how to use the model, and what is known of its training, as the Hub's `README.md`."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from embeddings.common.fileio import write_text
+from embeddings.common.log import logger
+from embeddings.models.hub import PACKAGED_NAME
+
+if TYPE_CHECKING:
+    from embeddings.models.embedder import Embedder
+
+CARD_FILE, CURVES_FILE = "README.md", "curves.png"
+_OURS = "# Replaced by the next export to this folder; without this line it stays."
+_MAX_CHARACTERS = 200
+_MAX_SETTINGS = 20_000
+_TRAINER_KEYS = (
+    "precision",
+    "strategy",
+    "num_nodes",
+    "devices",
+    "max_epochs",
+    "max_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+)
+_METHOD_PARTS = ("pooling", "loss", "optimizer")
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+# Where this library's own outputs lie: such a name looks like a Hub id, and may be gone when the card is written.
+_OUR_FOLDERS = ("checkpoints", "data")
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """What is known of the run that a model comes from.
+
+    Args:
+        config: The run's merged config.
+        num_steps: Optimiser steps that the weights have taken.
+        record: What the run wrote of itself (`run.json`): commit, versions, world size, rows of each source.
+        validation: Optimiser steps and validation nDCG@10 at them.
+    """
+
+    config: Mapping[str, Any]
+    num_steps: int
+    record: Mapping[str, Any] = field(default_factory=dict)
+    validation: Sequence[tuple[int, float]] = ()
+
+
+def write_model_card(
+    folder: Path,
+    embedder: "Embedder",
+    facts: TrainingFacts | None = None,
+    *,
+    scores: Sequence[Mapping[str, Any]] = (),
+    licence: str | None = None,
+) -> None:
+    """Write the card of a model directory; a card that somebody wrote by hand stays.
+
+    Args:
+        folder: The directory, with the model in it, and `curves.png` where the card is to show it.
+        embedder: The model.
+        facts: What is known of its training.
+        scores: What `evaluate --output` wrote.
+        licence: The model's licence, as the Hub names it.
+    """
+    path = folder / CARD_FILE
+    if path.exists() and not is_own_card(path):
+        logger.warning("%s was written by hand and stays; remove it for a card of this model", path)
+        return
+    write_text(path, model_card(folder, embedder, facts, scores, licence))
+
+
+def is_own_card(path: Path) -> bool:
+    """Whether a file is a card that this library wrote and nobody has taken over."""
+    return path.name == CARD_FILE and path.is_file() and _OURS in path.read_text("utf-8", errors="replace")[:200]
+
+
+def model_card(
+    folder: Path,
+    embedder: "Embedder",
+    facts: TrainingFacts | None,
+    scores: Sequence[Mapping[str, Any]],
+    licence: str | None,
+) -> str:
+    """The card's text."""
+    needs_code = any(folder.glob("*.py"))
+    parts = [_front_matter(facts, licence, needs_code), f"# {plain(folder.name)}", _summary(embedder)]
+    parts += ["## Use", _usage(folder.name, embedder, needs_code)]
+    if embedder.text.prompts:
+        rows = [(code(name), code(prompt)) for name, prompt in embedder.text.prompts.items()]
+        parts += ["## Prompts", "Each is put before a text of its kind.", table(("name", "prompt"), rows)]
+    if facts is not None:
+        parts += ["## Training", _training(facts), "## Data", _data(facts), "### Settings", _settings(facts.config)]
+    if scores or (facts and facts.validation) or (folder / CURVES_FILE).is_file():
+        parts += ["## Scores", *_scores(scores, facts, folder)]
+    parts += ["## Licence", "Not stated." if licence is None else f"{plain(licence)}."]
+    return "\n\n".join(parts) + "\n"
+
+
+def plain(value: object, limit: int = _MAX_CHARACTERS) -> str:
+    """A value as one printable line of Markdown that means nothing but itself."""
+    text = " ".join(str(value).split())
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    text = text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return re.sub(r"([\\`*_{}\[\]<>|#!~&$])", r"\\\1", text)
+
+
+def code(value: str) -> str:
+    """A text as a literal of Markdown, for the cell of a table."""
+    text = repr(value if len(value) <= _MAX_CHARACTERS else f"{value[: _MAX_CHARACTERS - 3]}...")
+    return f"`{text.replace('`', chr(0x2019)).replace('|', chr(0x2223))}`"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of cells that are Markdown already."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _front_matter(facts: TrainingFacts | None, licence: str | None, needs_code: bool) -> str:
+    tags = ["sentence-transformers", "sentence-similarity", "feature-extraction", *["custom_code"] * needs_code]
+    fields: dict[str, Any] = {"library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity"}
+    fields["tags"] = tags
+    if facts is not None:
+        bases = [name for name in map(_hub_name, _backbones(facts.config)) if name is not None]
+        fields |= {"base_model": bases[0] if len(bases) == 1 else bases} if bases else {}
+        hub = [name for source in _sources(facts.config) if (name := _hub_dataset(source)) is not None]
+        fields |= {"datasets": hub} if hub else {}
+    fields |= {"license": licence} if licence else {}
+    return f"---\n{_OURS}\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
+
+
+def _summary(embedder: "Embedder") -> str:
+    from embeddings.models.directory import pooling_name
+
+    widths = f", trained to be cut to {', '.join(map(str, embedder.trained_widths))}" if embedder.trained_widths else ""
+    norm = "of unit length, compared by cosine" if embedder.normalize else "of any length, compared by cosine"
+    pooling = pooling_name(embedder.pooling).replace("_", " ")
+    text = embedder.text
+    return (
+        f"A text-embedding model: vectors of {embedder.embedding_dim} numbers{widths}, {norm}; {pooling} pooling; "
+        f"queries are read to {text.query_max_length} tokens, documents to {text.document_max_length}."
+    )
+
+
+def _usage(name: str, embedder: "Embedder", needs_code: bool) -> str:
+    flag = ", trust_remote_code=True" if needs_code else ""
+    context = hasattr(embedder, "embed_context")
+    lines = ["from sentence_transformers import SentenceTransformer", ""]
+    lines += [f"model = SentenceTransformer({name!r}{flag})"]
+    lines += ["model[0].set_context(documents_of_your_corpus)"] if context else []
+    lines += ['similarity = model.similarity(model.encode_query(["a query"]), model.encode_document(["a document"]))']
+    note = "The code that this needs lies in the directory.\n\n" if needs_code else ""
+    ours = ["from embeddings.inference import Encoder", "", f"encoder = Encoder.from_pretrained({name!r})"]
+    given = ", context=documents_of_your_corpus" if context else ""
+    ours += [f'vectors = encoder.encode(["a query"], role="query"{given})']
+    return f"{_block('python', lines)}\n\n{note}With the library that trained it:\n\n{_block('python', ours)}"
+
+
+def _training(facts: TrainingFacts) -> str:
+    model = _mapping(facts.config.get("model"))
+    versions = _mapping(facts.record.get("versions"))
+    rows: dict[str, Any] = {"method": _class_name(model)}
+    rows["backbone"] = ", ".join(map(_shown_name, _backbones(facts.config)))
+    rows |= {name: _class_name(_arguments(model).get(name)) for name in _METHOD_PARTS}
+    rows |= {"optimiser steps": facts.num_steps, "seed": facts.config.get("seed_everything")}
+    rows |= {"processes": facts.record.get("world_size"), "commit": facts.record.get("commit")}
+    rows["versions"] = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    return table(("", ""), [(name, plain(value)) for name, value in rows.items() if value not in (None, "")])
+
+
+def _data(facts: TrainingFacts) -> str:
+    sources = _sources(facts.config)
+    if not sources:
+        return "Not known."
+    rows, known = [], _mapping(facts.record.get("source_rows"))
+    for source in sources:
+        name, count = source.get("name"), known.get(str(source.get("name")))
+        shown_count = f"{count:,}" if isinstance(count, int) else "unknown"
+        cells = (name, _hub_dataset(source) or "files", shown_count, source.get("licence") or "unknown")
+        rows.append([plain(cell) for cell in cells])
+    return table(("source", "from", "rows", "licence"), rows)
+
+
+def _settings(config: Mapping[str, Any]) -> str:
+    """The settings that decide the training, without places on the machine it ran on."""
+    trainer, data = _mapping(config.get("trainer")), _mapping(config.get("data"))
+    told = {name: trainer[name] for name in _TRAINER_KEYS if trainer.get(name) is not None}
+    plan = {key: value for key, value in _arguments(data).items() if key not in ("sources", "cache_dir")}
+    kept = {"trainer": told, "model": config.get("model"), "data": {**data, "init_args": plan}}
+    text = yaml.safe_dump(_portable(kept), sort_keys=False, allow_unicode=True)
+    return _block("yaml", text[:_MAX_SETTINGS].splitlines())
+
+
+def _scores(scores: Sequence[Mapping[str, Any]], facts: TrainingFacts | None, folder: Path) -> list[str]:
+    parts = []
+    if scores:
+        rows = []
+        for result in scores:
+            metric, value = next(iter(result["metrics"].items()))
+            width = result.get("dimensions") or "all"
+            counts = ", ".join(f"{count} {name}" for name, count in _mapping(result.get("counts")).items())
+            cells = (result["name"], result.get("kind", ""), metric, f"{value:.3f}", width, counts.replace("num_", ""))
+            rows.append([plain(cell) for cell in cells])
+        parts.append(table(("folder", "kind", "metric", "value", "numbers compared", "counted"), rows))
+    if facts is not None and facts.validation:
+        step, value = facts.validation[-1]
+        parts.append(f"Validation nDCG@10 during training: {value:.3f} after {step} steps.")
+    if (folder / CURVES_FILE).is_file():
+        parts.append(f"![loss and validation score over optimiser steps]({CURVES_FILE})")
+    return parts
+
+
+def _portable(value: Any) -> Any:
+    """Plain types without what is None, and with the last part alone of every place on a machine."""
+    if isinstance(value, Mapping):
+        return {str(key): _portable(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_portable(item) for item in value]
+    if isinstance(value, str):
+        return _shown_name(value) if value.startswith(("/", "~", ".", "$")) else value
+    return value
+
+
+def _block(language: str, lines: Sequence[str]) -> str:
+    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return "\n".join([f"{fence}{language}", *lines, fence])
+
+
+def _backbones(config: Mapping[str, Any]) -> list[str]:
+    parts = _arguments(_mapping(config.get("model")))
+    names = [_mapping(part).get("name") for key, part in parts.items() if key.endswith("backbone")]
+    names.append(parts.get("initial_model"))
+    return list(dict.fromkeys(name for name in names if isinstance(name, str) and name))
+
+
+def _hub_name(name: str) -> str | None:
+    """The Hub id that a backbone has, None where it is a directory."""
+    if name == PACKAGED_NAME:
+        return f"sentence-transformers/{name}"
+    is_local = name.split("/")[0] in _OUR_FOLDERS or Path(name).exists()
+    return name if _HUB_ID.fullmatch(name) and not is_local else None
+
+
+def _hub_dataset(source: Mapping[str, Any]) -> str | None:
+    """The Hub data set that a source is, None where it is files."""
+    path = source.get("path")
+    return path.removeprefix("hub:") if isinstance(path, str) and path.startswith("hub:") else None
+
+
+def _shown_name(name: str) -> str:
+    return _hub_name(name) or f".../{Path(name).name}"
+
+
+def _sources(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    sources = _arguments(_mapping(config.get("data"))).get("sources")
+    return [source for source in sources if isinstance(source, Mapping)] if isinstance(sources, list) else []
+
+
+def _arguments(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _mapping(section.get("init_args"))
+
+
+def _class_name(section: Any) -> str:
+    return str(_mapping(section).get("class_path", "")).rpartition(".")[2]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

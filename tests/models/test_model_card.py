@@ -1,0 +1,134 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from embeddings.common import TextSettings
+from embeddings.models import Embedder, MeanPooling
+from embeddings.models.model_card import TrainingFacts, is_own_card, write_model_card
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.models.contextual_models import tiny_contextual
+
+CONFIG = {
+    "seed_everything": 3,
+    "trainer": {"precision": "bf16-mixed", "max_epochs": 1, "max_steps": None, "default_root_dir": "/secret/place"},
+    "model": {
+        "class_path": "embeddings.modules.NVEmbedModule",
+        "init_args": {
+            "backbone": {"name": "all-MiniLM-L6-v2", "revision": None},
+            "initial_model": "/secret/place/stage1",
+            "loss": {"class_path": "embeddings.losses.InfoNCE", "init_args": {"temperature": 0.05}},
+        },
+    },
+    "data": {
+        "class_path": "embeddings.data.EmbeddingDataModule",
+        "init_args": {
+            "batch_size": 32,
+            "cache_dir": "/secret/place/cache",
+            "sources": [
+                {"name": "faq", "path": "/secret/place/faq.jsonl", "licence": "CC BY 4.0"},
+                {"name": "a|b <script>", "path": "hub:org/pairs", "licence": None},
+            ],
+        },
+    },
+}
+RECORD = {"commit": "abc+", "world_size": 2, "source_rows": {"faq": 1234}}
+FACTS = TrainingFacts(CONFIG, 36, RECORD, [(18, 0.5), (36, 0.625)])
+SCORES = [
+    {"name": "eval/faq", "kind": "retrieval", "metrics": {"ndcg_at_10": 0.7768, "mrr": 1.0}, "dimensions": None},
+    {"name": "[x](evil)", "kind": "sts", "metrics": {"cosine_spearman": 0.5}, "dimensions": 8},
+]
+
+
+def embedder(**text: object) -> Embedder:
+    settings = TextSettings(64, 32, **text)  # type: ignore[arg-type]
+    return Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), text=settings, trained_widths=(32, 8)).eval()
+
+
+def card(folder: Path, model: Embedder, *arguments: object, **options: object) -> str:
+    model.save_pretrained(folder)
+    write_model_card(folder, model, *arguments, **options)  # type: ignore[arg-type]
+    return (folder / "README.md").read_text()
+
+
+def front_matter(text: str) -> dict[str, object]:
+    _, yaml_text, _ = text.split("---\n", 2)
+    fields: dict[str, object] = yaml.safe_load(yaml_text)
+    return fields
+
+
+def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path) -> None:
+    fields = front_matter(card(tmp_path / "model", embedder(), FACTS, licence="apache-2.0"))
+    assert fields == {
+        "library_name": "sentence-transformers",
+        "pipeline_tag": "sentence-similarity",
+        "tags": ["sentence-transformers", "sentence-similarity", "feature-extraction"],
+        "base_model": "sentence-transformers/all-MiniLM-L6-v2",
+        "datasets": ["org/pairs"],
+        "license": "apache-2.0",
+    }
+    assert front_matter(card(tmp_path / "other", embedder())).keys() == {"library_name", "pipeline_tag", "tags"}
+
+
+def test_the_card_says_what_was_trained_on_what_and_with_which_scores(tmp_path: Path) -> None:
+    text = card(tmp_path / "model", embedder(prompts={"query": "q|`: "}), FACTS, scores=SCORES)
+    for part in (
+        "vectors of 32 numbers, trained to be cut to 32, 8",
+        "| method | NVEmbedModule |",
+        "| loss | InfoNCE |",
+        "| optimiser steps | 36 |",
+        "| seed | 3 |",
+        "| faq | files | 1,234 | CC BY 4.0 |",
+        r"| a\|b \<script\> | org/pairs | unknown | unknown |",
+        "| eval/faq | retrieval | ndcg\\_at\\_10 | 0.777 | all |",
+        r"\[x\](evil)",
+        "0.625 after 36 steps",
+        "temperature: 0.05",
+        "batch_size: 32",
+        "## Licence\n\nNot stated.",
+    ):
+        assert part in text
+    assert "| `'query'` | `'q∣’: '` |" in text
+    assert "secret" not in text
+    assert ".../stage1" in text
+    assert "null" not in text
+
+
+def test_the_usage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, travelling_code: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, model in (
+        ("plain", embedder()),
+        ("with_code", embedder(prompts={"query": "q: "})),
+        ("contextual", tiny_contextual()),
+    ):
+        text = card(tmp_path / name, model)
+        assert ("trust_remote_code" in text) == ("custom_code" in text) == (name != "plain")
+        blocks = [block.split("```")[0] for block in text.split("```python\n")[1:]]
+        assert len(blocks) == 2
+        for block in blocks:
+            names = {"documents_of_your_corpus": ["the lazy dog"]}
+            exec(block, names)
+            assert "similarity" in names or names["vectors"].shape == (1, 32)
+
+
+def test_a_card_shows_the_curves_that_lie_beside_it(tmp_path: Path) -> None:
+    assert "curves.png" not in card(tmp_path / "model", embedder(), FACTS)
+    (tmp_path / "model" / "curves.png").write_bytes(b"")
+    assert "(curves.png)" in card(tmp_path / "model", embedder(), FACTS)
+
+
+def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path: Path) -> None:
+    model = embedder()
+    card(tmp_path / "model", model, FACTS)
+    assert is_own_card(tmp_path / "model" / "README.md")
+    model.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model" / "README.md").exists()
+    (tmp_path / "model" / "README.md").write_text("mine\n")
+    assert card(tmp_path / "model", model, FACTS) == "mine\n"
+    assert not is_own_card(tmp_path / "model" / "README.md")
+
+
+def test_a_config_of_odd_types_makes_a_card_all_the_same(tmp_path: Path) -> None:
+    for config in ({}, {"model": 3, "data": [], "trainer": None}, {"data": {"init_args": {"sources": [1, {}]}}}):
+        text = card(tmp_path / "model", embedder(), TrainingFacts(config, 0, {"versions": "?", "source_rows": 3}))
+        assert "optimiser steps" in text
