@@ -73,7 +73,7 @@ def on_devices(
     precision = str(encoder.dtype).removeprefix("torch.")
     options = {
         # Weights that are all of another format decide themselves.
-        "precision": precision if precision in ("float32", "bfloat16") else "auto",
+        "precision": precision if precision in ("float32", "bfloat16", "int8") else "auto",
         "dimensions": encoder.dimensions,
     }
     num_threads = max(1, torch.get_num_threads() // len(devices))

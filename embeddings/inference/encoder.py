@@ -1,7 +1,7 @@
 """Texts to vectors, in the order given, with next to no padding."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +20,7 @@ from embeddings.common.types import PaddedTokens, TokenBatch
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.context import Context
 from embeddings.inference.evaluating import evaluating
+from embeddings.inference.int8_products import Int8Products
 from embeddings.inference.precision import Precision, resolve_precision
 from embeddings.inference.text_preparation import TextPreparation, TokenisedTexts, unique_texts
 
@@ -46,7 +47,8 @@ class Encoder:
     Args:
         embedder: The model; it stays where it is unless `device` says otherwise, and its mode is left as found.
         device: Where to move the model, or None to leave it where it is.
-        precision: Format of matrix products; `auto` is bfloat16 where the hardware has it. Vectors are float32.
+        precision: Format of matrix products; `auto` is bfloat16 where the hardware has it. Vectors are float32. With
+            int8 the model's weights are those of now.
         mini_batch_tokens: Most padded tokens of a mini-batch, or None for 512 a thread on a processor and 65,536 on
             a GPU.
         show_progress: Whether a bar with the time left is drawn on standard error.
@@ -79,6 +81,7 @@ class Encoder:
         self.embedder = embedder
         self.device = embedder.device
         self.dtype = resolve_precision(precision, self.device, {weight.dtype for weight in embedder.parameters()})
+        self._int8 = Int8Products(embedder) if self.dtype == torch.int8 else None
         if mini_batch_tokens is None:
             is_processor = self.device.type == "cpu"
             per_thread = CPU_MINI_BATCH_TOKENS_PER_THREAD * torch.get_num_threads()
@@ -125,7 +128,8 @@ class Encoder:
         place = torch.device(device)
         embedder = load_embedder(model, device=place)
         weights = {weight.dtype for weight in embedder.parameters()}
-        if resolve_precision(precision, place) == torch.float32 or (place.type == "cpu" and torch.float16 in weights):
+        exact = resolve_precision(precision, place) in (torch.float32, torch.int8)
+        if exact or (place.type == "cpu" and torch.float16 in weights):
             # A checkpoint in half precision that would have to be emulated here.
             embedder.float()
         encoder = cls(embedder, precision=precision, **options)
@@ -287,11 +291,12 @@ class Encoder:
     @contextmanager
     def _inference(self) -> Iterator[None]:
         """Evaluation mode without gradients, in the chosen precision; every module's mode is restored."""
-        low = self.dtype != torch.float32
+        low = self.dtype not in (torch.float32, torch.int8)
+        int8 = nullcontext() if self._int8 is None else self._int8.on()
         # What FSDP2 gathers inside an inference mode could not be trained on afterwards.
         no_gradients = torch.no_grad() if hasattr(self.embedder, "unshard") else torch.inference_mode()
         autocast = torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
-        with evaluating(self.embedder), no_gradients, autocast:
+        with evaluating(self.embedder), no_gradients, int8, autocast:
             yield
 
 

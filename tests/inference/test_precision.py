@@ -7,7 +7,7 @@ import torch
 
 from embeddings.common import OptionError
 from embeddings.inference import precision
-from embeddings.inference.precision import has_native_bfloat16, resolve_precision
+from embeddings.inference.precision import has_int8_products, has_native_bfloat16, resolve_precision
 
 CPU = torch.device("cpu")
 
@@ -21,10 +21,10 @@ def processor(tmp_path, monkeypatch):
         path.write_text(content)
         monkeypatch.setattr(precision, "_CPU_INFO", path)
         monkeypatch.setattr(precision.platform, "system", lambda: "Linux")
-        precision._processor_has_native_bfloat16.cache_clear()
+        precision._processor_flags.cache_clear()
 
     yield pretend
-    precision._processor_has_native_bfloat16.cache_clear()
+    precision._processor_flags.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_auto_is_bfloat16_only_where_the_processor_multiplies_it(processor, cont
 def test_a_system_without_the_list_of_flags_gets_float32(processor, monkeypatch):
     processor("flags : avx512_bf16\n")
     monkeypatch.setattr(precision, "_CPU_INFO", Path("/no/such/file"))
-    precision._processor_has_native_bfloat16.cache_clear()
+    precision._processor_flags.cache_clear()
     assert not has_native_bfloat16(CPU)
     assert not has_native_bfloat16(torch.device("meta"))
 
@@ -56,9 +56,11 @@ def test_what_was_asked_for_is_what_is_used():
     assert resolve_precision("bfloat16", CPU, {torch.float32}) == torch.bfloat16
 
 
-@pytest.mark.parametrize("value", ["float16", "int8", ""])
+@pytest.mark.parametrize("value", ["float16", "int4", ""])
 def test_another_format_is_refused_in_one_line(value):
-    with pytest.raises(OptionError, match=r"^precision must be one of auto, float32, bfloat16, got '.*'; leave it out"):
+    with pytest.raises(
+        OptionError, match=r"^precision must be one of auto, float32, bfloat16, int8, got '.*'; leave it out"
+    ):
         resolve_precision(value, CPU)
 
 
@@ -76,3 +78,25 @@ def test_bfloat16_weights_run_in_bfloat16_and_cannot_be_asked_for_float32():
 
 def test_adapters_in_float32_over_lower_weights_leave_the_choice_open():
     assert resolve_precision("float32", CPU, {torch.float32, torch.bfloat16}) == torch.float32
+
+
+def test_int8_is_for_processors_alone_and_never_chosen():
+    assert resolve_precision("int8", CPU, {torch.float32}) == torch.int8
+    with pytest.raises(OptionError, match="precision runs on a processor, not on cuda, got 'int8'; use bfloat16"):
+        resolve_precision("int8", torch.device("cuda"))
+    with pytest.raises(OptionError, match="must be that of the weights, bfloat16"):
+        resolve_precision("int8", CPU, {torch.bfloat16})
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("flags : avx2 avx512_vnni\n", True),
+        ("Features : asimddp\n", True),
+        ("flags : avx2 avx512f\n", False),
+        ("", False),
+    ],
+)
+def test_products_of_8_bits_are_known_by_the_processors_flags(processor, content, expected):
+    processor(content)
+    assert has_int8_products() is expected

@@ -1,0 +1,95 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from embeddings.inference import Encoder, encode_corpus, int8_products, search_corpus
+from embeddings.inference.int8_products import Int8Products
+from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+
+TEXTS = ["how do I pad sequences", "the quick brown fox jumps over the lazy dog", "z", ""]
+
+
+def embedder(backbone: nn.Module | None = None) -> Embedder:
+    torch.manual_seed(0)
+    return Embedder(backbone or tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), head=nn.Linear(32, 12)).eval()
+
+
+class Tiny(nn.Module):
+    """A layer where `Int8Products` looks for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = tiny_bert()
+        self.layer = self.backbone.encoder.layer[0].intermediate.dense
+
+
+def rounded(layer: nn.Linear, input_NI: torch.Tensor) -> torch.Tensor:
+    """Written out: weights to 255 steps a row, inputs to about as many a token."""
+    weight_scale_O1 = layer.weight.abs().amax(1, keepdim=True) / 127
+    input_scale_N1 = input_NI.abs().amax(1, keepdim=True) / 127
+    weight_OI = torch.round(layer.weight / weight_scale_O1) * weight_scale_O1
+    return torch.round(input_NI / input_scale_N1) * input_scale_N1 @ weight_OI.T + layer.bias
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@torch.no_grad()
+def test_products_are_those_of_rounded_numbers(reduce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_products, "has_int8_products", lambda: not reduce)
+    model = Tiny()
+    input_NI = torch.randn(50, 32) * torch.logspace(-3, 3, 50)[:, None]
+    exact = model.layer(input_NI)
+    with Int8Products(model).on():
+        found = model.layer(input_NI)
+        zero = model.layer(torch.zeros(2, 3, 32))
+    size_N1 = (exact - model.layer.bias).abs().amax(1, keepdim=True)
+    limit = 0.04 if reduce else 0.02
+    assert ((found - rounded(model.layer, input_NI)) / size_N1).abs().max() < limit
+    assert 1e-4 < ((found - exact) / size_N1).abs().max() < 2 * limit
+    torch.testing.assert_close(zero, model.layer.bias.expand(2, 3, -1))
+
+
+@torch.no_grad()
+def test_a_model_is_itself_again_afterwards() -> None:
+    model = embedder()
+    ids = torch.randint(5, 300, (2, 9))
+    before, products = model.backbone(ids).last_hidden_state, Int8Products(model)
+    assert len(products) == 12
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with products.on():
+        assert not torch.equal(model.backbone(ids).last_hidden_state, before)
+    with pytest.raises(KeyError), products.on():
+        raise KeyError
+    assert torch.equal(model.backbone(ids).last_hidden_state, before)
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_the_layers_beneath_adapters_run_in_int8_and_the_head_does_not() -> None:
+    assert len(Int8Products(embedder(add_lora(tiny_bert(), LoraSettings(rank=2))))) >= 12
+    model = embedder()
+    with Int8Products(model).on():
+        assert model.head is not None
+        assert "forward" not in model.head.__dict__
+
+
+def test_vectors_lie_near_and_search_goes_by_them(tmp_path) -> None:
+    model = embedder()
+    exact = Encoder(model, precision="float32").encode(TEXTS)
+    encoder = Encoder(model, precision="int8")
+    found = encoder.encode(TEXTS)
+    assert found.dtype == np.float32
+    assert (exact * found).sum(1).min() > 0.99
+    assert np.abs(exact - found).max() > 1e-5
+    assert np.abs(encoder.encode(TEXTS[:1]) - found[:1]).max() < 0.02
+    assert np.array_equal(Encoder(model, precision="float32").encode(TEXTS), exact)
+    lines = (json.dumps({"_id": str(row), "text": text}) for row, text in enumerate(TEXTS[:3]))
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
+    encode_corpus(encoder, tmp_path / "corpus.jsonl", tmp_path / "vectors")
+    assert json.loads((tmp_path / "vectors" / "manifest.json").read_text())["precision"] == "int8"
+    for searching in (encoder, Encoder(model, precision="float32")):
+        (hits,) = search_corpus(searching, tmp_path / "vectors", [TEXTS[1]], 3)
+        assert hits[0].document_id == "1"
