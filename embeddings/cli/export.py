@@ -3,7 +3,7 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from embeddings.cli.errors import one_line, reason
 from embeddings.common import InputError, OptionError
@@ -16,6 +16,7 @@ def export(
     output: Path,
     scores: Path | None = None,
     licence: str | None = None,
+    format: Literal["torch", "onnx"] = "torch",
 ) -> None:
     """Write the model of a training checkpoint: a sentence-transformers directory, or a language model's directory.
 
@@ -29,9 +30,12 @@ def export(
         output: The directory to write; one that is there is replaced once the new one is whole.
         scores: A JSON file that `evaluate --output` wrote, for the card.
         licence: The model's licence for the card, as the Hub names it (`apache-2.0`).
+        format: `onnx` writes the backbone's graph too, as `onnx/model.onnx`, where sentence-transformers looks for it;
+            for models that load without code of their own.
     """
     from embeddings.cli.card_facts import facts_of_checkpoint, read_scores, run_folder
     from embeddings.common.checkpoint_file import read_checkpoint
+    from embeddings.interop.onnx_graph import GRAPH_FILE, check_onnx, write_onnx
     from embeddings.models.directory import require_folder_or_nothing
     from embeddings.models.model_card import CURVES_FILE, write_model_card
 
@@ -44,16 +48,27 @@ def export(
     state = read_checkpoint(checkpoint)
     module = trained_module(state, checkpoint)
     embedder = getattr(module, "embedder", None)
-    if embedder is None and (results or licence is not None):
-        given = "licence" if licence is not None else "scores"
-        raise OptionError(given, licence or str(scores), "is for the card of an embedding model", "leave it out")
-    (module if embedder is None else embedder).save_pretrained(output)
-    if embedder is not None:
-        output, run = output.expanduser(), run_folder(checkpoint)
-        if (run / CURVES_FILE).is_file():
-            shutil.copyfile(run / CURVES_FILE, output / CURVES_FILE)
-        write_model_card(output, embedder, facts_of_checkpoint(state, run), scores=results, licence=licence)
+    if embedder is None:
+        for name, value in (
+            ("scores", scores),
+            ("licence", licence),
+            ("format", None if format == "torch" else format),
+        ):
+            if value is not None:
+                raise OptionError(name, str(value), "is for an embedding model, this is none", "leave it out")
+        module.save_pretrained(output)
+        print(f"wrote {output}")
+        return
+    if format == "onnx":
+        check_onnx(embedder)
+    embedder.save_pretrained(output)
+    output, run = output.expanduser(), run_folder(checkpoint)
+    if (run / CURVES_FILE).is_file():
+        shutil.copyfile(run / CURVES_FILE, output / CURVES_FILE)
+    write_model_card(output, embedder, facts_of_checkpoint(state, run), scores=results, licence=licence)
     print(f"wrote {output}")
+    if format == "onnx":
+        print(f"wrote {output / GRAPH_FILE}: within {write_onnx(output):.0e} of torch's states")
 
 
 def trained_module(state: dict[str, Any], checkpoint: Path) -> Any:

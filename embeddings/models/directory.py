@@ -90,7 +90,7 @@ def write_model_directory(
         OptionError: If the pooling is none that a directory can carry, or the path leads to a file.
     """
     name = pooling_name(parts.pooling)
-    portable = parts.context is not None or _needs_portable(name, parts.text)
+    portable = parts.context is not None or needs_own_code(parts.pooling, parts.text)
     with replaced_folder(Path(folder)) as new, quiet_transformers():
         plain_backbone(backbone).save_pretrained(new, state_dict=merged_state_dict(backbone))
         tokenizer.save_pretrained(new)
@@ -179,7 +179,9 @@ def pooling_name(pooling: Pooling) -> str:
     raise OptionError("pooling", type(pooling).__name__, rule, f"use one of {', '.join(POOLINGS)}")
 
 
-def _needs_portable(name: str, text: TextSettings) -> bool:
+def needs_own_code(pooling: Pooling, text: TextSettings) -> bool:
+    """Whether sentence-transformers' own modules cannot pool so, or not these texts."""
+    name = pooling_name(pooling)
     excludes_prompt = not text.pool_prompt and any(text.prompts.values()) and name not in _PROMPT_BLIND
     excludes_start = not text.pool_start and name not in _PROMPT_BLIND
     return name not in _STANDARD or text.append_eos or bool(text.suffix) or excludes_prompt or excludes_start
@@ -383,11 +385,9 @@ def _exchange(new: Path, target: Path, old: Path) -> None:
 def _is_model_file(entry: Path) -> bool:
     if entry.is_dir():
         number, _, kind = entry.name.partition("_")
-        return number.isdecimal() and kind in _MODULE_FOLDERS
-    if is_own_card(entry):
-        return True
+        return entry.name == "onnx" or (number.isdecimal() and kind in _MODULE_FOLDERS)
     known = (*_MODEL_FILES, *PORTABLE_FILES, *CONTEXTUAL_FILES, *MOE_FILES, TEXT_FILE)
-    return entry.name in known or any(entry.match(pattern) for pattern in _MODEL_PATTERNS)
+    return is_own_card(entry) or entry.name in known or any(entry.match(pattern) for pattern in _MODEL_PATTERNS)
 
 
 def _flush(folder: Path) -> None:

@@ -3,15 +3,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from embeddings.cli.app import run_trainer
 from embeddings.cli.export import build_module, class_paths
 from embeddings.cli.main import main
 from embeddings.common import InputError
 from tests.helpers.checkpoints import save
+from tests.helpers.runs import run_config, write_config
 
 
-def refused(path, capsys, output):
+def refused(path, capsys, output, *words):
     capsys.readouterr()
-    assert main(["export", "--checkpoint", str(path), "--output", str(output)]) == 2
+    assert main(["export", "--checkpoint", str(path), "--output", str(output), *words]) == 2
     assert not output.exists()
     return capsys.readouterr().err
 
@@ -90,3 +92,20 @@ def test_options_of_the_card_are_refused_before_the_checkpoint_is_read(tmp_path,
         assert main(["export", "--checkpoint", str(path), "--output", str(tmp_path / "out"), *words]) == 2
         assert line in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+def test_a_graph_is_written_on_request_and_refused_before_anything_is(tmp_path, capsys):
+    config = run_config(tmp_path)
+    config["trainer"]["max_steps"] = 2
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
+    assert "format is for models that load without code" in refused(
+        checkpoint, capsys, tmp_path / "out", "--format", "onnx"
+    )
+    config["model"]["init_args"]["pooling"] = {"class_path": "embeddings.models.MeanPooling"}
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
+    words = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), "--format", "onnx"]
+    assert main(["export", *words]) == 0
+    assert "onnx/model.onnx: within" in capsys.readouterr().out
+    assert (tmp_path / "out" / "onnx" / "model.onnx").is_file()

@@ -1,0 +1,143 @@
+"""A model directory's backbone as an ONNX graph, checked against torch before it is kept."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.fileio import atomic_path
+from embeddings.common.optional import require
+from embeddings.models.backbone import load_model
+from embeddings.models.directory import needs_own_code
+from embeddings.models.embedder import Embedder
+from embeddings.models.lora import plain_backbone
+from embeddings.models.rotary_moe import RotaryMoeModel
+
+GRAPH_FILE = Path("onnx", "model.onnx")
+_INPUTS, _OUTPUT = ("input_ids", "attention_mask"), "last_hidden_state"
+_TOLERANCE = 1e-5
+_OPSET = 18
+# The graph is one file of a format that holds less than 2 GiB.
+_MOST_BYTES = 2**31 - 2**24
+# Texts and tokens of the batches that both are compared on, none of them that of the tracing.
+_CHECKED_SHAPES = ((1, 1), (2, 5), (5, 33))
+
+
+def check_onnx(embedder: Embedder) -> None:
+    """Refuse a model whose directory sentence-transformers would not read a graph from, before anything is written.
+
+    Raises:
+        OptionError: If the directory brings code of its own, or the model is too large for one file.
+        MissingExtraError: If the extra `onnx` is not installed.
+    """
+    for package in ("onnx", "onnxruntime", "onnxscript"):
+        require(package, "onnx")
+    travels = hasattr(embedder, "embed_context") or isinstance(plain_backbone(embedder.backbone), RotaryMoeModel)
+    if travels or needs_own_code(embedder.pooling, embedder.text):
+        rule = "is for models that load without code of their own: mean, cls or last-token pooling, the prompt pooled"
+        raise OptionError("format", "onnx", rule, "leave it out")
+    num_bytes = 4 * sum(weight.numel() for weight in embedder.backbone.parameters())
+    if num_bytes > _MOST_BYTES:
+        raise OptionError("format", "onnx", f"is for models below 2 GiB, this one has {num_bytes:,}", "leave it out")
+
+
+def write_onnx(folder: Path) -> float:
+    """Write the graph of a model directory's backbone as `onnx/model.onnx`, with any number of texts and tokens.
+
+    Args:
+        folder: The directory.
+
+    Returns:
+        The largest difference from torch's states, on the tokens of texts.
+
+    Raises:
+        InputError: If torch cannot make a graph of it, or the graph's states differ by more than 1e-5.
+    """
+    model = load_model(folder, torch.float32)
+    (folder / GRAPH_FILE).parent.mkdir(exist_ok=True)
+    with atomic_path(folder / GRAPH_FILE) as temporary:
+        _export(model, folder, temporary)
+        difference = _largest_difference(model, temporary)
+        if not difference <= _TOLERANCE:
+            what = f"the graph's states differ by {difference:.1e} from torch's"
+            raise InputError(str(folder), what, "leave --format onnx out for this backbone")
+    return difference
+
+
+class _States(nn.Module):
+    """Ids and mask to the states of the last layer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The states, (N, L, H)."""
+        states: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return states
+
+
+def _export(model: PreTrainedModel, folder: Path, path: Path) -> None:
+    shapes = {name: {0: "batch", 1: "length"} for name in _INPUTS}
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                _States(model),
+                _example(model, 3, 17),
+                input_names=list(_INPUTS),
+                output_names=[_OUTPUT],
+                dynamic_shapes=shapes,
+                opset_version=_OPSET,
+                dynamo=True,
+                verbose=False,
+            )
+            assert program is not None
+            program.save(str(path))
+    except (torch.onnx.OnnxExporterError, RuntimeError, TypeError) as error:
+        what = f"torch makes no graph of {type(model).__name__} ({type(error).__name__})"
+        raise InputError(str(folder), what, "leave --format onnx out for this backbone") from error
+
+
+@torch.inference_mode()
+def _largest_difference(model: PreTrainedModel, path: Path) -> float:
+    onnxruntime = require("onnxruntime", "onnx")
+    session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+    largest = 0.0
+    for num_texts, length in _CHECKED_SHAPES:
+        inputs = _example(model, num_texts, length)
+        expected = _States(model)(*inputs).numpy()
+        (found,) = session.run(None, {name: tensor.numpy() for name, tensor in zip(_INPUTS, inputs, strict=True)})
+        is_text = inputs[1].numpy().astype(bool)
+        # NaN is no small difference.
+        largest = float(np.maximum(largest, np.abs(found - expected)[is_text].max()))
+    return largest
+
+
+def _example(model: PreTrainedModel, num_texts: int, length: int) -> tuple[Tensor, Tensor]:
+    """Random ids of texts of falling lengths, and their mask, (N, L) int64."""
+    generator = torch.Generator().manual_seed(length)
+    ids_NL = torch.randint(0, model.config.vocab_size, (num_texts, length), generator=generator)
+    lengths_N1 = (length - torch.arange(num_texts)).clamp_min(1)[:, None]
+    return ids_NL, (torch.arange(length) < lengths_N1).long()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what the exporter tells of its own parts."""
+    logger: Any = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
