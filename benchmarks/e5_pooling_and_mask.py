@@ -43,7 +43,14 @@ def recipes(decoder: str, adapted: str) -> dict[str, Recipe]:
     starts = {CAUSAL: (decoder, False), OPEN: (decoder, True), ADAPTED: (adapted, True)}
     return {
         f"{pooling}; {mask}": Recipe(
-            start, is_open, pooling, order=None, num_steps=120, batch_size=64, max_length=32, learning_rate=2e-3
+            backbone=start,
+            bidirectional=is_open,
+            pooling=pooling,
+            order=None,
+            num_steps=120,
+            batch_size=64,
+            max_length=32,
+            learning_rate=2e-3,
         )
         for mask, (start, is_open) in starts.items()
         for pooling in get_args(PoolingName)

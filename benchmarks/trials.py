@@ -164,7 +164,9 @@ def run_trials(
     found = {} if chosen.tiny else _finished()
     missing = [trial for trial in trials if _name(trial) not in found]
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(chosen.workers, spawn, _one_thread, max_tasks_per_child=1) as pool:
+    # Each trial has a process of its own, but for those that are tried out: starting one takes longer than they do.
+    tasks_of_a_process = None if chosen.tiny else 1
+    with ProcessPoolExecutor(chosen.workers, spawn, _one_thread, max_tasks_per_child=tasks_of_a_process) as pool:
         running = {pool.submit(function, trial, chosen.work, chosen.tiny): trial for trial in missing}
         failure: BaseException | None = None
         for done in tqdm(as_completed(running), total=len(running), desc="trials", disable=chosen.tiny):
