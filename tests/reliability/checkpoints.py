@@ -192,6 +192,10 @@ CASES = [
                 model(edited("sentence_bert_config.json", max_seq_length="long")),
                 "model/sentence_bert_config.json: has a length 'long', expected a whole number",
             ),
+            "a vocabulary of more words than a number holds": (
+                model(edited("config.json", vocab_size=10**25)),
+                "model: cannot be loaded: ",
+            ),
             "a tokenizer's length that is a text": (
                 model(edited("tokenizer_config.json", model_max_length="long")),
                 "model/tokenizer_config.json: has a model_max_length 'long', expected a whole number",
