@@ -216,7 +216,7 @@ CASES = [
         "a format that a processor has not",
         corpus,
         ENCODE + " --precision float16",
-        "precision: expected 'auto', 'float32', 'bfloat16', got float16",
+        "precision: expected 'auto', 'float32', 'bfloat16', 'int8', got float16",
     ),
     Case(
         "a model that was never fetched",
