@@ -1,8 +1,8 @@
 """Directories of every kind load where there is sentence-transformers and nothing of this library.
 
 The same by hand, in an environment of its own:
-`EMBED_KEEP=/tmp/directories python -m pytest tests/test_fresh_environment.py`, then there
-`python -I tests/helpers/load_directories.py /tmp/directories`.
+`EMBED_KEEP=directories python -m pytest tests/test_fresh_environment.py`, then there
+`python -I tests/helpers/load_directories.py directories`.
 """
 
 import json

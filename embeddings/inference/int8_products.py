@@ -66,7 +66,7 @@ def _product(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     reduce_range = not has_int8_products()
 
     def product(input_I: Tensor) -> Tensor:
-        # At one scale for all tokens, which is what the kernel knows, a token's largest number is 1.
+        """Each token is scaled to a largest number of 1 first: the kernel knows one scale for all tokens."""
         largest_1, least_1 = input_I.amax(dim=-1, keepdim=True), input_I.amin(dim=-1, keepdim=True)
         scale_1 = torch.maximum(largest_1, least_1.neg_()).clamp_min_(_LEAST)
         output_O: Tensor = torch.ops.quantized.linear_dynamic(input_I / scale_1, packed, reduce_range)

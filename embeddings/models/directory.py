@@ -20,7 +20,7 @@ from embeddings.models.backbone import quiet_transformers
 from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextParts, write_context
 from embeddings.models.lora import merged_state_dict, plain_backbone
 from embeddings.models.model_card import is_own_card
-from embeddings.models.model_files import load_weights, read_json, save_weights, write_json
+from embeddings.models.model_files import IMPORT_FILE, load_weights, read_json, save_weights, write_json
 from embeddings.models.pooling import Pooling
 from embeddings.models.portable import POOLINGS, TEXT_FILE, save_pooling
 
@@ -36,9 +36,6 @@ PORTABLE_FILES = (
     "pooling.py",
     "self_attention.py",
 )
-
-# What `import` writes beside a model: which published tensor each of its own came from.
-IMPORT_FILE = "import.json"
 
 # The key of config_sentence_transformers.json that lists them; that library reads past it.
 WIDTHS_KEY = "matryoshka_dimensions"

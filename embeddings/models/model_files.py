@@ -12,6 +12,9 @@ from torch import nn
 from embeddings.common import InputError
 from embeddings.common.errors import shown
 
+# What `import` writes beside a model: which published tensor each of its own came from.
+IMPORT_FILE = "import.json"
+
 
 def read_json(path: Path, kind: type = dict) -> Any:
     """The content of a JSON file.

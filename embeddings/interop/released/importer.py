@@ -10,8 +10,9 @@ from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.fileio import write_json
 from embeddings.interop.released.detect import loader_of
 from embeddings.interop.released.fill import Imported
-from embeddings.models.directory import IMPORT_FILE, require_folder_or_nothing
+from embeddings.models.directory import require_folder_or_nothing
 from embeddings.models.hub import resolve_model
+from embeddings.models.model_files import IMPORT_FILE
 
 
 def import_released(

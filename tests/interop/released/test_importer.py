@@ -5,7 +5,7 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.interop.released import import_released
 from embeddings.models import Embedder
-from embeddings.models.directory import IMPORT_FILE
+from embeddings.models.model_files import IMPORT_FILE
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.interop.released.nomic import DENSE, MOE, nomic_folder
 from tests.interop.released.published import encoded
