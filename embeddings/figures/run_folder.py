@@ -1,6 +1,7 @@
 """What the folder of a run says of it: its config, its record, and the folders of the processes it is made of."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,7 @@ def read_run_config(run: Path) -> dict[str, Any]:
     Raises:
         InputError: If there is none, or it is damaged.
     """
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise InputError(str(path), "no such file", _FIX)
-    try:
-        found = yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise InputError(str(path), "is damaged", _FIX)
-    return found
+    return _read(run / "config.yaml", yaml.safe_load)
 
 
 def read_run_record(run: Path) -> dict[str, Any]:
@@ -35,12 +27,15 @@ def read_run_record(run: Path) -> dict[str, Any]:
     Raises:
         InputError: If there is none, or it is damaged.
     """
-    path = run / "run.json"
+    return _read(run / "run.json", json.loads)
+
+
+def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(str(path), "no such file", _FIX)
     try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        found = parse(path.read_bytes())
+    except (yaml.YAMLError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise InputError(str(path), "is damaged", _FIX)
