@@ -9,6 +9,7 @@ from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.routing_statistics import RoutingStatistics
 from embeddings.callbacks.run_health import RunHealth
 from embeddings.callbacks.run_record import RunRecord
+from embeddings.callbacks.step_progress import StepProgress
 from embeddings.callbacks.throughput import Throughput
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "RoutingStatistics",
     "RunHealth",
     "RunRecord",
+    "StepProgress",
     "Throughput",
 ]

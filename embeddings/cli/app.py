@@ -17,6 +17,7 @@ from embeddings.callbacks.checkpoint_room import check_checkpoint_room
 from embeddings.callbacks.durable_checkpoints import make_checkpoints_durable
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.run_record import RunRecord, plain_types
+from embeddings.callbacks.step_progress import show_whole_run
 from embeddings.cli.errors import ConfigError, one_line, reason, with_fix, with_way_out
 from embeddings.cli.fit_line import check_one_method
 from embeddings.cli.given import Signature, check_names, check_nulls, given_mappings, read_config
@@ -133,6 +134,8 @@ class TrainerCLI(LightningCLI):
             raise OptionError("trainer.accumulate_grad_batches", batches, "must be >= 1", "1 accumulates nothing")
         if norm is not None and not norm >= 0:
             raise OptionError("trainer.gradient_clip_val", norm, "must be >= 0", "leave it out to clip nothing")
+        # Lightning lengthens this very list.
+        callbacks = list(self.config_init.fit.trainer.callbacks or [])
         try:
             trainer = super().instantiate_trainer(**kwargs)
         except UserError:
@@ -143,6 +146,7 @@ class TrainerCLI(LightningCLI):
         if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu":
             rule = "must not be float16 on a processor"
             raise OptionError("trainer.precision", precision, rule, "bf16-mixed is the other half precision")
+        show_whole_run(trainer, callbacks)
         make_checkpoints_durable(trainer)
         limit_waiting(trainer)
         if self.goes_on and self.config.fit.ckpt_path:
