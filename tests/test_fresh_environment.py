@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from embeddings.common import TextSettings
 from embeddings.models import (
     AnchorTokenPooling,
+    ContextualEmbedder,
     Embedder,
     LastTokenPooling,
     LatentAttentionPooling,
@@ -49,6 +51,11 @@ def decoder(pooling: Pooling) -> Embedder:
     return Embedder(adapted, sentencepiece_tokenizer(), pooling, text=SETTINGS)
 
 
+def contextual(first: PreTrainedModel, second: PreTrainedModel) -> Embedder:
+    """A contextual model over backbones that may travel as code."""
+    return ContextualEmbedder(first, second, wordpiece_tokenizer(), num_context=3, num_soft_prompts=2, text=SETTINGS)
+
+
 MODELS: dict[str, Callable[[], Embedder]] = {
     "mean": lambda: Embedder(
         tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), head=nn.Linear(32, 12), text=TextSettings(40, 24)
@@ -59,6 +66,9 @@ MODELS: dict[str, Callable[[], Embedder]] = {
     "anchor_token": lambda: decoder(AnchorTokenPooling(32)),
     "sparse": lambda: Embedder(tiny_moe(), wordpiece_tokenizer(), MeanPooling(32), text=SETTINGS),
     "contextual": lambda: tiny_contextual(text=SETTINGS),
+    "contextual_sparse": lambda: contextual(tiny_moe(), tiny_moe(seed=1)),
+    "contextual_sparse_first": lambda: contextual(tiny_moe(), tiny_bert()),
+    "contextual_sparse_second": lambda: contextual(tiny_bert(), tiny_moe()),
 }
 PLAIN = ("mean", "last_token")
 
@@ -86,7 +96,7 @@ def write_directories(folder: Path) -> None:
             "texts": TEXTS,
             "vectors": expected.tolist(),
             "trust_remote_code": name not in PLAIN,
-            "context": CONTEXT if name == "contextual" else None,
+            "context": CONTEXT if name.startswith("contextual") else None,
         }
         (folder / name / "fresh.json").write_text(json.dumps(fresh))
 

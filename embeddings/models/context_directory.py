@@ -15,6 +15,7 @@ from embeddings.models.portable_contextual import (
     CONTEXT_SETTINGS,
     CONTEXT_WEIGHTS,
     RESIDUAL_FOLDER,
+    code_to_root,
     context_layers,
     context_settings,
     residual_settings,
@@ -74,6 +75,7 @@ def write_context(folder: Path, modules: list[tuple[str, str]], parts: ContextPa
     target = folder / CONTEXT_FOLDER
     backbone = parts.first_stage.backbone
     plain_backbone(backbone).save_pretrained(target, state_dict=merged_state_dict(backbone))
+    code_to_root(target)
     layers = context_layers(parts.first_stage, parts.slots, parts.soft_prompt)
     settings = context_settings(parts.first_stage, parts.slots, parts.soft_prompt, parts.has_positions)
     write_json(target / CONTEXT_SETTINGS, settings)

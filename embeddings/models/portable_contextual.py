@@ -105,6 +105,7 @@ class ContextualTransformer(TextTransformer):
         super().save(output_path)
         folder = Path(output_path, CONTEXT_FOLDER)
         plain_model(self.first_stage.backbone).save_pretrained(folder)
+        code_to_root(folder)
         settings = context_settings(self.first_stage, self.slots, self.soft_prompt, self.has_positions)
         Path(folder, CONTEXT_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         _save(context_layers(self.first_stage, self.slots, self.soft_prompt), folder / CONTEXT_WEIGHTS)
@@ -122,10 +123,13 @@ class ContextualTransformer(TextTransformer):
         """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
         where = {"subfolder": subfolder, **hub_arguments(loading)}
         first_where = {**where, "subfolder": f"{subfolder}/{CONTEXT_FOLDER}".strip("/")}
-        options = {**(config_kwargs or {}), **(model_kwargs or {})}
-        model = AutoModel.from_pretrained(model_name_or_path, **where, **options)
-        backbone = AutoModel.from_pretrained(model_name_or_path, **first_where, **options)
-        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **where, **(processor_kwargs or {}))
+        # A backbone may travel as code too; whoever runs this file has said whether that is trusted.
+        trusted = {"trust_remote_code": loading.get("trust_remote_code", False)}
+        options = {**trusted, **(config_kwargs or {}), **(model_kwargs or {})}
+        model = AutoModel.from_pretrained(model_name_or_path, **{**where, **options})
+        backbone = AutoModel.from_pretrained(model_name_or_path, **{**first_where, **options})
+        reading = {**where, **trusted, **(processor_kwargs or {})}
+        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **reading)
         settings = json.loads(read_text(model_name_or_path, CONTEXT_SETTINGS, first_where))
         parts = _context_parts(backbone, settings)
         _load(context_layers(*parts), model_name_or_path, CONTEXT_WEIGHTS, first_where)
@@ -192,6 +196,12 @@ def context_settings(
         "pools_prompt": first_stage.pools_prompt,
         "has_positions": has_positions,
     }
+
+
+def code_to_root(folder: Path) -> None:
+    """Move the code that a backbone's folder was given to the directory above, where alone transformers looks."""
+    for file in folder.glob("*.py"):
+        file.replace(folder.parent / file.name)
 
 
 def _context_parts(backbone: nn.Module, settings: dict[str, Any]) -> tuple[FirstStage, ContextSlots, SoftPrompt]:

@@ -9,7 +9,9 @@ from embeddings.common import TextSettings
 from embeddings.models import ContextualEmbedder
 from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextForm
 from embeddings.models.directory import PORTABLE_FILES
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
+from tests.models.moe import tiny_moe
 from tests.models.reading import read
 
 QUERY, DOCUMENT = "search_query: ", "search_document: "
@@ -93,6 +95,25 @@ def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_p
     third = SentenceTransformer(str(tmp_path / "again"), device="cpu", trust_remote_code=True)
     texts = [text for text in TEXTS if text]
     assert abs(third.encode(texts) - theirs.encode(texts)).max() <= 1e-5
+
+
+@pytest.mark.parametrize("sparse", ["both", "first", "second"])
+@torch.no_grad()
+def test_a_backbone_that_travels_as_code_loads_where_code_is_trusted(tmp_path: Path, sparse: str) -> None:
+    first = tiny_bert() if sparse == "second" else tiny_moe()
+    second = tiny_bert(1) if sparse == "first" else tiny_moe(seed=1)
+    ours = ContextualEmbedder(first, second, wordpiece_tokenizer(), num_context=3, num_soft_prompts=2).eval()
+    ours.save_pretrained(tmp_path / "model")
+    expected = ours(read(ours.tokenizer, TEXTS), ours.embed_context(read(ours.tokenizer, CORPUS[:3])))
+    for folder in ("model", "again"):
+        assert (tmp_path / folder / "rotary_moe.py").is_file()
+        assert not list((tmp_path / folder / "0_Context").glob("*.py"))
+        theirs = SentenceTransformer(str(tmp_path / folder), device="cpu", trust_remote_code=True)
+        theirs[0].set_context(CORPUS[:3])
+        assert (torch.from_numpy(theirs.encode(TEXTS)) - expected).abs().max() <= 1e-5
+        theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        SentenceTransformer(str(tmp_path / "model"), device="cpu")
 
 
 def test_travelling_files_import_nothing_but_torch_transformers_and_each_other() -> None:
