@@ -69,8 +69,11 @@ MODELS: dict[str, Callable[[], Embedder]] = {
     "contextual_sparse": lambda: contextual(tiny_moe(), tiny_moe(seed=1)),
     "contextual_sparse_first": lambda: contextual(tiny_moe(), tiny_bert()),
     "contextual_sparse_second": lambda: contextual(tiny_bert(), tiny_moe()),
+    "normed": lambda: Embedder(
+        tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), norm=nn.LayerNorm(32, elementwise_affine=False)
+    ),
 }
-PLAIN = ("mean", "last_token")
+PLAIN = ("mean", "last_token", "normed")
 
 
 def vectors(embedder: Embedder, role: str) -> Tensor:

@@ -221,8 +221,9 @@ class ContextualEmbedder(Embedder):
     ) -> Self:
         options = read_context_options(folder)
         parts = read_model_directory(folder, backbone, tokenizer, contextual=True)
-        if type(parts.pooling) is not MeanPooling or parts.head is not None:
-            raise InputError(str(folder), "has another pooling than the mean, or a head", "export the model again")
+        if type(parts.pooling) is not MeanPooling or parts.head is not None or parts.norm is not None:
+            what = "has another pooling than the mean, a layer norm or a head"
+            raise InputError(str(folder), what, "export the model again")
         attention = backbone.config._attn_implementation
         first = load_model(folder / CONTEXT_FOLDER, backbone.dtype, attention, dropout=dropout)
         try:

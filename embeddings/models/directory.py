@@ -20,9 +20,10 @@ from embeddings.models.backbone import quiet_transformers
 from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextParts, write_context
 from embeddings.models.lora import merged_state_dict, plain_backbone
 from embeddings.models.model_card import is_own_card
-from embeddings.models.model_files import IMPORT_FILE, load_weights, read_json, save_weights, write_json
+from embeddings.models.model_files import IMPORT_FILE, load_weights, read_json, write_json
 from embeddings.models.pooling import Pooling
 from embeddings.models.portable import POOLINGS, TEXT_FILE, save_pooling
+from embeddings.models.vector_layers import read_head, read_norm, write_head, write_norm
 
 # What a directory with modules of our own carries; each imports nothing but torch, transformers and the others.
 PORTABLE_FILES = (
@@ -55,7 +56,7 @@ _MODEL_FILES = (
     "config_sentence_transformers.json",
     IMPORT_FILE,
 )
-_MODULE_FOLDERS = ("Context", "Dense", "Normalize", "Pooling", "ResidualHead")
+_MODULE_FOLDERS = ("Context", "Dense", "LayerNorm", "Normalize", "Pooling", "ResidualHead")
 _MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "token*", "vocab*", "merges.txt", "special_tokens*")
 
 
@@ -63,7 +64,7 @@ _MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "token*", "vocab
 class ModelParts:
     """What a model directory holds beside the backbone and its tokenizer; `context` in a contextual model's alone.
 
-    `trained_widths` are the widths that vectors may be cut to, the widest first.
+    `trained_widths` are the widths that vectors may be cut to, the widest first; `norm` stands before the head.
     """
 
     pooling: Pooling
@@ -72,6 +73,7 @@ class ModelParts:
     text: TextSettings
     context: ContextParts | None = None
     trained_widths: tuple[int, ...] = ()
+    norm: nn.LayerNorm | None = None
 
 
 def write_model_directory(
@@ -105,9 +107,12 @@ def write_model_directory(
             write_json(new / "sentence_bert_config.json", _standard_lengths(parts.text))
         if parts.context is not None:
             modules = write_context(new, modules, parts.context)
+        if parts.norm is not None:
+            modules.append((f"{_LIBRARY}LayerNorm", f"{len(modules)}_LayerNorm"))
+            write_norm(new / modules[-1][1], parts.norm)
         if parts.head is not None:
             modules.append((f"{_LIBRARY}Dense", f"{len(modules)}_Dense"))
-            _write_head(new / modules[-1][1], parts.head)
+            write_head(new / modules[-1][1], parts.head)
         if parts.normalize:
             modules.append((f"{_LIBRARY}Normalize", f"{len(modules)}_Normalize"))
             (new / modules[-1][1]).mkdir()
@@ -139,15 +144,20 @@ def read_model_directory(
         raise InputError(str(folder), "has no modules.json, so it is no embedding model", "export one, or train it")
     entries = read_json(folder / "modules.json", list)
     pooling: Pooling | None = None
-    head, normalize, include_prompt = None, False, True
+    norm, head, normalize, include_prompt = None, None, False, True
     for entry in entries:
         kind, path = _module_entry(folder, entry)
         if kind == "Pooling":
             pooling, include_prompt = _read_standard_pooling(path)
         elif kind == "MaskedPooling":
             pooling = _read_portable_pooling(path)
+        elif kind == "LayerNorm" and (head is not None or normalize):
+            what = "has a LayerNorm behind its head or Normalize"
+            raise InputError(str(folder / "modules.json"), what, "use a model that has it right behind the pooling")
+        elif kind == "LayerNorm":
+            norm = read_norm(path)
         elif kind == "Dense":
-            head = _read_head(path)
+            head = read_head(path)
         elif kind == "Normalize":
             normalize = True
         elif kind in ("ContextualTransformer", "ResidualHead") and not contextual:
@@ -160,7 +170,7 @@ def read_model_directory(
         raise InputError(str(folder / "modules.json"), "names no pooling", "use a model with a pooling module")
     text = _read_text(folder, model, tokenizer, include_prompt)
     width = pooling.hidden_size if head is None else head.out_features
-    return ModelParts(pooling, head, normalize, text, trained_widths=_read_widths(folder, width))
+    return ModelParts(pooling, head, normalize, text, trained_widths=_read_widths(folder, width), norm=norm)
 
 
 def pooling_name(pooling: Pooling) -> str:
@@ -288,26 +298,6 @@ def _read_portable_pooling(path: Path) -> Pooling:
     if pooling.state_dict():
         load_weights(pooling, path / "model.safetensors")
     return pooling
-
-
-def _write_head(folder: Path, head: nn.Linear) -> None:
-    folder.mkdir()
-    identity = "torch.nn.modules.linear.Identity"
-    shape = {"in_features": head.in_features, "out_features": head.out_features, "bias": head.bias is not None}
-    write_json(folder / "config.json", {**shape, "activation_function": identity})
-    save_weights(head, folder / "model.safetensors", prefix="linear.")
-
-
-def _read_head(path: Path) -> nn.Linear:
-    config = read_json(path / "config.json")
-    if not str(config.get("activation_function", "")).endswith("Identity") or config.get("use_residual"):
-        raise InputError(str(path / "config.json"), "is more than a linear head", "use a model with a linear head")
-    try:
-        head = nn.Linear(config["in_features"], config["out_features"], bias=config.get("bias", True))
-    except (KeyError, TypeError) as error:
-        raise InputError(str(path / "config.json"), f"describes no head ({error})", "export the model again") from error
-    load_weights(head, path / "model.safetensors", prefix="linear.")
-    return head
 
 
 def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:

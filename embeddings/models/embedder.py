@@ -22,7 +22,7 @@ from embeddings.models.position_free import first_position, learned_positions
 
 
 class Embedder(nn.Module):
-    """Tokens to vectors: backbone, then pooling, then an optional head, then unit length.
+    """Tokens to vectors: backbone, pooling, an optional layer norm, an optional head, unit length.
 
     A new one is in training mode with all its parts, as every new module is (Hugging Face gives a backbone in
     evaluation mode, which would switch dropout off in silence); `from_pretrained` returns it in evaluation mode.
@@ -31,6 +31,9 @@ class Embedder(nn.Module):
         backbone: A Hugging Face encoder or decoder, adapted by peft or not.
         tokenizer: Its tokenizer, padding on the right.
         pooling: States of a text's tokens to one vector.
+        norm: A layer norm of the pooled vector, (H), or None. With no weights of its own it takes the vector's mean off
+            all its numbers, so that vectors which are cut shorter afterwards were centred as wholes:
+            nomic-embed-text-v1.5 is trained so.
         head: A linear layer from the hidden size to the embedding width, D, or None for D = H.
         normalize: Whether vectors have unit length.
         text: Lengths, prompts and special tokens of the texts this model reads.
@@ -38,8 +41,8 @@ class Embedder(nn.Module):
             none where it was trained on whole vectors, or does not say.
 
     Raises:
-        OptionError: If pooling or head do not fit the backbone's hidden size, or the pooling cannot have the attention
-            that it needs.
+        OptionError: If pooling, norm or head do not fit the backbone's hidden size, or the pooling cannot have the
+            attention that it needs.
     """
 
     # Methods beside `forward` that use the weights.
@@ -54,6 +57,7 @@ class Embedder(nn.Module):
         tokenizer: PreTrainedTokenizerBase,
         pooling: Pooling,
         *,
+        norm: nn.LayerNorm | None = None,
         head: nn.Linear | None = None,
         normalize: bool = True,
         text: TextSettings | None = None,
@@ -61,16 +65,18 @@ class Embedder(nn.Module):
     ) -> None:
         super().__init__()
         self.hidden_size = int(plain_backbone(backbone).config.hidden_size)
-        if pooling.hidden_size != self.hidden_size:
-            rule = f"must be as wide as the backbone's {self.hidden_size}"
-            raise OptionError("pooling.hidden_size", pooling.hidden_size, rule, "build it with that size")
-        if head is not None and head.in_features != self.hidden_size:
-            rule = f"must be as wide as the backbone's {self.hidden_size}"
-            raise OptionError("head.in_features", head.in_features, rule, "build it with that size")
+        sizes = {"pooling.hidden_size": pooling.hidden_size}
+        sizes |= {} if norm is None else {"norm.normalized_shape": norm.normalized_shape[-1]}
+        sizes |= {} if head is None else {"head.in_features": head.in_features}
+        for name, size in sizes.items():
+            if size != self.hidden_size:
+                rule = f"must be as wide as the backbone's {self.hidden_size}"
+                raise OptionError(name, size, rule, "build it with that size")
         self.backbone = backbone
         self.tap = tap_of(backbone, pooling)
         self.tokenizer = tokenizer
         self.pooling = pooling
+        self.norm = norm
         self.head = head
         self.normalize = normalize
         self.text = TextSettings() if text is None else text
@@ -87,9 +93,11 @@ class Embedder(nn.Module):
         Returns:
             Vectors, (N, D) float32, of unit length if `normalize`.
 
-        Precision: pooling sums and the norm are in float32, under autocast and for bfloat16 weights too.
+        Precision: pooling sums and the norms are in float32, under autocast and for bfloat16 weights too.
         """
         vector_ND = self._pooled(tokens)
+        if self.norm is not None:
+            vector_ND = self.norm(vector_ND)
         if self.head is not None:
             vector_ND = self.head(vector_ND)
         vector_ND = vector_ND.to(torch.promote_types(vector_ND.dtype, torch.float32))
@@ -194,6 +202,7 @@ class Embedder(nn.Module):
                 backbone,
                 tokenizer,
                 parts.pooling,
+                norm=parts.norm,
                 head=parts.head,
                 normalize=parts.normalize,
                 text=parts.text,
@@ -208,7 +217,14 @@ class Embedder(nn.Module):
         Raises:
             OptionError: If the pooling is none that a directory can carry.
         """
-        parts = ModelParts(self.pooling, self.head, self.normalize, self.text, trained_widths=self.trained_widths)
+        parts = ModelParts(
+            self.pooling,
+            self.head,
+            self.normalize,
+            self.text,
+            trained_widths=self.trained_widths,
+            norm=self.norm,
+        )
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
 
 

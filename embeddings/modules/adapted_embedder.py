@@ -46,6 +46,7 @@ def adapted_embedder(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run_seed(seed))
+        norm: nn.LayerNorm | None = None
         head: nn.Linear | None = None
         if initial_model is None:
             model, tokenizer = load_backbone(backbone)
@@ -54,12 +55,12 @@ def adapted_embedder(
             # Its parts and not an embedder, which would tap the backbone for a pooling by attention already.
             model, tokenizer = load_backbone(replace(backbone, name=initial_model, revision=None))
             parts = read_model_directory(resolve_model(initial_model), model, tokenizer)
-            made, head = parts.pooling, parts.head
+            made, norm, head = parts.pooling, parts.norm, parts.head
             _check_pooling(made, _make_pooling(pooling, made.hidden_size, usual_pooling), initial_model)
         if change is not None:
             model = change(model)
         adapted = model if lora is None else add_lora(model, lora)
-    embedder = Embedder(adapted, tokenizer, made, head=head, normalize=normalize)
+    embedder = Embedder(adapted, tokenizer, made, norm=norm, head=head, normalize=normalize)
     if backbone.compile:
         compile_layers(embedder.backbone)
     return embedder

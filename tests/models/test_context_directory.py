@@ -3,10 +3,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from embeddings.common import InputError
 from embeddings.models import ContextualEmbedder, Embedder, MeanPooling, load_embedder
 from embeddings.models.context_directory import ContextForm, is_contextual, read_context_options
+from embeddings.models.vector_layers import write_norm
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 
@@ -88,6 +90,14 @@ def test_a_plain_model_takes_a_contextual_ones_place_whole(tmp_path: Path) -> No
     assert type(load_embedder(tmp_path / "model")) is Embedder
 
 
+def insert_norm(folder: Path) -> None:
+    """Put a layer norm behind the pooling."""
+    write_norm(folder / "3_LayerNorm", nn.LayerNorm(32))
+    entries = json.loads((folder / "modules.json").read_text())
+    entries.insert(2, {"type": "sentence_transformers.models.LayerNorm", "path": "3_LayerNorm"})
+    (folder / "modules.json").write_text(json.dumps(entries))
+
+
 DAMAGE = {
     "first stage gone": lambda d: (d / "0_Context/model.safetensors").unlink(),
     "first stage without a config": lambda d: (d / "0_Context/config.json").unlink(),
@@ -100,6 +110,7 @@ DAMAGE = {
     "settings no JSON": lambda d: (d / "0_Context/context.json").write_text("{"),
     "residual gone": lambda d: shutil.rmtree(d / "2_ResidualHead"),
     "residual without weights": lambda d: (d / "2_ResidualHead/model.safetensors").unlink(),
+    "a layer norm": insert_norm,
     "another pooling": lambda d: edit(d / "1_Pooling/config.json", name="cls"),
 }
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling, Transformer
+from torch.nn import Identity
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.models import ClsPooling, Embedder, LatentAttentionPooling, MeanPooling, WeightedMeanPooling
@@ -108,6 +109,28 @@ def test_a_directory_that_sentence_transformers_wrote_loads(tmp_path: Path, mode
     texts = ["how do I pad", "the quick brown fox jumps over the lazy dog " * 3, "z"]
     vectors = ours(read(ours.tokenizer, texts, "find: ", 20, pool_prompt=True))
     assert (vectors - torch.from_numpy(theirs.encode_query(texts))).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+def test_a_layer_norm_that_sentence_transformers_wrote_loads_where_it_follows_the_pooling(tmp_path: Path) -> None:
+    save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
+    norm = LayerNorm(32)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    for name, tail in (
+        ("in_place", [norm, Dense(32, 8, activation_function=Identity())]),
+        ("late", [Normalize(), norm]),
+    ):
+        modules = [Transformer(str(tmp_path / "backbone")), Pooling(32, "mean"), *tail]
+        theirs = SentenceTransformer(modules=modules, device="cpu")
+        theirs.save_pretrained(str(tmp_path / name), create_model_card=False)
+        if name == "late":
+            with pytest.raises(InputError, match="has a LayerNorm behind its head or Normalize"):
+                Embedder.from_pretrained(tmp_path / name)
+            continue
+        ours = Embedder.from_pretrained(tmp_path / name)
+        texts = ["how do I pad", "z"]
+        assert (ours(read(ours.tokenizer, texts)) - torch.from_numpy(theirs.encode(texts))).abs().max() <= 1e-5
 
 
 def test_a_tokenizer_that_lower_cases_on_request_does(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,33 @@ def test_a_head_sets_the_width() -> None:
 
 
 @torch.no_grad()
+def test_a_layer_norm_stands_between_pooling_and_head() -> None:
+    pooled = build(normalize=False)(TOKENS) + 3
+    norm, head = nn.LayerNorm(32, elementwise_affine=False), nn.Linear(32, 12)
+    embedder = build(norm=norm, head=head, normalize=False)
+    embedder.pooling.register_forward_hook(lambda *parts: parts[-1] + 3)
+    for row, vector in enumerate(embedder(TOKENS)):
+        centred = pooled[row] - pooled[row].mean()
+        expected = head(centred / (centred.square().mean() + 1e-5).sqrt())
+        torch.testing.assert_close(vector, expected, rtol=1e-4, atol=1e-5)
+    assert (embedder(TOKENS) - build(head=head, normalize=False)(TOKENS)).abs().max() > 0.1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_layer_norm_comes_back_with_its_directory(tmp_path: Path, affine: bool) -> None:
+    embedder = build(norm=nn.LayerNorm(32, elementwise_affine=affine), head=nn.Linear(32, 12))
+    for parameter in () if embedder.norm is None else embedder.norm.parameters():
+        nn.init.normal_(parameter)
+    embedder.save_pretrained(tmp_path / "model")
+    again = Embedder.from_pretrained(tmp_path / "model")
+    assert torch.equal(again(TOKENS), embedder(TOKENS))
+    assert (embedder(TOKENS) - build(head=embedder.head)(TOKENS)).abs().max() > 1e-3
+    build().save_pretrained(tmp_path / "model")
+    assert Embedder.from_pretrained(tmp_path / "model").norm is None
+
+
+@torch.no_grad()
 def test_the_norm_is_float32_under_autocast_and_for_bfloat16_weights() -> None:
     exact = build()(TOKENS)
     with torch.autocast("cpu", torch.bfloat16):
@@ -110,12 +138,16 @@ def test_texts_longer_than_the_positions_are_refused_by_their_option(name: str) 
 
 
 @pytest.mark.parametrize(
-    ("pooling", "head", "option"),
-    [(MeanPooling(16), None, "pooling.hidden_size"), (MeanPooling(32), nn.Linear(16, 4), "head.in_features")],
+    ("width", "parts", "option"),
+    [
+        (16, {}, "pooling.hidden_size"),
+        (32, {"head": nn.Linear(16, 4)}, "head.in_features"),
+        (32, {"norm": nn.LayerNorm(16)}, "norm.normalized_shape"),
+    ],
 )
-def test_parts_that_do_not_fit_are_refused(pooling: MeanPooling, head: nn.Linear | None, option: str) -> None:
-    with pytest.raises(OptionError, match=option):
-        Embedder(tiny_bert(), wordpiece_tokenizer(), pooling, head=head)
+def test_parts_that_do_not_fit_are_refused(width: int, parts: dict[str, Any], option: str) -> None:
+    with pytest.raises(OptionError, match=f"{option} must be as wide as the backbone's 32, got 16"):
+        Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(width), **parts)
 
 
 @torch.no_grad()

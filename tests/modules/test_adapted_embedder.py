@@ -60,6 +60,19 @@ def test_a_head_of_the_initial_model_is_kept(mistral: str, tmp_path: Path) -> No
     assert two.head.weight.requires_grad
 
 
+@torch.no_grad()
+def test_a_layer_norm_of_the_initial_model_is_kept(mistral: str, tmp_path: Path) -> None:
+    one = make(mistral, MeanPooling)
+    normed = Embedder(
+        one.backbone, one.tokenizer, MeanPooling(32), norm=torch.nn.LayerNorm(32, elementwise_affine=False)
+    )
+    normed.save_pretrained(tmp_path / "one")
+    two = make("not-asked-for", MeanPooling, initial_model=tmp_path / "one").eval()
+    torch.testing.assert_close(two(TOKENS), normed.eval()(TOKENS), rtol=0, atol=1e-6)
+    assert (two(TOKENS) - one.eval()(TOKENS)).abs().max() > 1e-3
+    assert two.state_dict().keys() == one.state_dict().keys()
+
+
 def test_another_pooling_than_the_initial_models_is_refused(mistral: str, tmp_path: Path) -> None:
     make(mistral).save_pretrained(tmp_path / "one")
     with pytest.raises(OptionError, match=r"model\.pooling must be what .*AnchorTokenPooling .*got 'MeanPooling"):

@@ -60,6 +60,7 @@ def described_embedder(
             backbone,
             tokenizer,
             parts.pooling,
+            norm=parts.norm,
             head=parts.head,
             normalize=parts.normalize,
             text=text,
