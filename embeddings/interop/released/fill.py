@@ -21,11 +21,13 @@ class Imported(NamedTuple):
         family: What kind of checkpoint it was.
         model: The model, which can be saved as a directory.
         report: What became of its tensors.
+        used_as: The published model whose card decides more than the files do (see `usage`), or None.
     """
 
     family: str
     model: Embedder | LanguageModel
     report: KeyReport
+    used_as: str | None = None
 
 
 def empty_model(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:

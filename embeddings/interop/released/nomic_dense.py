@@ -21,7 +21,7 @@ _HEAD = "cls.predictions."
 def load(folder: Path) -> Imported:
     """The embedding model of a folder, or the masked language model where it holds one.
 
-    Vectors of v1.5 that are to be cut shorter want a layer norm before the cut, which is no part of the model.
+    The layer norm of v1.5's vectors is stated by no file, and so no part of the model yet: see `usage`.
 
     Raises:
         InputError: If the folder does not hold a whole checkpoint of this family.
