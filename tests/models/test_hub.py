@@ -3,6 +3,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from embeddings.common import InputError, OptionError
 from embeddings.models import hub
@@ -47,6 +48,19 @@ def test_an_unreachable_hub_is_one_line(unreachable: list[tuple[str, str | None]
         resolve_model("who/what", "abc")
     assert unreachable == [("who/what", "abc")]
     assert "\n" not in str(caught.value)
+
+
+def test_the_card_comes_along_and_pickles_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["README.md", "config.json", "model.safetensors", "pytorch_model.bin", "modeling.py", "onnx/model.json"]
+
+    def taken(name: str, allow_patterns: list[str], ignore_patterns: list[str], **_: object) -> str:
+        for found in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (tmp_path / found).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", taken)
+    folder = resolve_model("who/what")
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_a_name_the_hub_cannot_have_is_one_line() -> None:
