@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from embeddings.inference.corpus_search import NearestRows
 
 PrecisionName = Literal["auto", "float32", "bfloat16", "int8"]
+FormatName = Literal["float32", "float16", "int8", "binary"]
 
 
 def encode(
@@ -19,6 +20,7 @@ def encode(
     columns: dict[str, str] | None = None,
     precision: PrecisionName = "auto",
     dimensions: int | None = None,
+    vector_format: FormatName = "float32",
     shard_size: int = 8192,
     context: Path | None = None,
     context_size: int | None = None,
@@ -42,6 +44,8 @@ def encode(
             faster than both and costs some of the score.
         dimensions: How many of the first numbers of each vector are kept, of a model that was trained so; all if left
             out.
+        vector_format: How the numbers of vectors are kept: `int8` with a scale for each vector, `binary` as signs
+            alone, eight in a byte. `search` reads all of them, `index` float32 and float16, other commands float32.
         shard_size: Texts of a shard.
         context: The corpus that a contextual model reads each text in, a file or an encoded folder; the output keeps
             what was drawn from it, so that a search takes the same. Without it the model reads texts alone.
@@ -54,6 +58,7 @@ def encode(
             processor none.
     """
     from embeddings.inference import encode_corpus, parse_devices
+    from embeddings.inference.vector_formats import bytes_per_vector
 
     names = () if devices is None else parse_devices(devices)
     encoder = _encoder(model, precision, dimensions, *names[:1])
@@ -69,11 +74,13 @@ def encode(
         role=role,
         columns=columns,
         shard_size=shard_size,
+        vector_format=vector_format,
         context=chosen,
         devices=names,
         tokenizer_workers=tokenizer_workers,
     )
-    print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}")
+    kept = f"{vector_format}, {bytes_per_vector(vector_format, folder.embedding_dim)} bytes each"
+    print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}: {kept}")
 
 
 def search(

@@ -15,6 +15,7 @@ from embeddings.inference.precision import Precision
 from embeddings.inference.search import TopK, search_top_k, unit_rows
 from embeddings.inference.token_weights import TokenWeights, token_weights
 from embeddings.inference.vector_folder import VectorFolder, encode_corpus
+from embeddings.inference.vector_formats import VectorFormat
 from embeddings.inference.vector_shards import VectorShards
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "TokenWeights",
     "TopK",
     "VectorFolder",
+    "VectorFormat",
     "VectorShards",
     "anchor_shares",
     "choose_context",

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from embeddings.common.directions import require_directions
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
 from embeddings.common.log import logger
 from embeddings.common.text import TextRole
@@ -27,8 +27,9 @@ from embeddings.inference.context import CONTEXT_FILE, Context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.devices import on_devices
 from embeddings.inference.encoder import Encoder
-from embeddings.inference.search import unit_rows
+from embeddings.inference.search import DOCUMENT_TILE, unit_rows
 from embeddings.inference.text_preparation import TextPreparation, TokenisedTexts
+from embeddings.inference.vector_formats import VECTOR_FORMATS, VectorFormat, require_format, stored_rows
 from embeddings.inference.vector_shards import VectorShards, save_vectors
 
 SHARD_SIZE = 8192
@@ -39,19 +40,22 @@ _FIX = "delete the folder and encode again"
 class VectorFolder:
     """A folder that `encode_corpus` wrote.
 
-    Shard `i` is `vectors-<i>.npy`, (n, D) float32, and `documents-<i>.jsonl`, `{"_id", "text"}` in the same order.
+    Shard `i` is `vectors-<i>.npy`, n rows of `stored_type`, and `documents-<i>.jsonl`, `{"_id", "text"}` in the same
+    order.
 
     Attributes:
         path: The folder.
         num_documents: Documents in all shards.
         embedding_dim: Width of the vectors, D.
         shard_size: Documents of every shard but the last.
+        vector_format: How the vectors' numbers are kept.
     """
 
     path: Path
     num_documents: int
     embedding_dim: int
     shard_size: int
+    vector_format: VectorFormat = "float32"
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
@@ -61,13 +65,30 @@ class VectorFolder:
             InputError: If no finished encoding lies there.
         """
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
-        sizes = (fields.whole(name, least=1) for name in ("num_documents", "embedding_dim", "shard_size"))
-        return cls(Path(path), *sizes)
+        documents, width, size = (
+            fields.whole(name, least=1) for name in ("num_documents", "embedding_dim", "shard_size")
+        )
+        # Folders from before there were formats do not name theirs.
+        vector_format = fields.get("vector_format", "float32")
+        if vector_format not in VECTOR_FORMATS:
+            what = f"field 'vector_format' is {shown(vector_format)}, expected one of {', '.join(VECTOR_FORMATS)}"
+            raise InputError(str(fields.path), what, _FIX)
+        return cls(Path(path), documents, width, size, vector_format)
+
+    def require_format(self, *formats: VectorFormat, use: str) -> None:
+        """Check that the vectors are kept as something needs them.
+
+        Raises:
+            InputError: If they are not; the message names their format.
+        """
+        if self.vector_format not in formats:
+            what = f"holds {self.vector_format} vectors, and {use} takes {' or '.join(formats)}"
+            raise InputError(str(self.path), what, f"encode into another folder with --vector-format {formats[0]}")
 
     @property
     def shards(self) -> VectorShards:
         """The vectors, any shard of them at hand."""
-        return VectorShards(self.path, self.num_documents, self.embedding_dim, self.shard_size)
+        return VectorShards(self.path, self.num_documents, self.embedding_dim, self.shard_size, self.vector_format)
 
     @property
     def num_shards(self) -> int:
@@ -75,18 +96,19 @@ class VectorFolder:
         return self.shards.num_shards
 
     def vectors(self) -> Iterator[npt.NDArray[np.float32]]:
-        """The vectors of each shard, memory-mapped, (n, D) float32."""
+        """The vectors of each shard, (n, D) float32."""
         return iter(self.shards)
 
     def directions(self) -> Iterator[npt.NDArray[np.float32]]:
-        """The same at unit length.
+        """The vectors at unit length, at most 16,384 of a shard at a time, (n, D) float32.
 
         Raises:
             InputError: If a vector is zero or not finite; the message names the shard and the row in it.
         """
-        for shard, vector_ND in enumerate(self.vectors()):
-            require_directions(vector_ND, str(self.shards.path(shard)))
-            yield unit_rows(vector_ND)
+        for shard in range(self.num_shards):
+            for start, vector_nD in self.shards.pieces(shard, DOCUMENT_TILE):
+                require_directions(vector_nD, str(self.shards.path(shard)), start)
+                yield unit_rows(vector_nD)
 
     def context(self) -> Context | None:
         """The context that the vectors were made with, which queries must be encoded with too.
@@ -124,6 +146,7 @@ def encode_corpus(
     role: TextRole = "document",
     columns: Mapping[str, str] | None = None,
     shard_size: int = SHARD_SIZE,
+    vector_format: VectorFormat = "float32",
     context: Context | None = None,
     devices: Sequence[str] = (),
     tokenizer_workers: int = 0,
@@ -142,6 +165,8 @@ def encode_corpus(
         role: Whose length limit and prompt hold: `query` for a file of queries.
         columns: Column of a field of the file (see `read_corpus`), for fields whose column has another name.
         shard_size: Documents of a shard: what a kill costs at most.
+        vector_format: How the vectors' numbers are kept (see `stored_rows`): `int8` takes a quarter of the room, and
+            `binary` a 32nd, at some cost in quality.
         context: What a contextual model reads each document behind (see `choose_context`), None for no context. The
             folder keeps it, `context.npy` and its documents' ids in the manifest, and a search takes it from there.
         devices: Devices that share the shards, each with a process of its own (see `on_devices`); with fewer than two,
@@ -151,13 +176,15 @@ def encode_corpus(
     Raises:
         InputError: If the corpus cannot be used, a text has a vector of zeros, or the folder holds something else, or
             was made with other options.
-        OptionError: If `shard_size` is not positive, or the model takes no such context.
+        OptionError: If `shard_size` is not positive, the vectors' width does not suit the format, or the model takes no
+            such context.
         WorkerError: If one of the processes died; what is finished is kept.
     """
     if shard_size < 1:
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
     if tokenizer_workers < 0:
         raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
+    require_format(vector_format, encoder.embedding_dim)
     folder = Path(output)
     # Whatever is wrong with the corpus or the prompt is found before anything is written.
     num_documents = sum(1 for _ in read_corpus(corpus, columns))
@@ -173,20 +200,14 @@ def encode_corpus(
         "shard_size": shard_size,
         "num_documents": num_documents,
         "embedding_dim": encoder.embedding_dim,
+        "vector_format": vector_format,
         **({"context": None} if context is None else context.manifest_fields()),
     }
-    budget = encoder.mini_batch_tokens
-    if (folder / "manifest.json").exists():
-        budget = check_manifest(folder, fields).get("mini_batch_tokens", budget)
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(str(folder), "something else lies there already", "name a new folder")
-    else:
-        write_manifest(folder, {**fields, "mini_batch_tokens": budget, "complete": False})
-    fields["mini_batch_tokens"] = budget
+    fields = _claim(folder, fields, encoder.mini_batch_tokens)
     if context is not None:
         context = context.write(folder)
-    shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size)
-    make = _ShardMaker(shards, os.fspath(corpus), prompt_name, role, context, budget)
+    shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size, vector_format)
+    make = _ShardMaker(shards, os.fspath(corpus), prompt_name, role, context, fields["mini_batch_tokens"])
     _make_missing(encoder, make, columns, devices, tokenizer_workers)
     if context is not None:
         fields["context_vectors_sha256"] = file_sha256(folder / CONTEXT_FILE)
@@ -209,6 +230,24 @@ def embedder_sha256(encoder: Encoder) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(dtype=torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _claim(folder: Path, fields: Mapping[str, Any], budget: int) -> dict[str, Any]:
+    """Begin a folder, or check that it was begun in the same way; returns its fields with its own token budget.
+
+    Raises:
+        InputError: If something else lies there.
+    """
+    if (folder / "manifest.json").exists():
+        fields = dict(fields)
+        if fields["vector_format"] == "float32" and "vector_format" not in check_manifest(folder, {}):
+            # A folder from before there were formats, whose manifest stays as it is.
+            del fields["vector_format"]
+        return {**fields, "mini_batch_tokens": check_manifest(folder, fields).get("mini_batch_tokens", budget)}
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(str(folder), "something else lies there already", "name a new folder")
+    write_manifest(folder, {**fields, "mini_batch_tokens": budget, "complete": False})
+    return {**fields, "mini_batch_tokens": budget}
 
 
 class _ShardTexts(NamedTuple):
@@ -234,8 +273,9 @@ class _ShardMaker:
         texts = item.tokens or [document.text for document in item.documents]
         encoder = encoder.with_mini_batch_tokens(self.mini_batch_tokens)
         vectors = encoder.encode(texts, self.prompt_name, self.context, role=self.role)
-        require_directions(vectors, self.corpus, self.shards.rows(item.shard).start + 1)
-        _write_shard(self.shards, item.shard, item.documents, vectors)
+        first_row = self.shards.rows(item.shard).start + 1
+        stored = stored_rows(vectors, self.shards.vector_format, self.corpus, first_row)
+        _write_shard(self.shards, item.shard, item.documents, stored)
         return len(item.documents)
 
 
@@ -286,12 +326,12 @@ def _tokenised(preparation: TextPreparation, item: _ShardTexts) -> _ShardTexts:
     return item._replace(tokens=preparation([document.text for document in item.documents]))
 
 
-def _write_shard(shards: VectorShards, shard: int, documents: list[Document], vectors: npt.NDArray[np.float32]) -> None:
+def _write_shard(shards: VectorShards, shard: int, documents: list[Document], stored: npt.NDArray[Any]) -> None:
     lines = (json.dumps({"_id": document.document_id, "text": document.text}) for document in documents)
     write_text(_documents_path(shards.folder, shard), "".join(f"{line}\n" for line in lines))
     # The vectors come last: where they lie, the shard is whole.
     with atomic_path(shards.path(shard)) as temporary:
-        save_vectors(temporary, vectors)
+        save_vectors(temporary, stored)
 
 
 def _document(line: str, where: str) -> Document:

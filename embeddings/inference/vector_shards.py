@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,23 +12,26 @@ import numpy.typing as npt
 from embeddings.common.arrays import load_array
 from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError
+from embeddings.inference.vector_formats import VectorFormat, float_rows, stored_type
 
 
 @dataclass(frozen=True)
 class VectorShards:
-    """The shards `vectors-<i>.npy` of a folder, (n, D) float32, rows numbered through all of them.
+    """The shards `vectors-<i>.npy` of a folder, rows numbered through all of them.
 
     Attributes:
         folder: Where they lie.
         num_rows: Vectors in all shards.
         embedding_dim: Width of the vectors, D.
         shard_size: Vectors of every shard but the last.
+        vector_format: How their numbers are kept (see `stored_type`).
     """
 
     folder: Path
     num_rows: int
     embedding_dim: int
     shard_size: int
+    vector_format: VectorFormat = "float32"
 
     @property
     def num_shards(self) -> int:
@@ -42,22 +46,38 @@ class VectorShards:
         """The rows that a shard holds."""
         return range(shard * self.shard_size, min((shard + 1) * self.shard_size, self.num_rows))
 
-    def load(self, shard: int) -> npt.NDArray[np.float32]:
-        """The vectors of a shard, memory-mapped, (n, D) float32.
+    def stored(self, shard: int) -> npt.NDArray[Any]:
+        """The vectors of a shard as they are stored, memory-mapped, (n, ...) of `stored_type`.
 
         Raises:
             InputError: If the file is missing or damaged, or holds vectors of another number, width or type.
         """
-        path, expected = self.path(shard), (len(self.rows(shard)), self.embedding_dim)
+        kind, row = stored_type(self.vector_format, self.embedding_dim)
+        path, expected = self.path(shard), (len(self.rows(shard)), *row)
         fix = "delete the folder and encode again"
-        vector_ND: npt.NDArray[np.float32] = load_array(path, fix, mapped=True)
-        if vector_ND.shape != expected or vector_ND.dtype != np.float32:
-            raise InputError(
-                str(path),
-                f"holds {vector_ND.dtype} of shape {vector_ND.shape}, expected float32 of shape {expected}",
-                fix,
-            )
-        return vector_ND
+        array: npt.NDArray[Any] = load_array(path, fix, mapped=True)
+        if array.shape != expected or array.dtype != kind:
+            what = f"holds {array.dtype} of shape {array.shape}, expected {kind} of shape {expected}"
+            raise InputError(str(path), what, fix)
+        return array
+
+    def load(self, shard: int) -> npt.NDArray[np.float32]:
+        """The vectors of a shard, (n, D) float32: memory-mapped where they are stored so, else a copy.
+
+        Raises:
+            InputError: If the file is missing or damaged, or holds vectors of another number, width or type.
+        """
+        return float_rows(self.stored(shard), self.vector_format)
+
+    def pieces(self, shard: int, size: int) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """The vectors of a shard, at most `size` at a time, (n, D) float32, each time behind the row of the first.
+
+        Raises:
+            InputError: If the file is missing or damaged, or holds vectors of another number, width or type.
+        """
+        stored = self.stored(shard)
+        for start in range(0, len(stored), size):
+            yield start, float_rows(stored[start : start + size], self.vector_format)
 
     def take(self, row_N: npt.NDArray[np.int64], unit: bool = True) -> npt.NDArray[np.float32]:
         """Some vectors in the order given, (n, D) float32; each shard that holds some of them is read once.
@@ -76,17 +96,17 @@ class VectorShards:
         for start, stop in pairwise(np.flatnonzero(np.diff(shard_N, prepend=-1, append=-1))):
             shard, place_n = int(shard_N[start]), order_N[start:stop]
             row_n = row_N[place_n] % self.shard_size
-            vector_nD = self.load(shard)[row_n]
+            vector_nD = float_rows(self.stored(shard)[row_n], self.vector_format)
             require_directions(vector_nD, str(self.path(shard)), unit=unit, row_N=row_n)
             vector_ND[place_n] = vector_nD
         return vector_ND
 
     def __iter__(self) -> Iterator[npt.NDArray[np.float32]]:
-        """The vectors of each shard, in order."""
+        """The vectors of each shard, in order, (n, D) float32."""
         return map(self.load, range(self.num_shards))
 
 
-def save_vectors(path: Path, vector_ND: npt.NDArray[np.float32]) -> None:
-    """Write the vectors of a shard, (n, D) float32, to exactly this path."""
+def save_vectors(path: Path, stored: npt.NDArray[Any]) -> None:
+    """Write the vectors of a shard, (n, D) float32 or what `stored_rows` made of them, to exactly this path."""
     with open(path, "wb") as file:
-        np.save(file, vector_ND)
+        np.save(file, stored)

@@ -89,15 +89,17 @@ class EncodedFolder:
             model: What its manifest must say of the model: hash, precision and width.
 
         Raises:
-            InputError: If it is no finished folder of `encode`, or was made in another way; the message names the
-                field.
+            InputError: If it is no finished folder of `encode`, or was made in another way (the message names the
+                field), or its vectors are not kept in float32, as those are that the job makes itself.
         """
         fields = check_manifest(path, {"kind": "vectors", "complete": True, **model, "role": role, "context": None})
         # The prompt of the role's name is what comes of none.
         if (fields["prompt_name"] or role) != (prompt_name or role):
             check_manifest(path, {"prompt_name": prompt_name})
+        vectors = VectorFolder.open(path)
+        vectors.require_format("float32", use="a job")
         identity = {name: fields.get(name) for name in ("corpus_sha256", "columns", "mini_batch_tokens")}
-        return cls(VectorFolder.open(path), identity)
+        return cls(vectors, identity)
 
     def find(self, hash_N: Int64s, rows_path: Path) -> FoundVectors:
         """Find texts by their hashes; what was found before lies at `rows_path`.

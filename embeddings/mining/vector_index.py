@@ -43,9 +43,10 @@ class VectorIndex:
         """The index beside a folder's vectors, mapped into memory.
 
         Raises:
-            InputError: If there is none, it is damaged, or it was made of other vectors.
+            InputError: If there is none, it is damaged, it was made of other vectors, or these are int8 or binary.
             MissingExtraError: If faiss is not installed.
         """
+        _require_floats(folder)
         faiss, path = load_faiss(), folder.path / INDEX_FILE
         if not path.is_file():
             raise InputError(str(path), "there is no index of these vectors", _MAKE)
@@ -94,10 +95,12 @@ def build_index(
     Memory: all vectors, once.
 
     Raises:
-        InputError: If a vector is zero or not finite.
+        InputError: If a vector is zero or not finite, or the vectors are int8 or binary: the index holds all of them in
+            float32, and would take more room than they do.
         MissingExtraError: If faiss is not installed.
         OptionError: If there are more lists than documents or fewer than probes.
     """
+    _require_floats(folder)
     faiss = load_faiss()
     num_lists, num_probes = ivf_sizes(folder.num_documents, num_lists, num_probes)
     row_n = sample_rows(folder.num_documents, num_lists, seed)
@@ -154,6 +157,10 @@ def folder_sha256(folder: VectorFolder) -> str:
     for shard in range(folder.num_shards):
         digest.update(_size_and_tail(folder.shards.path(shard)))
     return digest.hexdigest()
+
+
+def _require_floats(folder: VectorFolder) -> None:
+    folder.require_format("float32", "float16", use="an index, which keeps float32 copies of them,")
 
 
 def _size_and_tail(path: Path) -> bytes:

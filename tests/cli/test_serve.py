@@ -1,3 +1,4 @@
+import io
 import json
 
 import numpy as np
@@ -32,9 +33,39 @@ def test_a_corpus_file_and_its_encoded_folder_give_the_same_hits(model, tmp_path
     assert [line.split()[1] for line in found[0]] == [line.split()[1] for line in found[1]]
 
 
+@pytest.mark.parametrize(("vector_format", "num_bytes"), [("float16", 64), ("int8", 36), ("binary", 4)])
+def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
+    vector_format, num_bytes, model, tmp_path, capsys, monkeypatch
+):
+    corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), str(tmp_path / "vectors")
+    encode = ["encode", "--model", model, "--input", corpus, "--output", vectors, "--precision", "float32"]
+    assert main([*encode, "--vector-format", vector_format]) == 0
+    assert f"{vectors}: {vector_format}, {num_bytes} bytes each" in capsys.readouterr().out
+    assert json.loads((tmp_path / "vectors" / "manifest.json").read_text())["vector_format"] == vector_format
+    search = ["search", "--model", model, "--corpus", vectors, "--precision", "float32", "--top_k", "8"]
+    assert main([*search, "fox"]) == 0
+    found = capsys.readouterr().out
+    assert len(found.splitlines()) == 16
+    monkeypatch.setattr("sys.stdin", io.StringIO("fox\n"))
+    assert main([*search, "--interactive", "true"]) == 0
+    assert capsys.readouterr().out.startswith(found)
+    assert main([*encode]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"field 'vector_format' is '{vector_format}', expected 'float32'" in last
+    if vector_format != "float16":
+        for line in (["index", "--vectors", vectors], [*search, "--index", "ivf", "fox"]):
+            assert main(line) == 2
+            assert f"holds {vector_format} vectors, and an index" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (
+            ["--vector-format", "binary", "--dimensions", "20"],
+            "a multiple of 8, these have 20, got 'binary'; take int8",
+        ),
+        (["--vector-format", "int4"], "vector_format"),
         (["--devices", "0"], "devices must be"),
         (["--devices", "tpu"], "devices must name devices of this machine"),
         (["--tokenizer-workers", "-1"], "tokenizer_workers must be >= 0, got -1"),

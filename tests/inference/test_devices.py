@@ -107,16 +107,18 @@ def encoded(model, corpus, output, **options):
 
 
 @pytest.mark.slow
-def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(model, corpus, tmp_path, one_thread):
-    whole = encoded(model, corpus, tmp_path / "whole")
+@pytest.mark.parametrize("vector_format", ["float32", "int8"])
+def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(vector_format, model, corpus, tmp_path, one_thread):
+    options = {"vector_format": vector_format}
+    whole = encoded(model, corpus, tmp_path / "whole", **options)
     assert len([name for name in whole if name.startswith("vectors")]) == 10
-    found = encoded(model, corpus, tmp_path / "shared", devices=("cpu", "cpu"), tokenizer_workers=1)
+    found = encoded(model, corpus, tmp_path / "shared", devices=("cpu", "cpu"), tokenizer_workers=1, **options)
     assert found == whole
     for name in ("vectors-00002.npy", "vectors-00007.npy", "manifest.json"):
         (tmp_path / "shared" / name).unlink()
     manifest = json.loads(whole["manifest.json"]) | {"complete": False}
     (tmp_path / "shared" / "manifest.json").write_text(json.dumps(manifest))
-    assert encoded(model, corpus, tmp_path / "shared", tokenizer_workers=2) == whole
+    assert encoded(model, corpus, tmp_path / "shared", tokenizer_workers=2, **options) == whole
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from embeddings.inference.context_choice import choose_context, draw_context
 from embeddings.inference.corpus_search import search_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import VectorFolder, embedder_sha256, encode_corpus
+from embeddings.inference.vector_formats import stored_rows
 from tests.inference.models import some_texts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 
@@ -125,6 +126,89 @@ def test_another_corpus_model_or_option_is_refused_by_name(corpus, encoder, tmp_
     with pytest.raises(InputError, match="field 'corpus_sha256' is"):
         encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     assert content(tmp_path / "out") == before
+
+
+SMALL_FORMATS = ("float16", "int8", "binary")
+
+
+@pytest.mark.parametrize("vector_format", SMALL_FORMATS)
+@pytest.mark.parametrize("killed_at", [0, 2])
+def test_every_format_is_what_becomes_of_the_float_vectors_with_and_without_a_kill(
+    vector_format, killed_at, corpus, encoder, tmp_path, monkeypatch
+):
+    exact = np.concatenate(list(encode_corpus(encoder, corpus, tmp_path / "exact", shard_size=4).vectors()))
+    folder = encode_corpus(encoder, corpus, tmp_path / "whole", shard_size=4, vector_format=vector_format)
+    stored = [folder.shards.stored(shard) for shard in range(folder.num_shards)]
+    assert np.concatenate(stored).tobytes() == stored_rows(exact, vector_format, "here").tobytes()
+    assert VectorFolder.open(folder.path) == folder
+    write_shard = vector_folder._write_shard
+
+    def killed(shards, shard, *rest):
+        if shard == killed_at:
+            raise KeyboardInterrupt
+        write_shard(shards, shard, *rest)
+
+    options = {"shard_size": 4, "vector_format": vector_format}
+    with monkeypatch.context() as patch:
+        patch.setattr(vector_folder, "_write_shard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
+    encode_corpus(encoder, corpus, tmp_path / "resumed", **options)
+    assert content(tmp_path / "resumed") == content(tmp_path / "whole")
+
+
+def test_another_format_over_a_folder_is_refused_and_nothing_changes(corpus, encoder, tmp_path):
+    for own in ("float32", "int8"):
+        encode_corpus(encoder, corpus, tmp_path / own, vector_format=own)
+        before = content(tmp_path / own)
+        for asked in {"float32", *SMALL_FORMATS} - {own}:
+            with pytest.raises(InputError, match=f"field 'vector_format' is '{own}', expected '{asked}'"):
+                encode_corpus(encoder, corpus, tmp_path / own, vector_format=asked)
+        assert content(tmp_path / own) == before
+
+
+def test_a_folder_that_names_no_format_holds_float32_and_stays_as_it_is(corpus, encoder, tmp_path):
+    encode_corpus(encoder, corpus, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest.pop("vector_format") == "float32"
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+    assert VectorFolder.open(tmp_path / "out").vector_format == "float32"
+    encode_corpus(encoder, corpus, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
+    with pytest.raises(InputError, match="field 'vector_format' is None, expected 'int8'"):
+        encode_corpus(encoder, corpus, tmp_path / "out", vector_format="int8")
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps({**manifest, "vector_format": "int4"}))
+    with pytest.raises(
+        InputError, match=r"manifest\.json: field 'vector_format' is 'int4', expected one of float32, fl"
+    ):
+        VectorFolder.open(tmp_path / "out")
+
+
+def test_signs_of_a_width_that_does_not_fill_bytes_are_refused_before_anything_is_written(corpus, tmp_path):
+    cut = Encoder(tiny_embedder(), precision="float32", dimensions=20)
+    with pytest.raises(OptionError, match=r"needs vectors whose width is a multiple of 8, these have 20, got 'binary'"):
+        encode_corpus(cut, corpus, tmp_path / "out", vector_format="binary")
+    assert not (tmp_path / "out").exists()
+    assert encode_corpus(cut, corpus, tmp_path / "out", vector_format="int8").embedding_dim == 20
+
+
+def test_what_needs_another_format_says_which_and_the_way_out(corpus, encoder, tmp_path):
+    folder = encode_corpus(encoder, corpus, tmp_path / "out", vector_format="int8")
+    folder.require_format("float32", "int8", use="this")
+    with pytest.raises(
+        InputError, match=r"out: holds int8 vectors, and this takes float32 or float16; encode into another folder with"
+    ):
+        folder.require_format("float32", "float16", use="this")
+
+
+def test_directions_come_in_pieces_no_larger_than_a_tile(corpus, encoder, tmp_path, monkeypatch):
+    folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=6, vector_format="int8")
+    whole = np.concatenate(list(folder.directions()))
+    monkeypatch.setattr(vector_folder, "DOCUMENT_TILE", 4)
+    pieces = list(folder.directions())
+    assert [len(piece) for piece in pieces] == [4, 2, 4, 1]
+    np.testing.assert_array_equal(np.concatenate(pieces), whole)
+    np.testing.assert_allclose(np.linalg.norm(whole, axis=1), 1, rtol=1e-6)
 
 
 def test_queries_are_encoded_with_their_own_prompt_and_length(corpus, encoder, tmp_path):

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
+from embeddings.inference.vector_formats import VECTOR_FORMATS, float_rows, stored_rows
 from embeddings.inference.vector_shards import VectorShards, save_vectors
 from tests.data.cluster_folders import unit_vectors
 
@@ -69,3 +70,51 @@ def test_a_taken_vector_without_direction_is_named_by_shard_and_row(value, kind,
     else:
         with pytest.raises(InputError, match=kind):
             shards.take(np.array([23]), unit=False)
+
+
+def formatted_shards(folder, vectors, vector_format, shard_size=10):
+    shards = VectorShards(folder, len(vectors), vectors.shape[1], shard_size, vector_format)
+    for shard in range(shards.num_shards):
+        part = vectors[shard * shard_size : (shard + 1) * shard_size]
+        save_vectors(shards.path(shard), stored_rows(part, vector_format, "here"))
+    return shards
+
+
+@pytest.mark.parametrize("vector_format", VECTOR_FORMATS)
+def test_vectors_of_every_format_are_mapped_and_read_back_as_numbers(vector_format, tmp_path):
+    vectors = unit_vectors(27)
+    shards = formatted_shards(tmp_path, vectors, vector_format)
+    expected = float_rows(stored_rows(vectors, vector_format, "here"), vector_format)
+    np.testing.assert_array_equal(np.concatenate(list(shards)), expected)
+    rows = np.array([26, 3, 3, 11])
+    np.testing.assert_array_equal(shards.take(rows, unit=False), expected[rows])
+    assert isinstance(shards.stored(0), np.memmap)
+    pieces = list(shards.pieces(1, 4))
+    assert [(start, piece.dtype, len(piece)) for start, piece in pieces] == [
+        (0, np.float32, 4),
+        (4, np.float32, 4),
+        (8, np.float32, 2),
+    ]
+    np.testing.assert_array_equal(np.concatenate([piece for _, piece in pieces]), expected[10:20])
+
+
+@pytest.mark.parametrize("stored_as", VECTOR_FORMATS)
+@pytest.mark.parametrize("read_as", VECTOR_FORMATS)
+def test_a_shard_of_another_format_is_refused(stored_as, read_as, tmp_path):
+    formatted_shards(tmp_path, unit_vectors(5), stored_as)
+    shards = VectorShards(tmp_path, 5, 8, 10, read_as)
+    if stored_as == read_as:
+        assert len(shards.load(0)) == 5
+        return
+    with pytest.raises(InputError, match=r"vectors-00000\.npy: holds .* expected .*; delete the folder"):
+        shards.load(0)
+
+
+@pytest.mark.parametrize(("scale", "kind"), [(0, "zero"), (np.nan, "not finite")])
+def test_a_damaged_scale_is_named_by_shard_and_row(scale, kind, tmp_path):
+    shards = formatted_shards(tmp_path, unit_vectors(27), "int8")
+    stored = np.array(shards.stored(2))
+    stored["scale"][4] = scale
+    save_vectors(shards.path(2), stored)
+    with pytest.raises(InputError, match=rf"vectors-00002\.npy:4: the vector is {kind}"):
+        shards.take(np.array([24]), unit=False)

@@ -109,3 +109,13 @@ def test_vectors_made_in_a_context_or_not_finished_are_refused(tmp_path):
     with pytest.raises(InputError, match="field 'complete' is False"):
         EncodedTexts(documents=tmp_path / "vectors").open("document", None, model(contextual))
     assert EncodedTexts(documents=tmp_path / "vectors").open("query", None, model(contextual)) is None
+
+
+@pytest.mark.parametrize("vector_format", ["float16", "int8", "binary"])
+def test_vectors_that_are_not_kept_in_float32_are_refused_by_their_format(vector_format, encoder, tmp_path):
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS])
+    encode_corpus(encoder, corpus, tmp_path / "vectors", vector_format=vector_format)
+    says = f"holds {vector_format} vectors, and a job takes float32; encode .* with --vector-format float32"
+    with pytest.raises(InputError, match=says) as raised:
+        EncodedFolder.open(tmp_path / "vectors", "document", None, model(encoder))
+    assert "\n" not in str(raised.value)

@@ -9,19 +9,21 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.inference.search import search_top_k, unit_rows
 from embeddings.inference.vector_folder import VectorFolder
+from embeddings.inference.vector_formats import stored_rows
 from embeddings.inference.vector_shards import save_vectors
 from embeddings.mining.vector_index import INDEX_FILE, MANIFEST_FILE, build_index, folder_sha256, recall_of
 from embeddings.mining.vector_index import VectorIndex as Index
 from tests.mining.vectors import shards, unit_vectors
 
 
-def vector_folder(path, vectors, shard_size=130):
+def vector_folder(path, vectors, shard_size=130, vector_format="float32"):
     """A finished folder of vectors of any length, without documents."""
-    shards(path, vectors, shard_size)
+    found = shards(path, vectors, shard_size)
+    for shard in range(found.num_shards):
+        save_vectors(found.path(shard), stored_rows(np.array(found.load(shard)), vector_format, "here"))
     sizes = {"num_documents": len(vectors), "embedding_dim": vectors.shape[1], "shard_size": shard_size}
-    (path / "manifest.json").write_text(
-        json.dumps({"kind": "vectors", "complete": True, **sizes, "versions": {"a": 1}})
-    )
+    fields = {"kind": "vectors", "complete": True, **sizes, "vector_format": vector_format, "versions": {"a": 1}}
+    (path / "manifest.json").write_text(json.dumps(fields))
     return VectorFolder.open(path)
 
 
@@ -142,3 +144,18 @@ def test_a_single_vector_has_an_index(tmp_path):
     index = build_index(folder)
     assert index.search(unit_vectors(1), 3).index_QK.tolist() == [[0, -1, -1]]
     assert recall_of(index, folder) == 1.0
+
+
+def test_half_vectors_have_an_index_and_smaller_ones_none(tmp_path, vectors):
+    half = vector_folder(tmp_path / "half", vectors, vector_format="float16")
+    found = build_index(half, num_lists=12, num_probes=12).search(unit_rows(vectors[::7]), 10)
+    exact = search_top_k(unit_rows(vectors[::7]), half.directions(), 10)
+    np.testing.assert_allclose(found.score_QK, exact.score_QK, rtol=0, atol=1e-6)
+    for vector_format in ("int8", "binary"):
+        folder = vector_folder(tmp_path / vector_format, vectors, vector_format=vector_format)
+        before = sorted(folder.path.iterdir())
+        for use in (build_index, Index.open):
+            says = f"holds {vector_format} vectors, and an index, .*, takes float32 or float16; encode into another"
+            with pytest.raises(InputError, match=says):
+                use(folder)
+        assert sorted(folder.path.iterdir()) == before

@@ -1,0 +1,118 @@
+"""How the numbers of a stored vector are kept: in 32 or 16 bits, in 8 with a scale, or by their signs alone."""
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from embeddings.common.directions import require_directions
+from embeddings.common.errors import InputError, OptionError
+
+VectorFormat = Literal["float32", "float16", "int8", "binary"]
+VECTOR_FORMATS: tuple[VectorFormat, ...] = get_args(VectorFormat)
+_LARGEST_CODE = 127
+
+
+def require_format(vector_format: VectorFormat, embedding_dim: int) -> None:
+    """Check that vectors of a width can be kept in a format.
+
+    Raises:
+        OptionError: If there is no such format, or the signs do not fill whole bytes.
+    """
+    if vector_format not in VECTOR_FORMATS:
+        raise OptionError("vector_format", vector_format, f"must be one of {', '.join(VECTOR_FORMATS)}", "take float32")
+    if vector_format == "binary" and embedding_dim % 8:
+        rule = f"needs vectors whose width is a multiple of 8, these have {embedding_dim}"
+        raise OptionError("vector_format", vector_format, rule, "take int8, or cut the vectors with dimensions")
+
+
+def stored_type(vector_format: VectorFormat, embedding_dim: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """The type of a stored array of vectors, and the shape of one of its rows.
+
+    float32 and float16 are plain (D,); int8 is a record of the row's `scale` (float32) and its D `codes`; binary is
+    (D / 8,) uint8.
+    """
+    match vector_format:
+        case "float32" | "float16":
+            return np.dtype(vector_format), (embedding_dim,)
+        case "int8":
+            return np.dtype([("scale", "<f4"), ("codes", "i1", (embedding_dim,))]), ()
+        case "binary":
+            return np.dtype(np.uint8), (embedding_dim // 8,)
+
+
+def bytes_per_vector(vector_format: VectorFormat, embedding_dim: int) -> int:
+    """Bytes that a stored vector takes."""
+    kind, shape = stored_type(vector_format, embedding_dim)
+    return int(kind.itemsize * np.prod(shape, dtype=np.int64))
+
+
+def stored_rows(
+    vector_ND: npt.NDArray[np.float32], vector_format: VectorFormat, where: str, first_row: int = 0
+) -> npt.NDArray[Any]:
+    """Vectors as they are stored.
+
+    int8 is symmetric with one scale a row: scale = max |x| / 127, code = x / scale, rounded to the nearest (halves to
+    even). Nothing is clipped, a number is off by at most scale / 2, and an inner product with a unit vector by at most
+    sqrt(D) scale / 2. A row depends on no other: there is nothing to calibrate, and shards may be made in any order, on
+    any device. One scale a dimension, calibrated on the first 1,000 rows, clips some numbers of later ones and keeps no
+    more of the order (E13).
+
+    binary keeps which numbers are above 0, eight in a byte, the first in the highest bit (`numpy.packbits`).
+
+    Args:
+        vector_ND: (N, D) float32; for binary D is a multiple of 8.
+        vector_format: The format.
+        where: What an error calls their source.
+        first_row: Row of the first vector there.
+
+    Returns:
+        (N, ...) of `stored_type`; the same array for float32.
+
+    Raises:
+        InputError: If a vector is zero or not finite, or has a number beyond float16 or none that it can tell from 0.
+    """
+    require_directions(vector_ND, where, first_row)
+    match vector_format:
+        case "float32":
+            return vector_ND
+        case "float16":
+            return _halves(vector_ND, where, first_row)
+        case "int8":
+            rows_N = np.empty(len(vector_ND), stored_type(vector_format, vector_ND.shape[1])[0])
+            rows_N["scale"] = np.abs(vector_ND).max(axis=1) / _LARGEST_CODE
+            rows_N["codes"] = np.rint(vector_ND / rows_N["scale"][:, None])
+            return rows_N
+        case "binary":
+            return sign_bits(vector_ND)
+
+
+def float_rows(stored: npt.NDArray[Any], vector_format: VectorFormat) -> npt.NDArray[np.float32]:
+    """Stored vectors as numbers, (N, D) float32: scale x code for int8, -1 and 1 for binary; float32 is no copy."""
+    match vector_format:
+        case "float32":
+            rows: npt.NDArray[np.float32] = stored
+        case "float16":
+            rows = stored.astype(np.float32)
+        case "int8":
+            rows = stored["codes"] * stored["scale"][:, None]
+        case "binary":
+            rows = np.unpackbits(stored, axis=1).astype(np.float32)
+            rows *= 2
+            rows -= 1
+    return rows
+
+
+def sign_bits(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Which numbers of vectors are above 0, (N, D / 8) uint8."""
+    return np.packbits(vector_ND > 0, axis=1)
+
+
+def _halves(vector_ND: npt.NDArray[np.float32], where: str, first_row: int) -> npt.NDArray[np.float16]:
+    with np.errstate(over="ignore", under="ignore"):
+        half_ND = vector_ND.astype(np.float16)
+    bad_n = np.flatnonzero(~np.isfinite(half_ND).all(axis=1) | ~half_ND.any(axis=1))
+    if bad_n.size:
+        what = "the vector has numbers too large or too small for float16"
+        raise InputError(f"{where}:{first_row + int(bad_n[0])}", what, "encode with vector_format float32 or int8")
+    return half_ND
