@@ -89,6 +89,7 @@ def search(
     corpus: Path,
     top_k: int = 5,
     index: Literal["exact", "ivf"] = "exact",
+    rescore_multiplier: int | None = None,
     interactive: bool = False,
     precision: PrecisionName = "auto",
     dimensions: int | None = None,
@@ -105,6 +106,8 @@ def search(
         corpus: A corpus file, or a folder that `encode` wrote with the same model.
         top_k: How many documents.
         index: Compare with every document, or only with those that the folder's index finds (see `index`).
+        rescore_multiplier: With a folder of binary vectors, how many documents near by their signs are scored by the
+            query's own numbers for each one printed; 4 if left out.
         interactive: Whether queries are read from standard input even if that is no terminal.
         precision: Format of matrix products.
         dimensions: How many of the first numbers of each vector are compared; an encoded folder must hold as many.
@@ -116,6 +119,7 @@ def search(
     from embeddings.cli.interactive import answer_lines, is_terminal
     from embeddings.common import OptionError
     from embeddings.inference import CorpusSearch
+    from embeddings.inference.sign_search import require_multiplier
 
     if query is not None and interactive:
         raise OptionError("interactive", True, "must be left out where a query is given", "drop one of them")
@@ -125,10 +129,12 @@ def search(
         raise OptionError("query", query, "must not be empty", "say what to look for")
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
+    if rescore_multiplier is not None:
+        require_multiplier(rescore_multiplier)
     nearest = None if index == "exact" else _index_of(corpus)
     encoder = _encoder(model, precision, dimensions)
     drawn = _draw(encoder, context, context_size, context_seed)
-    searched = CorpusSearch(encoder, corpus, context=drawn, nearest=nearest)
+    searched = CorpusSearch(encoder, corpus, context=drawn, nearest=nearest, rescore_multiplier=rescore_multiplier)
 
     def answer(query: str) -> None:
         (hits,) = searched.search([query], top_k)

@@ -13,6 +13,7 @@ from embeddings.inference.expert_loads import ExpertLoads, expert_loads
 from embeddings.inference.latent_weights import LatentWeights, latent_weights
 from embeddings.inference.precision import Precision
 from embeddings.inference.search import TopK, search_top_k, unit_rows
+from embeddings.inference.sign_search import search_signs
 from embeddings.inference.token_weights import TokenWeights, token_weights
 from embeddings.inference.vector_folder import VectorFolder, encode_corpus
 from embeddings.inference.vector_formats import VectorFormat
@@ -48,6 +49,7 @@ __all__ = [
     "require_context_size",
     "sample_context",
     "search_corpus",
+    "search_signs",
     "search_top_k",
     "token_weights",
     "unit_rows",

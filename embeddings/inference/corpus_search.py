@@ -7,11 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from embeddings.common.errors import OptionError
 from embeddings.common.fileio import check_manifest
 from embeddings.inference.context import Context, ContextDraw, check_same_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import TopK, search_top_k, unit_rows
+from embeddings.inference.sign_search import RESCORE_MULTIPLIER, require_multiplier, search_signs
 from embeddings.inference.vector_folder import VectorFolder, embedder_sha256
 
 # The best documents of some queries, from their unit vectors and the number of documents wanted.
@@ -23,7 +25,7 @@ class Hit(NamedTuple):
 
     Attributes:
         document_id: Its id in the corpus.
-        score: Cosine with the query.
+        score: Cosine of the query with the document's vector, as it is kept.
         text: The text that was encoded.
     """
 
@@ -41,11 +43,14 @@ class CorpusSearch:
         context: What a contextual model reads queries and documents behind, None for a folder's own, and for no context
             where the corpus is a file. A draw is encoded for a file alone: with a folder's own it is only compared.
         nearest: An index of the folder's vectors; None to compare each query with every document.
+        rescore_multiplier: For a folder of binary vectors, how many are scored again for each document wanted (see
+            `search_signs`); None for 4.
 
     Raises:
         InputError: If the corpus cannot be used, or another model encoded it, or it was encoded with another context or
             another number of dimensions.
-        OptionError: If the model takes no such context.
+        OptionError: If the model takes no such context, `rescore_multiplier` is not positive, or it is given and the
+            corpus is no folder of binary vectors.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class CorpusSearch:
         *,
         context: Context | ContextDraw | None = None,
         nearest: NearestRows | None = None,
+        rescore_multiplier: int | None = None,
     ) -> None:
         self.encoder = encoder
         self._folder, self._context = None, None
@@ -72,6 +78,12 @@ class CorpusSearch:
             texts = [document.text for document in self._all]
             self._vector_ND = unit_rows(encoder.encode(texts, None, self._context, role="document"))
             self._nearest = self._compare_all
+        is_binary = self._folder is not None and self._folder.vector_format == "binary"
+        if rescore_multiplier is not None and not is_binary:
+            rule = "has no effect but on a folder of binary vectors"
+            raise OptionError("rescore_multiplier", rescore_multiplier, rule, "leave it out")
+        self._rescore_multiplier = RESCORE_MULTIPLIER if rescore_multiplier is None else rescore_multiplier
+        require_multiplier(self._rescore_multiplier)
 
     def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
         """The documents with the largest cosines of each query, best first.
@@ -95,6 +107,8 @@ class CorpusSearch:
         ]
 
     def _compare_all(self, query_QD: npt.NDArray[np.float32], top_k: int) -> TopK:
+        if self._folder is not None and self._folder.vector_format == "binary":
+            return search_signs(query_QD, self._folder.shards, top_k, self._rescore_multiplier)
         documents = self._vector_ND if self._folder is None else self._folder.directions()
         return search_top_k(query_QD, documents, top_k, self.encoder.device)
 

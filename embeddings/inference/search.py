@@ -59,8 +59,7 @@ def search_top_k(
     Raises:
         OptionError: If `top_k` is not positive.
     """
-    if top_k < 1:
-        raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
+    require_top_k(top_k)
     query = torch.from_numpy(np.ascontiguousarray(query_QD, dtype=np.float32)).to(device)
     pieces = [documents] if isinstance(documents, np.ndarray) else documents
     query_tiles = [query[start : start + QUERY_TILE] for start in range(0, len(query), QUERY_TILE)]
@@ -79,6 +78,16 @@ def search_top_k(
         return TopK(np.empty((0, width), np.float32), np.empty((0, width), np.int64))
     score = torch.cat([scores for scores, _ in best]).cpu().numpy()
     return TopK(score, torch.cat([rows for _, rows in best]).cpu().numpy())
+
+
+def require_top_k(top_k: int) -> None:
+    """Check how many documents are wanted.
+
+    Raises:
+        OptionError: If it is not positive.
+    """
+    if top_k < 1:
+        raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
 
 
 def _no_rows(tile: Tensor) -> Tensor:

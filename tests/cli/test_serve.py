@@ -52,6 +52,10 @@ def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
     assert main([*encode]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"field 'vector_format' is '{vector_format}', expected 'float32'" in last
+    code = main([*search, "--rescore-multiplier", "2", "fox"])
+    assert code == (0 if vector_format == "binary" else 2)
+    assert main([*search, "--rescore-multiplier", "0", "fox"]) == 2
+    assert "rescore_multiplier must be >= 1, got 0" in capsys.readouterr().err.strip().splitlines()[-1]
     if vector_format != "float16":
         for line in (["index", "--vectors", vectors], [*search, "--index", "ivf", "fox"]):
             assert main(line) == 2

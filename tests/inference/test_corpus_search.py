@@ -10,6 +10,7 @@ from embeddings.inference.corpus_search import CorpusSearch, search_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.search import TopK
 from embeddings.inference.vector_folder import encode_corpus
+from embeddings.inference.vector_formats import float_rows, stored_rows
 from tests.inference.models import counted_encodings, some_texts, tiny_embedder
 
 QUERIES = [some_texts(11)[3], "quick fox"]
@@ -69,3 +70,43 @@ def test_a_folder_of_another_model_is_refused_before_a_query(corpus, encoder, tm
 def test_no_document_is_no_answer(corpus, encoder):
     with pytest.raises(OptionError, match="top_k must be >= 1"):
         CorpusSearch(encoder, corpus).search(["a"], 0)
+
+
+@pytest.mark.parametrize("vector_format", ["float16", "int8", "binary"])
+@pytest.mark.parametrize("top_k", [3, 11, 30])
+def test_vectors_of_every_format_are_ranked_by_the_cosines_of_what_is_kept(
+    vector_format, top_k, corpus, encoder, tmp_path
+):
+    folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4, vector_format=vector_format)
+    exact = encoder.encode(some_texts(11))
+    kept = float_rows(stored_rows(exact, vector_format, "here"), vector_format).astype(np.float64)
+    multiplier = {"rescore_multiplier": 4} if vector_format == "binary" else {}
+    found = CorpusSearch(encoder, folder.path, **multiplier).search(QUERIES, top_k)
+    for query, hits in zip(encoder.encode(QUERIES, role="query"), found, strict=True):
+        cosine = [float(row @ query / np.sqrt(row @ row)) for row in kept]
+        # Of 11 documents all are candidates, even for 3 x 4.
+        best = sorted(range(11), key=lambda row: -cosine[row])[:top_k]
+        assert [hit.document_id for hit in hits] == [f"d{row}" for row in best]
+        np.testing.assert_allclose([hit.score for hit in hits], [cosine[row] for row in best], atol=1e-6)
+        assert np.abs(exact[best[0]] @ query - cosine[best[0]]) > 1e-7
+
+
+def test_more_candidates_are_scored_again_where_that_is_asked_for(corpus, encoder, tmp_path):
+    place = encode_corpus(encoder, corpus, tmp_path / "out", vector_format="binary").path
+    usual, all_of_them = CorpusSearch(encoder, place), CorpusSearch(encoder, place, rescore_multiplier=11)
+    few = CorpusSearch(encoder, place, rescore_multiplier=1)
+    best = [searched.search(QUERIES, 1) for searched in (usual, all_of_them, few)]
+    scores = [[hits[0].score for hits in found] for found in best]
+    assert all(one <= more for one, more in zip(scores[2], scores[1], strict=True))
+    assert usual.search(QUERIES, 3) == all_of_them.search(QUERIES, 3)
+    with pytest.raises(OptionError, match="rescore_multiplier must be >= 1, got 0"):
+        CorpusSearch(encoder, place, rescore_multiplier=0)
+
+
+@pytest.mark.parametrize("vector_format", [None, "float32", "int8"])
+def test_a_multiplier_is_refused_where_nothing_is_scored_again(vector_format, corpus, encoder, tmp_path):
+    place = corpus
+    if vector_format is not None:
+        place = encode_corpus(encoder, corpus, tmp_path / "out", vector_format=vector_format).path
+    with pytest.raises(OptionError, match="rescore_multiplier has no effect but on a folder of binary vectors, got 4"):
+        CorpusSearch(encoder, place, rescore_multiplier=4)
