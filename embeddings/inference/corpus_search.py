@@ -64,26 +64,24 @@ class CorpusSearch:
     ) -> None:
         self.encoder = encoder
         self._folder, self._context = None, None
+        self._rescore_multiplier = RESCORE_MULTIPLIER if rescore_multiplier is None else rescore_multiplier
+        require_multiplier(self._rescore_multiplier)
         if Path(corpus).is_dir():
             fields = {"model_sha256": embedder_sha256(encoder), "embedding_dim": encoder.embedding_dim}
             check_manifest(corpus, {"kind": "vectors", "complete": True, **fields})
             self._folder = VectorFolder.open(corpus)
+            _check_effect(rescore_multiplier, self._folder.vector_format == "binary")
             self._context = self._folder.context()
             if context is not None:
                 check_same_context(self._folder.path, self._context, context)
             self._nearest = nearest or self._compare_all
         else:
+            _check_effect(rescore_multiplier, False)
             self._all = list(read_corpus(corpus))
             self._context = context.encoded(encoder) if isinstance(context, ContextDraw) else context
             texts = [document.text for document in self._all]
             self._vector_ND = unit_rows(encoder.encode(texts, None, self._context, role="document"))
             self._nearest = self._compare_all
-        is_binary = self._folder is not None and self._folder.vector_format == "binary"
-        if rescore_multiplier is not None and not is_binary:
-            rule = "has no effect but on a folder of binary vectors"
-            raise OptionError("rescore_multiplier", rescore_multiplier, rule, "leave it out")
-        self._rescore_multiplier = RESCORE_MULTIPLIER if rescore_multiplier is None else rescore_multiplier
-        require_multiplier(self._rescore_multiplier)
 
     def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
         """The documents with the largest cosines of each query, best first.
@@ -116,6 +114,12 @@ class CorpusSearch:
         """The documents in some rows; an index that found fewer has -1 in the last ones."""
         rows = [row for row in rows if row >= 0]
         return [self._all[row] for row in rows] if self._folder is None else self._folder.documents(rows)
+
+
+def _check_effect(rescore_multiplier: int | None, is_binary: bool) -> None:
+    if rescore_multiplier is not None and not is_binary:
+        rule = "has no effect but on a folder of binary vectors"
+        raise OptionError("rescore_multiplier", rescore_multiplier, rule, "leave it out")
 
 
 def search_corpus(

@@ -50,7 +50,7 @@ def search_signs(
     Returns:
         Scores and rows, best first; of equal scores the lower row first.
 
-    Precision: distances are whole numbers; scores are summed in float64.
+    Precision: distances are whole numbers, counted on the processor; scores are summed in float64.
     Raises:
         InputError: If a shard is missing or damaged.
         OptionError: If `top_k` or `rescore_multiplier` is not positive.

@@ -1,11 +1,14 @@
 import io
 import json
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from embeddings.cli.main import main
+from embeddings.cli.serve import FormatName
 from embeddings.inference import Encoder
+from embeddings.inference.vector_formats import VECTOR_FORMATS
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.helpers.runs import backbone_folder, write_retrieval_folder
 from tests.models.contextual_models import tiny_contextual
@@ -31,6 +34,10 @@ def test_a_corpus_file_and_its_encoded_folder_give_the_same_hits(model, tmp_path
         found.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")])
     assert len(found[0]) == 3
     assert [line.split()[1] for line in found[0]] == [line.split()[1] for line in found[1]]
+
+
+def test_the_formats_to_choose_from_are_those_of_the_library():
+    assert get_args(FormatName) == VECTOR_FORMATS
 
 
 @pytest.mark.parametrize(("vector_format", "num_bytes"), [("float16", 64), ("int8", 36), ("binary", 4)])

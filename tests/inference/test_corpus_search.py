@@ -104,9 +104,10 @@ def test_more_candidates_are_scored_again_where_that_is_asked_for(corpus, encode
 
 
 @pytest.mark.parametrize("vector_format", [None, "float32", "int8"])
-def test_a_multiplier_is_refused_where_nothing_is_scored_again(vector_format, corpus, encoder, tmp_path):
+def test_a_multiplier_is_refused_where_nothing_is_scored_again(vector_format, corpus, encoder, tmp_path, monkeypatch):
     place = corpus
     if vector_format is not None:
         place = encode_corpus(encoder, corpus, tmp_path / "out", vector_format=vector_format).path
+    monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded before it was refused"))
     with pytest.raises(OptionError, match="rescore_multiplier has no effect but on a folder of binary vectors, got 4"):
         CorpusSearch(encoder, place, rescore_multiplier=4)
