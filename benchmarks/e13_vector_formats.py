@@ -77,7 +77,7 @@ def scaled_dimensions(document_ND: Floats) -> tuple[Floats, Floats]:
 
 def written(folder: Path, document_ND: Floats, vector_format: VectorFormat) -> VectorShards:
     """The documents in one shard."""
-    shards = VectorShards(folder, *document_ND.shape, len(document_ND), vector_format)
+    shards = VectorShards(folder, len(document_ND), document_ND.shape[1], len(document_ND), vector_format)
     save_vectors(shards.path(0), stored_rows(document_ND, vector_format, "documents"))
     return shards
 
