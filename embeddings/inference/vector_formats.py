@@ -55,8 +55,8 @@ def stored_rows(
     int8 is symmetric with one scale a row: scale = max |x| / 127, code = x / scale, rounded to the nearest (halves to
     even). Nothing is clipped, a number is off by at most scale / 2, and an inner product with a unit vector by at most
     sqrt(D) scale / 2. A row depends on no other: there is nothing to calibrate, and shards may be made in any order, on
-    any device. One scale a dimension, calibrated on the first 1,000 rows, clips some numbers of later ones and keeps no
-    more of the order (E13).
+    any device. One scale a dimension, calibrated on the first 1,000 rows, clips some numbers of later ones and keeps
+    less of the order on the three sets that have more rows (E13).
 
     binary keeps which numbers are above 0, eight in a byte, the first in the highest bit (`numpy.packbits`).
 
