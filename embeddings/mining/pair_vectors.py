@@ -158,8 +158,10 @@ def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairV
     made = []
     for role, name in _FOLDERS.items():
         fields = check_manifest(Path(folder) / name, {"kind": f"{role} vectors", **index.key, "complete": True})
-        sizes = (fields.whole(field, least=1) for field in ("num_rows", "embedding_dim", "shard_size"))
-        made.append(VectorShards(Path(folder) / name, *sizes))
+        num_rows, width, shard_size = (
+            fields.whole(field, least=1) for field in ("num_rows", "embedding_dim", "shard_size")
+        )
+        made.append(VectorShards(Path(folder) / name, num_rows, width, shard_size))
     return PairVectors(index, *made)
 
 
