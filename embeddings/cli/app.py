@@ -66,6 +66,8 @@ class OneLineParser(LightningArgumentParser):
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
         if not self.exit_on_error:
             super().error(message, ex)
+        if ex is not None and isinstance(ex.__cause__, ConfigError):  # of a config that is given as text
+            raise ex.__cause__
         parsers: list[Any] = [self]
         for action in self._actions:
             if isinstance(action.choices, dict):
