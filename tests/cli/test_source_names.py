@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from embeddings.cli.fit_line import TRAINER
-from embeddings.cli.source_names import parameters_in_source, public_names
+from embeddings.cli.source_names import body_of, defined_at, parameters_in_source, public_names
 
 CONFIGS = Path(__file__).parents[2] / "lightning_configs"
+DATACLASS = "from dataclasses import dataclass, field\n"
 OURS = ("callbacks", "data", "losses", "models", "modules")
 
 
@@ -46,6 +47,13 @@ def test_the_source_tells_what_the_class_does():
         "class A:\n    def __init__(self, a, *others): ...",
         "class A(metaclass=M):\n    def __init__(self, a): ...",
         "@record\nclass A:\n    def __init__(self, a): ...",
+        "@dataclass\nclass A:\n    x: int",
+        f"{DATACLASS}@dataclass(init=False)\nclass A:\n    x: int",
+        f"{DATACLASS}@dataclass\nclass A(B):\n    x: int",
+        f"{DATACLASS}@dataclass\n@record\nclass A:\n    x: int",
+        f"{DATACLASS}@dataclass\nclass A:\n    x: ClassVar[int]",
+        f"{DATACLASS}@dataclass\nclass A:\n    x: int = field(init=False)",
+        f"{DATACLASS}@dataclass\nclass A:\n    x: int\n    def __init__(self, a): ...",
         "class A:\n    def __new__(cls, b): ...\n    def __init__(self, a): ...",
         "class A:\n    def __init__(self, a): ...\nA = wrapped(A)",
         "class A:\n    @overload\n    def __init__(self, a): ...\n    def __init__(self, a, b): ...",
@@ -60,7 +68,8 @@ def test_what_the_source_does_not_tell_is_none(text, tmp_path, monkeypatch):
     (tmp_path / "things" / "__init__.py").touch()
     (tmp_path / "things" / "thing.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    parameters_in_source.cache_clear()
+    defined_at.cache_clear()
+    body_of.cache_clear()
     assert parameters_in_source("things.thing.A") is None
 
 
@@ -78,6 +87,10 @@ def test_names_of_all_kinds_are_told(tmp_path, monkeypatch):
     (tmp_path / "kinds" / "one.py").write_text("class B:\n    def __init__(self, a, /, b, *, c=1): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert parameters_in_source("kinds.A") == ("a", "b", "c")
+    (tmp_path / "kinds" / "two.py").write_text(
+        f"{DATACLASS}@dataclass(frozen=True)\nclass C:\n    x: int\n    y: A = 1\n"
+    )
+    assert parameters_in_source("kinds.two.C") == ("x", "y")
 
 
 def test_the_names_that_a_package_offers_are_those_of_its_list():
