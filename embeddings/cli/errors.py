@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 from embeddings.cli.imports import may_name
 from embeddings.cli.source_names import parameters_in_source, public_names
+from embeddings.cli.source_types import argument_in_source
 from embeddings.common import NumericError, PreemptedError, UserError
 from embeddings.common.errors import WorkerError
 
@@ -30,6 +31,11 @@ _EXPECTED = re.compile(r"Expected an? (.+)", re.DOTALL)
 
 _CALLABLE = re.compile(r"^\s*Type .*? expects a function or a callable class: (.*?)\. Got value: .*", re.DOTALL)
 _CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*")
+# An unknown option of a record, where a class takes nothing but the record.
+_GROUP = re.compile(
+    r": Problem with given class_path '([^']+)':\s*"
+    r"(?:Group '(\w+)' does not accept option '([^']+)'|unrecognized arguments: --(\w+)\.(\w+)(?:=.*)?$)"
+)
 
 
 class ConfigError(UserError):
@@ -115,7 +121,7 @@ def with_way_out(message: str, options: Iterable[str]) -> str:
         message: What the parser says.
         options: The parser's own options.
     """
-    line = reason(message)
+    line = _GROUP.sub(_as_record, reason(message))
     owner = _CLASS.search(line)
     if owner is not None:
         options, line = _parameters(owner[1]), _CLASS.sub("", line)
@@ -130,6 +136,15 @@ def with_way_out(message: str, options: Iterable[str]) -> str:
     where = f" by {owner[1].rpartition('.')[2]}" if owner else ""
     guess = f"did you mean {' or '.join(option.removeprefix(prefix) for option in alike)}? " if alike else ""
     return f"{line}{where}; {guess}--help lists the options"
+
+
+def _as_record(found: re.Match[str]) -> str:
+    """The complaint of a record's option as the parser words it of records that may be null."""
+    group, name = found[2] or found[4], found[3] or found[5]
+    record = argument_in_source(found[1], group).record
+    if not record:
+        return found[0]
+    return f".{group}: Problem with given class_path '{record}': Option '{name}' is not accepted"
 
 
 def with_fix(line: str) -> str:

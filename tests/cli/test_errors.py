@@ -191,3 +191,21 @@ def test_a_mistyped_option_ends_in_one_line_with_a_way_out(argv, capsys):
     assert line.startswith("error: unrecognized arguments: --")
     assert line.endswith("--help lists the options")
     assert argv[0] == "fit" or "did you mean --near_duplicates?" in line
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "Group 'backbone' does not accept option 'nmae'",
+        "unrecognized arguments: --backbone.nmae=x",
+        "unrecognized arguments: --backbone.nmae",
+    ],
+)
+def test_an_unknown_option_of_a_record_names_the_record(says):
+    message = f"Parser key \"model\": Problem with given class_path 'embeddings.modules.NVEmbedModule': {says}"
+    expected = (
+        "model.backbone: Option 'nmae' is not accepted by BackboneConfig; did you mean name? --help lists the options"
+    )
+    assert with_way_out(message, []) == expected
+    other = message.replace("embeddings.modules.NVEmbedModule", "torch.optim.AdamW")
+    assert with_way_out(other, []).startswith(f"model: {says}" if "Group" in says else "model: unrecognized")
