@@ -105,10 +105,21 @@ class Given:
     value: Any
 
     @property
-    def mapping(self) -> dict[str, Any]:
-        """The same as a mapping of a config."""
-        content: dict[str, Any] = unfolded({self.option: self.value} if self.option else self.value)
+    def content(self) -> dict[str, Any]:
+        """The same as a mapping, written as in a config."""
+        content: dict[str, Any] = {self.option: self.value} if self.option else self.value
         return content
+
+    @property
+    def mapping(self) -> dict[str, Any]:
+        """The same with each key of several parts (`a.b`) as a mapping in a mapping."""
+        content: dict[str, Any] = unfolded(self.content)
+        return content
+
+    @property
+    def text(self) -> str:
+        """An option's value as it is written."""
+        return self.words[1] if len(self.words) == 2 else self.words[0].partition("=")[2]
 
 
 def given_in_order(argv: Sequence[str]) -> Iterator[Given]:
@@ -213,10 +224,15 @@ def unfolded(value: Any) -> Any:
         return [unfolded(element) for element in value]
     if not isinstance(value, dict):
         return value
+    return {name: unfolded(content) for name, content in unfolded_once(value).items()}
+
+
+def unfolded_once(value: Mapping[Any, Any]) -> dict[str, Any]:
+    """A mapping with the first part of each key alone, the rest as the key of a mapping in it."""
     found: dict[str, Any] = {}
     for key, content in value.items():
         first, _, rest = str(key).partition(".")
-        inner, other = unfolded({rest: content} if rest else content), found.get(first)
+        inner, other = {rest: content} if rest else content, found.get(first)
         found[first] = {**other, **inner} if isinstance(inner, dict) and isinstance(other, dict) else inner
     return found
 

@@ -13,6 +13,8 @@ from embeddings.cli.given import (
     given_mappings,
     signature_of,
     takes_null,
+    unfolded,
+    unfolded_once,
 )
 from embeddings.common import InputError
 
@@ -172,3 +174,13 @@ def test_the_module_of_a_class_that_a_config_may_not_name_is_not_imported(tmp_pa
     given = {"shed": {"class_path": "foreign.Shed", "init_args": {"dor": {}}}}
     check_names(given, given, Signature("build", {"shed": dict}))
     check_nulls(given, Signature("build", {"shed": dict}))
+
+
+def test_keys_of_several_parts_are_mappings_and_those_that_begin_alike_are_one():
+    given = {"a.b.c": 1, "a.b.d": {"x.y": 2}, "a": {"e": 3}, 4: [{"f.g": 5}]}
+    assert unfolded(given) == {"a": {"b": {"c": 1, "d": {"x": {"y": 2}}}, "e": 3}, "4": [{"f": {"g": 5}}]}
+    assert unfolded_once(given) == {"a": {"b.c": 1, "b.d": {"x.y": 2}, "e": 3}, "4": [{"f.g": 5}]}
+
+
+def test_the_text_of_an_option_is_kept():
+    assert [given.text for given in given_in_order(["--a=[1]", "--b", "x=y", "--c"])] == ["[1]", "x=y", ""]
