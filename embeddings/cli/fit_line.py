@@ -1,32 +1,36 @@
 """What is wrong with a `fit` line, as far as configs and sources tell: torch and Lightning need not be loaded for it.
 
 Only what the parser would refuse for certain is refused, in the words of `errors.with_way_out`, which are the parser's
-too. Types, values, records and classes whose arguments no source lists are left to it.
+too. What no source tells is left to it: classes that do not list their arguments, and types other than the plain ones.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from embeddings.cli.errors import ConfigError, with_way_out
-from embeddings.cli.given import arguments_of, config_paths, given_in_order, read_config
+from embeddings.cli.given import Given, arguments_of, config_paths, given_in_order, read_config, unfolded_once
 from embeddings.cli.imports import may_name
 from embeddings.cli.source_names import parameters_in_source, public_names
+from embeddings.cli.source_types import Argument, argument_in_source
+from embeddings.cli.typed_values import complaint_of
 
 TRAINER = "lightning.pytorch.Trainer"
 KEYS = ("ckpt_path", "data", "model", "seed_everything", "trainer", "weights_only")
 # What the parser has besides; a config may name a further config.
 OTHERS = ("config", "help", "print_config")
+# Those of `KEYS` that are plain values.
+TYPES = {"seed_everything": Argument(bool | int, 0), "weights_only": Argument(bool | None)}
 
 
 def check_fit_line(argv: Sequence[str]) -> None:
-    """Check the configs' files, that one of them chooses the method, and the names that they and the options give.
+    """Check the configs' files, that one of them chooses the method, and the names and values that are given.
 
     Args:
         argv: `fit` and its options, recipes replaced by their configs.
 
     Raises:
         InputError: If a config is missing, no YAML, or no mapping.
-        ConfigError: If two choose the method, or a name is unknown.
+        ConfigError: If two choose the method, a name is unknown, or a value is of another type.
     """
     check_one_method(argv)
     if any(map(_asks_for_text, argv)):
@@ -34,13 +38,12 @@ def check_fit_line(argv: Sequence[str]) -> None:
     chosen: dict[str, str] = {}
     unknown: list[str] = []
     for given in given_in_order(argv):
-        content = given.mapping
-        if not given.option and "config" in content:  # and what that one chooses is not known here
+        if not given.option and "config" in given.content:  # and what that one chooses is not known here
             return
         if given.option and not _is_known(given.option):
             unknown += given.words
         else:
-            _check(content, "", chosen)
+            _check(given.content, "", chosen, given)
     if unknown:
         raise ConfigError(with_way_out(f"unrecognized arguments: {' '.join(unknown)}", _options()))
 
@@ -80,23 +83,23 @@ def _is_known(option: str) -> bool:
     return first.removesuffix("+") in (*KEYS, *OTHERS)
 
 
-def _check(value: Any, where: str, chosen: dict[str, str]) -> None:
-    """Check the names in a value.
+def _check(value: Any, where: str, chosen: dict[str, str], given: Given) -> None:
+    """Check the names and values in a value.
 
     Args:
         value: What a config or an option gives.
         where: For which option.
         chosen: The classes that earlier values have chosen, by option; those of this one are added.
+        given: The config or option that it is a part of.
 
     Raises:
-        ConfigError: If a name is unknown.
+        ConfigError: If a name is unknown, or a value is of another type.
     """
+    if isinstance(value, Mapping):
+        value = unfolded_once(value)
     if not isinstance(value, Mapping) or "class_path" in value:
         for place in [place for place in chosen if f"{place}.".startswith(f"{where}.")]:
             del chosen[place]
-    if isinstance(value, list):
-        for element in value:
-            _check(element, where, {})
     if not isinstance(value, Mapping):
         return
     if "class_path" in value:
@@ -105,12 +108,36 @@ def _check(value: Any, where: str, chosen: dict[str, str]) -> None:
     known = _known(where, chosen)
     if known is None:
         return
-    for written, inner in (value if where in ("", "trainer") else arguments_of(value)).items():
+    for written, inner in (value if where in ("", "trainer") else unfolded_once(arguments_of(value))).items():
         name = written.removesuffix("+")
         if name in known:
-            _check(inner, f"{where}.{name}".removeprefix("."), chosen if name == written else {})
+            key = f"{where}.{name}".removeprefix(".")
+            if name == written:
+                _check_argument(inner, key, _argument(where, name, chosen), chosen, given)
+            else:
+                _check_argument(inner, key, Argument(), {}, given)
         elif inner != {} and not name.startswith("__"):  # which the parser lets pass, `check_names` the latter alone
             raise _unknown(written, where, chosen)
+
+
+def _check_argument(value: Any, key: str, argument: Argument, chosen: dict[str, str], given: Given) -> None:
+    """Check the value of an argument, and what is in it."""
+    is_whole = value is given.value
+    complaint = complaint_of(key, argument, given.text if is_whole else value, is_text=is_whole)
+    if complaint:
+        raise ConfigError(with_way_out(complaint, ()))
+    if argument.record and isinstance(value, Mapping):
+        chosen.setdefault(key, argument.record)
+    _check(value, key, chosen, given)
+    for element in value if isinstance(value, list) else ():
+        _check(element, key, {key: argument.records} if argument.records else {}, given)
+
+
+def _argument(where: str, name: str, chosen: Mapping[str, str]) -> Argument:
+    """What an argument of an option takes, nothing where that cannot be told."""
+    if not where:
+        return TYPES.get(name, Argument())
+    return argument_in_source(TRAINER if where == "trainer" else chosen[where], name)
 
 
 def _check_class(path: str, where: str) -> None:

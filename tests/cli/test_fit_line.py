@@ -66,6 +66,94 @@ WRONG = {
         "'batchsize' is not accepted by EmbeddingDataModule; did you mean batch_size?",
     ),
     "an option of the data, in short": ({}, ["--data.bath_size", "3"], "did you mean batch_size?"),
+    "a value": ({"trainer": {"max_steps": "many"}}, [], "trainer.max_steps: expected int, got many; --help says"),
+    "a value of the seed": ({"seed_everything": 1.5}, [], "seed_everything: expected bool or int, got 1.5"),
+    "a value of several types": ({"trainer.max_epochs": 1.5}, [], "trainer.max_epochs: expected int or null, got 1.5"),
+    "a value of a choice": ({"trainer.precision": "float8"}, [], "or '64', '32', '16', 'bf16' or null, got float8"),
+    "a value of the data": ({"data.init_args": {"batch_size": 1.5}}, [], "data.batch_size: expected int, got 1.5"),
+    "a value of a class inside": (
+        {"model.init_args.loss.init_args.temperature": "hot"},
+        [],
+        "model.loss.temperature: expected float, got hot",
+    ),
+    "a value of a class in a list": (
+        {"trainer": {"callbacks": [GRADCACHE | {"init_args": {"mini_batch_tokens": "all"}}]}},
+        [],
+        "trainer.callbacks.mini_batch_tokens: expected int, got all",
+    ),
+    "a value of a record": (
+        {"model.init_args.backbone.dropout": "high"},
+        [],
+        "backbone.dropout: expected float or null",
+    ),
+    "a key of a record": (
+        {"model.init_args.backbone.nmae": "x"},
+        [],
+        "model.backbone: Option 'nmae' is not accepted by BackboneConfig; did you mean name? --help lists the options",
+    ),
+    "a key of a source": (
+        {"data.init_args.sources": [{"name": "a", "path": "a"}, {"name": "b", "pth": "b"}]},
+        [],
+        "data.sources: Option 'pth' is not accepted by SourceConfig; did you mean path? --help lists the options",
+    ),
+    "a key of a source that names its class": (
+        {"data.init_args.sources": [{"class_path": "embeddings.data.SourceConfig", "init_args": {"pth": "b"}}]},
+        [],
+        "data.sources: Option 'pth' is not accepted by SourceConfig; did you mean path?",
+    ),
+    "a value of a source": (
+        {"data.init_args.sources": [{"name": "a", "path": "a", "weight": "much"}]},
+        [],
+        "data.sources.weight: expected float, got much",
+    ),
+    "a choice of a source": (
+        {"data.init_args.sources": [{"conversion": "pair"}]},
+        [],
+        "'binary_by_label', 'sts', got pa",
+    ),
+    "a mapping of a source": (
+        {"data.init_args.sources": [{"columns": {"query": 3}}]},
+        [],
+        "columns: expected str, got 3",
+    ),
+    "a list of a source": ({"data.init_args.sources": [{"path": ["a", 3]}]}, [], "data.sources.path: expected str or"),
+    "a value and its repair": (
+        {"trainer": {"max_steps": "many"}},
+        ["--trainer.max_steps=3"],
+        "trainer.max_steps: expected int, got many",
+    ),
+    "an option's value": ({}, ["--trainer.max_steps", "1e3"], "trainer.max_steps: expected int, got 1000.0"),
+    "an option's value of the data": (
+        {},
+        ["--data.init_args.batch_size", "1.5"],
+        "data.batch_size: expected int, got 1.5",
+    ),
+    "an option's value of a class inside": (
+        {},
+        ["--model.loss.temperature=hot"],
+        "model.loss.temperature: expected flo",
+    ),
+    "an option's value of a record": ({}, ["--model.lora.rank=x"], "model.lora.rank: expected int, got x"),
+    "an option's key of a record": (
+        {},
+        ["--model.backbone.nmae=x"],
+        "'nmae' is not accepted by BackboneConfig; did you",
+    ),
+    "an option's key of a record that may be null": (
+        {},
+        ["--data.text.pool=x"],
+        "'pool' is not accepted by TextSettings",
+    ),
+    "an option's list of sources": (
+        {},
+        ["--data.sources=[{pth: a}]"],
+        "data.sources: Option 'pth' is not accepted by So",
+    ),
+    "a config as text": (
+        {},
+        ["--config={trainer: {max_steps: many}}"],
+        "trainer.max_steps: expected int, got many; --help",
+    ),
     "an option of a class inside": (
         {},
         ["--model.init_args.loss.init_args.temprature", "0"],
@@ -112,7 +200,7 @@ def test_a_later_config_is_checked_by_the_class_that_an_earlier_one_chose(tmp_pa
         check({"model": {"init_args": {"loss": {"init_args": {"widths": 1}}}}})
     # Another class has other arguments, and other classes inside; what a lone name stands for is the parser's to say.
     other = '--model={"class_path": "embeddings.modules.CDEModule"}'
-    check({}, other, "--model.context.size=3", '--model={"init_args": {"loss": {"init_args": {"widths": 1}}}}')
+    check({}, other, "--model.context.num_context=3", '--model={"init_args": {"loss": {"init_args": {"widths": 1}}}}')
     check({}, "--model", "CDEModule", "--model.context.size=3")
     check({}, "--model.loss=null", "--model.loss.widths=3")
 
@@ -124,7 +212,17 @@ LEFT_TO_THE_PARSER = {
     "a class with open arguments": ({"model.init_args.loss": OPEN}, ["--model.loss.x=1"]),
     "a class that may not be named": ({"model": {"class_path": "os.system"}}, ["--model.init_args.x=1"]),
     "a class of a module without a list": ({"data.class_path": "embeddings.data.datamodule.Embeding"}, []),
-    "a record": ({"model.init_args.backbone.nmae": "x"}, ["--data.init_args.sources.0.nmae", "x"]),
+    "an option of a list's element": ({}, ["--data.init_args.sources.0.nmae", "x"]),
+    "a list to append to": ({"data.init_args.sources+": [{"pth": "b", "weight": "much"}]}, []),
+    "a number as text": ({"model.init_args.loss.init_args.temperature": "1e-2"}, ["--model.loss.temperature=1e-2"]),
+    "text as a number": ({}, ["--data.cache_dir=3", "--trainer.default_root_dir=[a]", "--data.tokenizer={a: b}"]),
+    "null": ({"trainer": {"max_steps": None}}, ["--trainer.max_steps=null", "--data.batch_size="]),
+    "what is filled in": ({"trainer": {"max_steps": "${STEPS}"}}, ["--trainer.accelerator=${A}"]),
+    "the default in another form": ({"trainer": {"overfit_batches": 0, "fast_dev_run": 1}}, []),
+    "a class in place of a value": ({"model.init_args.lora": "lora.yaml", "trainer": {"logger": "x"}}, []),
+    "keys with a dot": ({"data.init_args.sources": [{"label_texts": {"0.5": 1, "a.b": "c"}}]}, []),
+    "keys that are numbers": ({"data.init_args.sources": [{"label_texts": {0: "a", 1: "b"}}]}, []),
+    "a type that no source tells": ({"model.init_args.optimizer.init_args.lr": "high", "trainer": {"plugins": 3}}, []),
     "a config that names another": ({"config": "a.yaml", "modle": 1}, ["--trainr=3"]),
     "no value": ({}, ["--config"]),
     "help": ({"modle": 1}, ["--help"]),
@@ -189,15 +287,17 @@ def test_a_config_that_is_no_yaml_names_the_file(tmp_path):
 
 
 def test_torch_is_not_loaded_for_it(tmp_path):
-    paths = [str(tmp_path / f"{number}.yaml") for number in range(4)]
+    paths = [str(tmp_path / f"{number}.yaml") for number in range(6)]
     lines = [["fit", "--config", str(tmp_path / "none.yaml")], ["fit", "--recipe", "none"]]
     lines += [["fit", "--config", path] for path in paths]
     Path(paths[0]).write_text("a: [1,\n")
     Path(paths[1]).write_text("trainer: {max_stepz: 3}\n")
     Path(paths[2]).write_text("model: {class_path: embeddings.modules.NVEmbedModule, init_args: {shedule: 3}}\n")
     Path(paths[3]).write_text("data: {class_path: embeddings.data.EmbedingDataModule}\n")
+    Path(paths[4]).write_text("trainer: {max_steps: many}\n")
+    Path(paths[5]).write_text("data: {class_path: embeddings.data.EmbeddingDataModule, sources: [{pth: a}]}\n")
     code = "import sys; from embeddings.cli.main import main; "
     code += f"print([main(line) for line in {lines!r}], 'torch' in sys.modules, 'lightning' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == "[2, 2, 2, 2, 2, 2] False False\n"
-    assert ended.stderr.count("\n") == 6
+    assert ended.stdout == "[2, 2, 2, 2, 2, 2, 2, 2] False False\n"
+    assert ended.stderr.count("\n") == 8
