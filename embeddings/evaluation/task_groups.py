@@ -42,8 +42,8 @@ def find_tasks(names: str | Sequence[str]) -> list["AbsTask"]:
         names: Names, or one string of them with commas between.
 
     Raises:
-        OptionError: If a name stands for nothing or for tasks of pictures or sounds, or two folders give tasks of one
-            name.
+        OptionError: If a name stands for nothing or for tasks of pictures or sounds, two folders give tasks of one
+            name, or two names give a task in different languages or splits.
         InputError: If a folder holds no evaluation data, or data that cannot be used.
     """
     # A comma inside brackets belongs to the name: MTEB(eng, v1).
@@ -57,9 +57,17 @@ def find_tasks(names: str | Sequence[str]) -> list["AbsTask"]:
             same = found.setdefault(task.metadata.name, task)
             if same.metadata.revision != task.metadata.revision:
                 raise OptionError("tasks", name, f"gives a second task {task.metadata.name}", "rename its folder")
+            if _extent(same) != _extent(task):
+                what = f"gives {task.metadata.name} in other languages or splits than the name before it"
+                raise OptionError("tasks", name, what, "run them one after the other")
     if not found:
         raise OptionError("tasks", names, "must name a task", f"a group is {', '.join(GROUPS)}")
     return list(found.values())
+
+
+def _extent(task: "AbsTask") -> tuple[set[str], set[str]]:
+    """The subsets (languages) and splits of its data that a task is scored on."""
+    return set(task.hf_subsets), set(task.eval_splits)
 
 
 def _tasks_of(name: str) -> list["AbsTask"]:

@@ -39,6 +39,8 @@ class TaskResults:
     def find(self, task: "AbsTask", width: int) -> TaskResult | None:
         """The result of a task, or None where there is none, or of other data or another release of mteb.
 
+        Of a file that holds other languages or splits too, those of the task alone.
+
         Raises:
             InputError: If the file is damaged.
         """
@@ -50,7 +52,9 @@ class TaskResults:
         except ValueError:
             raise InputError(str(path), "is empty or damaged", "delete it and run the task again") from None
         same = result.is_mergeable(task, criteria=["dataset_revision", "mteb_version"])
-        return result if same and not result.get_missing_evaluations(task) else None
+        if not same or result.get_missing_evaluations(task):
+            return None
+        return result if task.is_aggregate else result.validate_and_filter_scores(task)
 
     def write(self, result: TaskResult, task: "AbsTask", width: int) -> None:
         """Write a task's result, whole or not at all.

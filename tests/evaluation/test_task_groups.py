@@ -78,6 +78,13 @@ def test_two_folders_of_one_name_are_refused(tmp_path):
         find_tasks([str(one), str(two)])
 
 
+def test_a_task_in_two_extents_is_refused():
+    assert len(find_tasks("STS17, STS17")) == 1
+    says = r"gives STS17 in other languages or splits .*, got 'STS17'; run them one after"
+    with pytest.raises(OptionError, match=says):
+        find_tasks("mgh-26, STS17")
+
+
 def test_a_folder_without_data_is_refused(tmp_path):
     with pytest.raises(InputError, match="holds no evaluation data"):
         find_tasks(str(tmp_path))

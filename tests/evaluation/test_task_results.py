@@ -9,9 +9,10 @@ from tests.inference.models import tiny_embedder
 load_mteb()
 
 import mteb  # noqa: E402
+from mteb.models import ModelMeta  # noqa: E402
 
 from embeddings.evaluation.task_groups import find_tasks  # noqa: E402
-from embeddings.evaluation.task_results import TaskScore, format_table  # noqa: E402
+from embeddings.evaluation.task_results import TaskResults, TaskScore, format_table  # noqa: E402
 from embeddings.evaluation.task_runs import TaskSettings, run_tasks  # noqa: E402
 
 
@@ -42,6 +43,23 @@ def test_mteb_reads_the_results_with_model_and_settings(world, tmp_path):
         "model_meta.json",
         "experiments",
     }
+
+
+def test_a_result_of_more_languages_and_splits_is_read_for_those_of_the_task(tmp_path):
+    """STS17 has eleven pairs of languages; the English suites take one of them."""
+    (whole,), english = find_tasks("STS17"), {task.metadata.name: task for task in find_tasks("mgh-26")}["STS17"]
+    rows = {subset: {"main_score": row / 10} for row, subset in enumerate(whole.hf_subsets)}
+    results = TaskResults(tmp_path, {32: ModelMeta.create_empty({"name": "my/model", "revision": "1"})})
+    scores = {"test": rows, "train": {"en-en": {"main_score": 1.0}}}
+    results.write(mteb.TaskResult.from_task_results(whole, scores, 1.0), whole, 32)
+    assert (len(rows), english.hf_subsets) == (11, ["en-en"])
+    found = results.find(english, 32)
+    assert found.get_score() == rows["en-en"]["main_score"]
+    assert {split: len(kept) for split, kept in found.scores.items()} == {"test": 1}
+    assert results.find(whole, 32).get_score() == pytest.approx(0.5)
+    results.write(mteb.TaskResult.from_task_results(english, {"test": {"en-en": rows["en-en"]}}, 1.0), english, 32)
+    assert results.find(english, 32).get_score() == rows["en-en"]["main_score"]
+    assert results.find(whole, 32) is None
 
 
 def test_a_damaged_result_is_refused(world, tmp_path):
