@@ -24,7 +24,7 @@ from embeddings.evaluation.runner import check_widths
 from embeddings.evaluation.task_results import TaskResults, TaskScore, write_table
 from embeddings.inference.context_choice import require_context_size
 from embeddings.inference.encoder import Encoder
-from embeddings.inference.vector_folder import embedder_sha256
+from embeddings.inference.model_digest import embedder_sha256
 
 if TYPE_CHECKING:
     from mteb import AbsTask, TaskResult

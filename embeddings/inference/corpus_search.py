@@ -12,9 +12,10 @@ from embeddings.common.fileio import check_manifest
 from embeddings.inference.context import Context, ContextDraw, check_same_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
+from embeddings.inference.model_digest import embedder_sha256
 from embeddings.inference.search import TopK, search_top_k, unit_rows
 from embeddings.inference.sign_search import RESCORE_MULTIPLIER, require_multiplier, search_signs
-from embeddings.inference.vector_folder import VectorFolder, embedder_sha256
+from embeddings.inference.vector_folder import VectorFolder
 
 # The best documents of some queries, from their unit vectors and the number of documents wanted.
 NearestRows = Callable[[npt.NDArray[np.float32], int], TopK]

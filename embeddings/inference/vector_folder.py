@@ -1,6 +1,5 @@
 """An encoded corpus on disk: vectors and documents shard by shard, resumable, and searched without loading it."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from tqdm import tqdm
 
 from embeddings.common.directions import require_directions
@@ -27,6 +25,7 @@ from embeddings.inference.context import CONTEXT_FILE, Context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.devices import on_devices
 from embeddings.inference.encoder import Encoder
+from embeddings.inference.model_digest import embedder_sha256
 from embeddings.inference.search import DOCUMENT_TILE, unit_rows
 from embeddings.inference.text_preparation import TextPreparation, TokenisedTexts
 from embeddings.inference.vector_formats import VECTOR_FORMATS, VectorFormat, require_format, stored_rows
@@ -213,23 +212,6 @@ def encode_corpus(
         fields["context_vectors_sha256"] = file_sha256(folder / CONTEXT_FILE)
     write_manifest(folder, {**fields, "complete": True})
     return VectorFolder.open(folder)
-
-
-def embedder_sha256(encoder: Encoder) -> str:
-    """A hash of all that decides a model's vectors: its structure, weights, text settings and vocabulary."""
-    embedder = encoder.embedder
-    settings = {
-        "pooling": embedder.pooling.arguments(),
-        "normalize": embedder.normalize,
-        "text": embedder.text.to_dict(),
-    }
-    digest = hashlib.sha256(repr(embedder).encode())
-    digest.update(json.dumps(settings, sort_keys=True).encode())
-    digest.update(json.dumps(sorted(embedder.tokenizer.get_vocab().items())).encode())
-    for name, tensor in sorted(embedder.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(dtype=torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _claim(folder: Path, fields: Mapping[str, Any], budget: int) -> dict[str, Any]:

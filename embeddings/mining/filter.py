@@ -17,7 +17,7 @@ from embeddings.data.near_duplicates import NearDuplicates, Shingle
 from embeddings.data.record_files import has_levels, write_records
 from embeddings.data.records import Record
 from embeddings.data.sources import SourceConfig
-from embeddings.inference.vector_folder import embedder_sha256
+from embeddings.inference.model_digest import embedder_sha256
 from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segment_size
 from embeddings.mining.decontaminate import EQUAL, SIMILAR, Decontaminator, find_contaminated
 from embeddings.mining.duplicates import COPY, NEAR_COPY, find_duplicates

@@ -18,7 +18,8 @@ from embeddings.common.log import logger
 from embeddings.data.cache import CachedSource, open_cached, read_records
 from embeddings.data.records import Record
 from embeddings.data.sources import SourceConfig
-from embeddings.inference.vector_folder import SHARD_SIZE, embedder_sha256
+from embeddings.inference.model_digest import embedder_sha256
+from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.encoded_texts import EncodedTexts
 from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.ivf import build_ivf

@@ -15,8 +15,9 @@ from embeddings.common.errors import OptionError
 from embeddings.common.fileio import check_manifest
 from embeddings.common.text import TextRole
 from embeddings.data.cache import CachedSource
+from embeddings.inference.model_digest import embedder_sha256
 from embeddings.inference.search import unit_rows
-from embeddings.inference.vector_folder import SHARD_SIZE, embedder_sha256
+from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.inference.vector_shards import VectorShards, save_vectors
 from embeddings.mining.encoded_texts import EncodedFolder, EncodedTexts, FoundVectors
 from embeddings.mining.jobs import ArrayTask, ShardedJob

@@ -141,6 +141,10 @@ class ContextualEmbedder(Embedder):
             fix = "lower it, or set model.context.max_length"
             raise OptionError(f"{owner}.document_max_length", text.document_max_length, rule, fix)
 
+    def extra_repr(self) -> str:
+        """What decides the vectors beside the weights."""
+        return "has_positions=True" if self.has_positions else ""
+
     def embed_context(self, tokens: PaddedTokens) -> Tensor:
         """The vectors of context documents: the first stage.
 

@@ -73,4 +73,5 @@ class FirstStage(nn.Module):
 
     def extra_repr(self) -> str:
         """What decides the vectors beside the weights."""
-        return "" if self.max_length is None else f"max_length={self.max_length}"
+        length = [] if self.max_length is None else [f"max_length={self.max_length}"]
+        return ", ".join([*length, *(["pools_prompt=True"] if self.pools_prompt else [])])

@@ -120,3 +120,7 @@ class ResidualProjection(nn.Module):
         first: nn.Module = self.layers[0]
         branch_NH: Tensor = self.layers(vector_NH.to(next(first.parameters()).dtype))
         return vector_NH + branch_NH if self.adds_pooled else branch_NH
+
+    def extra_repr(self) -> str:
+        """What decides the vectors beside the weights."""
+        return "" if self.adds_pooled else "adds_pooled=False"

@@ -8,7 +8,7 @@ import pytest
 from embeddings.common import InputError
 from embeddings.common.fileio import text_hash
 from embeddings.inference import Encoder, choose_context, encode_corpus
-from embeddings.inference.vector_folder import embedder_sha256
+from embeddings.inference.model_digest import embedder_sha256
 from embeddings.mining import encoded_texts, pair_index
 from embeddings.mining.encoded_texts import EncodedFolder, EncodedTexts
 from tests.data.rows import write_jsonl
