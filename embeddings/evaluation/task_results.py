@@ -48,7 +48,8 @@ class TaskResults:
         if not path.is_file():
             return None
         try:
-            result = TaskResult.from_disk(path)
+            # Without this mteb takes any JSON for a result of its first releases.
+            result = TaskResult.from_disk(path, load_historic_data=False)
         except ValueError:
             raise InputError(str(path), "is empty or damaged", "delete it and run the task again") from None
         same = result.is_mergeable(task, criteria=["dataset_revision", "mteb_version"])

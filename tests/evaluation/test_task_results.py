@@ -62,11 +62,24 @@ def test_a_result_of_more_languages_and_splits_is_read_for_those_of_the_task(tmp
     assert results.find(whole, 32) is None
 
 
-def test_a_damaged_result_is_refused(world, tmp_path):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:100],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: "null",
+        lambda text: "{}",
+        lambda text: '{"mteb_version": 3}',
+        lambda text: text.replace('"scores": {', '"scores": [{').replace("}]}", "}]}]"),
+        lambda text: text.replace("pairs", "\xff"),
+    ],
+)
+def test_a_damaged_result_is_refused(damage, world, tmp_path):
     encoder, tasks = world
     run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings())
     (path,) = tmp_path.glob("results/**/pairs.json")
-    path.write_text(path.read_text()[:100])
+    path.write_text(damage(path.read_text()), encoding="latin-1")
     with pytest.raises(InputError, match=r"pairs\.json: is empty or damaged; delete it"):
         run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings())
 
