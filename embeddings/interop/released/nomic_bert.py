@@ -59,7 +59,8 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
         rotary_emb_scale_base=None,
     )
     step, rows = config.whole("pad_vocab_size_multiple", default=1), config.whole("vocab_size")
-    trained, rope = config.whole("max_trained_positions", default=2048), _rope(config)
+    trained = _trained_positions(config)
+    positions = longest_text(config) or max(trained, config.whole("n_positions", default=trained))
     width, num_heads = config.whole("n_embd"), config.whole("n_head")
     if width % (2 * num_heads):
         what = f"has n_embd {width} and n_head {num_heads}, which make no heads that can be rotated in halves"
@@ -74,20 +75,29 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
         "hidden_dropout_prob": config.number("resid_pdrop", 0.0),
         "attention_probs_dropout_prob": config.number("attn_pdrop", 0.0),
         "initializer_range": config.number("initializer_range", 0.02),
-        "max_position_embeddings": trained
-        if "factor" in rope
-        else max(trained, config.whole("n_positions", default=trained)),
-        "rope_parameters": rope,
+        "max_position_embeddings": positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(config.number("rotary_emb_base"))},
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
 
 
-def _rope(config: ReleasedConfig) -> dict[str, Any]:
-    """How queries and keys are rotated."""
-    rope = {"rope_type": "default", "rope_theta": float(config.number("rotary_emb_base"))}
+def longest_text(config: ReleasedConfig) -> int | None:
+    """The most tokens of a text, where `rotary_scaling_factor` asks to turn longer ones more slowly, else None.
+
+    The published code then takes the rotary base from the longest text that the process has met, so a vector depends on
+    the texts beside it and before it. Here every text turns as in training, and a longer one is cut: all others have
+    the published vectors.
+
+    Raises:
+        InputError: If a field is none.
+    """
     if config.fields.get("rotary_scaling_factor") is None:
-        return rope
-    # Texts longer than those of training turn more slowly.
-    return {**rope, "rope_type": "dynamic", "factor": float(config.number("rotary_scaling_factor"))}
+        return None
+    config.number("rotary_scaling_factor")
+    return _trained_positions(config)
+
+
+def _trained_positions(config: ReleasedConfig) -> int:
+    return config.whole("max_trained_positions", default=2048)

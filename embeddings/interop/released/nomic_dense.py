@@ -5,10 +5,20 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForMaskedLM, NomicBertConfig, PreTrainedTokenizerBase
 
+from embeddings.common import InputError
+from embeddings.common.errors import shown
+from embeddings.common.log import logger
 from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
 from embeddings.interop.released.fill import Imported, empty_model, filled_model
 from embeddings.interop.released.key_map import KeyMap, KeyReport, Published
-from embeddings.interop.released.nomic_bert import LANGUAGE_MODEL, LEFT, PROMPTS, encoder_fields, encoder_names
+from embeddings.interop.released.nomic_bert import (
+    LANGUAGE_MODEL,
+    LEFT,
+    PROMPTS,
+    encoder_fields,
+    encoder_names,
+    longest_text,
+)
 from embeddings.interop.released.sentence_transformers import described_embedder
 from embeddings.models.language_model import LanguageModel
 
@@ -34,7 +44,10 @@ def load(folder: Path) -> Imported:
         return Imported(FAMILY, *_language_model(ours, weights, tokenizer, prefix))
     empty = empty_model(ours)
     state, report = KeyMap(FAMILY, dense_names(prefix), (*LEFT, f"{_HEAD}{{rest}}")).take(weights, empty.state_dict())
-    return Imported(FAMILY, described_embedder(folder, filled_model(empty, state), tokenizer, PROMPTS), report)
+    model, longest = filled_model(empty, state), longest_text(config)
+    if longest is not None:
+        logger.warning("%s: rotary_scaling_factor is left out, so texts are cut at %d tokens", folder, longest)
+    return Imported(FAMILY, described_embedder(folder, model, tokenizer, PROMPTS, longest), report)
 
 
 def dense_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> NomicBertConfig:

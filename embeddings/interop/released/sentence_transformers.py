@@ -34,7 +34,11 @@ def load(folder: Path) -> Imported:
 
 
 def described_embedder(
-    folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, str]
+    folder: Path,
+    backbone: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Mapping[str, str],
+    longest: int | None = None,
 ) -> Embedder:
     """The embedding model around a backbone, its pooling and its texts as the folder says.
 
@@ -45,6 +49,7 @@ def described_embedder(
         backbone: Its backbone.
         tokenizer: Its tokenizer.
         prompts: Those that the folder need not name.
+        longest: The most tokens of a text, whatever the folder says; None where that holds.
 
     Raises:
         InputError: If a file is damaged, a module is none of ours, or the parts do not fit together.
@@ -55,6 +60,10 @@ def described_embedder(
         return Embedder(backbone, tokenizer, MeanPooling(int(backbone.config.hidden_size)), text=text)
     parts = read_model_directory(folder, backbone, tokenizer)
     text = replace(parts.text, prompts={**prompts, **parts.text.prompts})
+    if longest is not None:
+        lengths = (text.query_max_length, text.document_max_length)
+        query, document = (min(length, longest) for length in lengths)
+        text = replace(text, query_max_length=query, document_max_length=document)
     try:
         return Embedder(
             backbone,

@@ -129,10 +129,7 @@ def encoder_states(
 
 def rotated(x_LAE: Tensor, position_L: Tensor, config: dict[str, Any]) -> Tensor:
     """Queries or keys turned by their positions, the first half of a head's numbers against the second."""
-    width, length, base = x_LAE.shape[-1], len(position_L), float(config["rotary_emb_base"])
-    trained, factor = config["max_trained_positions"], config["rotary_scaling_factor"]
-    if factor is not None and length > trained:
-        base = base * (factor * length / trained - (factor - 1)) ** (width / (width - 2))
+    width, base = x_LAE.shape[-1], float(config["rotary_emb_base"])
     angle = position_L[:, None] / base ** (torch.arange(0, width, 2) / width)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     first, second = x_LAE.chunk(2, -1)

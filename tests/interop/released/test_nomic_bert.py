@@ -25,9 +25,10 @@ def test_positions_are_those_that_it_was_published_for(tmp_path):
     assert plain["max_position_embeddings"] == 8192
     assert plain["rope_parameters"] == {"rope_type": "default", "rope_theta": 1000.0}
     scaled = fields(tmp_path, n_positions=8192, rotary_scaling_factor=2)
-    # What the scaling is relative to is the length of training.
     assert scaled["max_position_embeddings"] == 2048
-    assert scaled["rope_parameters"] == {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+    assert scaled["rope_parameters"] == plain["rope_parameters"]
+    with pytest.raises(InputError, match="has rotary_scaling_factor 'two', expected a number"):
+        fields(tmp_path, rotary_scaling_factor="two")
 
 
 def test_one_published_matrix_is_three_of_ours():

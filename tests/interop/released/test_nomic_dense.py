@@ -3,6 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from embeddings.common import InputError
+from embeddings.inference import Encoder
 from embeddings.interop.released.nomic_dense import load
 from embeddings.models import BackboneConfig, LanguageModel, load_backbone
 from embeddings.models.language_model import load_language_model
@@ -45,16 +46,22 @@ def test_a_folder_without_a_normalize_module_gives_vectors_as_long_as_they_come(
     assert_same(encoded(tmp_path / "ours", prompt_name="clustering"), expected)
 
 
-def test_texts_longer_than_those_of_training_turn_more_slowly(tmp_path):
+def test_a_text_that_is_longer_than_those_of_training_is_cut_and_changes_no_other(tmp_path, caplog):
     config = DENSE | {"max_trained_positions": 24, "rotary_scaling_factor": 2}
     folder, state, tokenizer = nomic_folder(tmp_path / "published", config)
     describe(folder, HIDDEN)
     load(folder).model.save_pretrained(tmp_path / "ours")
-    for text in ("the quick brown fox jumps over the lazy dog 1 2 3 4 5 6", "a b c"):
-        ids = tokenizer(f"search_document: {text}")["input_ids"]
-        assert (len(ids) > 24) == ("fox" in text)
-        expected = each([text], lambda _, ids=ids: nomic_states(state, config, torch.tensor(ids)).mean(0))
-        torch.testing.assert_close(encoded(tmp_path / "ours", [text]), expected, rtol=1e-5, atol=1e-5)
+    assert "rotary_scaling_factor is left out, so texts are cut at 24 tokens" in caplog.text
+    words = "the quick brown fox jumps over the lazy dog 1 2 3 4 5 6 7 8 9"
+    texts = [words, words[:40], "a b c"]
+    ids = [tokenizer(f"search_document: {text}", truncation=True, max_length=40)["input_ids"] for text in texts]
+    assert [len(row) > 24 for row in ids] == [True, True, False]
+    cut = [tokenizer(f"search_document: {text}", truncation=True, max_length=24)["input_ids"] for text in texts]
+    expected = each(texts, lambda text: nomic_states(state, config, torch.tensor(cut[texts.index(text)])).mean(0))
+    encoder = Encoder.from_pretrained(str(tmp_path / "ours"), precision="float32", device="cpu")
+    for chosen in ([0], [1], [2], [0, 2], [1], [2]):
+        found = torch.from_numpy(encoder.encode([texts[row] for row in chosen]))
+        torch.testing.assert_close(found, expected[chosen], rtol=1e-5, atol=1e-5)
 
 
 def test_the_masked_language_model_comes_with_its_head(tmp_path):
