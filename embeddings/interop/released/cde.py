@@ -161,8 +161,7 @@ def _prepared_twice(kind: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 def _text(config: ReleasedConfig, form: ContextForm) -> TextSettings:
     """The texts of a version: v2 leaves the prompt of a text out of the pooling."""
     length = config.whole("max_seq_length", 4, default=512)
-    prompts = {role: PROMPTS[role] for role in ("query", "document")}
-    return TextSettings(length, length, prompts, pool_prompt=not form.pools_prompt)
+    return TextSettings(length, length, dict(PROMPTS), pool_prompt=not form.pools_prompt)
 
 
 def _load_layers(embedder: ContextualEmbedder, states: Mapping[str, dict[str, Tensor]]) -> None:

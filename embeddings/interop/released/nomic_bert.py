@@ -9,11 +9,16 @@ from embeddings.interop.released.checkpoint import ReleasedConfig
 from embeddings.interop.released.key_map import Published
 
 # Each names what the text is for; training put one before every text, and its tokens are pooled.
+# Under mteb's types of tasks they are those that the published scores are from, by mteb's own entry of these models.
+_CLASSIFICATION, _CLUSTERING = "classification: ", "clustering: "
+_CLASSIFIED = ("Classification", "MultilabelClassification", "PairClassification", "Reranking", "STS", "Summarization")
 PROMPTS = {
     "query": "search_query: ",
     "document": "search_document: ",
-    "classification": "classification: ",
-    "clustering": "clustering: ",
+    "classification": _CLASSIFICATION,
+    "clustering": _CLUSTERING,
+    **dict.fromkeys(_CLASSIFIED, _CLASSIFICATION),
+    "Clustering": _CLUSTERING,
 }
 
 # In front of every name where the checkpoint holds a language model.

@@ -3,8 +3,9 @@ import json
 import pytest
 
 from embeddings.common import InputError
+from embeddings.evaluation.mteb_library import load_mteb
 from embeddings.interop.released.checkpoint import ReleasedConfig
-from embeddings.interop.released.nomic_bert import encoder_fields, encoder_names
+from embeddings.interop.released.nomic_bert import PROMPTS, encoder_fields, encoder_names
 from tests.helpers.tiny import wordpiece_tokenizer
 from tests.interop.released.nomic import DENSE
 
@@ -29,6 +30,20 @@ def test_positions_are_those_that_it_was_published_for(tmp_path):
     assert scaled["rope_parameters"] == plain["rope_parameters"]
     with pytest.raises(InputError, match="has rotary_scaling_factor 'two', expected a number"):
         fields(tmp_path, rotary_scaling_factor="two")
+
+
+def test_the_prompts_are_those_that_mteb_runs_these_models_with():
+    load_mteb()
+    from mteb.models.model_implementations.cde_models import cde_model_prompts
+    from mteb.models.model_implementations.nomic_models import model_prompts
+
+    assert (len(model_prompts), model_prompts["STS"]) == (9, "classification: ")
+    assert model_prompts.items() <= PROMPTS.items()
+    assert cde_model_prompts.items() <= PROMPTS.items()
+    assert {name: PROMPTS[name] for name in PROMPTS.keys() - model_prompts.keys()} == {
+        "classification": "classification: ",
+        "clustering": "clustering: ",
+    }
 
 
 def test_one_published_matrix_is_three_of_ours():
