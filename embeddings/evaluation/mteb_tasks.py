@@ -92,12 +92,23 @@ def _dataset(folder: EvaluationFolder, path: Path) -> Any:
             columns = {"sentence1": folder.first, "sentence2": folder.second, "score": folder.score_N.tolist()}
             return DatasetDict(test=Dataset.from_dict(columns))
         case ClassificationFolder():
-            train = Dataset.from_dict({"text": folder.train_texts, "label": folder.train_labels})
-            return DatasetDict(
-                train=train, test=Dataset.from_dict({"text": folder.test_texts, "label": folder.test_labels})
-            )
+            return _classification(folder)
         case ClusteringFolder():
             return DatasetDict(test=Dataset.from_dict({"sentences": folder.texts, "labels": folder.labels}))
+
+
+def _classification(folder: ClassificationFolder) -> DatasetDict:
+    """Both parts with numbers for labels: of two of them mteb asks how well the one called 1 is found."""
+    # Those of the test part come first, so that they are 0 and 1 where there are two, whatever training has beside.
+    names = [*sorted({*folder.test_labels}), *sorted({*folder.train_labels} - {*folder.test_labels})]
+    number = {name: row for row, name in enumerate(names)}
+    parts = {"train": (folder.train_texts, folder.train_labels), "test": (folder.test_texts, folder.test_labels)}
+    return DatasetDict(
+        {
+            part: Dataset.from_dict({"text": texts, "label": [number[label] for label in labels]})
+            for part, (texts, labels) in parts.items()
+        }
+    )
 
 
 def _retrieval_split(folder: RetrievalFolder, path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Our encoder inside mteb against mteb by itself and against our own evaluation."""
 
 import numbers
+import random
 
 import pytest
 
@@ -10,7 +11,8 @@ from embeddings.evaluation.mteb_library import quiet
 from embeddings.evaluation.runner import evaluate_folder
 from embeddings.inference.encoder import Encoder
 from embeddings.models.hub import resolve_model
-from tests.evaluation.task_sets import other_tasks, write_sets  # loads mteb
+from tests.evaluation.data import write_rows
+from tests.evaluation.task_sets import other_tasks, topic_text, write_sets  # loads mteb
 from tests.inference.models import tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 
@@ -59,6 +61,20 @@ def test_every_score_is_the_one_that_mteb_finds_by_itself(tmp_path):
     for name, scores in theirs.items():
         assert 0.05 < scores["main_score"] < 0.999, name
         assert ours[name] == pytest.approx(scores, abs=1e-4, nan_ok=True), name  # nauc may be none
+
+
+def test_a_set_of_two_labels_in_words_has_all_scores_of_one_with_numbers(tmp_path):
+    for name, labels in (("words", ("court", "sea")), ("numbers", (0, 1))):
+        (tmp_path / name).mkdir()
+        draw = random.Random(0)
+        rows = [{"text": topic_text(topic, draw), "label": topic} for _ in range(16) for topic in ("court", "sea")]
+        named = [row | {"label": labels[row["label"] == "sea"]} for row in rows]
+        write_rows(tmp_path / name / "train.jsonl", named[:16])
+        write_rows(tmp_path / name / "test.jsonl", named[16:])
+    encoder = Encoder(tiny_embedder(), precision="float32")
+    found = by_us(encoder, find_tasks([str(tmp_path / "words"), str(tmp_path / "numbers")]), tmp_path / "out")
+    assert 0.05 < found["words"]["ap"] < 0.999
+    assert found["words"] == found["numbers"]
 
 
 def test_prompts_hold_as_mteb_chooses_them(tmp_path, monkeypatch):

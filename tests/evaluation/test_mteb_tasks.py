@@ -29,10 +29,23 @@ def test_the_other_kinds_hold_their_rows(tmp_path):
     assert (pairs.metadata.type, pairs.dataset["test"]["score"]) == ("STS", [5.0, 4.0, 2.0, 0.0])
     topics = loaded(write_labelled(tmp_path / "c", with_train=True))
     assert {split: len(rows) for split, rows in topics.dataset.items()} == {"train": 6, "test": 6}
-    assert set(topics.dataset["train"]["label"]) == {"animal", "1"}
+    assert {split: sorted(rows["label"]) for split, rows in topics.dataset.items()} == {
+        "train": [0, 0, 0, 1, 1, 1],
+        "test": [0, 0, 0, 1, 1, 1],
+    }
+    assert topics.dataset["test"]["label"][0] == topics.dataset["train"]["label"][0] == 1  # "animal" is behind "1"
     groups = loaded(write_labelled(tmp_path / "k", with_train=False))
     assert (groups.metadata.type, len(groups.dataset["test"]["sentences"])) == ("Clustering", 6)
     assert groups.max_fraction_of_documents_to_embed is None
+
+
+def test_two_tested_labels_are_0_and_1_whatever_training_has_beside(tmp_path):
+    folder = write_labelled(tmp_path / "c", with_train=True)
+    with open(folder / "train.jsonl", "a") as file:
+        file.write('{"text": "a", "label": "a"}\n{"text": "b", "label": 0}\n')
+    parts = loaded(folder).dataset
+    assert set(parts["test"]["label"]) == {0, 1}
+    assert set(parts["train"]["label"]) == {0, 1, 2, 3}
 
 
 def test_a_task_knows_its_data_by_a_hash(tmp_path):
