@@ -81,6 +81,6 @@ def _load(folder: Path, base: Sequence[str]) -> Imported:
         return loader_of(folder, base)(folder)
     except UserError:
         raise
-    except (ValueError, TypeError, RuntimeError, StrictDataclassError) as error:
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, StrictDataclassError) as error:
         what = f"makes no model: {' '.join(str(error).split())[:100]}"
         raise InputError(str(folder / "config.json"), what, "take a whole copy of the checkpoint") from error

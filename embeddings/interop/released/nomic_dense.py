@@ -58,11 +58,13 @@ def dense_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     """
     config.require(qkv_proj_bias=False, mlp_fc1_bias=False, mlp_fc2_bias=False, norm_mlp=False)
     function = config.fields.get("activation_function")
-    if function not in _GATES:
-        config.require(activation_function="swiglu")
+    if not isinstance(function, str) or function not in _GATES:
+        # The published code takes an MLP without a gate where nothing is said.
+        what = f"has activation_function {shown(function)}, known here are {', '.join(_GATES)}"
+        raise InputError(str(config.path), what, "import another checkpoint")
     width = -(-config.whole("n_inner") // _WIDTH_STEP) * _WIDTH_STEP
     fields = encoder_fields(config, tokenizer)
-    return NomicBertConfig(**fields, intermediate_size=width, hidden_act=_GATES[str(function)])
+    return NomicBertConfig(**fields, intermediate_size=width, hidden_act=_GATES[function])
 
 
 def dense_names(prefix: str = "") -> dict[str, str | Published]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from embeddings.common import InputError, OptionError
-from embeddings.interop.released import import_released, importer
+from embeddings.interop.released import import_released, importer, nomic_dense
 from embeddings.models import Embedder
 from embeddings.models.model_files import IMPORT_FILE
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
@@ -120,6 +120,17 @@ def test_what_was_imported_can_be_imported_again(tmp_path):
     import_released(str(folder), tmp_path / "once")
     import_released(str(tmp_path / "once"), tmp_path / "twice")
     assert (encoded(tmp_path / "once") - encoded(tmp_path / "twice")).abs().max() == 0
+
+
+@pytest.mark.parametrize("error", [KeyError("None"), IndexError("no row"), AttributeError("no such field")])
+def test_whatever_a_config_meets_in_an_architecture_is_one_line(error, tmp_path, monkeypatch):
+    def load(folder):
+        raise error
+
+    folder, _, _ = nomic_folder(tmp_path / "published", DENSE)
+    monkeypatch.setattr(nomic_dense, "load", load)
+    with pytest.raises(InputError, match=r"config\.json: makes no model: .+; take a whole copy"):
+        import_released(str(folder), tmp_path / "ours")
 
 
 def test_a_source_is_never_written_to(tmp_path):

@@ -107,7 +107,9 @@ def test_an_embedding_model_may_carry_a_language_models_names(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"activation_function": "gelu"}, "has activation_function 'gelu', and only 'swiglu' is known here"),
+        ({"activation_function": "gelu"}, "has activation_function 'gelu', known here are swiglu, geglu, glu"),
+        ({"activation_function": None}, "has activation_function None, known here are swiglu, geglu, glu"),
+        ({"activation_function": ["swiglu"]}, "has activation_function ['swiglu'], known here are swiglu, geglu, glu"),
         ({"qkv_proj_bias": True}, "has qkv_proj_bias True, and only False is known here"),
         ({"n_inner": 300}, "fc12.weight has shape (256, 32), by config.json it has (512, 32)"),
         ({"rotary_emb_base": None}, "has rotary_emb_base None, expected a number"),
