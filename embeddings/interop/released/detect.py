@@ -12,6 +12,19 @@ from embeddings.interop.released.fill import Imported
 KNOWN = "nvembed, nomic_bert, cde-small, adapters of LLM2Vec, or a sentence-transformers directory"
 
 
+def folders_of(folder: Path, base: Sequence[str] = ()) -> list[Path]:
+    """The folders that a checkpoint is read from: its own, and of an adapter those of what it adapts.
+
+    Raises:
+        InputError: If what an adapter adapts cannot be had.
+        OptionError: If more is named than there are adapters.
+    """
+    if not (folder / llm2vec.ADAPTER_CONFIG).is_file():
+        return [folder]
+    adapters, decoder = llm2vec.adapter_chain(folder, base)
+    return [*adapters, decoder]
+
+
 def loader_of(folder: Path, base: Sequence[str] = ()) -> Callable[[Path], Imported]:
     """What loads the checkpoint of a folder.
 

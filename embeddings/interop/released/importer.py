@@ -8,7 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.log import logger
-from embeddings.interop.released.detect import loader_of
+from embeddings.interop.released.detect import folders_of, loader_of
 from embeddings.interop.released.fill import Imported
 from embeddings.interop.released.licence import stated_licence
 from embeddings.interop.released.usage import USAGES, as_used, check_name, may_want_norm, usage_name
@@ -41,14 +41,16 @@ def import_released(
 
     Raises:
         InputError: If the checkpoint cannot be had, is of no known family, or is not whole.
-        OptionError: If the output is a file or the source itself, or `known_as` is another model.
+        OptionError: If the output is a file, the source itself or what it adapts, or `known_as` is another model.
     """
     require_folder_or_nothing(output)
     check_name(known_as)
     folder = resolve_model(source, revision)
     target = Path(output).expanduser()
-    if folder.resolve() == target.resolve():
-        raise OptionError("output", str(output), "must not be the source, which it would replace", "name a new folder")
+    folders = folders_of(folder, base)
+    if target.resolve() in [read.resolve() for read in folders]:
+        rule = "must not be the source or its base, which it would replace"
+        raise OptionError("output", str(output), rule, "name a new folder")
     imported = _used(_load(folder, base), source, known_as)
     record = {"source": source, "revision": revision, "base": list(base), "family": imported.family}
     record |= {"used_as": imported.used_as}

@@ -55,7 +55,7 @@ def load(folder: Path, base: Sequence[str] = ()) -> Imported:
         InputError: If an adapter or the decoder is not whole, or one is of a kind that is not known here.
         OptionError: If more is named than there are adapters.
     """
-    adapters, decoder = _chain(folder, base)
+    adapters, decoder = adapter_chain(folder, base)
     settings = _settings(folder)
     unused: list[str] = []
     names = ReleasedWeights(decoder).shapes
@@ -132,8 +132,17 @@ def _targets(model: PreTrainedModel, config: ReleasedConfig) -> dict[str, nn.Lin
     return found
 
 
-def _chain(folder: Path, base: Sequence[str]) -> tuple[list[Path], Path]:
-    """The adapters, the outermost first, and the folder of the decoder."""
+def adapter_chain(folder: Path, base: Sequence[str]) -> tuple[list[Path], Path]:
+    """The adapters, the outermost first, and the folder of the decoder.
+
+    Args:
+        folder: The outermost.
+        base: As in `load`.
+
+    Raises:
+        InputError: If an adapter does not say what it adapts, or that cannot be had.
+        OptionError: If more is named than there are adapters.
+    """
     adapters, named = [folder], list(base)
     while True:
         config = ReleasedConfig(adapters[-1] / ADAPTER_CONFIG)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from embeddings.common import InputError, OptionError
+from embeddings.interop.released import import_released
 from embeddings.interop.released.llm2vec import load
 from embeddings.models import BackboneConfig, Embedder
 from tests.helpers.tiny import sentencepiece_tokenizer
@@ -105,6 +106,22 @@ def test_an_adapter_of_an_adapted_decoder_is_merged_after_it(tmp_path):
     assert_same(encoded(tmp_path / "ours"), expected)
     named = {name.partition("/")[0] for name in made.report.used if "lora" in name}
     assert named == {"inner", "outer"}
+
+
+@pytest.mark.parametrize("read", ["decoder", "inner", "outer"])
+def test_no_folder_that_is_read_is_written_to(read, tmp_path):
+    decoder(tmp_path / "decoder")
+    adapter(tmp_path / "inner", str(tmp_path / "decoder"), seed=1)
+    adapter(tmp_path / "outer", str(tmp_path / "inner"), seed=2)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "link").symlink_to(tmp_path / read)
+    for output in (tmp_path / read, tmp_path / "link"):
+        with pytest.raises(OptionError, match="output must not be the source or its base, which it would replace"):
+            import_released(str(tmp_path / "outer"), output)
+    assert {
+        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "link" not in path.parts
+    } == before
+    import_released(str(tmp_path / "outer"), tmp_path / "ours")
 
 
 def test_the_scale_of_rslora_is_its_own(tmp_path):
