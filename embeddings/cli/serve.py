@@ -193,9 +193,10 @@ def evaluate(
             same line goes on at the first task that is not done.
         prompt_name: Which of the model's prompts goes before queries (retrieval) or every text (the other kinds).
         instructions: With `tasks`, what queries (retrieval) or every text (the other kinds) is encoded with, by task:
-            the published tables `nv-embed` and `mgh`, or a JSON file `{"instructions": {TASK: TEXT}}`.
-        output: A JSON file for the scores; with `tasks` the folder of their results, in mteb's format, and of
-            `scores.csv`.
+            the published tables `nv-embed` and `mgh`, or a JSON file `{"instructions": {TASK: TEXT}}`. Not beside
+            `prompt_name`.
+        output: A JSON file for the scores; with `tasks` the folder of their results, in mteb's format, a `scores.csv`
+            beside those of each model and its settings.
         precision: Format of matrix products.
         dimensions: How many of the first numbers of each vector are compared, of a model that was trained so; several
             as `[384, 128]`, from one encoding; all if left out.

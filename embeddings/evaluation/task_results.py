@@ -32,9 +32,15 @@ class TaskResults:
     def __init__(self, folder: Path, metas: Mapping[int, "ModelMeta"]) -> None:
         self.folder, self.metas = folder, metas
 
+    def place(self, width: int) -> Path:
+        """The folder of this model's results with these settings."""
+        meta = self.metas[width]
+        folder = self.folder / "results" / meta.model_name_as_path() / str(meta.revision)
+        return folder if meta.experiment_name is None else folder / "experiments" / meta.experiment_name
+
     def path(self, task: "AbsTask", width: int) -> Path:
         """The file of a task's result."""
-        return self._folder(width) / f"{task.metadata.name}.json"
+        return self.place(width) / f"{task.metadata.name}.json"
 
     def find(self, task: "AbsTask", width: int) -> TaskResult | None:
         """The result of a task, or None where there is none, or of other data or another release of mteb.
@@ -69,16 +75,11 @@ class TaskResults:
                     where = f"task {result.task_name}, {split}, {row['hf_subset']}, {width} dimensions"
                     what = f"{task.metadata.main_score} is {row['main_score']}"
                     raise InputError(where, what, "look at the model's vectors: they may all be equal")
-        meta = self._folder(width) / "model_meta.json"
+        meta = self.place(width) / "model_meta.json"
         if not meta.exists():
             write_json(meta, json.loads(json.dumps(self.metas[width].to_dict(), default=str)))
         with atomic_path(self.path(task, width)) as temporary:
             result.to_disk(temporary)
-
-    def _folder(self, width: int) -> Path:
-        meta = self.metas[width]
-        folder = self.folder / "results" / meta.model_name_as_path() / str(meta.revision)
-        return folder if meta.experiment_name is None else folder / "experiments" / meta.experiment_name
 
 
 class TaskScore(NamedTuple):
@@ -106,15 +107,17 @@ def collect_scores(results: TaskResults, tasks: Sequence["AbsTask"]) -> list[Tas
 
 
 def write_table(results: TaskResults, tasks: Sequence["AbsTask"]) -> list[TaskScore]:
-    """Write `scores.csv`, the table of all tasks that are finished, and return the scores.
+    """Write a `scores.csv` beside the results of each width, the table of those tasks, and return the scores.
 
     Several processes may end at once: each looks again after writing, so that the last table lacks none of their tasks.
     """
     found = collect_scores(results, tasks)
     while True:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(_table(found))
-        write_text(results.folder / "scores.csv", text.getvalue())
+        for width in results.metas:
+            text = io.StringIO()
+            rows = [score._replace(scores={width: score.scores[width]}) for score in found]
+            csv.writer(text, lineterminator="\n").writerows(_table(rows))
+            write_text(results.place(width) / "scores.csv", text.getvalue())
         before, found = found, collect_scores(results, tasks)
         if _table(before) == _table(found):
             return found

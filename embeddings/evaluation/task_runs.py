@@ -69,7 +69,7 @@ def run_tasks(
         encoder: The model.
         model: What it is called: a directory or a Hub id.
         tasks: The tasks, not loaded.
-        output: The folder of the results (see `TaskResults`) and of `scores.csv`.
+        output: The folder of the results (see `TaskResults`) and of their tables, `scores.csv`.
         settings: What the scores depend on beside the model.
         share: The numbers of the tasks that this process runs; None for all.
 

@@ -34,7 +34,7 @@ def test_tasks_are_scored_shared_and_gone_on_with(world, tmp_path, capsys, monke
     assert main(line(world, tmp_path / "out", *tasks)) == 0
     table = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in table] == ["task", "pairs", "topics", "mean", "mean", "mean"]
-    assert (tmp_path / "out" / "scores.csv").is_file()
+    assert len([*(tmp_path / "out").glob("results/*/*/scores.csv")]) == 1
     monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded again"))
     assert main(line(world, tmp_path / "out", *tasks)) == 0
     assert capsys.readouterr().out.splitlines() == table

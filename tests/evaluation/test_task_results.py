@@ -1,6 +1,7 @@
 import pytest
 
 from embeddings.common import InputError
+from embeddings.evaluation.instructions import Instructions
 from embeddings.evaluation.mteb_library import load_mteb, quiet
 from embeddings.inference.encoder import Encoder
 from tests.evaluation.task_sets import write_sets
@@ -36,13 +37,9 @@ def test_mteb_reads_the_results_with_model_and_settings(world, tmp_path):
         score.task: pytest.approx(score.scores[32], abs=1e-6) for score in scores
     }
     (cut,) = tmp_path.glob("results/my__model/*/experiments/dimensions_8")
-    assert {path.name for path in cut.iterdir()} == {"pairs.json", "topics.json", "model_meta.json"}
-    assert {path.name for path in cut.parents[1].iterdir()} == {
-        "pairs.json",
-        "topics.json",
-        "model_meta.json",
-        "experiments",
-    }
+    files = {"pairs.json", "topics.json", "model_meta.json", "scores.csv"}
+    assert {path.name for path in cut.iterdir()} == files
+    assert {path.name for path in cut.parents[1].iterdir()} == {*files, "experiments"}
 
 
 def test_a_result_of_more_languages_and_splits_is_read_for_those_of_the_task(tmp_path):
@@ -107,8 +104,25 @@ def test_the_table_has_a_row_a_task_and_means_over_those_that_are_finished():
 def test_the_table_is_written_as_it_is_printed(world, tmp_path):
     encoder, tasks = world
     scores = run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings())
-    lines = (tmp_path / "scores.csv").read_text().splitlines()
+    (table,) = tmp_path.glob("**/scores.csv")
+    lines = table.read_text().splitlines()
     assert lines[0] == "task,type,metric,score"
     assert [line.replace(",", " ").split() for line in lines] == [
         line.split() for line in format_table(scores).splitlines()
     ]
+
+
+def test_models_and_settings_have_a_table_each(world, tmp_path):
+    encoder, tasks = world
+    first = run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings(widths=[32, 8]))
+    before = {path: path.read_text() for path in tmp_path.glob("**/scores.csv")}
+    for width in (32, 8):
+        rows = [score._replace(scores={width: score.scores[width]}) for score in first]
+        expected = [line.split() for line in format_table(rows).splitlines()]
+        assert expected in [[line.replace(",", " ").split() for line in text.splitlines()] for text in before.values()]
+    other = Encoder(tiny_embedder(normalize=False), precision="float32")
+    run_tasks(other, "my/model", tasks, tmp_path, TaskSettings())
+    run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings(instructions=Instructions("mine", {"STS": "same?"})))
+    after = {path: path.read_text() for path in tmp_path.glob("**/scores.csv")}
+    assert (len(before), len(after)) == (2, 4)
+    assert before.items() <= after.items()

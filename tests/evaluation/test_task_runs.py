@@ -118,7 +118,8 @@ def test_processes_share_the_tasks(encoder, sets, tmp_path):
     second = run(encoder, str(sets), tmp_path, share=range(1, 4, 2))
     assert all(score.complete for score in second)
     assert run(encoder, str(sets), tmp_path / "one") == second
-    assert (tmp_path / "scores.csv").read_text() == (tmp_path / "one" / "scores.csv").read_text()
+    (shared,), (one,) = (list(folder.glob("results/*/*/scores.csv")) for folder in (tmp_path, tmp_path / "one"))
+    assert shared.read_text() == one.read_text()
 
 
 def test_a_task_that_is_the_mean_of_others_is_run_through_them(encoder, tmp_path):
