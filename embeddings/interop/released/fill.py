@@ -1,6 +1,6 @@
 """Models of a config, filled with the tensors of a published checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,15 @@ def take_parts(
         part, _, inner = name.partition(".")
         states[part][inner] = tensor
     return states, report
+
+
+def names_in(model: PreTrainedModel, published: Iterable[str]) -> dict[str, list[str]]:
+    """Each published tensor that transformers itself read into a model, and the model's own name of it.
+
+    A checkpoint with a head has the backbone's name in front of its tensors, which the backbone alone has not.
+    """
+    own, prefix = model.state_dict().keys(), f"{model.base_model_prefix}."
+    return {name: [name if name in own else name.removeprefix(prefix)] for name in published}
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

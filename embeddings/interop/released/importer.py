@@ -14,7 +14,7 @@ from embeddings.interop.released.licence import stated_licence
 from embeddings.interop.released.usage import USAGES, as_used, check_name, may_want_norm, usage_name
 from embeddings.models.directory import replaced_folder, require_folder_or_nothing
 from embeddings.models.embedder import Embedder
-from embeddings.models.hub import resolve_model
+from embeddings.models.hub import origin_of, resolve_model
 from embeddings.models.model_card import ImportFacts, keeps_card, write_model_card
 from embeddings.models.model_files import IMPORT_FILE, write_json
 
@@ -29,8 +29,9 @@ def import_released(
     """Write a published checkpoint as a model directory, whole or not at all; no code of it runs.
 
     Beside the model lies a record of which published tensor each of its tensors came from, and what was left, and an
-    embedding model's card; both are in the directory before it is put in its place. Where a published card uses the
-    vectors in a way that the files do not state (see `USAGES`), the model does so by itself.
+    embedding model's card; both are in the directory before it is put in its place. The record's `revision` is the
+    commit that was read, wherever the Hub named one. Where a published card uses the vectors in a way that the files do
+    not state (see `USAGES`), the model does so by itself.
 
     Args:
         source: A directory or Hub id.
@@ -52,7 +53,9 @@ def import_released(
         rule = "must not be the source or its base, which it would replace"
         raise OptionError("output", str(output), rule, "name a new folder")
     imported = _used(_load(folder, base), source, known_as)
-    record = {"source": source, "revision": revision, "base": list(base), "family": imported.family}
+    revision = origin_of(folder).commit or revision
+    bases = [origin_of(read)._asdict() for read in folders[1:]]
+    record = {"source": source, "revision": revision, "base": bases, "family": imported.family}
     record |= {"used_as": imported.used_as}
     # The model's write is whole by itself; in a folder around it, record and card come into place with the model.
     with replaced_folder(target) as new:

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
-from embeddings.interop.released.fill import Imported
+from embeddings.interop.released.fill import Imported, names_in
 from embeddings.interop.released.key_map import KeyMap, KeyReport
 from embeddings.models.backbone import load_model
 from embeddings.models.bidirectional import check_bidirectional
 from embeddings.models.embedder import Embedder
-from embeddings.models.hub import resolve_model
+from embeddings.models.hub import origin_of, resolve_model
 from embeddings.models.pooling import MeanPooling
 
 FAMILY = "LLM2Vec's adapters"
@@ -61,7 +61,7 @@ def load(folder: Path, base: Sequence[str] = ()) -> Imported:
     names = ReleasedWeights(decoder).shapes
     model = load_model(decoder, make_bidirectional=True, unused=unused)
     check_bidirectional(model)
-    report = KeyReport({name: [name] for name in names if name not in unused}, sorted(unused))
+    report = KeyReport(names_in(model, (name for name in names if name not in unused)), sorted(unused))
     for adapter in reversed(adapters):
         report |= merge_adapter(model, adapter)
     innermost = ReleasedConfig(adapters[-1] / ADAPTER_CONFIG)
@@ -82,6 +82,8 @@ def load(folder: Path, base: Sequence[str] = ()) -> Imported:
 @torch.no_grad()
 def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
     """Add an adapter's updates to the weights of a model, in place.
+
+    The report names the weight that each of its tensors went into, and the adapter in front of the tensor.
 
     Precision: in float32, rounded once to the dtype of the weight.
 
@@ -115,7 +117,11 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
     for name, layer in layers.items():
         update = state[f"{name}.lora_B"].float() @ state[f"{name}.lora_A"].float() * scale
         layer.weight.copy_((layer.weight.float() + update).to(layer.weight.dtype))
-    return KeyReport({f"{folder.name}/{name}": ours for name, ours in report.used.items()}, report.left)
+    source = origin_of(folder).name
+    used = {
+        f"{source}/{name}": [f"{ours.rpartition('.')[0]}.weight" for ours in into] for name, into in report.used.items()
+    }
+    return KeyReport(used, report.left)
 
 
 def _targets(model: PreTrainedModel, config: ReleasedConfig) -> dict[str, nn.Linear]:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, TextSettings
 from embeddings.interop.released.checkpoint import ReleasedWeights
-from embeddings.interop.released.fill import Imported
+from embeddings.interop.released.fill import Imported, names_in
 from embeddings.interop.released.key_map import KeyReport
 from embeddings.models.backbone import load_model, load_tokenizer
 from embeddings.models.directory import read_model_directory
@@ -29,7 +29,7 @@ def load(folder: Path) -> Imported:
     unused: list[str] = []
     backbone = load_model(folder, unused=unused)
     embedder = described_embedder(folder, backbone, load_tokenizer(folder, backbone), {})
-    used = {name: [name] for name in names if name not in unused}
+    used = names_in(backbone, (name for name in names if name not in unused))
     return Imported(FAMILY, embedder, KeyReport(used, sorted(unused)))
 
 

@@ -3,14 +3,16 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import BertForMaskedLM
 
 from embeddings.common import InputError, OptionError
 from embeddings.interop.released import import_released, importer, nomic_dense
 from embeddings.models import Embedder
 from embeddings.models.model_files import IMPORT_FILE
-from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 from tests.interop.released.nomic import DENSE, HIDDEN, MOE, nomic_folder
-from tests.interop.released.published import encoded, write_checkpoint
+from tests.interop.released.published import describe, encoded, write_checkpoint
 
 
 def test_a_record_beside_the_model_names_what_every_tensor_came_from(tmp_path):
@@ -20,6 +22,21 @@ def test_a_record_beside_the_model_names_what_every_tensor_came_from(tmp_path):
     assert (record["source"], record["family"], record["left"]) == (str(folder), "Nomic's encoder with experts", [])
     assert sorted(record["used"]) == sorted(state)
     assert record["used"]["encoder.layers.1.mlp.experts.mlp.w2"] == ["layers.1.mlp.experts.w2"]
+
+
+def test_the_record_names_our_tensors_and_the_commit_that_was_read(tmp_path, monkeypatch):
+    folder = tmp_path / "models--who--what" / "snapshots" / "0123abc"
+    model = BertForMaskedLM(tiny_bert().config)
+    save_backbone(str(folder), model, wordpiece_tokenizer())
+    describe(folder, 32)
+    monkeypatch.setattr(importer, "resolve_model", lambda *_: folder)
+    import_released("who/what", tmp_path / "ours", "main")
+    record = json.loads((tmp_path / "ours" / IMPORT_FILE).read_text())
+    assert (record["source"], record["revision"], record["base"]) == ("who/what", "0123abc", [])
+    name = "embeddings.word_embeddings.weight"
+    assert record["used"][f"bert.{name}"] == [name]
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert sorted(name for names in record["used"].values() for name in names) == sorted(ours)
 
 
 def test_an_earlier_model_is_replaced_with_its_record(tmp_path):

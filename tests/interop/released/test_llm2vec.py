@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from embeddings.common import InputError, OptionError
 from embeddings.interop.released import import_released
@@ -79,7 +80,10 @@ def test_the_imported_model_gives_the_published_vectors(named, before, behind, t
     update = adapter(tmp_path / "adapter", named, seed=1)
     made = load(tmp_path / "adapter", [str(tmp_path / "decoder")])
     assert made.report.left == ["lm_head.weight"]
-    assert "adapter/base_model.model.layers.0.self_attn.q_proj.lora_A.weight" in made.report.used
+    for side in "AB":
+        name = f"{tmp_path}/adapter/base_model.model.layers.0.self_attn.q_proj.lora_{side}.weight"
+        assert made.report.used[name] == ["layers.0.self_attn.q_proj.weight"]
+    assert made.report.used["model.embed_tokens.weight"] == ["embed_tokens.weight"]
     made.model.save_pretrained(tmp_path / "ours")
     for role, instruction in (("document", ""), ("query", INSTRUCTION)):
         expected = each(
@@ -104,8 +108,8 @@ def test_an_adapter_of_an_adapted_decoder_is_merged_after_it(tmp_path):
     whole = merged(state, inner, outer)
     expected = each(TEXTS, lambda text: released_vector(whole, tokenizer, text, "", "", ""))
     assert_same(encoded(tmp_path / "ours"), expected)
-    named = {name.partition("/")[0] for name in made.report.used if "lora" in name}
-    assert named == {"inner", "outer"}
+    named = {name.rpartition("/")[0] for name in made.report.used if "lora" in name}
+    assert named == {str(tmp_path / "inner"), str(tmp_path / "outer")}
 
 
 @pytest.mark.parametrize("read", ["decoder", "inner", "outer"])
@@ -122,6 +126,10 @@ def test_no_folder_that_is_read_is_written_to(read, tmp_path):
         path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "link" not in path.parts
     } == before
     import_released(str(tmp_path / "outer"), tmp_path / "ours")
+    record = json.loads((tmp_path / "ours" / "import.json").read_text())
+    assert record["base"] == [{"name": str(tmp_path / name), "commit": None} for name in ("inner", "decoder")]
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert {name for names in record["used"].values() for name in names} == ours.keys()
 
 
 def test_the_scale_of_rslora_is_its_own(tmp_path):
