@@ -42,7 +42,8 @@ def described_embedder(
 ) -> Embedder:
     """The embedding model around a backbone, its pooling and its texts as the folder says.
 
-    Where the folder says nothing: the mean of all tokens, of unit length, of texts as long as the model was trained on.
+    Where the folder says nothing: the mean of all tokens, of unit length, of texts as long as tokenizer and positions
+    allow.
 
     Args:
         folder: What was published.
