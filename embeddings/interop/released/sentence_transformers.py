@@ -11,6 +11,7 @@ from embeddings.interop.released.checkpoint import ReleasedWeights
 from embeddings.interop.released.fill import Imported, names_in
 from embeddings.interop.released.key_map import KeyReport
 from embeddings.models.backbone import load_model, load_tokenizer
+from embeddings.models.context_directory import is_contextual
 from embeddings.models.directory import read_model_directory
 from embeddings.models.embedder import Embedder
 from embeddings.models.pooling import MeanPooling
@@ -23,8 +24,11 @@ def load(folder: Path) -> Imported:
     """The embedding model of a folder; transformers itself renames the tensors of its architectures.
 
     Raises:
-        InputError: If a file is missing or damaged, or a module is none of ours.
+        InputError: If a file is missing or damaged, a module is none of ours, or the folder is a contextual model that
+            this library wrote.
     """
+    if is_contextual(folder):
+        raise InputError(str(folder), "is a model directory of this library already", "use it as it is")
     names = ReleasedWeights(folder).shapes
     unused: list[str] = []
     backbone = load_model(folder, unused=unused)

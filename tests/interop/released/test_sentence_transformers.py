@@ -6,10 +6,12 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 from embeddings.common import InputError
+from embeddings.interop.released.detect import loader_of
 from embeddings.interop.released.sentence_transformers import load
 from embeddings.models import Embedder
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 from tests.interop.released.published import TEXTS, assert_same, describe, encoded
+from tests.models.contextual_models import tiny_contextual
 
 
 def directory(folder, **settings):
@@ -52,6 +54,12 @@ def test_what_the_folder_does_not_say_is_the_mean_of_unit_length(tmp_path):
     embedder = load(folder).model
     assert isinstance(embedder, Embedder)
     assert (embedder.normalize, embedder.text.pool_prompt, embedder.text.document_max_length) == (True, True, 128)
+
+
+def test_a_contextual_model_of_this_library_needs_no_import(tmp_path):
+    tiny_contextual().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="is a model directory of this library already; use it as it is"):
+        loader_of(tmp_path)(tmp_path)
 
 
 def test_weights_that_are_missing_are_one_line(tmp_path):
