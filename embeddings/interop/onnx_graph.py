@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import atomic_path
@@ -111,7 +111,7 @@ def _largest_difference(model: PreTrainedModel, path: Path) -> float:
     onnxruntime = require("onnxruntime", "onnx")
     session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
     largest = 0.0
-    for num_texts, length in _CHECKED_SHAPES:
+    for num_texts, length in (*_CHECKED_SHAPES, *((1, length) for length in _turning_lengths(model.config))):
         inputs = _example(model, num_texts, length)
         expected = _States(model)(*inputs).numpy()
         (found,) = session.run(None, {name: tensor.numpy() for name, tensor in zip(_INPUTS, inputs, strict=True)})
@@ -119,6 +119,18 @@ def _largest_difference(model: PreTrainedModel, path: Path) -> float:
         # NaN is no small difference.
         largest = float(np.maximum(largest, np.abs(found - expected)[is_text].max()))
     return largest
+
+
+def _turning_lengths(config: PretrainedConfig) -> list[int]:
+    """Lengths from which a model computes otherwise: past its window, and past where its rotary angles change."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    # An encoder that has layers of two kinds keeps the angles of each kind apart.
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+    ends = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
+    for kind in kinds:
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            ends.append(kind.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return sorted({end + 2 for end in ends if isinstance(end, int)})
 
 
 def _example(model: PreTrainedModel, num_texts: int, length: int) -> tuple[Tensor, Tensor]:

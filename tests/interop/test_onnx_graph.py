@@ -5,13 +5,14 @@ import onnxruntime
 import pytest
 import torch
 from torch import nn
+from transformers import NomicBertConfig, PreTrainedModel
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.interop import onnx_graph
 from embeddings.interop.onnx_graph import check_onnx, write_onnx
 from embeddings.models import ClsPooling, Embedder, LoraSettings, MeanPooling, Pooling, add_lora
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
-from tests.models.contextual_models import tiny_contextual, tiny_nomic, tiny_xlm_roberta
+from tests.models.contextual_models import tiny_contextual, tiny_modernbert, tiny_nomic, tiny_xlm_roberta
 from tests.models.moe import tiny_moe
 from tests.models.reading import random_tokens
 
@@ -52,10 +53,38 @@ def test_a_graph_gives_the_models_states_at_any_length(tmp_path: Path, make: obj
 
 def test_a_graph_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     embedder(tiny_bert()).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(onnx_graph, "_TOLERANCE", -1.0)
+    export = onnx_graph._export
+
+    def altered(model: PreTrainedModel, *places: Path) -> None:
+        export(model, *places)
+        with torch.no_grad():
+            model.get_parameter("encoder.layer.1.output.dense.weight")[3, 5] += 1e-2
+
+    monkeypatch.setattr(onnx_graph, "_export", altered)
     with pytest.raises(InputError, match=r"the graph.s states differ by .* from torch.s; leave --format onnx out"):
         write_onnx(tmp_path / "model")
     assert list((tmp_path / "model" / "onnx").iterdir()) == []
+
+
+def test_both_are_compared_past_a_window_and_past_where_angles_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of one window's texts may have no window at all: every token of them sees every other."""
+    assert onnx_graph._turning_lengths(tiny_bert().config) == []
+    assert onnx_graph._turning_lengths(tiny_modernbert().config) == [5, 8]
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+    config = NomicBertConfig(max_position_embeddings=24, rope_parameters=dynamic)
+    assert onnx_graph._turning_lengths(config) == [26]
+    compared, example = [], onnx_graph._example
+
+    def spy(model: PreTrainedModel, num_texts: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        compared.append((num_texts, length))
+        return example(model, num_texts, length)
+
+    monkeypatch.setattr(onnx_graph, "_example", spy)
+    embedder(tiny_modernbert()).save_pretrained(tmp_path / "model")
+    assert write_onnx(tmp_path / "model") <= 1e-5
+    assert compared[1:] == [*onnx_graph._CHECKED_SHAPES, (1, 5), (1, 8)]
 
 
 def test_models_that_bring_code_are_refused_in_one_line() -> None:
