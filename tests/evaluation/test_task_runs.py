@@ -11,6 +11,7 @@ from embeddings.inference.encoder import Encoder
 from tests.evaluation.data import write_similarity
 from tests.evaluation.task_sets import memory_task, other_tasks, write_sets
 from tests.inference.models import counted_encodings, tiny_embedder
+from tests.models.contextual_models import tiny_contextual
 
 load_mteb()
 
@@ -73,7 +74,7 @@ def test_what_a_killed_run_finished_is_kept(encoder, sets, tmp_path, monkeypatch
     }
 
 
-@pytest.mark.parametrize("change", ["weights", "prompt", "instructions", "data"])
+@pytest.mark.parametrize("change", ["weights", "structure", "precision", "prompt", "instructions", "data"])
 def test_a_result_of_another_model_or_of_other_settings_or_data_is_not_taken(change, tmp_path, monkeypatch):
     folder = write_similarity(tmp_path / "pairs")
     encoder = Encoder(tiny_embedder(prompts={"mine": "the "}), precision="float32")
@@ -85,6 +86,11 @@ def test_a_result_of_another_model_or_of_other_settings_or_data_is_not_taken(cha
     if change == "weights":
         with torch.no_grad():
             next(encoder.embedder.parameters()).add_(1)
+    if change == "structure":
+        encoder = Encoder(tiny_embedder(prompts={"mine": "the "}), precision="float32")
+        encoder.embedder.backbone.config.num_attention_heads = 2
+    if change == "precision":
+        encoder = Encoder(encoder.embedder, precision="bfloat16")
     if change == "prompt":
         settings = {"prompt_name": "mine"}
     if change == "instructions":
@@ -94,6 +100,16 @@ def test_a_result_of_another_model_or_of_other_settings_or_data_is_not_taken(cha
             file.write('{"sentence1": "a", "sentence2": "b", "score": 1}\n')
     run(encoder, str(folder), tmp_path / "out", **settings)
     assert len(counts) == 4
+
+
+def test_a_result_behind_another_context_is_not_taken(sets, tmp_path, monkeypatch):
+    encoder, counts = Encoder(tiny_contextual(), precision="float32"), counted_encodings(monkeypatch)
+    contexts = [{}, {"context_size": 4}, {"context_size": 3}, {"context_size": 4, "context_seed": 1}]
+    for number, settings in enumerate(contexts, 1):
+        for _ in range(2):
+            run(encoder, str(sets / "pairs"), tmp_path, **settings)
+            assert len(counts) == 2 * number
+    assert len(list(tmp_path.rglob("pairs.json"))) == 4
 
 
 def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(encoder, sets, tmp_path, monkeypatch):
