@@ -30,12 +30,18 @@ def test_mteb_reads_the_results_with_model_and_settings(world, tmp_path):
     encoder, tasks = world
     scores = run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings(widths=[32, 8]))
     with quiet():
-        found = mteb.ResultCache(tmp_path).load_results(tasks=tasks)
-    (model,) = [model for model in found.model_results if "experiment" not in str(model.model_name)][:1]
-    assert model.model_name == "my/model"
-    assert {result.task_name: result.get_score() for result in model.task_results} == {
-        score.task: pytest.approx(score.scores[32], abs=1e-6) for score in scores
+        found = mteb.ResultCache(tmp_path).load_results(tasks=tasks, load_experiments="match_name")
+    assert {model.model_name for model in found.model_results} == {"my/model"}
+    assert len(found.model_results) == 2
+    by_experiment = {
+        model.experiment_name: {result.task_name: result.get_score() for result in model.task_results}
+        for model in found.model_results
     }
+    assert by_experiment == {
+        name: {score.task: pytest.approx(score.scores[width], abs=1e-6) for score in scores}
+        for name, width in ((None, 32), ("dimensions_8", 8))
+    }
+    assert all(score.scores[8] != pytest.approx(score.scores[32], abs=1e-4) for score in scores)
     (cut,) = tmp_path.glob("results/my__model/*/experiments/dimensions_8")
     files = {"pairs.json", "topics.json", "model_meta.json", "scores.csv"}
     assert {path.name for path in cut.iterdir()} == files
