@@ -19,6 +19,8 @@ def test_the_published_tables_say_what_their_papers_say():
     assert nv_embed.of("NQ", "Retrieval") == "Given a question, retrieve passages that answer the question"
     assert mgh.of("NQ", "Retrieval") == "Given a question, retrieve Wikipedia passages that answer the question"
     assert (len(nv_embed.texts), len(mgh.texts)) == (46, 47)
+    # Hashes of all texts as they were compared with the papers: a change of one is seen.
+    assert (nv_embed.name, mgh.name) == ("nv-embed-7c6538b9", "mgh-7668960b")
 
 
 def test_two_files_of_one_name_are_told_apart(tmp_path):
