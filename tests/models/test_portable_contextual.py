@@ -44,7 +44,6 @@ def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tm
     assert torch.equal(seen[0], seen[4])
 
 
-@torch.no_grad()
 def test_sentence_transformers_reads_a_released_form_as_the_model_does(tmp_path: Path) -> None:
     form = ContextForm(adds_pooled=False, has_positions=True, pools_prompt=True)
     text = TextSettings(prompts={"query": "q: ", "document": "d: "})
@@ -65,6 +64,7 @@ def test_sentence_transformers_reads_a_released_form_as_the_model_does(tmp_path:
     assert (vectors - other).abs().max() > 1e-2
 
 
+@torch.no_grad()
 def test_sentence_transformers_reads_as_much_of_a_context_document_as_the_model(tmp_path: Path) -> None:
     ours = tiny_contextual(context_max_length=4)
     ours.save_pretrained(tmp_path / "model")
