@@ -24,10 +24,13 @@ def load_mteb() -> ModuleType:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet(keep_bars: bool = False) -> Iterator[None]:
     """Leave out what mteb and the libraries under it say: warnings, log lines, and bars of their own.
 
     This project's bars are drawn as ever. Not for several threads at once: all of it belongs to the process.
+
+    Args:
+        keep_bars: Whether their bars are drawn, such as that of a download.
     """
     import datasets
     import tqdm.auto
@@ -42,8 +45,9 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        datasets.disable_progress_bars()
-        bar.__init__ = partialmethod(draw, disable=True)
+        if not keep_bars:
+            datasets.disable_progress_bars()
+            bar.__init__ = partialmethod(draw, disable=True)
         try:
             yield
         finally:

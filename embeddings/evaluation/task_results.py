@@ -22,7 +22,9 @@ class TaskResults:
     """A folder of results: `results/MODEL/REVISION/TASK.json`, below it what was run with settings of its own.
 
     Model, revision and settings are part of a result's place, so that one of another model or of other settings is
-    never taken for this one. `mteb.ResultCache(FOLDER)` reads them all.
+    never taken for this one. `mteb.ResultCache(FOLDER)` reads them all. Results of the parts of a task that is the mean
+    of others lie in a folder of its name: their instructions are the task's, which may not be those that they have when
+    they are run by themselves.
 
     Args:
         folder: The folder; it is made with the first result.
@@ -38,11 +40,11 @@ class TaskResults:
         folder = self.folder / "results" / meta.model_name_as_path() / str(meta.revision)
         return folder if meta.experiment_name is None else folder / "experiments" / meta.experiment_name
 
-    def path(self, task: "AbsTask", width: int) -> Path:
-        """The file of a task's result."""
-        return self.place(width) / f"{task.metadata.name}.json"
+    def path(self, task: "AbsTask", width: int, whole: "AbsTask | None" = None) -> Path:
+        """The file of a task's result, or of a part of a whole one."""
+        return self.place(width) / ("" if whole is None else whole.metadata.name) / f"{task.metadata.name}.json"
 
-    def find(self, task: "AbsTask", width: int) -> TaskResult | None:
+    def find(self, task: "AbsTask", width: int, whole: "AbsTask | None" = None) -> TaskResult | None:
         """The result of a task, or None where there is none, or of other data or another release of mteb.
 
         Of a file that holds other languages or splits too, those of the task alone.
@@ -50,7 +52,7 @@ class TaskResults:
         Raises:
             InputError: If the file is damaged.
         """
-        path = self.path(task, width)
+        path = self.path(task, width, whole)
         if not path.is_file():
             return None
         try:
@@ -63,8 +65,8 @@ class TaskResults:
             return None
         return result if task.is_aggregate else result.validate_and_filter_scores(task)
 
-    def write(self, result: TaskResult, task: "AbsTask", width: int) -> None:
-        """Write a task's result, whole or not at all.
+    def write(self, result: TaskResult, task: "AbsTask", width: int, whole: "AbsTask | None" = None) -> None:
+        """Write the result of a task, or of a part of a whole one, whole or not at all.
 
         Raises:
             InputError: If a score is no number.
@@ -78,7 +80,7 @@ class TaskResults:
         meta = self.place(width) / "model_meta.json"
         if not meta.exists():
             write_json(meta, json.loads(json.dumps(self.metas[width].to_dict(), default=str)))
-        with atomic_path(self.path(task, width)) as temporary:
+        with atomic_path(self.path(task, width, whole)) as temporary:
             result.to_disk(temporary)
 
 

@@ -62,8 +62,9 @@ def run_tasks(
 ) -> list[TaskScore]:
     """Run the tasks that have no result yet, and write the table of all that have one.
 
-    A task's result is written once the task is done, so the same call goes on where a killed one was. Without a network
-    the data of all tasks are looked for before the first is run, so that a set which is not there costs no work.
+    A task's result is written once the task is done, and that of each part of a task that is the mean of others, so the
+    same call goes on where a killed one was. Without a network the data of all tasks are looked for before the first is
+    run, so that a set which is not there costs no work.
 
     Args:
         encoder: The model.
@@ -86,15 +87,18 @@ def run_tasks(
     adapted, results = _adapted(encoder, metas[widths[0]], settings), TaskResults(output, metas)
     own = tasks if share is None else [tasks[number] for number in share]
     left = [task for task in own if any(results.find(task, width) is None for width in widths)]
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        for task in left:
-            for part in _parts(task):
-                with _loaded(part):
-                    pass
-    with tqdm(total=len(own), initial=len(own) - len(left), unit="task", disable=not encoder.show_progress) as bar:
+    shows = encoder.show_progress
+    with tqdm(total=len(own), initial=len(own) - len(left), unit="task", disable=not shows) as bar:
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            for task in left:
+                bar.set_description(f"looking for data: {task.metadata.name}")
+                for part in _parts(task):
+                    with _loaded(part, shows):
+                        pass
         for task in left:
             bar.set_description(task.metadata.name)
-            _run(adapted, task, [width for width in widths if results.find(task, width) is None], results, settings)
+            with _kept_vectors(adapted, len(widths) > 1):
+                _run(adapted, task, [width for width in widths if results.find(task, width) is None], results, settings)
             bar.update()
     return write_table(results, tasks)
 
@@ -140,23 +144,27 @@ def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequenc
 def _run(
     adapted: TaskEncoder, task: "AbsTask", widths: Sequence[int], results: TaskResults, settings: TaskSettings
 ) -> None:
-    """Run a task at some widths and write its results."""
+    """Run a task at some widths and write its results, those of its parts as soon as they are there."""
     name, table = task.metadata.name, settings.instructions
     adapted.instruction = None if table is None else table.of(name, task.metadata.type)
     if table is not None and adapted.instruction is None:
         logger.warning("%s: no instruction for this task in %s; the model's own prompts hold", name, table.name)
-    found: dict[int, list[TaskResult]] = {width: [] for width in widths}
-    with _kept_vectors(adapted, len(widths) > 1):
-        for part in _parts(task):
-            with _loaded(part):
-                for width in widths:
+    whole = task if isinstance(task, AbsTaskAggregate) else None
+    for part in _parts(task):
+        left = [width for width in widths if results.find(part, width, whole) is None]
+        if left:
+            with _loaded(part, adapted.encoder.show_progress):
+                for width in left:
                     adapted.width = width
-                    found[width].append(_evaluate(adapted, part))
-    for width, parts in found.items():
-        with quiet():
-            result = task.combine_task_results(parts) if isinstance(task, AbsTaskAggregate) else parts[0]
-        results.write(result, task, width)
-        logger.info("%s [%d]: %s %.4f", name, width, task.metadata.main_score, result.get_score())
+                    results.write(_evaluate(adapted, part), part, width, whole)
+    for width in widths:
+        if whole is not None:
+            parts = [results.find(part, width, whole) for part in _parts(task)]
+            with quiet():
+                results.write(whole.combine_task_results([part for part in parts if part is not None]), task, width)
+        found = results.find(task, width)
+        assert found is not None
+        logger.info("%s [%d]: %s %.4f", name, width, task.metadata.main_score, found.get_score())
 
 
 def _evaluate(adapted: TaskEncoder, task: "AbsTask") -> "TaskResult":
@@ -177,14 +185,14 @@ def _parts(task: "AbsTask") -> list["AbsTask"]:
 
 
 @contextmanager
-def _loaded(task: "AbsTask") -> Iterator[None]:
-    """A task with its data.
+def _loaded(task: "AbsTask", shows: bool) -> Iterator[None]:
+    """A task with its data; the bars of a download are drawn where this process shows any.
 
     Raises:
         InputError: If they cannot be had.
     """
     try:
-        with quiet():
+        with quiet(keep_bars=shows):
             task.load_data()
     except UserError:
         raise
@@ -193,9 +201,11 @@ def _loaded(task: "AbsTask") -> Iterator[None]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "run it once with a network, or point HF_HOME to a cache that holds it"
         raise InputError(f"task {task.metadata.name}", f"its data cannot be loaded ({reason[:120]})", fix) from error
-    yield
-    with quiet():
-        task.unload_data()
+    try:
+        yield
+    finally:
+        with quiet():
+            task.unload_data()
 
 
 @contextmanager

@@ -35,6 +35,12 @@ def test_libraries_are_quiet_inside_and_as_they_were_after(capfd):
         for _ in tqdm.tqdm(range(2), desc="our bar"):
             pass
         assert "our bar" in capfd.readouterr().err
+    with quiet(keep_bars=True):
+        talk()
+        said = capfd.readouterr().err
+        assert "a bar" in said
+        assert "Map" in said
+        assert "a line" not in said
     talk()
     said = capfd.readouterr().err
     assert "a bar" in said

@@ -15,6 +15,8 @@ from tests.models.contextual_models import tiny_contextual
 
 load_mteb()
 
+import mteb  # noqa: E402
+from mteb.abstasks import AbsTask  # noqa: E402
 from mteb.abstasks.aggregated_task import AbsTaskAggregate  # noqa: E402
 
 from embeddings.evaluation.task_groups import find_tasks  # noqa: E402
@@ -138,7 +140,8 @@ def test_processes_share_the_tasks(encoder, sets, tmp_path):
     assert shared.read_text() == one.read_text()
 
 
-def test_a_task_that_is_the_mean_of_others_is_run_through_them(encoder, tmp_path):
+def both_pairs():
+    """A task that is the mean of two, and the first of them."""
     from mteb.abstasks.aggregate_task_metadata import AggregateTaskMetadata
 
     pairs, *_ = other_tasks()
@@ -152,10 +155,55 @@ def test_a_task_that_is_the_mean_of_others_is_run_through_them(encoder, tmp_path
         type="PairClassification",
         eval_splits=["test"],
     )
-    task = type("Both", (AbsTaskAggregate,), {"metadata": metadata})()
+    return type("Both", (AbsTaskAggregate,), {"metadata": metadata})(), pairs
+
+
+def test_a_task_that_is_the_mean_of_others_is_run_through_them(encoder, tmp_path):
+    task, pairs = both_pairs()
     (both,) = run_tasks(encoder, "m", [task], tmp_path / "both", TaskSettings())
     (one,) = run_tasks(encoder, "m", [pairs], tmp_path / "one", TaskSettings())
     assert both.scores == one.scores
+
+
+def test_what_a_run_finished_of_a_tasks_parts_is_kept(encoder, tmp_path, monkeypatch):
+    task, pairs = both_pairs()
+    settings = TaskSettings(widths=[32, 8], instructions=Instructions("mine", {"Both": "same?"}))
+    ran, evaluate = [], mteb.evaluate
+
+    def killed(model, part, **options):
+        ran.append((part.metadata.name, model.width))
+        if len(ran) == 4:
+            raise KeyboardInterrupt
+        return evaluate(model, part, **options)
+
+    monkeypatch.setattr(mteb, "evaluate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(encoder, "m", [task], tmp_path, settings)
+    (both,) = run_tasks(encoder, "m", [both_pairs()[0]], tmp_path, settings)
+    assert ran == [("Pairs", 32), ("Pairs", 8), ("More", 32), ("More", 8), ("More", 8)]
+    assert both == run_tasks(encoder, "m", [both_pairs()[0]], tmp_path / "whole", settings)[0]
+    # A part that is asked for by itself has no instruction, so it is another result.
+    run_tasks(encoder, "m", [pairs], tmp_path, settings)
+    assert ran[-2:] == [("Pairs", 32), ("Pairs", 8)]
+
+
+def test_data_are_looked_for_under_the_bar_and_let_go_whatever_happens(sets, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    encoder = Encoder(tiny_embedder(), precision="float32", show_progress=True)
+    names, seen = [str(sets / "pairs"), str(sets / "topics")], []
+
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    tasks = find_tasks(names)
+    unload = type(tasks[0]).unload_data
+    monkeypatch.setattr(AbsTask, "unload_data", lambda task: (seen.append(task.metadata.name), unload(task))[1])
+    monkeypatch.setattr(Encoder, "encode", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(encoder, "m", tasks, tmp_path, TaskSettings())
+    assert seen == ["pairs", "topics", "pairs"]
+    said = capfd.readouterr().err
+    assert said.index("looking for data: pairs") < said.index("looking for data: topics") < said.rindex("pairs")
 
 
 def test_data_that_are_not_cached_cost_no_work_and_write_nothing(encoder, sets, tmp_path, monkeypatch):
