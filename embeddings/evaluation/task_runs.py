@@ -1,7 +1,7 @@
 """Tasks of mteb run one by one with one of this project's models, each result kept as soon as it is there."""
 
 import copy
-import tempfile
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def run_tasks(
                         pass
         for task in left:
             bar.set_description(task.metadata.name)
-            with _kept_vectors(adapted, len(widths) > 1):
+            with _kept_vectors(adapted, results.place(widths[0]) / f".{task.metadata.name}.vectors", len(widths) > 1):
                 _run(adapted, task, [width for width in widths if results.find(task, width) is None], results, settings)
             bar.update()
     return write_table(results, tasks)
@@ -209,14 +209,17 @@ def _loaded(task: "AbsTask", shows: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_vectors(adapted: TaskEncoder, wanted: bool) -> Iterator[None]:
-    """A folder for the vectors of a task that is scored at several widths."""
+def _kept_vectors(adapted: TaskEncoder, folder: Path, wanted: bool) -> Iterator[None]:
+    """A folder for the vectors of a task that is scored at several widths; what a killed run left there is removed."""
+    if folder.exists():
+        shutil.rmtree(folder)
     if not wanted:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="vectors-") as folder:
-        adapted.folder = Path(folder)
-        try:
-            yield
-        finally:
-            adapted.folder = None
+    folder.mkdir(parents=True)
+    adapted.folder = folder
+    try:
+        yield
+    finally:
+        adapted.folder = None
+        shutil.rmtree(folder)

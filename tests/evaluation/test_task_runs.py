@@ -187,6 +187,28 @@ def test_what_a_run_finished_of_a_tasks_parts_is_kept(encoder, tmp_path, monkeyp
     assert ran[-2:] == [("Pairs", 32), ("Pairs", 8)]
 
 
+def test_vectors_for_several_widths_lie_in_the_output_as_long_as_they_are_needed(encoder, sets, tmp_path, monkeypatch):
+    settings, save, places = TaskSettings(widths=[32, 8]), np.save, []
+
+    def spy(path, *args, **options):
+        places.append(path.parent)
+        return save(path, *args, **options)
+
+    monkeypatch.setattr(np, "save", spy)
+    run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings)
+    (place,) = {*places}
+    assert tmp_path in place.parents
+    assert not place.exists()
+    # As a process leaves it that was killed outright.
+    next(tmp_path.rglob("pairs.json")).unlink()
+    place.mkdir()
+    for number in range(3):
+        (place / f"{number}.npy").write_text("half a file")
+    run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings)
+    assert {*places} == {place}
+    assert not place.exists()
+
+
 def test_data_are_looked_for_under_the_bar_and_let_go_whatever_happens(sets, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     encoder = Encoder(tiny_embedder(), precision="float32", show_progress=True)
