@@ -15,7 +15,7 @@ from mteb.models import ModelMeta
 from mteb.models.model_meta import ScoringFunction
 from tqdm import tqdm
 
-from embeddings.common.errors import InputError, UserError
+from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.log import logger
 from embeddings.evaluation.instructions import Instructions
 from embeddings.evaluation.mteb_library import quiet
@@ -78,9 +78,12 @@ def run_tasks(
         The score of each task, of those that other processes have run too.
 
     Raises:
-        OptionError: If a setting is impossible for this model.
+        OptionError: If a setting is impossible for this model, or both a prompt and instructions are given.
         InputError: If a task's data cannot be had or used, or a score is no number; the message names the task.
     """
+    if settings.prompt_name is not None and settings.instructions is not None:
+        rule = "has no effect beside instructions, which go before the same texts"
+        raise OptionError("prompt_name", settings.prompt_name, rule, "leave one of them out")
     widths = list(dict.fromkeys(settings.widths or [encoder.embedding_dim]))
     check_widths(encoder, widths)
     metas = _metas(encoder, model, settings, widths)

@@ -228,6 +228,14 @@ def test_data_are_looked_for_under_the_bar_and_let_go_whatever_happens(sets, tmp
     assert said.index("looking for data: pairs") < said.index("looking for data: topics") < said.rindex("pairs")
 
 
+def test_a_prompt_beside_instructions_is_refused(sets, tmp_path):
+    encoder = Encoder(tiny_embedder(prompts={"mine": "the "}))
+    table = Instructions("mine", {"STS": "same?"})
+    with pytest.raises(OptionError, match=r"prompt_name has no effect beside instructions, .*; leave one of them out"):
+        run(encoder, str(sets / "pairs"), tmp_path / "out", prompt_name="mine", instructions=table)
+    assert not (tmp_path / "out").exists()
+
+
 def test_data_that_are_not_cached_cost_no_work_and_write_nothing(encoder, sets, tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded before all data were found"))
     for names in ("SciFact", [str(sets / "pairs"), "STSBenchmark"], [str(sets / "pairs"), "CQADupstackRetrieval"]):
