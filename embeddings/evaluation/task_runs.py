@@ -91,19 +91,25 @@ def run_tasks(
     own = tasks if share is None else [tasks[number] for number in share]
     left = [task for task in own if any(results.find(task, width) is None for width in widths)]
     shows = encoder.show_progress
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        _look_for_data(left, shows)
     with tqdm(total=len(own), initial=len(own) - len(left), unit="task", disable=not shows) as bar:
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
-            for task in left:
-                bar.set_description(f"looking for data: {task.metadata.name}")
-                for part in _parts(task):
-                    with _loaded(part, shows):
-                        pass
         for task in left:
             bar.set_description(task.metadata.name)
             with _kept_vectors(adapted, results.place(widths[0]) / f".{task.metadata.name}.vectors", len(widths) > 1):
                 _run(adapted, task, [width for width in widths if results.find(task, width) is None], results, settings)
             bar.update()
     return write_table(results, tasks)
+
+
+def _look_for_data(tasks: Sequence["AbsTask"], shows: bool) -> None:
+    """Load the data of tasks and let them go, under a bar that is gone before anything else is said."""
+    with tqdm(tasks, unit="task", leave=False, disable=not shows) as bar:
+        for task in bar:
+            bar.set_description(f"looking for data: {task.metadata.name}")
+            for part in _parts(task):
+                with _loaded(part, shows):
+                    pass
 
 
 def _adapted(encoder: Encoder, meta: ModelMeta, settings: TaskSettings) -> TaskEncoder:
