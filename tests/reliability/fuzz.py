@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -119,12 +120,17 @@ def damage(path: Path, chance: random.Random) -> str:
     return str(file.relative_to(path.parent))
 
 
+class _Overtime(BaseException):
+    """A case takes too long: no error of a file or of a command, so that nothing on the way makes a refusal of it."""
+
+
 @contextlib.contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """End what takes longer, by the processor's time, with a TimeoutError."""
+def time_limit(seconds: int, is_over: Event) -> Iterator[None]:
+    """End what takes longer, by the processor's time, and set the event, which stays where the end is not passed on."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s")
+        is_over.set()
+        raise _Overtime
 
     previous = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
@@ -159,12 +165,15 @@ def run_case(world: World, seed: int, index: int) -> dict[str, Any]:
 
 
 def _outcome(words: list[str]) -> dict[str, Any]:
-    errors = io.StringIO()
+    errors, is_over = io.StringIO(), Event()
+    limit = time_limit(MOST_SECONDS, is_over)
     try:
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()), time_limit(MOST_SECONDS):
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()), limit:
             code = main(words)
     except BaseException:
         return {"code": 1, "fault": traceback.format_exc()[-3000:]}
+    if is_over.is_set():
+        return {"code": code, "fault": f"took more than {MOST_SECONDS} s, and then said {errors.getvalue()[-1500:]}"}
     said = errors.getvalue()
     refusals = [line for line in said.splitlines() if line.startswith("error: ")]
     if code not in ENDINGS or "Traceback" in said:

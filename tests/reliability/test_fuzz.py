@@ -1,9 +1,13 @@
 """Files damaged at random end in a code and at most one line; the whole is `python -m tests.reliability.fuzz`."""
 
 import random
+import re
+from collections.abc import Callable
 
 import pytest
 
+from embeddings.cli.errors import run_guarded
+from embeddings.common import InputError
 from tests.reliability import fuzz
 from tests.reliability.world import World
 
@@ -28,3 +32,24 @@ def test_a_traceback_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(fuzz, "main", broken)
     assert "KeyError" in fuzz.run_case(world, 0, 0)["fault"]
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _spin_and_refuse() -> None:
+    try:
+        _spin()
+    except BaseException:
+        raise InputError("x.json", "is damaged", "make it again") from None
+
+
+@pytest.mark.parametrize("command", [_spin, _spin_and_refuse])
+def test_a_command_that_never_ends_is_found(
+    command: Callable[[], None], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuzz, "MOST_SECONDS", 1)
+    monkeypatch.setattr(fuzz, "main", lambda words: run_guarded(command))
+    assert re.search("_Overtime|took more than 1 s", fuzz.run_case(world, 0, 0)["fault"])
