@@ -188,6 +188,8 @@ def run_share(seed: int, indices: range, journal: Path, root: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     world = World(root)
     with journal.open("a") as file:
+        # Behind whatever one that was killed has left of a line.
+        file.write("\n")
         for index in indices:
             file.write(json.dumps({"began": index}) + "\n")
             file.flush()
@@ -196,15 +198,21 @@ def run_share(seed: int, indices: range, journal: Path, root: Path) -> None:
 
 
 def fuzz(count: int, seed: int, root: Path, processes: int = 2) -> list[dict[str, Any]]:
-    """Run the cases in several processes; returns those that ended as none may."""
+    """Run the cases in several processes; returns those that ended as none may.
+
+    Raises:
+        RuntimeError: If a process ends before its first case, which would happen again.
+    """
     words = [sys.executable, "-m", "tests.reliability.fuzz", "--seed", str(seed), "--root", str(root)]
     journals = [root / f"journal-{part}.jsonl" for part in range(processes)]
     running: dict[int, subprocess.Popen[bytes]] = {}
+    firsts: dict[int, int] = {}
     codes: Counter[int] = Counter()
     faults: list[dict[str, Any]] = []
     shown = 0.0
 
     def start(part: int, first: int) -> None:
+        firsts[part] = first
         share = ["--share", str(first), str(count), str(processes), str(journals[part])]
         with journals[part].with_suffix(".txt").open("wb") as said:
             running[part] = subprocess.Popen([*words, *share], stdout=said, stderr=said)
@@ -221,6 +229,8 @@ def fuzz(count: int, seed: int, root: Path, processes: int = 2) -> list[dict[str
             began = _read(journals[part])[0]
             if child.returncode:
                 said = journals[part].with_suffix(".txt").read_text(errors="replace")[-1500:]
+                if began < firsts[part]:
+                    raise RuntimeError(f"a process ended with {child.returncode} before case {firsts[part]}: {said}")
                 faults.append({"index": began, "fault": f"the process ended with {child.returncode}: {said}"})
                 start(part, began + processes)
         if time.monotonic() > shown + 30 or not running:
@@ -232,8 +242,11 @@ def fuzz(count: int, seed: int, root: Path, processes: int = 2) -> list[dict[str
 
 
 def _read(journal: Path) -> tuple[int, list[dict[str, Any]]]:
-    """The case that began last, and all that ended."""
-    lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    """The case that began last, and all that ended; the half line of a process that was killed says nothing."""
+    lines = []
+    for line in journal.read_text().splitlines() if journal.exists() else []:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
     began = [line["began"] for line in lines if "began" in line]
     return (began[-1] if began else -1), [line for line in lines if "code" in line]
 
