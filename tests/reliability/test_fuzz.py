@@ -12,6 +12,7 @@ import pytest
 from embeddings.cli.errors import run_guarded
 from embeddings.common import InputError
 from tests.reliability import fuzz
+from tests.reliability.cases import tree
 from tests.reliability.world import World
 
 
@@ -22,11 +23,25 @@ def test_a_damaged_file_ends_in_a_code_and_never_in_a_traceback(world: World, fi
     assert {case["code"] for case in ended} <= set(fuzz.ENDINGS)
 
 
-def test_a_case_is_the_same_each_time_and_changes_its_file() -> None:
-    content = b'{"query": "a fox", "positive": "the den", "negatives": []}\n' * 5
-    twice = [[fuzz.mutated(content, random.Random(f"0/{row}"), True) for row in range(50)] for _ in range(2)]
+def test_a_case_is_the_same_each_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[object, ...]] = []
+
+    def note(words: list[str]) -> int:
+        seen.append((words, tree(Path.cwd())))
+        return 0
+
+    monkeypatch.setattr(fuzz, "main", note)
+    twice = [[fuzz.run_case(world, 0, index) for index in range(10)] for _ in range(2)]
     assert twice[0] == twice[1]
-    assert sum(one != content for one in twice[0]) > 45
+    assert seen[:10] == seen[10:]
+    assert len({(case["line"], case["file"]) for case in twice[0]}) > 5
+    assert fuzz.run_case(world, 1, 0) != twice[0][0]
+
+
+def test_a_mutation_changes_its_file() -> None:
+    content = b'{"query": "a fox", "positive": "the den", "negatives": []}\n' * 5
+    changed = [fuzz.mutated(content, random.Random(f"0/{row}"), True) != content for row in range(50)]
+    assert sum(changed) > 45
 
 
 def test_a_traceback_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
