@@ -24,7 +24,8 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
     Args:
         trainer: The trainer, before the run.
         module: What it trains, whole.
-        resumed: The checkpoint that the run goes on from and will replace: of the two it is there already.
+        resumed: The checkpoint that the run goes on from. In the folder that it lies in it will be replaced: of the two
+            it is there already.
 
     Raises:
         OSError: If they do not.
@@ -37,7 +38,7 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
     needed = int(_CHECKPOINTS * checkpoint_bytes(module, str(trainer.precision)))
     for folder in {str(callback.dirpath or usual) for callback in kept}:
         if "://" not in folder:
-            check_room(folder, needed, _size(resumed))
+            check_room(folder, needed, _replaced_bytes(folder, resumed))
 
 
 def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
@@ -57,6 +58,8 @@ def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
     return int(total)
 
 
-def _size(path: str | None) -> int:
-    """The bytes of a file; none where there is none here."""
-    return os.path.getsize(path) if path is not None and Path(path).is_file() else 0
+def _replaced_bytes(folder: str, resumed: str | None) -> int:
+    """The bytes of the checkpoint that a run goes on from where it lies in the folder of the next ones, else none."""
+    if resumed is None or not Path(resumed).is_file() or Path(resumed).resolve().parent != Path(folder).resolve():
+        return 0
+    return os.path.getsize(resumed)

@@ -56,8 +56,10 @@ def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
     # A run that goes on has one of the two already.
     free(monkeypatch, needed - size)
     check_checkpoint_room(cli.trainer, cli.model, resumed=str(last))
-    with pytest.raises(OSError, match="No space left"):
-        check_checkpoint_room(cli.trainer, cli.model, resumed="best")
+    elsewhere = shutil.copyfile(last, tmp_path / "last.ckpt")
+    for resumed in ("best", str(elsewhere)):
+        with pytest.raises(OSError, match="No space left"):
+            check_checkpoint_room(cli.trainer, cli.model, resumed)
 
 
 def test_a_run_that_keeps_no_checkpoint_here_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
