@@ -102,12 +102,7 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     parser.add_argument("--config", action="config", help="a YAML file of these options")
     added = parser.add_function_arguments(function, skip=set(command.positional), fail_untyped=True)
     for parameter in command.positional:
-        annotation: Any = function.__annotations__[parameter]
-        origin: Any = get_origin(annotation)
-        several: dict[str, Any] = {"nargs": "?"} if command.may_be_none else {}
-        if origin is list:
-            several = {"type": get_args(annotation)[0], "nargs": "*" if command.may_be_none else "+"}
-        parser.add_argument(parameter, **{"type": annotation, **several})
+        parser.add_argument(parameter, **_by_position(function.__annotations__[parameter], command.may_be_none))
     words = underscored(argv)
     mappings = list(given_mappings(words))  # a config that is none is refused before the parser reads it
     parsed, signature = parser.parse_args(words), signature_of(function)
@@ -117,6 +112,16 @@ def run_command(name: str, argv: Sequence[str]) -> None:
         check_nulls(parsed.as_dict(), signature)
     options = parser.instantiate(parsed)
     function(**{key: options[key] for key in [*added, *command.positional]})
+
+
+def _by_position(annotation: Any, may_be_none: bool) -> dict[str, Any]:
+    """How the parser takes a parameter by position; one that may be left out is never the word null."""
+    if get_origin(annotation) is list:
+        return {"type": get_args(annotation)[0], "nargs": "*" if may_be_none else "+"}
+    if not may_be_none:
+        return {"type": annotation}
+    (kind,) = (kind for kind in get_args(annotation) if kind is not type(None))
+    return {"type": kind, "nargs": "?"}
 
 
 def underscored(argv: Sequence[str]) -> list[str]:

@@ -63,6 +63,22 @@ def test_several_words_may_be_none_where_the_command_says_so(painted, monkeypatc
     assert painted == [([], 2), (["red", "blue"], 3), (["red"], 4)]
 
 
+def spill(colour: str | None = None) -> None:
+    """Spill a colour.
+
+    Args:
+        colour: Which colour.
+    """
+    CALLS.append(colour)
+
+
+def test_a_word_that_may_be_left_out_is_a_word_where_it_is_null(painted, monkeypatch):
+    monkeypatch.setitem(COMMANDS, "spill", Command(f"{__name__}:spill", "spill", ("colour",), may_be_none=True))
+    for argv in ([], ["null"], ["red"], ["~"]):
+        run_command("spill", argv)
+    assert painted == [None, "null", "red", "~"]
+
+
 def test_a_config_file_sets_options_and_the_line_wins(painted, tmp_path):
     (tmp_path / "paint.yaml").write_text("coats: 4\ndry: true\n")
     run_command("paint", ["red", "--config", str(tmp_path / "paint.yaml"), "--coats", "5"])
