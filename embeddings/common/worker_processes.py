@@ -40,7 +40,7 @@ def spread(
 
     Raises:
         WorkerError: If a process died, or met an error that is none of a person's, a disk's or a NaN's: these are
-            raised as they were there.
+            raised as they were there, unless they cannot be pickled.
     """
     with ExitStack() as stack:
         workers = [stack.enter_context(_Worker(name, make)) for name, make in makers.items()]
@@ -147,9 +147,21 @@ def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any],
         return
     except Exception as error:
         known = isinstance(error, (UserError, NumericError, OSError))
-        told = error if known else WorkerError(f"the process of {name} met {type(error).__name__}: {error}; {_KEPT}")
+        told = (
+            error
+            if known and _travels(error)
+            else WorkerError(f"the process of {name} met {type(error).__name__}: {error}; {_KEPT}")
+        )
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.send_bytes(pickle.dumps((None, told)))
+
+
+def _travels(error: Exception) -> bool:
+    """Whether an error is the same in another process; one with arguments of its own may not be."""
+    try:
+        return str(pickle.loads(pickle.dumps(error))) == str(error)
+    except Exception:
+        return False
 
 
 def _read(connection: Connection, items: "SimpleQueue[bytes]") -> None:

@@ -17,6 +17,13 @@ from embeddings.common.worker_processes import spread
 ROOT = Path(__file__).parents[2]
 
 
+class Refused(OSError):
+    """An error that pickle cannot make again."""
+
+    def __init__(self, host, why):
+        super().__init__(f"{host} {why}")
+
+
 def _work(log, number, item):
     """Note the item; a negative one is a way to fail."""
     if item == -1:
@@ -25,6 +32,8 @@ def _work(log, number, item):
         raise RuntimeError("out of memory")
     if item == -3:
         os.kill(os.getpid(), signal.SIGKILL)
+    if item == -4:
+        raise Refused("the store", "is closed")
     time.sleep(0.1)
     (log / f"{item}").write_text(f"{number}")
     return item * item
@@ -65,6 +74,7 @@ def test_each_item_is_worked_on_once_and_read_when_there_is_room(tmp_path):
         (-1, InputError, "^corpus.jsonl:7: the vector is zero; check its text$"),
         (-2, WorkerError, "^the process of device 0 met RuntimeError: out of memory; what is finished is kept$"),
         (-3, WorkerError, r"^the process of device 0 was ended by a signal \(SIGKILL\); what is finished is kept$"),
+        (-4, WorkerError, "^the process of device 0 met Refused: the store is closed; what is finished is kept$"),
     ],
 )
 def test_a_process_that_fails_is_named_and_the_others_finish_what_they_have(bad, kind, says, tmp_path):
