@@ -150,10 +150,17 @@ def check(cluster: Cluster, run: Callable[[Cluster], str]) -> bool:
     begin = time.monotonic()
     try:
         line, passed = run(cluster), True
-    except (CheckFailed, RuntimeError, TimeoutError) as error:
-        line, passed = f"{run.__name__}: {error}", False
+    # Whatever it is, the next checks run, and the logs are named.
+    except Exception as error:
+        line, passed = f"{run.__name__}: {said_by(error)}", False
     print(f"{'ok' if passed else 'FAILED'}: {line} ({time.monotonic() - begin:.0f} s)", flush=True)
     return passed
+
+
+def said_by(error: Exception) -> str:
+    """What an error says, behind its name where it is none that a check raises by itself."""
+    expected = isinstance(error, (CheckFailed, RuntimeError, TimeoutError))
+    return str(error) if expected else f"{type(error).__name__}: {error}"
 
 
 def main() -> int:
@@ -168,8 +175,8 @@ def main() -> int:
         with started(folder) as cluster:
             # The second gives the third its weights to compare with.
             num_failed = sum(not check(cluster, run) for run in (array, ddp, preemption))
-    except (RuntimeError, TimeoutError) as error:
-        print(f"FAILED: {error}")
+    except Exception as error:
+        print(f"FAILED: {said_by(error)}")
         num_failed = 1
     if num_failed:
         print(f"the daemons' logs and the runs: {folder}")
