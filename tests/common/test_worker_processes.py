@@ -13,6 +13,7 @@ import pytest
 
 from embeddings.common.errors import InputError, WorkerError
 from embeddings.common.worker_processes import spread
+from tests.helpers.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,11 +135,11 @@ def test_a_process_ends_with_the_one_it_works_for_and_leaves_no_half_file(number
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     first = subprocess.Popen([sys.executable, script, folder], env=environment, stderr=subprocess.DEVNULL)
-    _wait_for((folder / "begun").exists)
+    wait_for((folder / "begun").exists, "the first item", 60)
     (process,) = (int(path.stem) for path in folder.glob("*.pid"))
     first.send_signal(number)
     first.wait()
-    _wait_for(lambda: not _runs(process))
+    wait_for(lambda: not _runs(process), "the end of the process", 60)
     assert sorted(path.name for path in folder.iterdir()) == [f"{process}.pid", "begun"]
 
 
@@ -147,10 +148,3 @@ def _runs(process):
         return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except OSError:
         return False
-
-
-def _wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)

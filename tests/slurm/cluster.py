@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.helpers.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo")
@@ -116,19 +117,6 @@ class Cluster:
         wait_for(ended_or_happened, what, 300)
         if not happened():
             raise RuntimeError(f"job {number} ended before {what}; it said\n{self.jobs(number)[0].output}")
-
-
-def wait_for(happened: Callable[[], bool], what: str, timeout_seconds: float = 20) -> None:
-    """Ask ten times a second.
-
-    Raises:
-        TimeoutError: If it has not happened in time.
-    """
-    deadline = time.monotonic() + timeout_seconds
-    while not happened():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_seconds:.0f} s for {what}")
-        time.sleep(0.1)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ import yaml
 
 from tests.callbacks.preempted_runs import STEPS, preempted_config
 from tests.helpers.runs import write_config
-from tests.slurm.cluster import ROOT, Cluster, Job, missing_programs, started, wait_for
+from tests.helpers.waiting import wait_for
+from tests.slurm.cluster import ROOT, Cluster, Job, missing_programs, started
 
 BATCH = ROOT / "lightning_configs" / "slurm"
 TWO_TASKS = ["--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=2", str(BATCH / "train.sbatch")]

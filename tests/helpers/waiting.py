@@ -1,0 +1,17 @@
+"""Waiting for what another process does."""
+
+import time
+from collections.abc import Callable
+
+
+def wait_for(happened: Callable[[], bool], what: str, timeout_seconds: float = 20) -> None:
+    """Ask ten times a second.
+
+    Raises:
+        TimeoutError: If it has not happened in time.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while not happened():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_seconds:.0f} s for {what}")
+        time.sleep(0.1)
