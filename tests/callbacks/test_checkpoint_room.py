@@ -1,6 +1,5 @@
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -11,6 +10,7 @@ from torch import nn
 from embeddings.callbacks.checkpoint_room import check_checkpoint_room, checkpoint_bytes
 from embeddings.cli.app import run_trainer
 from embeddings.cli.main import main
+from tests.helpers.disks import fake_disk
 from tests.helpers.runs import run_config, write_config
 
 
@@ -20,11 +20,6 @@ def kept_config(folder: Path, **options: Any) -> dict[str, Any]:
     callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}
     config["trainer"] |= {"callbacks": [callback], "max_steps": 2}
     return config
-
-
-def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    usage = SimpleNamespace(total=10**15, free=num_bytes)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
 
 
 def files(folder: Path) -> list[str]:
@@ -45,16 +40,16 @@ def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
     assert 0.8 * size < estimate < 1.2 * size
     needed, before = int(2.2 * estimate), files(tmp_path)
     capsys.readouterr()
-    free(monkeypatch, needed - 1)
+    fake_disk(monkeypatch, needed - 1)
     assert main(words) == 74
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     says = f"No space left on device: {needed:,} bytes are needed and {needed - 1:,} available"
     assert line.startswith(f"error: {tmp_path / 'kept'}: {says}; ")
     assert files(tmp_path) == before
-    free(monkeypatch, needed)
+    fake_disk(monkeypatch, needed)
     assert main(words) == 0
     # A run that goes on has one of the two already.
-    free(monkeypatch, needed - size)
+    fake_disk(monkeypatch, needed - size)
     check_checkpoint_room(cli.trainer, cli.model, resumed=str(last))
     elsewhere = shutil.copyfile(last, tmp_path / "last.ckpt")
     for resumed in ("best", str(elsewhere)):
@@ -63,7 +58,7 @@ def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
 
 
 def test_a_run_that_keeps_no_checkpoint_here_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    free(monkeypatch, 0)
+    fake_disk(monkeypatch, 0)
     module: Any = nn.Linear(2, 3)
     options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
     with pytest.raises(OSError, match=r"132 bytes are needed and 0 available"):

@@ -5,7 +5,6 @@ import random
 import shutil
 import struct
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from embeddings.common import InputError, checkpoint_file
 from embeddings.common.checkpoint_file import inspect_checkpoint, read_checkpoint, write_checkpoint
 from embeddings.common.plain_content import pack
+from tests.helpers.disks import fake_disk
 
 DTYPES = list(checkpoint_file._DTYPES.values())
 STAGES = ["write", "header", "sync", "verify", "rename", "sync folder", "done"]
@@ -153,8 +153,7 @@ def test_nothing_is_begun_where_there_is_no_room(tmp_path, monkeypatch):
     size = write(small(), tmp_path / "small.ckpt").stat().st_size
     stages = []
     for free in (size - 1, size):
-        usage = SimpleNamespace(total=10**6, free=free)
-        monkeypatch.setattr(shutil, "disk_usage", lambda place, usage=usage: usage)
+        fake_disk(monkeypatch, free)
         if free == size:
             write_checkpoint(pack(small()), path, stages.append)
             continue

@@ -1,9 +1,7 @@
 import errno
 import json
 import os
-import shutil
 import stat
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +17,7 @@ from embeddings.common.fileio import (
     write_manifest,
     write_text,
 )
+from tests.helpers.disks import fake_disk
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path):
@@ -121,13 +120,7 @@ def test_versions_name_python_and_torch():
 
 
 def test_room_is_asked_of_the_disk_that_a_place_is_to_be_on(tmp_path, monkeypatch):
-    asked = []
-
-    def usage(place):
-        asked.append(place)
-        return SimpleNamespace(total=1000, free=100)
-
-    monkeypatch.setattr(shutil, "disk_usage", usage)
+    asked = fake_disk(monkeypatch, free=100)
     place = tmp_path / "not" / "yet" / "there"
     check_room(place, 100)
     check_room(place, 150, spare_bytes=50)
@@ -138,5 +131,5 @@ def test_room_is_asked_of_the_disk_that_a_place_is_to_be_on(tmp_path, monkeypatc
     check_room("folder/file", 1)
     check_room(tmp_path, 1)
     assert asked == [tmp_path] * 5
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=0, free=0))
+    fake_disk(monkeypatch, free=0, total=0)
     check_room(place, 10**12)
