@@ -6,7 +6,7 @@ from typing import Any
 from embeddings.common.errors import shown
 
 _PARTS = ("seed_everything", "model", "data")
-# How something is computed, where and for how long: with another value it is the same run.
+# How something is computed or called, where and for how long: with another value it is the same run. Ends of paths.
 _FREE = frozenset(
     {
         "attn_implementation",
@@ -14,8 +14,11 @@ _FREE = frozenset(
         "compile",
         "expert_backend",
         "gradient_checkpointing",
+        "licence",
         "num_workers",
-        "total_steps",
+        "schedule.total_steps",
+        "tile_logits",
+        "tile_size",
     }
 )
 
@@ -25,7 +28,8 @@ def first_difference(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str 
 
     What the checkpoint's run was given as model, data and seed must be given now; nothing is asked of a setting that
     it does not have. Left free are the trainer's settings, what says how or how long to compute (number of workers,
-    gradient checkpointing, the schedule's length …), and with another number of devices the batch size of each.
+    size of a tile, the schedule's length …), a source's licence, and with another number of devices the batch size of
+    each.
 
     Args:
         saved: The config of the checkpoint's run, as plain types.
@@ -42,10 +46,14 @@ def _ranks(config: Mapping[str, Any]) -> list[Any]:
     return [trainer.get(name) if isinstance(trainer, Mapping) else None for name in ("devices", "num_nodes")]
 
 
+def _is_free(path: str, free: frozenset[str]) -> bool:
+    return any(path.endswith(f".{end}") for end in free)
+
+
 def _first(path: str, saved: Any, given: Any, free: frozenset[str]) -> str | None:
     if isinstance(saved, Mapping) and isinstance(given, Mapping):
-        names = [name for name in saved if name not in free]
-        pairs = [(f"{path}.{name}".lstrip("."), saved[name], given.get(name)) for name in names]
+        named = [(f"{path}.{name}", saved[name], given.get(name)) for name in saved]
+        pairs = [(name.lstrip("."), *both) for name, *both in named if not _is_free(name, free)]
     elif isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
         pairs = [(f"{path}[{place}]", *both) for place, both in enumerate(zip(saved, given, strict=True))]
     else:
