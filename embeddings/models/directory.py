@@ -19,7 +19,7 @@ from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.models.backbone import quiet_transformers
 from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextParts, write_context
 from embeddings.models.lora import merged_state_dict, plain_backbone
-from embeddings.models.model_card import is_own_card
+from embeddings.models.model_card import CURVES_FILE, is_own_card
 from embeddings.models.model_files import IMPORT_FILE, load_weights, read_json, write_json
 from embeddings.models.pooling import Pooling
 from embeddings.models.portable import POOLINGS, TEXT_FILE, save_pooling
@@ -54,6 +54,7 @@ _MODEL_FILES = (
     "modules.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
+    CURVES_FILE,
     IMPORT_FILE,
 )
 _MODULE_FOLDERS = ("Context", "Dense", "LayerNorm", "Normalize", "Pooling", "ResidualHead")

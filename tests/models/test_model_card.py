@@ -155,7 +155,10 @@ def test_the_usage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, travell
 def test_a_card_shows_the_curves_that_lie_beside_it(tmp_path: Path) -> None:
     assert "curves.png" not in card(tmp_path / "model", embedder(), FACTS)
     (tmp_path / "model" / "curves.png").write_bytes(b"")
-    assert "(curves.png)" in card(tmp_path / "model", embedder(), FACTS)
+    write_model_card(tmp_path / "model", embedder(), FACTS)
+    assert "(curves.png)" in (tmp_path / "model" / "README.md").read_text()
+    # The next model of the folder has other curves or none.
+    assert "curves.png" not in card(tmp_path / "model", embedder(), FACTS)
 
 
 def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path: Path) -> None:
