@@ -11,8 +11,8 @@ from embeddings.callbacks.run_record import RunRecord
 from embeddings.callbacks.whole_weights import cuts_weights, whole_weights
 from embeddings.common import TextSettings
 from embeddings.common.log import logger
-from embeddings.models.directory import require_folder_or_nothing
-from embeddings.models.model_card import write_model_card
+from embeddings.models.directory import replaced_folder, require_folder_or_nothing
+from embeddings.models.model_card import keeps_card, write_model_card
 
 
 class ExportModel(L.Callback):
@@ -67,10 +67,13 @@ class ExportModel(L.Callback):
         embedder.text = self._with_lengths(embedder.text)
         with whole_weights(trainer):
             if trainer.is_global_zero:
-                embedder.save_pretrained(self.output)
                 records = [callback for callback in trainer.callbacks if isinstance(callback, RunRecord)]  # type: ignore[attr-defined]
                 facts = records[0].facts(num_steps) if records else None
-                write_model_card(Path(self.output).expanduser(), embedder, facts)
+                output = Path(self.output).expanduser()
+                with replaced_folder(output) as new:
+                    embedder.save_pretrained(new)
+                    if not keeps_card(output):
+                        write_model_card(new, embedder, facts, name=output.resolve().name)
                 logger.info("model directory: %s", self.output)
 
     def _with_lengths(self, text: TextSettings) -> TextSettings:

@@ -36,8 +36,8 @@ def export(
     from embeddings.cli.card_facts import facts_of_checkpoint, read_scores, run_folder
     from embeddings.common.checkpoint_file import read_checkpoint
     from embeddings.interop.onnx_graph import GRAPH_FILE, check_onnx, write_onnx
-    from embeddings.models.directory import require_folder_or_nothing
-    from embeddings.models.model_card import CURVES_FILE, write_model_card
+    from embeddings.models.directory import replaced_folder, require_folder_or_nothing
+    from embeddings.models.model_card import CURVES_FILE, keeps_card, write_model_card
 
     require_folder_or_nothing(output)
     if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence):
@@ -49,26 +49,27 @@ def export(
     module = trained_module(state, checkpoint)
     embedder = getattr(module, "embedder", None)
     if embedder is None:
-        for name, value in (
-            ("scores", scores),
-            ("licence", licence),
-            ("format", None if format == "torch" else format),
-        ):
+        given = {"scores": scores, "licence": licence, "format": None if format == "torch" else format}
+        for option, value in given.items():
             if value is not None:
-                raise OptionError(name, str(value), "is for an embedding model, this is none", "leave it out")
+                raise OptionError(option, str(value), "is for an embedding model, this is none", "leave it out")
         module.save_pretrained(output)
         print(f"wrote {output}")
         return
     if format == "onnx":
         check_onnx(embedder)
-    embedder.save_pretrained(output)
     output, run = output.expanduser(), run_folder(checkpoint)
-    if (run / CURVES_FILE).is_file():
-        shutil.copyfile(run / CURVES_FILE, output / CURVES_FILE)
-    write_model_card(output, embedder, facts_of_checkpoint(state, run), scores=results, licence=licence)
-    print(f"wrote {output}")
-    if format == "onnx":
-        print(f"wrote {output / GRAPH_FILE}: within {write_onnx(output):.0e} of torch's states")
+    lines = [f"wrote {output}"]
+    with replaced_folder(output) as new:
+        embedder.save_pretrained(new)
+        if format == "onnx":
+            lines.append(f"wrote {output / GRAPH_FILE}: within {write_onnx(new):.0e} of torch's states")
+        if (run / CURVES_FILE).is_file():
+            shutil.copyfile(run / CURVES_FILE, new / CURVES_FILE)
+        if not keeps_card(output):
+            facts, name = facts_of_checkpoint(state, run), output.resolve().name
+            write_model_card(new, embedder, facts, scores=results, licence=licence, name=name)
+    print(*lines, sep="\n")
 
 
 def trained_module(state: dict[str, Any], checkpoint: Path) -> Any:

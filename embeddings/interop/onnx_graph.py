@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import OptionError
 from embeddings.common.fileio import atomic_path
 from embeddings.common.optional import require
 from embeddings.models.backbone import load_model
@@ -59,16 +59,16 @@ def write_onnx(folder: Path) -> float:
         The largest difference from torch's states, on the tokens of texts.
 
     Raises:
-        InputError: If torch cannot make a graph of it, or the graph's states differ by more than 1e-5.
+        OptionError: If torch cannot make a graph of it, or the graph's states differ by more than 1e-5.
     """
     model = load_model(folder, torch.float32)
     (folder / GRAPH_FILE).parent.mkdir(exist_ok=True)
     with atomic_path(folder / GRAPH_FILE) as temporary:
-        _export(model, folder, temporary)
+        _export(model, temporary)
         difference = _largest_difference(model, temporary)
         if not difference <= _TOLERANCE:
-            what = f"the graph's states differ by {difference:.1e} from torch's"
-            raise InputError(str(folder), what, "leave --format onnx out for this backbone")
+            rule = f"must give torch's states to {_TOLERANCE:.0e}, this graph's differ by {difference:.1e}"
+            raise OptionError("format", "onnx", rule, "leave it out for this backbone")
     return difference
 
 
@@ -85,7 +85,7 @@ class _States(nn.Module):
         return states
 
 
-def _export(model: PreTrainedModel, folder: Path, path: Path) -> None:
+def _export(model: PreTrainedModel, path: Path) -> None:
     shapes = {name: {0: "batch", 1: "length"} for name in _INPUTS}
     try:
         with _quiet():
@@ -102,8 +102,8 @@ def _export(model: PreTrainedModel, folder: Path, path: Path) -> None:
             assert program is not None
             program.save(str(path))
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError) as error:
-        what = f"torch makes no graph of {type(model).__name__} ({type(error).__name__})"
-        raise InputError(str(folder), what, "leave --format onnx out for this backbone") from error
+        rule = f"is for backbones that torch makes a graph of, not {type(model).__name__} ({type(error).__name__})"
+        raise OptionError("format", "onnx", rule, "leave it out for this backbone") from error
 
 
 @torch.inference_mode()

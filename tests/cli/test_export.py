@@ -94,7 +94,11 @@ def test_options_of_the_card_are_refused_before_the_checkpoint_is_read(tmp_path,
         assert not (tmp_path / "out").exists()
 
 
-def test_a_graph_is_written_on_request_and_refused_before_anything_is(tmp_path, capsys):
+def content(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_path, capsys, monkeypatch):
     config = run_config(tmp_path)
     config["trainer"]["max_steps"] = 2
     cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
@@ -105,7 +109,44 @@ def test_a_graph_is_written_on_request_and_refused_before_anything_is(tmp_path, 
     config["model"]["init_args"]["pooling"] = {"class_path": "embeddings.models.MeanPooling"}
     cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
     (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
-    words = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), "--format", "onnx"]
-    assert main(["export", *words]) == 0
+    words = ["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), "--format", "onnx"]
+    curves, out = Path(cli.trainer.log_dir) / "curves.png", tmp_path / "out"
+    curves.write_bytes(b"drawn")
+    assert main(words) == 0
     assert "onnx/model.onnx: within" in capsys.readouterr().out
-    assert (tmp_path / "out" / "onnx" / "model.onnx").is_file()
+    before = content(out)
+    assert {Path("onnx/model.onnx"), Path("README.md"), Path("model.safetensors")} < set(before)
+    assert before[Path("curves.png")] == b"drawn"
+    card = before[Path("README.md")].decode()
+    assert "(curves.png)" in card
+    assert "# out\n" in card
+    monkeypatch.setattr("embeddings.interop.onnx_graph._TOLERANCE", -1.0)
+    assert main(words) == 2
+    assert "error: format must give torch's states" in capsys.readouterr().err
+    assert content(out) == before
+    # The old run's curves go with its model.
+    curves.unlink()
+    assert main(words[:-2]) == 0
+    after = content(out)
+    assert not {Path("onnx/model.onnx"), Path("curves.png")} & set(after)
+    assert b"curves.png" not in after[Path("README.md")]
+
+
+def test_a_card_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
+    config = run_config(tmp_path)
+    config["trainer"]["max_steps"] = 2
+    config["trainer"]["callbacks"] = [
+        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / "out")}}
+    ]
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    before = content(tmp_path / "out")
+    assert "# out\n" in before[Path("README.md")].decode()
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("embeddings.models.model_card.model_card", fail)
+    (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
+    assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")]) == 74
+    assert main(["fit", "--config", write_config(tmp_path, config)]) == 74
+    assert content(tmp_path / "out") == before

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import NomicBertConfig, PreTrainedModel
 
-from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.common import OptionError, TextSettings
 from embeddings.interop import onnx_graph
 from embeddings.interop.onnx_graph import check_onnx, write_onnx
 from embeddings.models import ClsPooling, Embedder, LoraSettings, MeanPooling, Pooling, add_lora
@@ -61,7 +61,8 @@ def test_a_graph_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.Mo
             model.get_parameter("encoder.layer.1.output.dense.weight")[3, 5] += 1e-2
 
     monkeypatch.setattr(onnx_graph, "_export", altered)
-    with pytest.raises(InputError, match=r"the graph.s states differ by .* from torch.s; leave --format onnx out"):
+    says = r"format must give torch's states to .*, this graph's differ by .*; leave it out"
+    with pytest.raises(OptionError, match=says):
         write_onnx(tmp_path / "model")
     assert list((tmp_path / "model" / "onnx").iterdir()) == []
 

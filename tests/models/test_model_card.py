@@ -161,6 +161,12 @@ def test_a_card_shows_the_curves_that_lie_beside_it(tmp_path: Path) -> None:
     assert "curves.png" not in card(tmp_path / "model", embedder(), FACTS)
 
 
+def test_a_card_may_be_written_before_its_folder_has_its_name(tmp_path: Path) -> None:
+    text = card(tmp_path / "new", embedder(), name="faq-model")
+    assert "# faq-model\n" in text
+    assert "SentenceTransformer('faq-model')" in text
+
+
 def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path: Path) -> None:
     model = embedder()
     card(tmp_path / "model", model, FACTS)
