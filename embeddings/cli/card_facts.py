@@ -1,6 +1,5 @@
 """What a model's card is made of: a checkpoint, the files beside it, and scores that `evaluate` wrote."""
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +9,9 @@ from embeddings.common import InputError
 
 if TYPE_CHECKING:
     from embeddings.models.model_card import TrainingFacts
+
+# No metric is larger, and a card can show it.
+_MOST = 1e9
 
 
 def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> "TrainingFacts":
@@ -45,14 +47,13 @@ def read_scores(path: Path) -> list[dict[str, Any]]:
     """The results that `evaluate --output` wrote.
 
     Raises:
-        InputError: If the file is missing or damaged, or holds something else.
+        InputError: If the file is missing or damaged, or holds something else, NaN among it.
     """
+    from embeddings.models.model_files import read_json
+
     fix = "give the file that evaluate --output wrote"
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        raise InputError(str(path), "is no readable JSON", fix) from None
-    if not isinstance(results, list) or not results or not all(map(_is_result, results)):
+    results: list[dict[str, Any]] = read_json(path, list, fix)
+    if not results or not all(map(_is_result, results)):
         raise InputError(str(path), "holds no scores", fix)
     return results
 
@@ -63,4 +64,5 @@ def _is_result(value: Any) -> bool:
     metrics = value.get("metrics")
     if not isinstance(metrics, dict) or not metrics:
         return False
-    return all(isinstance(number, int | float) for number in metrics.values())
+    # NaN and what is infinite compare as false, and a whole number of any length compares.
+    return all(type(number) in (int, float) and abs(number) < _MOST for number in metrics.values())

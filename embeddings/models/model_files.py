@@ -14,10 +14,16 @@ from embeddings.common.errors import shown
 
 # What `import` writes beside a model: which published tensor each of its own came from.
 IMPORT_FILE = "import.json"
+_TAKE_ANOTHER = "take a whole copy of the model"
 
 
-def read_json(path: Path, kind: type = dict) -> Any:
+def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
     """The content of a JSON file.
+
+    Args:
+        path: The file.
+        kind: The type that its value must have.
+        fix: The way out where it is damaged.
 
     Raises:
         InputError: If it cannot be read, or holds another kind of value.
@@ -26,9 +32,9 @@ def read_json(path: Path, kind: type = dict) -> Any:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         what = f"is no readable JSON ({str(error)[:80]})"
-        raise InputError(str(path), what, "take a whole copy of the model") from error
+        raise InputError(str(path), what, fix) from error
     if not isinstance(value, kind):
-        raise InputError(str(path), f"holds no {kind.__name__}", "take a whole copy of the model")
+        raise InputError(str(path), f"holds no {kind.__name__}", fix)
     return value
 
 

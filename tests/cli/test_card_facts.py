@@ -42,6 +42,11 @@ def test_files_that_are_missing_or_damaged_say_nothing(tmp_path):
         '[{"name": "a", "metrics": {}}]',
         '[{"name": "a", "metrics": {"x": "high"}}]',
         '[{"name": 3, "metrics": {"x": 0.5}}]',
+        '[{"name": "a", "metrics": {"x": 0.5, "y": NaN}}]',
+        '[{"name": "a", "metrics": {"x": -Infinity}}]',
+        '[{"name": "a", "metrics": {"x": 1e999}}]',
+        '[{"name": "a", "metrics": {"x": 1%s}}]' % ("0" * 400),
+        '[{"name": "a", "metrics": {"x": true}}]',
         "[" * 100_000,
     ],
 )

@@ -86,7 +86,7 @@ def test_options_of_the_card_are_refused_before_the_checkpoint_is_read(tmp_path,
     (tmp_path / "scores.json").write_text("{}")
     for words, line in (
         (["--licence", "Apache 2.0"], "licence must be a name of the Hub's"),
-        (["--scores", str(tmp_path / "scores.json")], "scores.json: holds no scores"),
+        (["--scores", str(tmp_path / "scores.json")], "scores.json: holds no list"),
         (["--scores", str(tmp_path / "none.json")], "none.json: is no readable JSON"),
     ):
         assert main(["export", "--checkpoint", str(path), "--output", str(tmp_path / "out"), *words]) == 2

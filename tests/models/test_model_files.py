@@ -19,6 +19,8 @@ def test_json_that_cannot_be_used_is_one_line(tmp_path: Path, content: str | Non
         (tmp_path / "a.json").write_text(content)
     with pytest.raises(InputError, match=r"a\.json: .*; take a whole copy of the model"):
         read_json(tmp_path / "a.json")
+    with pytest.raises(InputError, match=r"a\.json: .*; make it again"):
+        read_json(tmp_path / "a.json", fix="make it again")
 
 
 def test_weights_come_back_in_the_dtype_of_the_file(tmp_path: Path) -> None:
