@@ -78,17 +78,23 @@ def anchor_tokens(
     }
     pooling, whose = _pooling(embedder, {name: value for name, value in given.items() if value is not None})
     weights = token_weights(embedder, texts, pooling, prompt_name=prompt_name, role=role)
-    for text, found in zip(texts, weights, strict=True):
-        if not any(pooled and not span.is_special for pooled, span in zip(found.pooled_T, found.spans, strict=True)):
-            raise OptionError(
-                "TEXT", text[:40], "must hold a token of its own", "the model's tokenizer drops all of it"
-            )
+    _check_tokens(texts, weights)
     title, subtitle = f"{one_line(Path(model).name, 40)}{whose}", f"Anchor-token-aware pooling, {_settings(pooling)}."
     draw_anchor_tokens(weights, title, subtitle, output)
     print(f"{title}\n{subtitle}")
     for found in weights:
         print(f"\n{_table(found)}")
     print(f"\nwrote {output}")
+
+
+def _check_tokens(texts: list[str], weights: "list[TokenWeights]") -> None:
+    """Refuse a text of which nothing is pooled but special tokens."""
+    from embeddings.common import OptionError
+
+    for text, found in zip(texts, weights, strict=True):
+        if not any(pooled and not span.is_special for pooled, span in zip(found.pooled_T, found.spans, strict=True)):
+            rule = "must hold a token of its own"
+            raise OptionError("TEXT", text[:40], rule, "the model's tokenizer drops all of it")
 
 
 def _pooling(embedder: "Embedder", given: dict[str, object]) -> "tuple[AnchorTokenPooling, str]":
