@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embeddings.figures.run_folder import read_run_config, read_run_record, run_parts
-from embeddings.figures.run_metrics import Curve, read_curves
+from embeddings.figures.run_metrics import Curve, read_curves, steps_made
 
 THROUGHPUT = "throughput/"
-# Logged under the number of the step that is being made, from 0; all else under the number of steps made.
-_OF_A_STEP = "train/"
 
 
 class Summary(NamedTuple):
@@ -99,13 +97,13 @@ class RunFacts:
     @cached_property
     def summaries(self) -> dict[str, Summary]:
         """Each column that holds a number."""
-        found = {column: _summary(curve, column.startswith(_OF_A_STEP)) for column, curve in self.curves.items()}
+        found = {column: _summary(column, curve) for column, curve in self.curves.items()}
         return {column: summary for column, summary in found.items() if summary is not None}
 
     @property
     def last_step(self) -> int:
         """The last optimiser step that is known of: noted at the end, or logged."""
-        logged = (steps[-1] + column.startswith(_OF_A_STEP) for column, (steps, _) in self.curves.items() if steps)
+        logged = (steps_made(column, steps[-1]) for column, (steps, _) in self.curves.items() if steps)
         noted = self.parts[-1].end.get("step")
         return max(0, *logged, noted if isinstance(noted, int) else 0)
 
@@ -142,8 +140,8 @@ def _read_part(folder: Path) -> Part:
     return Part(folder, record, None if went_on_from is None else str(went_on_from), errors)
 
 
-def _summary(curve: Curve, shift: bool) -> Summary | None:
-    rows = [(step + shift, value) for step, value in zip(*curve, strict=True) if math.isfinite(value)]
+def _summary(column: str, curve: Curve) -> Summary | None:
+    rows = [(steps_made(column, step), value) for step, value in zip(*curve, strict=True) if math.isfinite(value)]
     if not rows:
         return None
     median = statistics.median(value for _, value in rows)

@@ -12,7 +12,15 @@ from embeddings.figures.run_folder import run_parts
 Curve = tuple[list[int], list[float]]
 
 LOSS, SCORE = "train/loss", "val/ndcg_at_10"
+_NOTHING: Curve = ([], [])
 _NO_METRICS = ("step", "epoch")
+# Logged under the number of the step that is being made, from 0; all else under the number of steps made.
+_OF_A_STEP = ("train/", "lr-")
+
+
+def steps_made(column: str, step: int) -> int:
+    """How many optimiser steps were made when a value was measured, by its column and the step it was logged under."""
+    return step + column.startswith(_OF_A_STEP)
 
 
 def read_curve(run: Path, column: str) -> Curve:
@@ -23,8 +31,9 @@ def read_curve(run: Path, column: str) -> Curve:
 def read_curves(run: Path, columns: Sequence[str] | None = None) -> dict[str, Curve]:
     """Columns of a run's `metrics.csv`: the steps at which each was logged, and its values.
 
-    A run that went on from a checkpoint has all its parts' values (see `run_parts`): where two have the same steps, the
-    later one's. What a kill has cut short, or the run is just writing, is left out.
+    A run that went on from a checkpoint has all its parts' values (see `run_parts`), an earlier one's up to the first
+    step that the next one logged anything of: what it logged after its last checkpoint came to nothing. What a kill has
+    cut short, or the run is just writing, is left out.
 
     Args:
         run: The folder of a run.
@@ -33,16 +42,25 @@ def read_curves(run: Path, columns: Sequence[str] | None = None) -> dict[str, Cu
     Raises:
         InputError: If the run has no such file, or the file is no run's.
     """
-    found: dict[str, Curve] = {column: ([], []) for column in columns or ()}
+    found: dict[str, Curve] = {}
     for part in run_parts(run):
-        for column, (steps, values) in _read_part(part, columns).items():
-            before_steps, before_values = found.get(column, ([], []))
-            kept = sum(step < steps[0] for step in before_steps) if steps else len(before_steps)
-            found[column] = before_steps[:kept] + steps, before_values[:kept] + values
-    return found
+        own = _read_part(part)
+        first = min((steps_made(column, steps[0]) for column, (steps, _) in own.items() if steps), default=None)
+        for column in {**found, **own}:
+            before = found.get(column, _NOTHING)
+            steps, values = before if first is None else _cut(column, before, first)
+            own_steps, own_values = own.get(column, _NOTHING)
+            found[column] = steps + own_steps, values + own_values
+    return found if columns is None else {column: found.get(column, _NOTHING) for column in columns}
 
 
-def _read_part(run: Path, columns: Sequence[str] | None) -> dict[str, Curve]:
+def _cut(column: str, curve: Curve, first: int) -> Curve:
+    """What a curve has of the steps before one, counted as steps made."""
+    kept = sum(steps_made(column, step) < first for step in curve[0])
+    return curve[0][:kept], curve[1][:kept]
+
+
+def _read_part(run: Path) -> dict[str, Curve]:
     path = run / "metrics.csv"
     if not path.is_file():
         raise InputError(str(path), "no such file", "give the folder of a run, such as checkpoints/runs/NAME/version_0")
@@ -50,7 +68,7 @@ def _read_part(run: Path, columns: Sequence[str] | None) -> dict[str, Curve]:
         reader = read_metrics(path)
         names = reader.fieldnames or ()
         missing = [name for name in ("step", LOSS) if name not in names]
-        chosen = [name for name in names if name not in _NO_METRICS] if columns is None else columns
+        chosen = [name for name in names if name not in _NO_METRICS]
         found: dict[str, Curve] = {column: ([], []) for column in chosen}
         for row in reader if not missing else ():
             for column in chosen:

@@ -51,6 +51,22 @@ def test_a_run_that_went_on_has_what_it_went_on_from_and_its_own_steps_count(tmp
     assert read_curve(runs / "version_0", "train/loss")[0] == [0, 1, 2, 3]
 
 
+def test_what_a_lost_branch_logged_is_cut_in_all_columns_at_one_step(tmp_path):
+    runs = tmp_path / "runs" / "name"
+    lost = "".join(f"{step},0,{4 - step / 10},\n" for step in range(25))
+    write_part(runs / "version_0", f"{lost}10,0,,0.3\n20,0,,0.9\n")
+    own = "".join(f"{step},0,{3 - step / 10},\n" for step in range(10, 15))
+    later = write_part(runs / "version_1", own, "runs/name/version_0/checkpoints/step10.ckpt")
+    assert read_curve(later, "train/loss")[0] == list(range(15))
+    # Logged under the ten steps made before the step that is numbered 10.
+    assert read_curve(later, "val/ndcg_at_10") == ([10], [0.3])
+    scored = write_part(runs / "version_2", "13,0,,0.4\n", "runs/name/version_1/checkpoints/step12.ckpt")
+    assert read_curves(scored) == {
+        "train/loss": (list(range(12)), [4 - step / 10 for step in range(10)] + [2.0, 1.9]),
+        "val/ndcg_at_10": ([10, 13], [0.3, 0.4]),
+    }
+
+
 def test_a_folder_without_metrics_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"metrics.csv: no such file; give the folder of a run"):
         read_curve(tmp_path, "train/loss")
