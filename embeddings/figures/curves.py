@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from embeddings.common import InputError
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.run_lines import line_label, line_style, point_markers, run_names
-from embeddings.figures.run_metrics import LOSS, SCORE, Curve, read_curves
+from embeddings.figures.run_metrics import LOSS, SCORE, Curve, metrics_path, read_curves
 
 # Logged values over which the loss is averaged in the picture: one batch says little.
 WINDOW = 8
@@ -22,11 +23,14 @@ def draw_curves(runs: Sequence[Path], output: Path) -> None:
         output: The PNG file to write.
 
     Raises:
-        InputError: If a run has no `metrics.csv`, or it is no run's.
+        InputError: If a run has no `metrics.csv` or logged no loss, or the file is no run's.
         MissingExtraError: If matplotlib is not installed.
     """
     plt = pyplot()
     found = [read_curves(run, [LOSS, SCORE]) for run in runs]
+    for run, curves in zip(runs, found, strict=True):
+        if not curves[LOSS][0]:
+            raise InputError(str(metrics_path(run)), f"has no {LOSS!r}", "give a run that logged its loss")
     has_scores = any(curves[SCORE][0] for curves in found)
     size = (7.5, (6.0 if has_scores else 3.8) + 0.22 * len(runs))
     figure, axes = plt.subplots(1 + has_scores, 1, sharex=True, figsize=size, layout="constrained", squeeze=False)

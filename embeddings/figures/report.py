@@ -9,7 +9,7 @@ from embeddings.common.fileio import write_text
 from embeddings.figures import run_words as words
 from embeddings.figures.curves import draw_curves
 from embeddings.figures.html import Html, definitions, element, joined, png_image, table
-from embeddings.figures.routing_curves import ENTROPY, draw_routing_curves
+from embeddings.figures.routing_curves import ENTROPY, IDLE, draw_routing_curves
 from embeddings.figures.run_facts import THROUGHPUT, RunFacts
 from embeddings.figures.run_lines import run_names
 from embeddings.figures.run_metrics import LOSS
@@ -135,15 +135,27 @@ def _sources(facts: RunFacts) -> Html:
 def _went(facts: RunFacts) -> Html:
     """Curves, scores, speed, health, and what the run was made of."""
     if not facts.curves:
-        parts = [element("p", "Its folder holds no metrics.csv, so neither loss nor scores are known here.")]
+        parts = [element("p", "Its folder holds no metrics.csv with values: neither loss nor scores are known here.")]
+    elif not facts.curves.get(LOSS, ([], []))[0]:
+        parts = [element("p", "It logged no training loss, so no curves are drawn."), _scores(facts), _speed(facts)]
     else:
         parts = [_picture(draw_curves, facts.folder, "Loss and validation score over the optimiser steps.")]
         parts += [_scores(facts), _speed(facts)]
-    if ENTROPY in facts.summaries:
-        parts.append(_picture(draw_routing_curves, facts.folder, "How evenly the experts were used."))
+    parts.append(_routing(facts))
     said = words.health(facts)
     parts += [element("h3", "Health"), *(element("p", sentence) for sentence in said)] if said else []
     return joined([*parts, _processes(facts)])
+
+
+def _routing(facts: RunFacts) -> Html:
+    """How evenly a mixture's experts were used, as far as it was logged."""
+    logged = [column for column in (ENTROPY, IDLE) if facts.curves.get(column, ([], []))[0]]
+    if not logged:
+        return Html()
+    if len(logged) < 2 or not facts.not_finite.keys().isdisjoint(logged):
+        why = f"{ENTROPY} or {IDLE} was not logged, or has a value that is no number"
+        return element("p", f"How evenly the experts were used is not drawn: {why}.")
+    return _picture(draw_routing_curves, facts.folder, "How evenly the experts were used.")
 
 
 def _picture(draw: Callable[[list[Path], Path], None], run: Path, caption: str) -> Html:

@@ -7,7 +7,7 @@ from pathlib import Path
 from embeddings.common import InputError
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.run_lines import line_label, line_style, point_markers, run_names
-from embeddings.figures.run_metrics import read_curve
+from embeddings.figures.run_metrics import metrics_path, read_curve
 
 ENTROPY, IDLE = "routing/load_entropy", "routing/idle_experts"
 
@@ -59,7 +59,7 @@ def read_routing_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
         InputError: If there is none, or one is no number.
     """
     steps, values = read_curve(run, column)
-    path, fix = str(run / "metrics.csv"), "give a run with the callback RoutingStatistics"
+    path, fix = str(metrics_path(run)), "give a run with the callback RoutingStatistics"
     if not steps:
         raise InputError(path, f"has no {column!r}", fix)
     if not all(map(math.isfinite, values)):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embeddings.figures.run_folder import read_run_config, read_run_record, run_parts
-from embeddings.figures.run_metrics import Curve, read_curves, steps_made
+from embeddings.figures.run_metrics import Curve, metrics_path, read_curves, steps_made
 
 THROUGHPUT = "throughput/"
 
@@ -86,8 +86,9 @@ class RunFacts:
         """
         config = read_run_config(folder)
         text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
-        curves = read_curves(folder) if (folder / "metrics.csv").is_file() else {}
-        return cls(folder, config, text, [_read_part(part) for part in run_parts(folder)], curves)
+        parts = run_parts(folder)
+        curves = read_curves(folder) if any(metrics_path(part).is_file() for part in parts) else {}
+        return cls(folder, config, text, [_read_part(part) for part in parts], curves)
 
     @property
     def record(self) -> Mapping[str, Any]:

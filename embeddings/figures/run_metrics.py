@@ -13,6 +13,7 @@ Curve = tuple[list[int], list[float]]
 
 LOSS, SCORE = "train/loss", "val/ndcg_at_10"
 _NOTHING: Curve = ([], [])
+_FIX = "give the folder of a run of fit"
 _NO_METRICS = ("step", "epoch")
 # Logged under the number of the step that is being made, from 0; all else under the number of steps made.
 _OF_A_STEP = ("train/", "lr-")
@@ -33,17 +34,20 @@ def read_curves(run: Path, columns: Sequence[str] | None = None) -> dict[str, Cu
 
     A run that went on from a checkpoint has all its parts' values (see `run_parts`), an earlier one's up to the first
     step that the next one logged anything of: what it logged after its last checkpoint came to nothing. What a kill has
-    cut short, or the run is just writing, is left out.
+    cut short, or the run is just writing, is left out; a part that was killed before it wrote any is passed over.
 
     Args:
         run: The folder of a run.
         columns: Which ones; None for all.
 
     Raises:
-        InputError: If the run has no such file, or the file is no run's.
+        InputError: If no part of the run has such a file, or a file is no run's.
     """
+    written = [part for part in run_parts(run) if metrics_path(part).is_file()]
+    if not written:
+        raise InputError(str(metrics_path(run)), "no such file", f"{_FIX}, such as checkpoints/runs/NAME/version_0")
     found: dict[str, Curve] = {}
-    for part in run_parts(run):
+    for part in written:
         own = _read_part(part)
         first = min((steps_made(column, steps[0]) for column, (steps, _) in own.items() if steps), default=None)
         for column in {**found, **own}:
@@ -60,24 +64,25 @@ def _cut(column: str, curve: Curve, first: int) -> Curve:
     return curve[0][:kept], curve[1][:kept]
 
 
+def metrics_path(run: Path) -> Path:
+    """Where a process writes what it logs."""
+    return run / "metrics.csv"
+
+
 def _read_part(run: Path) -> dict[str, Curve]:
-    path = run / "metrics.csv"
-    if not path.is_file():
-        raise InputError(str(path), "no such file", "give the folder of a run, such as checkpoints/runs/NAME/version_0")
+    path = metrics_path(run)
     try:
         reader = read_metrics(path)
         names = reader.fieldnames or ()
-        missing = [name for name in ("step", LOSS) if name not in names]
-        chosen = [name for name in names if name not in _NO_METRICS]
-        found: dict[str, Curve] = {column: ([], []) for column in chosen}
-        for row in reader if not missing else ():
-            for column in chosen:
+        found: dict[str, Curve] = {name: ([], []) for name in names if name not in _NO_METRICS}
+        for row in reader if "step" in names else ():
+            for column, (steps, values) in found.items():
                 if row.get(column):
                     value = float(row[column])
-                    found[column][0].append(int(row["step"]))
-                    found[column][1].append(value)
+                    steps.append(int(row["step"]))
+                    values.append(value)
     except (ValueError, TypeError, csv.Error) as error:
-        raise InputError(str(path), f"is damaged ({error})", "give the folder of a run of fit") from error
-    if missing:
-        raise InputError(str(path), f"has no column {missing[0]!r}", "give the folder of a run of fit")
+        raise InputError(str(path), f"is damaged ({error})", _FIX) from error
+    if names and "step" not in names:
+        raise InputError(str(path), "has no column 'step'", _FIX)
     return found

@@ -102,6 +102,8 @@ def test_the_picture_is_a_png(tmp_path):
     [
         (None, "metrics.csv: no such file"),
         ("a,train/loss\n", "metrics.csv: has no column 'step'; "),
+        ("", "metrics.csv: has no 'train/loss'; give a run that logged its loss"),
+        (HEADER + "0,,0.25\n", "metrics.csv: has no 'train/loss'; "),
         (ONE + "1,much,0.5\n", "metrics.csv: is damaged ("),
     ],
 )

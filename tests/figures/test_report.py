@@ -122,6 +122,34 @@ def test_routing_and_the_folders_own_pictures_are_shown(tmp_path, page_of):
     assert pyplot().get_fignums() == []
 
 
+ROUTED = "step,train/loss,routing/load_entropy,routing/idle_experts\n0,2.0,,\n"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "num_pictures", "says"),
+    [
+        (ROUTED + "10,,0.9,1\n20,,nan,0\n", 1, "How evenly the experts were used is not drawn: "),
+        (ROUTED + "10,,0.9,\n", 1, "How evenly the experts were used is not drawn: "),
+        ("step,train/loss,routing/load_entropy\n0,2.0,\n10,,0.9\n", 1, "routing/idle_experts was not logged"),
+        ("step,epoch,val/ndcg_at_10\n0,0,0.5\n", 0, "It logged no training loss, so no curves are drawn."),
+        ("", 0, "Its folder holds no metrics.csv with values"),
+    ],
+)
+def test_what_a_run_logged_in_part_is_shown_in_part(metrics, num_pictures, says, tmp_path, page_of):
+    page = page_of(write_run(tmp_path / "run", metrics=metrics))
+    assert len(pictures(page)) == num_pictures
+    assert says in page.text
+    assert ("val/ndcg_at_100.50.500.50" in page.text) == ("val/" in metrics)
+
+
+def test_a_part_that_was_killed_before_it_logged_is_no_hindrance(tmp_path, page_of):
+    write_run(tmp_path / "name" / "version_0", record={"end": None}, metrics=None)
+    later = write_run(tmp_path / "name" / "version_1", {"ckpt_path": "name/version_0/checkpoints/last.ckpt"})
+    page = page_of(later)
+    assert len(pictures(page)) == 1
+    assert "It left no note of its end." in page.text
+
+
 def test_a_folder_that_lacks_files_is_a_page_that_says_less(tmp_path, page_of):
     run = write_run(tmp_path / "run", metrics=None)
     (run / "run.json").unlink()

@@ -72,10 +72,26 @@ def test_a_folder_without_metrics_is_refused(tmp_path):
         read_curve(tmp_path, "train/loss")
 
 
-@pytest.mark.parametrize(("header", "missing"), [("a,train/loss", "step"), ("step,b", "train/loss"), ("", "step")])
-def test_a_file_without_the_columns_is_no_runs(header, missing, tmp_path):
-    (tmp_path / "metrics.csv").write_text(f"{header}\n1,2.0\n" if header else "")
-    with pytest.raises(InputError, match=f"metrics.csv: has no column '{missing}'; "):
+def test_parts_that_were_killed_before_they_logged_are_passed_over(tmp_path):
+    runs = tmp_path / "runs" / "name"
+    write_part(runs / "version_0", "0,0,4.0,\n")
+    killed = write_part(runs / "version_1", "", "runs/name/version_0/checkpoints/a.ckpt")
+    (killed / "metrics.csv").unlink()
+    later = write_part(runs / "version_2", "1,0,3.0,\n", "runs/name/version_1/checkpoints/a.ckpt")
+    assert read_curve(later, "train/loss") == ([0, 1], [4.0, 3.0])
+    assert read_curve(killed, "train/loss") == ([0], [4.0])
+
+
+@pytest.mark.parametrize("text", ["", "step,epoch,val/ndcg_at_10\n0,0,0.5\n"])
+def test_a_run_that_has_logged_no_loss_yet_has_what_it_logged(text, tmp_path):
+    (tmp_path / "metrics.csv").write_text(text)
+    assert read_curve(tmp_path, "train/loss") == ([], [])
+    assert read_curves(tmp_path) == ({"val/ndcg_at_10": ([0], [0.5])} if text else {})
+
+
+def test_a_file_without_steps_is_no_runs(tmp_path):
+    (tmp_path / "metrics.csv").write_text("a,train/loss\n1,2.0\n")
+    with pytest.raises(InputError, match=r"metrics.csv: has no column 'step'; "):
         read_curve(tmp_path, "train/loss")
 
 
