@@ -43,6 +43,6 @@ def draw_clusters(points: ClusterPoints, title: str, subtitle: str, output: Path
     plane.name_axes(axis)
     figure.legend(loc="outside right upper", title="cluster (rows)", frameon=False, markerscale=2, fontsize=9)
     lines = textwrap.wrap(subtitle, 88)
-    axis.set_title("\n".join(lines), loc="left", size=9, color=GREY)
+    axis.set_title("\n".join(lines), loc="left", size=9, color=GREY, parse_math=False)
     figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", parse_math=False)
     write_png(figure, output)

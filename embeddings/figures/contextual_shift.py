@@ -65,7 +65,7 @@ def draw_contextual_shift(
     ]
     shapes.append(Line2D([], [], color=BLACK, marker="x", linestyle="", label="no context"))
     plane.name_axes(axis)
-    axis.set_title("\n".join(textwrap.wrap(subtitle, 110)), loc="left", size=9, color=GREY)
+    axis.set_title("\n".join(textwrap.wrap(subtitle, 110)), loc="left", size=9, color=GREY, parse_math=False)
     figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=BLACK, parse_math=False)
     legend = figure.legend(handles=[*handles, *shapes], loc="outside lower left", frameon=False, ncols=2, fontsize=8.5)
     for text in legend.get_texts():

@@ -48,12 +48,12 @@ def draw_sweep(dots: Sequence[Dot], label: str, mode: Literal["max", "min"], tit
     for axis, name in zip(axes.flat, panels, strict=False):
         if is_numeric(dots, name):
             _draw_numbers(axis, dots, name, best)
-            axis.set_xlabel(name)
-            axis.set_ylabel(label)
+            axis.set_xlabel(name, parse_math=False)
+            axis.set_ylabel(label, parse_math=False)
         else:
             _draw_names(axis, dots, name, best, mode)
-            axis.set_title(name, size=10)
-            axis.set_xlabel(label)
+            axis.set_title(name, size=10, parse_math=False)
+            axis.set_xlabel(label, parse_math=False)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(panels) :]:
@@ -63,7 +63,7 @@ def draw_sweep(dots: Sequence[Dot], label: str, mode: Literal["max", "min"], tit
         found, names = axis.get_legend_handles_labels()
         handles |= dict(zip(names, found, strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle(title, size=12)
+    figure.suptitle(title, size=12, parse_math=False)
     write_png(figure, output)
 
 
@@ -114,7 +114,7 @@ def _draw_names(axis: Any, dots: Sequence[Dot], name: str, best: Dot, mode: Lite
     if len(found) < len(dots):
         axis.plot(list(found.values()), [places[value] for value in found], "D", color=_MEAN, label="mean")
     axis.plot([best[1]], [places[best[0][name]]], "o", color=_BEST, markersize=7, label="best run")
-    axis.set_yticks(list(places.values()), [_wrapped(str(value)) for value in places], size=9)
+    axis.set_yticks(list(places.values()), [_wrapped(str(value)) for value in places], size=9, parse_math=False)
     ends = -0.7, len(places) - 0.3
     axis.set_ylim(ends if mode == "max" else ends[::-1])  # the best on top
     axis.margins(x=0.08)

@@ -57,6 +57,11 @@ def test_each_cluster_has_a_colour_its_rows_and_a_number_at_their_mean(drawn):
     assert figure.get_suptitle() == "A $title$"
 
 
+def test_a_dollar_sign_of_a_path_begins_no_formula(drawn):
+    (axis,) = drawn(points_of(2), r"rows of my$\a{$/c.jsonl").axes
+    assert axis.get_title(loc="left") == r"rows of my$\a{$/c.jsonl"
+
+
 @pytest.mark.parametrize("num_clusters", [1, MOST_CLUSTERS])
 def test_colours_differ_and_no_text_leaves_the_page(num_clusters, drawn):
     figure = drawn(points_of(num_clusters), "a subtitle of many words, " * 20)

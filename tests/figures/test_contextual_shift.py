@@ -52,6 +52,11 @@ def test_a_document_has_a_colour_a_corpus_a_shape_and_no_context_a_cross(drawn):
     assert axis.get_xlabel().startswith("first principal axis (")
 
 
+def test_a_dollar_sign_of_a_path_begins_no_formula(drawn):
+    (axis,) = drawn(shift_of(2, 2), ["a", "b"], ["x", "x"], r"documents of my$\a{$/c.jsonl").axes
+    assert axis.get_title(loc="left") == r"documents of my$\a{$/c.jsonl"
+
+
 def test_no_text_leaves_the_page_at_the_most_that_is_drawn(drawn):
     names = [f"{number} " + "東京 a long document " * 9 for number in range(MOST_DOCUMENTS)]
     corpora = [f"corpus_{context % MOST_CORPORA}_{'x' * 20}" for context in range(12)]

@@ -58,3 +58,10 @@ def test_one_run_alone_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     draw_sweep([({"a very long name " * 9: "value " * 40}, 0.5)], "score", "min", "one", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_dollar_sign_of_a_value_or_a_name_begins_no_formula(tmp_path):
+    pytest.importorskip("matplotlib")
+    odd = r"my$\a{$"
+    draw_sweep([({odd: odd, f"{odd}2": 1.0}, 0.5)], odd, "min", odd, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
