@@ -1,6 +1,10 @@
 """faiss, loaded on use, with the device it was asked for or not at all."""
 
+import errno
+import os
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from embeddings.common.errors import OptionError
 from embeddings.common.optional import require
@@ -36,3 +40,19 @@ def faiss_version() -> str:
         MissingExtraError: If faiss is not installed.
     """
     return str(require("faiss", "cpu").__version__)
+
+
+def write_lists(lists: Any, path: Path) -> None:
+    """Write inverted lists to exactly this path, and see that all of them arrived.
+
+    Raises:
+        OSError: If they cannot be written; faiss itself raises a RuntimeError, and none where closing the file fails.
+    """
+    faiss = load_faiss()
+    try:
+        faiss.write_index(lists, str(path))
+        faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+    except RuntimeError as error:
+        # The reason is in faiss's text alone.
+        number = next((number for number in errno.errorcode if os.strerror(number) in str(error)), errno.EIO)
+        raise OSError(number, os.strerror(number), str(path)) from None

@@ -8,10 +8,16 @@ from typing import Any, Self
 import numpy as np
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.fileio import atomic_path, check_manifest, check_manifest_file, write_manifest_file
+from embeddings.common.fileio import (
+    atomic_path,
+    check_manifest,
+    check_manifest_file,
+    check_room,
+    write_manifest_file,
+)
 from embeddings.inference.search import TopK, search_top_k, unit_rows
 from embeddings.inference.vector_folder import VectorFolder
-from embeddings.mining.faiss_library import faiss_version, load_faiss
+from embeddings.mining.faiss_library import faiss_version, load_faiss, write_lists
 from embeddings.mining.ivf import ivf_sizes, sample_rows, train_centroids
 from embeddings.mining.scans import Floats
 
@@ -99,10 +105,13 @@ def build_index(
             float32, and would take more room than they do.
         MissingExtraError: If faiss is not installed.
         OptionError: If there are more lists than documents or fewer than probes.
+        OSError: If the disk has no room; an index that was there is kept.
     """
     _require_floats(folder)
     faiss = load_faiss()
     num_lists, num_probes = ivf_sizes(folder.num_documents, num_lists, num_probes)
+    path, manifest = folder.path / INDEX_FILE, folder.path / MANIFEST_FILE
+    check_room(path, _list_bytes(folder) + 4 * num_lists * folder.embedding_dim)
     row_n = sample_rows(folder.num_documents, num_lists, seed)
     centroid_CD = train_centroids(unit_rows(folder.shards.take(row_n, unit=False)), num_lists, seed)
     quantizer = faiss.IndexFlatIP(folder.embedding_dim)
@@ -111,10 +120,9 @@ def build_index(
     lists.is_trained = True
     for vector_ND in folder.directions():
         lists.add(np.ascontiguousarray(vector_ND))
-    path, manifest = folder.path / INDEX_FILE, folder.path / MANIFEST_FILE
-    manifest.unlink(missing_ok=True)
-    with atomic_path(path) as temporary:
-        faiss.write_index(lists, str(temporary))
+    # The old manifest goes once the new file is whole, and before it takes the old one's place.
+    with atomic_path(path, verify=lambda _: manifest.unlink(missing_ok=True)) as temporary:
+        write_lists(lists, temporary)
     fields = {
         "kind": "ivf index",
         "vectors_sha256": folder_sha256(folder),
@@ -161,6 +169,11 @@ def folder_sha256(folder: VectorFolder) -> str:
 
 def _require_floats(folder: VectorFolder) -> None:
     folder.require_format("float32", "float16", use="an index, which keeps float32 copies of them,")
+
+
+def _list_bytes(folder: VectorFolder) -> int:
+    """What the lists take of the file: each vector in float32, and its row in 64 bits."""
+    return folder.num_documents * (4 * folder.embedding_dim + 8)
 
 
 def _size_and_tail(path: Path) -> bytes:

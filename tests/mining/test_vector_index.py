@@ -1,7 +1,12 @@
 """An index finds what the exact search finds where it looks everywhere, and is refused beside other vectors."""
 
+import errno
 import json
+import resource
+import shutil
+from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,6 +120,37 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
     folder.shards.path(4).unlink()
     with pytest.raises(InputError, match=r"vectors-00004\.npy: is missing"):
         Index.open(folder)
+
+
+@contextmanager
+def most_bytes_of_a_file(limit):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# The last bytes are written when the file is closed, and faiss does not say why that fails.
+@pytest.mark.parametrize(("missing", "code"), [(20_000, errno.EFBIG), (1, errno.EIO)])
+def test_a_file_that_cannot_be_written_leaves_the_index_that_was_there(missing, code, folder, vectors):
+    made = build_index(folder, num_lists=8)
+    size, before = (folder.path / INDEX_FILE).stat().st_size, sorted(folder.path.iterdir())
+    with most_bytes_of_a_file(size - missing), pytest.raises(OSError, match="Errno") as failure:
+        build_index(folder, num_lists=8, seed=1)
+    assert (failure.value.errno, failure.value.filename.endswith(".tmp")) == (code, True)
+    assert sorted(folder.path.iterdir()) == before
+    again = Index.open(folder)
+    assert again.num_lists == 8
+    np.testing.assert_array_equal(made.search(vectors[:9], 5).index_QK, again.search(vectors[:9], 5).index_QK)
+
+
+def test_no_list_is_trained_where_the_disk_has_no_room(folder, monkeypatch):
+    monkeypatch.setattr("embeddings.mining.vector_index.train_centroids", None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=10**9, free=600 * (4 * 8 + 8)))
+    with pytest.raises(OSError, match="bytes are needed and 24,000 available"):
+        build_index(folder)
 
 
 def test_the_hash_is_of_vectors_and_manifest_without_versions(folder, tmp_path, vectors):
