@@ -135,15 +135,16 @@ class Manifest(dict[str, Any]):
     Args:
         path: Its file.
         fields: What it holds.
+        fix: The way out where a field is missing or wrong.
     """
 
-    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, fields: Mapping[str, Any], fix: str = _MAKE_AGAIN) -> None:
         super().__init__(fields)
-        self.path = path
+        self.path, self.fix = path, fix
 
     def __missing__(self, field: str) -> Any:
         """Refuse it."""
-        raise InputError(str(self.path), f"has no field {field!r}", _MAKE_AGAIN)
+        raise InputError(str(self.path), f"has no field {field!r}", self.fix)
 
     def whole(self, field: str, least: int = 0) -> int:
         """A field that is a whole number.
@@ -154,7 +155,7 @@ class Manifest(dict[str, Any]):
         value = self[field]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             what = f"field {field!r} is {shown(value)}, expected a whole number >= {least}"
-            raise InputError(str(self.path), what, _MAKE_AGAIN)
+            raise InputError(str(self.path), what, self.fix)
         return value
 
 
@@ -168,22 +169,22 @@ def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) 
     return check_manifest_file(Path(folder) / "manifest.json", expected)
 
 
-def check_manifest_file(path: str | os.PathLike[str], expected: Mapping[str, Any]) -> Manifest:
-    """The same of a manifest with a name of its own."""
+def check_manifest_file(path: str | os.PathLike[str], expected: Mapping[str, Any], fix: str = _MAKE_AGAIN) -> Manifest:
+    """The same of a manifest with a name of its own, and a way out of its own."""
     path = Path(path)
     if not path.is_file():
-        raise InputError(str(path), "no manifest lies beside this output", _MAKE_AGAIN)
+        raise InputError(str(path), "no manifest lies beside this output", fix)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise InputError(str(path), "is empty or damaged", _MAKE_AGAIN)
+        raise InputError(str(path), "is empty or damaged", fix)
     for field, value in expected.items():
         if found.get(field) != value:
             what = f"field {field!r} is {shown(found.get(field), 48)}, expected {shown(value, 48)}"
-            raise InputError(str(path), what, _MAKE_AGAIN)
-    return Manifest(path, found)
+            raise InputError(str(path), what, fix)
+    return Manifest(path, found, fix)
 
 
 def fsync_path(path: Path) -> None:

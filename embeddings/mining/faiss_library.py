@@ -48,11 +48,20 @@ def write_lists(lists: Any, path: Path) -> None:
     Raises:
         OSError: If they cannot be written; faiss itself raises a RuntimeError, and none where closing the file fails.
     """
-    faiss = load_faiss()
     try:
-        faiss.write_index(lists, str(path))
-        faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+        load_faiss().write_index(lists, str(path))
+        map_lists(path)
     except RuntimeError as error:
         # The reason is in faiss's text alone.
         number = next((number for number in errno.errorcode if os.strerror(number) in str(error)), errno.EIO)
         raise OSError(number, os.strerror(number), str(path)) from None
+
+
+def map_lists(path: Path) -> Any:
+    """Inverted lists, mapped into memory.
+
+    Raises:
+        RuntimeError: If the file holds none, or not all that it says.
+    """
+    faiss = load_faiss()
+    return faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)

@@ -17,7 +17,7 @@ from embeddings.common.fileio import (
 )
 from embeddings.inference.search import TopK, search_top_k, unit_rows
 from embeddings.inference.vector_folder import VectorFolder
-from embeddings.mining.faiss_library import faiss_version, load_faiss, write_lists
+from embeddings.mining.faiss_library import faiss_version, load_faiss, map_lists, write_lists
 from embeddings.mining.ivf import ivf_sizes, sample_rows, train_centroids
 from embeddings.mining.scans import Floats
 
@@ -25,6 +25,8 @@ INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
 _MAKE = "make it with the command index"
 # Of each file of vectors that is read to tell folders apart, from its end.
 _TAIL_BYTES = 4096
+# Vectors count as unit vectors to a thousandth.
+_UNIT = 1.001
 
 
 class VectorIndex:
@@ -34,36 +36,41 @@ class VectorIndex:
 
     Args:
         lists: The faiss index.
+        path: Its file.
 
     Attributes:
         num_lists: Number of lists.
         num_probes: Lists searched for a query.
     """
 
-    def __init__(self, lists: Any) -> None:
-        self._lists = lists
+    def __init__(self, lists: Any, path: Path) -> None:
+        self._lists, self._path = lists, path
         self.num_lists, self.num_probes = int(lists.nlist), int(lists.nprobe)
 
     @classmethod
     def open(cls, folder: VectorFolder) -> Self:
         """The index beside a folder's vectors, mapped into memory.
 
+        All but the lists' content is compared with the hash that was taken when it was made; to read all would take
+        longer than an exact search.
+
         Raises:
             InputError: If there is none, it is damaged, it was made of other vectors, or these are int8 or binary.
             MissingExtraError: If faiss is not installed.
         """
         _require_floats(folder)
-        faiss, path = load_faiss(), folder.path / INDEX_FILE
+        load_faiss()
+        path = folder.path / INDEX_FILE
         if not path.is_file():
             raise InputError(str(path), "there is no index of these vectors", _MAKE)
-        expected = {"kind": "ivf index", "vectors_sha256": folder_sha256(folder), "num_bytes": path.stat().st_size}
-        fields = check_manifest_file(folder.path / MANIFEST_FILE, expected)
+        expected = {"kind": "ivf index", "vectors_sha256": folder_sha256(folder), **_of_file(path, folder)}
+        fields = check_manifest_file(folder.path / MANIFEST_FILE, expected, _MAKE)
         try:
-            lists = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
-        except RuntimeError:
+            lists = map_lists(path)
+        except (RuntimeError, MemoryError):
             raise InputError(str(path), "is damaged", _MAKE) from None
-        lists.nprobe = fields.whole("num_probes", least=1)
-        return cls(lists)
+        lists.nprobe = min(fields.whole("num_probes", least=1), lists.nlist)
+        return cls(lists, path)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
         """The nearest documents of each query that its lists hold.
@@ -77,11 +84,16 @@ class VectorIndex:
             lists hold no more.
 
         Raises:
+            InputError: If what was found shows that the lists are damaged.
             OptionError: If `top_k` is not positive.
         """
         if top_k < 1:
             raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
         score_QK, row_QK = self._lists.search(np.ascontiguousarray(query_QD), top_k)
+        # A document is a unit vector, whose product with a query is no larger than the query.
+        most_Q1 = _UNIT * np.linalg.norm(query_QD, axis=1, keepdims=True)
+        if ((row_QK < -1) | (row_QK >= self._lists.ntotal) | ((row_QK >= 0) & (score_QK > most_Q1))).any():
+            raise InputError(str(self._path), "is damaged", _MAKE)
         score_QK[row_QK < 0] = -np.inf
         order_QK = np.lexsort((row_QK, -score_QK), axis=1)
         return TopK(np.take_along_axis(score_QK, order_QK, axis=1), np.take_along_axis(row_QK, order_QK, axis=1))
@@ -123,10 +135,11 @@ def build_index(
     # The old manifest goes once the new file is whole, and before it takes the old one's place.
     with atomic_path(path, verify=lambda _: manifest.unlink(missing_ok=True)) as temporary:
         write_lists(lists, temporary)
+        of_file = _of_file(temporary, folder)
     fields = {
         "kind": "ivf index",
         "vectors_sha256": folder_sha256(folder),
-        "num_bytes": path.stat().st_size,
+        **of_file,
         "num_lists": num_lists,
         "num_probes": num_probes,
         "seed": seed,
@@ -174,6 +187,14 @@ def _require_floats(folder: VectorFolder) -> None:
 def _list_bytes(folder: VectorFolder) -> int:
     """What the lists take of the file: each vector in float32, and its row in 64 bits."""
     return folder.num_documents * (4 * folder.embedding_dim + 8)
+
+
+def _of_file(path: Path, folder: VectorFolder) -> dict[str, Any]:
+    """What tells an index's file from others: its size, and a hash of all that comes before the lists' content."""
+    num_bytes = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(max(0, num_bytes - _list_bytes(folder)))
+    return {"num_bytes": num_bytes, "head_sha256": hashlib.sha256(head).hexdigest()}
 
 
 def _size_and_tail(path: Path) -> bytes:

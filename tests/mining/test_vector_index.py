@@ -105,8 +105,8 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
     build_index(folder)
     path, before = folder.path / INDEX_FILE, (folder.path / INDEX_FILE).read_bytes()
     for content, says in (
-        (before[:-9], "field 'num_bytes' is"),
-        (bytes(200) + before[200:], "ivf.faiss: is damaged"),
+        (before[:-9], "field 'num_bytes' is .*; make it with the command index"),
+        (bytes(200) + before[200:], "field 'head_sha256' is .*; make it with the command index"),
         (b"", "field 'num_bytes' is"),
     ):
         path.write_bytes(content)
@@ -120,6 +120,49 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
     folder.shards.path(4).unlink()
     with pytest.raises(InputError, match=r"vectors-00004\.npy: is missing"):
         Index.open(folder)
+
+
+def test_an_index_without_its_manifest_or_with_an_odd_one_is_refused(folder, vectors):
+    build_index(folder, num_lists=8)
+    path = folder.path / MANIFEST_FILE
+    fields = json.loads(path.read_text())
+    for field, value, says in (
+        ("num_probes", 0, "field 'num_probes' is 0, expected a whole number >= 1; make it with the command index"),
+        ("kind", 3, "field 'kind' is 3, expected 'ivf index'; make it with the command index"),
+    ):
+        path.write_text(json.dumps({**fields, field: value}))
+        with pytest.raises(InputError, match=says):
+            Index.open(folder)
+    path.write_text(json.dumps({**fields, "num_probes": 10**30}))
+    assert Index.open(folder).num_probes == 8
+    path.unlink()
+    with pytest.raises(InputError, match="no manifest lies beside this output; make it with the command index"):
+        Index.open(folder)
+
+
+def test_damage_inside_the_file_is_refused_when_it_is_opened_or_where_it_is_found(folder, vectors):
+    build_index(folder, num_lists=8, num_probes=8)
+    path, rng = folder.path / INDEX_FILE, np.random.default_rng(0)
+    before = path.read_bytes()
+    head = len(before) - 600 * (4 * 8 + 8)
+    for _ in range(60):
+        damaged, place = bytearray(before), int(rng.integers(head))
+        damaged[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(bytes(damaged))
+        with pytest.raises(InputError, match="'head_sha256'"):
+            Index.open(folder)
+    # The last list ends with the row of its last document, behind the vectors of all.
+    row = int.from_bytes(before[-8:], "little")
+    for kind in (600, 2**40, -5):
+        path.write_bytes(before[:-8] + kind.to_bytes(8, "little", signed=True))
+        index = Index.open(folder)
+        with pytest.raises(InputError, match=r"ivf\.faiss: is damaged; make it with the command index"):
+            index.search(unit_rows(vectors[row : row + 1]), 5)
+    place = before.find(unit_rows(vectors[7:8]).tobytes())
+    assert place > head
+    path.write_bytes(before[:place] + b"\x00\x00\x00\x7f" * 8 + before[place + 32 :])
+    with pytest.raises(InputError, match=r"ivf\.faiss: is damaged"):
+        Index.open(folder).search(np.abs(unit_rows(vectors[7:8])), 5)
 
 
 @contextmanager
