@@ -69,6 +69,9 @@ TARGETS = (
     Target("eval", "eval", EVALUATE, 8),
     Target("eval", "eval", ENCODE.replace("corpus.jsonl", "eval/corpus.jsonl")),
     Target("vectors", "vectors", SEARCH.replace("corpus.jsonl", "vectors"), 12),
+    Target("indexed", "indexed", SEARCH.replace("corpus.jsonl", "indexed --index ivf"), 6),
+    Target("logged", "logged", "report logged --output report.html", 4),
+    Target("logged", "logged", "show curves --run logged --output curves.png", 4),
     *(
         Target(name, "model", "encode --model model --input CORPUS --output out", 6)
         for name in ("model", "latent", "sparse", "contextual")

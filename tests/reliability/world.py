@@ -150,6 +150,17 @@ def _encoded(world: World, path: Path) -> None:
     _run([*line, "--precision", "float32", "--shard-size", "5"])
 
 
+def _indexed(world: World, path: Path) -> None:
+    shutil.copytree(world.path("vectors"), path)
+    _run(["index", "--vectors", str(path), "--num-lists", "2"])
+
+
+def _logged(world: World, path: Path) -> None:
+    """The folder of the run's process, without checkpoints."""
+    (found,) = world.path("run").rglob("metrics.csv")
+    shutil.copytree(found.parent, path, ignore=shutil.ignore_patterns("checkpoints"))
+
+
 def _checkpoint(world: World, path: Path) -> None:
     (found,) = world.path("run").rglob("last.ckpt")
     shutil.copyfile(found, path)
@@ -172,6 +183,8 @@ _BUILDERS: dict[str, Callable[[World, Path], object]] = {
     "mined": lambda world, path: _job(
         world, path / "mined.parquet", "mine", "--num-negatives", "2", "--margin", "null"
     ),
+    "indexed": lambda world, path: _indexed(world, path),
     "run": lambda world, path: _run_folder(world, path),
+    "logged": lambda world, path: _logged(world, path),
     "last.ckpt": lambda world, path: _checkpoint(world, path),
 }
