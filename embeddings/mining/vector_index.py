@@ -77,7 +77,7 @@ class VectorIndex:
 
         Args:
             query_QD: Unit vectors, (Q, D) float32.
-            top_k: Documents of a query, at most.
+            top_k: Documents of a query, at most; K is the smaller of this and the number of documents.
 
         Returns:
             Scores and rows, (Q, K), best first, of equal scores the lower row first; row -1 with score -inf where the
@@ -89,7 +89,7 @@ class VectorIndex:
         """
         if top_k < 1:
             raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
-        score_QK, row_QK = self._lists.search(np.ascontiguousarray(query_QD), top_k)
+        score_QK, row_QK = self._lists.search(np.ascontiguousarray(query_QD), min(top_k, self._lists.ntotal))
         # A document is a unit vector, whose product with a query is no larger than the query.
         most_Q1 = _UNIT * np.linalg.norm(query_QD, axis=1, keepdims=True)
         if ((row_QK < -1) | (row_QK >= self._lists.ntotal) | ((row_QK >= 0) & (score_QK > most_Q1))).any():
