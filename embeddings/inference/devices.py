@@ -51,7 +51,8 @@ def on_devices(
     """Have each item worked on by one of several devices; with fewer than two, here.
 
     Each process reads the model itself and computes in the encoder's precision, with an even share of this process's
-    threads. The encoder's own model makes room for theirs: it goes to the processor's memory.
+    threads. The encoder's own model makes room for theirs: it lies in the processor's memory until the results are read
+    to their end or closed, and can encode nothing meanwhile.
 
     Args:
         encoder: The model.
@@ -81,8 +82,17 @@ def on_devices(
         f"device {number}, {name}": partial(_make, work, num_threads, encoder.origin, {**options, "device": name})
         for number, name in enumerate(devices)
     }
+    return _aside(encoder, spread(makers, items))
+
+
+def _aside(encoder: Encoder, results: Generator[Result, None, None]) -> Generator[Result, None, None]:
+    """The results, while the encoder's model lies in the processor's memory."""
+    device = encoder.embedder.device
     encoder.embedder.to("cpu")
-    return spread(makers, items)
+    try:
+        yield from results
+    finally:
+        encoder.embedder.to(device)
 
 
 def _make(

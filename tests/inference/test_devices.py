@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from embeddings.common import OptionError
-from embeddings.inference import vector_folder
+from embeddings.inference import devices, vector_folder
 from embeddings.inference.devices import on_devices, parse_devices
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import encode_corpus
@@ -72,6 +72,26 @@ def test_a_single_device_works_here_and_reads_no_further_than_asked():
 def test_a_model_that_lies_nowhere_cannot_be_shared_out():
     with pytest.raises(OptionError, match="devices needs a model that was read from a directory"):
         on_devices(Encoder(tiny_embedder()), ("cpu", "cpu"), print, [])
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_the_model_makes_room_for_others_and_is_back_afterwards(is_closed, model, monkeypatch):
+    encoder, moves, events = Encoder.from_pretrained(model, device="cpu"), [], []
+    monkeypatch.setattr(encoder.embedder, "to", moves.append)
+    home = encoder.embedder.device
+
+    def spread(makers, items):
+        for item in items:
+            events.append((item, list(moves)))
+            yield item
+
+    monkeypatch.setattr(devices, "spread", spread)
+    results = on_devices(encoder, ("cpu", "cpu"), print, [1, 2])
+    assert moves == []
+    assert next(results) == 1
+    results.close() if is_closed else list(results)
+    assert events == [(1, ["cpu"]), (2, ["cpu"])][: 1 if is_closed else 2]
+    assert moves == ["cpu", home]
 
 
 @pytest.fixture(scope="module")
