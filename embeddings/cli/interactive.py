@@ -1,7 +1,9 @@
 """Queries line by line from standard input."""
 
+import io
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from time import perf_counter
 
 from embeddings.common import InputError
@@ -21,33 +23,26 @@ def answer_lines(answer: Callable[[str], None]) -> None:
     Raises:
         InputError: If a line is not UTF-8.
     """
-    for number, query in enumerate(_lines(), start=1):
+    for query in _lines():
         if not query.strip():
             break
-        try:
-            query.encode()
-        except UnicodeEncodeError:
-            raise _not_text(number) from None
         start = perf_counter()
         answer(query.strip())
         print(f"       {1000 * (perf_counter() - start):.0f} ms", flush=True)
 
 
 def _lines() -> Iterator[str]:
-    """The lines of standard input; a person is shown where to type."""
-    number = 0
-    while True:
+    """The lines of standard input, none where it is closed; a person is shown where to type."""
+    # The bytes: text is decoded ahead, and would fail on a line that is not asked for yet.
+    stream = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
+    for number in count(1):
         if is_terminal():
             print("query> ", end="", file=sys.stderr, flush=True)
-        number += 1
-        try:
-            line = sys.stdin.readline()
-        except UnicodeDecodeError:
-            raise _not_text(number) from None
+        line = stream.readline()
         if not line:
             return
-        yield line
-
-
-def _not_text(number: int) -> InputError:
-    return InputError(f"standard input:{number}", "is not valid UTF-8", "write it as UTF-8")
+        try:
+            query = line.decode()
+        except UnicodeDecodeError:
+            raise InputError(f"standard input:{number}", "is not valid UTF-8", "write it as UTF-8") from None
+        yield query

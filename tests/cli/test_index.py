@@ -1,11 +1,10 @@
 """`index`, and the searches that it serves, as commands."""
 
-import io
-
 import pytest
 
 from embeddings.cli.main import main
 from embeddings.inference.encoder import Encoder
+from tests.cli.test_interactive import Typed
 from tests.helpers.runs import write_retrieval_folder
 from tests.inference.models import tiny_embedder
 
@@ -62,7 +61,7 @@ def test_queries_are_read_line_by_line_with_one_model_in_memory(place, world, ca
         return load(kind, *arguments, **options)
 
     monkeypatch.setattr(Encoder, "from_pretrained", classmethod(counting))
-    monkeypatch.setattr("sys.stdin", io.StringIO("fox\nlazy dog\n\nnever\n"))
+    monkeypatch.setattr("sys.stdin", Typed("fox\nlazy dog\n\nnever\n"))
     found = lines_of(capsys, *search, "--interactive", "true")
     assert loaded == [(model,)]
     assert [line for line in found if not line.endswith(" ms")] == expected[0] + expected[1]
@@ -70,23 +69,19 @@ def test_queries_are_read_line_by_line_with_one_model_in_memory(place, world, ca
 
 
 def test_ctrl_c_ends_it_with_code_130(world, capsys, monkeypatch):
-    class Interrupted(io.StringIO):
-        def readline(self):
-            raise KeyboardInterrupt
+    def interrupted():
+        raise KeyboardInterrupt
 
-    model, _, vectors = world
-    monkeypatch.setattr("sys.stdin", Interrupted())
+    (model, _, vectors), typed = world, Typed("")
+    typed.buffer.readline = interrupted
+    monkeypatch.setattr("sys.stdin", typed)
     assert main(["search", "--model", model, "--corpus", vectors, "--interactive", "true"]) == 130
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: interrupted")
 
 
 def test_a_terminal_needs_no_option(world, capsys, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     model, _, vectors = world
-    monkeypatch.setattr("sys.stdin", Terminal("fox\n"))
+    monkeypatch.setattr("sys.stdin", Typed("fox\n", is_terminal=True))
     assert len(lines_of(capsys, "search", "--model", model, "--corpus", vectors, "--top_k", "2")) == 5
 
 
@@ -101,7 +96,7 @@ def test_a_terminal_needs_no_option(world, capsys, monkeypatch):
 )
 def test_a_search_that_cannot_be_is_one_line(options, says, world, capsys, monkeypatch):
     model, corpus, _ = world
-    monkeypatch.setattr("sys.stdin", io.StringIO("fox\n"))
+    monkeypatch.setattr("sys.stdin", Typed("fox\n"))
     assert says in error_of(capsys, "search", "--model", model, "--corpus", corpus, *options)
 
 
