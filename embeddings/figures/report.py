@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -210,8 +211,12 @@ def _results(facts: RunFacts) -> Html:
             output = str(arguments.get("output"))
             state = "found" if Path(output).is_dir() else "not found"
             rows.append([output, f"model directory, {state} from where this page was made", ""])
-    folders = {part.folder for part in facts.parts}
-    for path in sorted(path for folder in folders for path in folder.rglob("*.ckpt")):
+    folders = {part.folder.absolute() for part in facts.parts}
+    # A sweep's run writes its checkpoints beside the folders of its processes.
+    folders |= {
+        Path(str(each["dirpath"])).absolute() for each in facts.callbacks("ModelCheckpoint") if each.get("dirpath")
+    }
+    for path in sorted({path for folder in folders for path in folder.rglob("*.ckpt")}):
         rows.append([_place(path, facts.folder), "checkpoint", _size(path)])
     for name, meaning in (
         ("metrics.csv", "all that was logged, step by step"),
@@ -229,8 +234,11 @@ def _place(path: Path, folder: Path) -> str:
 
 
 def _size(path: Path) -> str:
-    files = [path] if path.is_file() else [inner for inner in path.rglob("*") if inner.is_file()]
-    num_bytes = float(sum(file.stat().st_size for file in files))
+    """The size of a file or of a folder's files; a run that is at work may remove some of them meanwhile."""
+    num_bytes = 0.0
+    for file in (path, *path.rglob("*")):
+        with suppress(FileNotFoundError):
+            num_bytes += file.stat().st_size if file.is_file() else 0
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}"
@@ -240,7 +248,7 @@ def _size(path: Path) -> str:
 
 def _own_pictures(run: Path) -> Html:
     """The pictures that somebody put into the folder; the curves are on the page already."""
-    paths = [path for path in sorted(run.glob("*.png")) if path.name != "curves.png"]
+    paths = [path for path in sorted(run.glob("*.png")) if path.name != "curves.png" and path.is_file()]
     found = {path.name: path.read_bytes() for path in paths[:MOST_PICTURES]}
     figures = (
         element("figure", png_image(content, name), element("figcaption", name))

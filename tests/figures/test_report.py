@@ -1,4 +1,5 @@
 from base64 import b64decode
+from pathlib import Path
 
 import pytest
 
@@ -148,6 +149,42 @@ def test_a_part_that_was_killed_before_it_logged_is_no_hindrance(tmp_path, page_
     page = page_of(later)
     assert len(pictures(page)) == 1
     assert "It left no note of its end." in page.text
+
+
+def test_checkpoints_that_lie_where_the_config_says_are_listed(tmp_path, page_of):
+    place = tmp_path / "point" / "checkpoints"
+    arguments = {"dirpath": str(place)}
+    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": arguments}
+    run = write_run(tmp_path / "point" / "version_0", {"trainer": {"callbacks": [callback, callback]}})
+    for folder in (place, run):
+        folder.mkdir(exist_ok=True)
+        (folder / "last.ckpt").write_bytes(b"x" * 2500)
+    page = page_of(run)
+    assert page.text.count("../checkpoints/last.ckptcheckpoint2 kB") == 1
+    assert page.text.count("last.ckptcheckpoint2 kB") == 2
+
+
+def test_what_is_named_as_a_picture_and_is_none_is_left_out(tmp_path, page_of):
+    run = write_run(tmp_path / "run")
+    (run / "folder.png").mkdir()
+    (run / "gone.png").symlink_to("nowhere")
+    (run / "own.png").write_bytes(PNG)
+    assert len(pictures(page_of(run))) == 2
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_no_hindrance(tmp_path, page_of, monkeypatch):
+    run = write_run(tmp_path / "run")
+    (run / "old.ckpt").write_bytes(b"x")
+    stat = Path.stat
+
+    def gone(path, **options):
+        found = stat(path, **options)
+        if path.name == "old.ckpt":
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", gone)
+    assert "old.ckptcheckpoint" in page_of(run).text
 
 
 def test_a_folder_that_lacks_files_is_a_page_that_says_less(tmp_path, page_of):
