@@ -54,9 +54,9 @@ class Part(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        """How long it took, where it says so."""
+        """How long it took, where it says so and no clock was set back."""
         started, ended = when(self.record.get("started")), when(self.end.get("time"))
-        return None if started is None or ended is None else (ended - started).total_seconds()
+        return None if started is None or ended is None or ended < started else (ended - started).total_seconds()
 
 
 @dataclass(frozen=True)

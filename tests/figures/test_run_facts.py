@@ -4,6 +4,7 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.figures.run_facts import RunFacts, Summary, when
+from embeddings.figures.run_words import opening
 from tests.figures.run_folders import METRICS, write_run
 
 
@@ -59,6 +60,13 @@ def test_the_parts_of_a_run_have_their_own_records_and_errors(tmp_path):
     assert [part.end["how"] for part in parts] == ["interrupted", "finished"]
     assert [part.seconds for part in parts] == [None, 3930.0]
     assert parts[0].numeric_errors == [{"step": 3}, {}, {}]
+
+
+def test_a_process_that_ended_before_it_started_took_no_known_time(tmp_path):
+    end = {"how": "finished", "step": 20, "time": "2026-03-01T09:00:00+00:00"}
+    facts = RunFacts.read(write_run(tmp_path / "run", record={"end": end}))
+    assert facts.parts[0].seconds is None
+    assert "It took" not in opening(facts)
 
 
 def test_a_folder_that_lacks_files_says_less_and_one_without_a_config_nothing(tmp_path):
