@@ -43,7 +43,8 @@ class CorpusSearch:
         corpus: A folder that `encode_corpus` wrote with the same model, or a corpus file, which is encoded now.
         context: What a contextual model reads queries and documents behind, None for a folder's own, and for no context
             where the corpus is a file. A draw is encoded for a file alone: with a folder's own it is only compared.
-        nearest: An index of the folder's vectors; None to compare each query with every document.
+        nearest: An index of the folder's vectors; None to compare each query with every document. A corpus file has
+            none.
         rescore_multiplier: For a folder of binary vectors, how many are scored again for each document wanted (see
             `search_signs`); None for 4.
 
@@ -51,7 +52,7 @@ class CorpusSearch:
         InputError: If the corpus cannot be used, or another model encoded it, or it was encoded with another context or
             another number of dimensions.
         OptionError: If the model takes no such context, `rescore_multiplier` is not positive, or it is given and the
-            corpus is no folder of binary vectors.
+            corpus is no folder of binary vectors, or an index is given and the corpus is a file.
     """
 
     def __init__(
@@ -77,6 +78,10 @@ class CorpusSearch:
                 check_same_context(self._folder.path, self._context, context)
             self._nearest = nearest or self._compare_all
         else:
+            if nearest is not None:
+                raise OptionError(
+                    "nearest", "an index", "needs an encoded folder", "encode the corpus, or leave it out"
+                )
             _check_effect(rescore_multiplier, False)
             self._all = list(read_corpus(corpus))
             self._context = context.encoded(encoder) if isinstance(context, ContextDraw) else context

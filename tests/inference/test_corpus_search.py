@@ -67,7 +67,12 @@ def test_a_folder_of_another_model_is_refused_before_a_query(corpus, encoder, tm
         CorpusSearch(Encoder(tiny_embedder(query_max_length=9)), tmp_path / "out")
 
 
-def test_no_document_is_no_answer(corpus, encoder):
+def test_an_index_beside_a_corpus_file_is_refused(corpus, encoder):
+    with pytest.raises(OptionError, match="nearest needs an encoded folder, got 'an index'"):
+        CorpusSearch(encoder, corpus, nearest=lambda *_: pytest.fail("asked"))
+
+
+def test_no_document_is_asked_for_in_vain(corpus, encoder):
     with pytest.raises(OptionError, match="top_k must be >= 1"):
         CorpusSearch(encoder, corpus).search(["a"], 0)
 
