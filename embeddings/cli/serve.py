@@ -41,7 +41,7 @@ def encode(
         role: Whose prompt and length limit hold for the texts.
         columns: Column of `text`, `_id` or `title`, where it has another name: `{text: query}`.
         precision: Format of matrix products; `auto` is bfloat16 where the hardware has it. `int8`, on a processor, is
-            faster than both and costs some of the score.
+            faster than float32 and costs some of the score.
         dimensions: How many of the first numbers of each vector are kept, of a model that was trained so; all if left
             out.
         vector_format: How the numbers of vectors are kept: `int8` with a scale for each vector, `binary` as signs
