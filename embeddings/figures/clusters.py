@@ -1,12 +1,12 @@
 """Some clusters of a source in two dimensions, a colour each."""
 
-import textwrap
 from pathlib import Path
 
 from embeddings.figures.cluster_points import ClusterPoints
+from embeddings.figures.page import write_heading
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.projection import Plane
-from embeddings.figures.shades import BLACK, GREY
+from embeddings.figures.shades import BLACK
 
 # As many colours can be told apart.
 MOST_CLUSTERS = 20
@@ -42,7 +42,5 @@ def draw_clusters(points: ClusterPoints, title: str, subtitle: str, output: Path
         axis.text(x, y, str(cluster), size=8, color=BLACK, ha="center", va="center", bbox=box)
     plane.name_axes(axis)
     figure.legend(loc="outside right upper", title="cluster (rows)", frameon=False, markerscale=2, fontsize=9)
-    lines = textwrap.wrap(subtitle, 88)
-    axis.set_title("\n".join(lines), loc="left", size=9, color=GREY, parse_math=False)
-    figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", parse_math=False)
+    write_heading(figure, axis, title, subtitle, 88)
     write_png(figure, output)

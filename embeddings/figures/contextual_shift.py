@@ -1,13 +1,13 @@
 """How the vectors of some documents move between contexts, on a plane: CDE's Fig. 15."""
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from embeddings.figures.glyphs import drawable, installed_fonts, width
+from embeddings.figures.glyphs import drawable, installed_fonts, shortened
+from embeddings.figures.page import write_heading
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.projection import Plane
-from embeddings.figures.shades import BLACK, GREY
+from embeddings.figures.shades import BLACK
 from embeddings.inference.contextual_shift import ContextualShift
 
 # As many colours, and as many kinds of dots, can be told apart.
@@ -57,27 +57,17 @@ def draw_contextual_shift(
             own = [context for context, corpus in enumerate(corpora) if corpus == kind]
             axis.scatter(*point_CN2[own, document].T, s=26, marker=marker, color=colour, alpha=0.75, linewidths=0)
         axis.scatter(*alone_N2[document], s=70, marker="x", color=[colour], linewidths=2)
-        short = _short(drawable(name, fonts.known))
+        short = shortened(drawable(name, fonts.known), _NAME_COLUMNS)
         handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=short))
+    kinds_shown = [shortened(drawable(kind, fonts.known), _NAME_COLUMNS) for kind in kinds]
     shapes = [
-        Line2D([], [], color=BLACK, marker=marker, linestyle="", label=f"contexts of {_short(kind)}")
-        for kind, marker in zip(kinds, _MARKERS, strict=False)
+        Line2D([], [], color=BLACK, marker=marker, linestyle="", label=f"contexts of {shown}")
+        for shown, marker in zip(kinds_shown, _MARKERS, strict=False)
     ]
     shapes.append(Line2D([], [], color=BLACK, marker="x", linestyle="", label="no context"))
     plane.name_axes(axis)
-    axis.set_title("\n".join(textwrap.wrap(subtitle, 110)), loc="left", size=9, color=GREY, parse_math=False)
-    figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=BLACK, parse_math=False)
+    write_heading(figure, axis, title, subtitle, 110)
     legend = figure.legend(handles=[*handles, *shapes], loc="outside lower left", frameon=False, ncols=2, fontsize=8.5)
     for text in legend.get_texts():
-        text.set(parse_math=False, family=[*fonts.names[1:2], *fonts.names])
+        text.set(parse_math=False, family=fonts.of_headings)
     write_png(figure, output)
-
-
-def _short(name: str) -> str:
-    """The beginning of a text, on one line; an ideograph is two columns wide."""
-    line, columns = " ".join(name.split()), 0
-    for place, letter in enumerate(line):
-        columns += width(letter)
-        if columns > _NAME_COLUMNS:
-            return f"{line[:place]}…"
-    return line or "…"

@@ -44,6 +44,11 @@ class Fonts:
     names: tuple[str, ...]
     known: frozenset[int]
 
+    @property
+    def of_headings(self) -> list[str]:
+        """The families, one whose letters are as wide as they need be first."""
+        return [*self.names[1:2], *self.names]
+
 
 @cache
 def installed_fonts() -> Fonts:
@@ -71,6 +76,18 @@ def width(letter: str) -> int:
     if category(letter) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if east_asian_width(letter) in ("W", "F") else 1
+
+
+def shortened(text: str, num_columns: int) -> str:
+    """The beginning of a drawn text on one line of at most so many columns, an ellipsis where more follows."""
+    line, columns, kept = " ".join(text.split()), 0, 0
+    for place, letter in enumerate(line):
+        columns += width(letter)
+        if columns > num_columns:
+            return f"{line[:kept]}…"
+        if columns < num_columns:
+            kept = place + 1
+    return line or "…"
 
 
 def _drawn(letter: str, known: frozenset[int]) -> str:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from embeddings.common import InputError
 from embeddings.data.tokenize import TokenSpan
-from embeddings.figures.glyphs import drawable, installed_fonts, width
+from embeddings.figures.glyphs import drawable, installed_fonts, shortened, width
 from embeddings.figures.page import draw_scale, write
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.shades import BLACK, EDGE, GREY, shades
@@ -79,7 +79,10 @@ def draw_latent_weights(
         raise InputError("TEXT", what, "give shorter or fewer texts")
     latents = busiest_latents(texts, num_columns)
     fonts = installed_fonts()
-    names = [[_short(token_name(weights.text, span), fonts.known) for span in weights.spans] for weights in texts]
+    names = [
+        [shortened(drawable(token_name(weights.text, span), fonts.known), _LONGEST_NAME) for span in weights.spans]
+        for weights in texts
+    ]
     left = _MARGIN + 8 + 0.602 * _NAME_SIZE * max(sum(map(width, name)) for own in names for name in (MEAN, *own))
     cell = max(22.0 if len(latents) <= 32 else 17.0, 420.0 / len(latents))
     page_width = max(_LEAST_WIDTH, left + len(latents) * cell + 2 * _STATISTIC + _RIGHT)
@@ -96,7 +99,7 @@ def draw_latent_weights(
     # An even share has a middle shade; an emptier picture than that would look as if something stood out.
     most = min(1.0, max(2 / num_latents, *(float(weights.weight_TR.max()) for weights in texts)))
     for weights, own in zip(texts, names, strict=True):
-        caption = textwrap.shorten(drawable(weights.text, fonts.known), int((page_width - 2 * _MARGIN) / 5.6))
+        caption = shortened(drawable(weights.text, fonts.known), int((page_width - 2 * _MARGIN) / 5.6))
         write(page, _MARGIN, top + _CAPTION, caption, size=_NAME_SIZE, color=BLACK, family=list(fonts.names))
         top += _CAPTION + _HEADER
         place = (left / page_width, 1 - (top + (len(own) + 1) * _ROW) / height)
@@ -143,8 +146,3 @@ def _write_statistics(page: Any, weights: LatentWeights, latents: list[int], lef
         for column, value in enumerate((f"{others:.1%}", f"{spread(weight_R):.1f}")):
             place = left + (column + 0.5) * _STATISTIC + 4, top + (row + 0.5) * _ROW
             page.text(*place, value, size=8.5, color=BLACK, ha="center", va="center")
-
-
-def _short(name: str, known: frozenset[int]) -> str:
-    name = drawable(name, known)
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

@@ -1,13 +1,29 @@
-"""What pictures drawn point by point share: a line of text, and the scale below a heat map."""
+"""What pictures share: a line of text, a heading, and the scale below a heat map."""
 
+import textwrap
 from typing import Any
 
-from embeddings.figures.shades import GREY
+from embeddings.figures.glyphs import drawable, installed_fonts
+from embeddings.figures.shades import BLACK, GREY
 
 
 def write(page: Any, left: float, baseline: float, text: str, **style: Any) -> None:
-    """Write a line of text on an axis whose units are points; no dollar sign begins a formula."""
-    page.text(left, baseline, text, va="baseline", ha="left", parse_math=False, **style)
+    """Write a line of text on an axis whose units are points; no dollar sign begins a formula.
+
+    What no font has is a box. The fonts are those of headings if `style` names no others.
+    """
+    fonts = installed_fonts()
+    style = {"family": fonts.of_headings, **style}
+    page.text(left, baseline, drawable(text, fonts.known), va="baseline", ha="left", parse_math=False, **style)
+
+
+def write_heading(figure: Any, axis: Any, title: str, subtitle: str, num_columns: int) -> None:
+    """Write a title over a figure, and what else is to be known over its axis, wrapped over lines."""
+    fonts = installed_fonts()
+    title, subtitle = (drawable(text, fonts.known) for text in (title, subtitle))
+    lines, style = textwrap.wrap(subtitle, num_columns), {"family": fonts.of_headings, "parse_math": False}
+    axis.set_title("\n".join(lines), loc="left", size=9, color=GREY, **style)
+    figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=BLACK, **style)
 
 
 def draw_scale(figure: Any, image: Any, left: float, size: tuple[float, float], label: str, even: float) -> None:

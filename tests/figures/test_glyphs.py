@@ -1,6 +1,6 @@
 import pytest
 
-from embeddings.figures.glyphs import MISSING, drawable, installed_fonts, width
+from embeddings.figures.glyphs import MISSING, drawable, installed_fonts, shortened, width
 
 pytest.importorskip("matplotlib")
 
@@ -20,3 +20,20 @@ def test_what_no_font_has_is_a_box_and_white_space_is_seen_or_a_space():
 @pytest.mark.parametrize(("letter", "columns"), [("a", 1), ("é", 1), ("\u0301", 0), ("東", 2), (MISSING, 1), (" ", 1)])
 def test_a_letter_has_its_columns(letter, columns):
     assert width(letter) == columns
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("abcdef", "abcdef"),
+        ("abcdefg", "abcde…"),
+        (" ab \n cd ", "ab cd"),
+        ("東京東", "東京東"),
+        ("東京東京", "東京…"),
+        ("a" + "e\u0301" * 5, "a" + "e\u0301" * 5),
+        ("", "…"),
+    ],
+)
+def test_a_text_is_shortened_to_its_columns(text, shown):
+    assert shortened(text, 6) == shown
+    assert sum(map(width, shown)) <= 6

@@ -4,6 +4,7 @@ import pytest
 from embeddings.common import InputError
 from embeddings.data.tokenize import TokenSpan
 from embeddings.figures import latent_weights
+from embeddings.figures.glyphs import drawable, installed_fonts, width
 from embeddings.figures.latent_weights import MOST_ROWS, busiest_latents, draw_latent_weights, spread
 from embeddings.figures.png import pyplot
 from embeddings.inference import LatentWeights
@@ -97,6 +98,20 @@ def test_no_text_leaves_the_page_or_lies_on_another(num_latents, drawn):
             min(box.x1, other.x1) - max(box.x0, other.x0) > 0.5 and min(box.y1, other.y1) - max(box.y0, other.y0) > 0.5
             for other in boxes[:place]
         )
+
+
+def test_a_text_without_spaces_is_shown_as_far_as_it_fits_and_no_letter_is_missing(drawn, recwarn):
+    text = "機械学習は人工知能" * 40
+    weights = LatentWeights(text, [TokenSpan(text[:30], 0, 30, False)], np.array([[0.5, 0.5]], np.float32))
+    page, heat, _ = drawn([weights], 2, "言語: about it")
+    known = installed_fonts().known
+    caption = page.texts[2].get_text()
+    assert caption.startswith(drawable(text[:20], known))
+    assert caption.endswith("…")
+    name = labels(heat)[1][0]
+    assert sum(map(width, name)) <= 18
+    assert name.endswith("…")
+    assert [str(warning.message) for warning in recwarn if "Glyph" in str(warning.message)] == []
 
 
 def test_an_even_attention_has_a_middle_shade(drawn):

@@ -1,6 +1,7 @@
 import pytest
 
-from embeddings.figures.page import draw_scale, write
+from embeddings.figures.glyphs import MISSING
+from embeddings.figures.page import draw_scale, write, write_heading
 from embeddings.figures.png import pyplot
 
 pytest.importorskip("matplotlib")
@@ -19,6 +20,16 @@ def test_a_dollar_sign_is_a_dollar_sign(figure):
     (text,) = figure.axes[0].texts
     assert text.get_text() == "from $a to $b"
     assert not text.get_parse_math()
+
+
+def test_what_no_font_has_is_a_box_in_lines_and_headings(figure, recwarn):
+    axis = figure.add_axes((0, 0, 1, 1))
+    write(axis, 0, 0, "a\ufdd0", size=9)
+    write_heading(figure, axis, "$\\a{$\ufdd0", "about \ufdd0", 40)
+    figure.draw_without_rendering()
+    words = (axis.texts[0].get_text(), figure.get_suptitle(), axis.get_title(loc="left"))
+    assert words == (f"a{MISSING}", rf"$\a{{${MISSING}", f"about {MISSING}")
+    assert [warning for warning in recwarn if "Glyph" in str(warning.message)] == []
 
 
 @pytest.mark.parametrize(
