@@ -17,6 +17,8 @@ _LEAST = 1e-12
 class Int8Products:
     """The linear layers of a model's backbones, which `on` runs in int8; the model's own weights stay as they are.
 
+    Adapters are among them: `lora_A` and `lora_B` run in int8 as the layers beneath them do.
+
     A weight's row has one scale, chosen once, and each token's numbers have one, chosen as they come. Everything else
     (attention, norms, pooling, a sparse model's experts) stays in float32.
 

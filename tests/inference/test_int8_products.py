@@ -68,12 +68,17 @@ def test_a_model_is_itself_again_afterwards() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-def test_the_layers_beneath_adapters_run_in_int8_and_the_head_does_not() -> None:
-    assert len(Int8Products(embedder(add_lora(tiny_bert(), LoraSettings(rank=2))))) >= 12
-    model = embedder()
+def test_adapters_and_the_layers_beneath_them_run_in_int8_and_the_head_does_not() -> None:
+    model = embedder(add_lora(tiny_bert(), LoraSettings(rank=2)))
+    parts = {name: module for name, module in model.backbone.named_modules() if type(module) is nn.Linear}
+    beneath = [module for name, module in parts.items() if name.endswith(".base_layer")]
+    adapters = [module for name, module in parts.items() if ".lora_" in name]
+    assert (len(beneath), len(adapters)) == (12, 24)
     with Int8Products(model).on():
+        assert all("forward" in layer.__dict__ for layer in [*beneath, *adapters])
         assert model.head is not None
         assert "forward" not in model.head.__dict__
+    assert not any("forward" in layer.__dict__ for layer in parts.values())
 
 
 def test_vectors_lie_near_and_search_goes_by_them(tmp_path) -> None:
