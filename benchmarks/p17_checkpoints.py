@@ -1,7 +1,8 @@
 """P17: a checkpoint every 100 steps costs at most 2 % of their time, a tenth of that if a thread writes it.
 
 MiniLM's weights and AdamW's state after a step of 32 question-answer pairs, on the disk that this repository lies on.
-The peer is what Lightning's own writing costs once it waits for the disk: torch.save, fsync, rename.
+The peer is what Lightning's own writing costs once it waits for the disk: torch.save, fsync, rename. A disk is less
+steady than a processor: the peer against itself may read 0.8 to 1.25, and a run beyond that is refused.
 """
 
 import os
@@ -22,6 +23,7 @@ from embeddings.common.fileio import atomic_path
 from embeddings.common.plain_content import pack
 
 STEPS_BETWEEN = 100
+CONTROL_LIMITS = (0.8, 1.25)
 
 
 def seconds(action: Action) -> float:
@@ -53,11 +55,18 @@ def torch_save(content: dict[str, Any], path: Path) -> None:
         torch.save(content, file)
 
 
-def ratio_of(taken: list[float], of_peer: list[float], control: list[float]) -> Ratio:
-    """Median, least and greatest of the rounds' ratios, and the peer against itself."""
+def ratio_of(taken: list[float], of_peer: list[float], control: list[float], tiny: bool = False) -> Ratio:
+    """Median, least and greatest of the rounds' ratios, and the peer against itself.
+
+    Raises:
+        RuntimeError: If the latter lies outside its limits, unless the run is tiny; such a run proves nothing.
+    """
     ratios = [ours / peer for ours, peer in zip(taken, of_peer, strict=True)]
     twice = [again / once for again, once in zip(control, of_peer, strict=True)]
-    return Ratio(statistics.median(ratios), min(ratios), max(ratios), statistics.median(twice))
+    middle = statistics.median(twice)
+    if not tiny and not CONTROL_LIMITS[0] <= middle <= CONTROL_LIMITS[1]:
+        raise RuntimeError(f"void: the peer against itself read {middle:.3f}; run again on a quiet disk")
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios), middle)
 
 
 def timed(content: dict[str, Any], path: Path, rounds: int) -> dict[str, list[float]]:
@@ -93,6 +102,8 @@ def main() -> None:
             raise RuntimeError("what is read is not what was saved: nothing to compare")
         file_bytes, state_bytes = path.stat().st_size, sum(x.nbytes for x in expected.tensors.values())
         taken = timed(content, path, 2 if chosen.tiny else chosen.pairs)
+    of_thread = ratio_of(taken["thread"], taken["waits"], taken["waits again"], chosen.tiny)
+    of_torch = ratio_of(taken["waits"], taken["torch"], taken["torch again"], chosen.tiny)
     size, stall = f"{state_bytes / 2**20:.0f} MiB", statistics.median(taken["waits"])
     print(f"{size}: {stall:.3f} s, a step of training {step_seconds:.3f} s")
     record(
@@ -100,10 +111,8 @@ def main() -> None:
     )
     share = stall / (STEPS_BETWEEN * step_seconds)
     record(chosen, f"P17 stall as a share of {STEPS_BETWEEN} steps, {size}", share, "fraction", "<=0.02")
-    ratio = ratio_of(taken["thread"], taken["waits"], taken["waits again"])
-    record(chosen, f"P17 stall where a thread writes over the one that waits, {size}", ratio, "ratio", "<=0.1")
-    ratio = ratio_of(taken["waits"], taken["torch"], taken["torch again"])
-    record(chosen, f"P17 checked checkpoint over torch.save and fsync, {size}", ratio, "ratio", "none", "torch")
+    record(chosen, f"P17 stall where a thread writes over the one that waits, {size}", of_thread, "ratio", "<=0.1")
+    record(chosen, f"P17 checked checkpoint over torch.save and fsync, {size}", of_torch, "ratio", "none", "torch")
 
 
 if __name__ == "__main__":

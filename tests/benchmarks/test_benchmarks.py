@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness
+from benchmarks import harness, p17_checkpoints
 from benchmarks.harness import Ratio
 
 ROOT = Path(__file__).parents[2]
@@ -45,3 +45,11 @@ def test_a_void_comparison_is_timed_again_and_given_up_after_three(monkeypatch: 
     assert harness.compare(print, print, chosen).control == 1.01
     with pytest.raises(RuntimeError, match="void 3 times"):
         harness.compare(print, print, chosen)
+
+
+def test_a_disk_that_was_not_steady_proves_nothing() -> None:
+    found = p17_checkpoints.ratio_of([1.0, 2.0, 3.0], [10.0, 10.0, 10.0], [12.0, 9.0, 12.4])
+    assert found == Ratio(0.2, 0.1, 0.3, 1.2)
+    with pytest.raises(RuntimeError, match=r"void: the peer against itself read 1\.260"):
+        p17_checkpoints.ratio_of([1.0], [10.0], [12.6])
+    assert p17_checkpoints.ratio_of([1.0], [10.0], [12.6], tiny=True).control == 1.26
