@@ -6,6 +6,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from embeddings.common.errors import OptionError
 from embeddings.common.optional import require
 
@@ -40,6 +43,20 @@ def faiss_version() -> str:
         MissingExtraError: If faiss is not installed.
     """
     return str(require("faiss", "cpu").__version__)
+
+
+def new_lists(quantizer: Any, num_lists: int) -> Any:
+    """Empty inverted lists whose centroids are a quantizer's, by inner product."""
+    faiss = load_faiss()
+    lists = faiss.IndexIVFFlat(quantizer, quantizer.d, num_lists, faiss.METRIC_INNER_PRODUCT)
+    lists.is_trained = True
+    return lists
+
+
+def without_missing(score_QK: npt.NDArray[np.float32], row_QK: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Scores, (Q, K), changed in place: -inf where the row is -1, for which faiss gives the least float."""
+    score_QK[row_QK < 0] = -np.inf
+    return score_QK
 
 
 def write_lists(lists: Any, path: Path) -> None:

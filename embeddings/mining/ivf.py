@@ -13,7 +13,7 @@ from embeddings.common.errors import OptionError
 from embeddings.common.randomness import derive_seed
 from embeddings.inference.search import TopK
 from embeddings.inference.vector_shards import VectorShards, save_vectors
-from embeddings.mining.faiss_library import faiss_version, load_faiss
+from embeddings.mining.faiss_library import faiss_version, load_faiss, new_lists, without_missing
 from embeddings.mining.jobs import ArrayTask, ShardedJob, load_shard
 from embeddings.mining.kmeans import kmeans_run
 from embeddings.mining.knn import best_of_tiles, check_search, in_order
@@ -89,8 +89,7 @@ class IvfSearch:
         top_k: int,
     ) -> tuple[Floats, Rows]:
         faiss, list_T = self._faiss, self._lists_of(first_row, len(tile_TD))
-        index = faiss.IndexIVFFlat(self._quantizer, tile_TD.shape[1], len(self.centroid_CD), faiss.METRIC_INNER_PRODUCT)
-        index.is_trained = True
+        index = new_lists(self._quantizer, len(self.centroid_CD))
         index.nprobe = self.num_probes
         index.add_core(len(tile_TD), faiss.swig_ptr(tile_TD), None, faiss.swig_ptr(list_T))
         if self.gpu:
@@ -98,8 +97,7 @@ class IvfSearch:
             index.nprobe = self.num_probes
         probe_score_QP, probe_QP = (part[chunk] for part in probes)
         score_QK, row_QK = index.search_preassigned(query_QD[chunk], top_k, probe_QP, probe_score_QP)
-        score_QK[row_QK < 0] = -np.inf
-        return score_QK, np.where(row_QK < 0, -1, row_QK + first_row)
+        return without_missing(score_QK, row_QK), np.where(row_QK < 0, -1, row_QK + first_row)
 
     def _lists_of(self, first_row: int, count: int) -> Rows:
         """The lists of some documents, one after another, (count,) int64."""
@@ -179,7 +177,9 @@ def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int 
 
 def _train(documents: VectorShards, num_lists: int, seed: int, gpu: bool, shard: int, path: Path) -> None:
     """Write the centroids of a sample that is spread evenly over the documents."""
-    sample_nD = _sample(documents, sample_rows(documents.num_rows, num_lists, seed))
+    for shard, vector_ND in enumerate(documents):
+        require_directions(vector_ND, str(documents.path(shard)), unit=True)
+    sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
     save_vectors(path, train_centroids(sample_nD, num_lists, seed, gpu))
 
 
@@ -194,17 +194,6 @@ def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = Fa
     """The centroids of lists, (C, D) float32, by spherical k-means on unit vectors."""
     lists_seed = derive_seed(seed, "ivf") % 2**31
     return kmeans_run(sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu=gpu).centroids
-
-
-def _sample(documents: VectorShards, row_n: Rows) -> Floats:
-    """The vectors of some documents, (n, D)."""
-    sample_nD = np.empty((len(row_n), documents.embedding_dim), np.float32)
-    for shard in np.unique(row_n // documents.shard_size).tolist():
-        vector_ND = documents.load(shard)
-        require_directions(vector_ND, str(documents.path(shard)), unit=True)
-        of_shard = row_n // documents.shard_size == shard
-        sample_nD[of_shard] = vector_ND[row_n[of_shard] - documents.rows(shard).start]
-    return sample_nD
 
 
 def _sort_shard(documents: VectorShards, centroid_CD: Floats, gpu: bool, shard: int, path: Path) -> None:

@@ -17,7 +17,14 @@ from embeddings.common.fileio import (
 )
 from embeddings.inference.search import TopK, search_top_k, unit_rows
 from embeddings.inference.vector_folder import VectorFolder
-from embeddings.mining.faiss_library import faiss_version, load_faiss, map_lists, write_lists
+from embeddings.mining.faiss_library import (
+    faiss_version,
+    load_faiss,
+    map_lists,
+    new_lists,
+    without_missing,
+    write_lists,
+)
 from embeddings.mining.ivf import ivf_sizes, sample_rows, train_centroids
 from embeddings.mining.scans import Floats
 
@@ -94,7 +101,7 @@ class VectorIndex:
         most_Q1 = _UNIT * np.linalg.norm(query_QD, axis=1, keepdims=True)
         if ((row_QK < -1) | (row_QK >= self._lists.ntotal) | ((row_QK >= 0) & (score_QK > most_Q1))).any():
             raise InputError(str(self._path), "is damaged", _MAKE)
-        score_QK[row_QK < 0] = -np.inf
+        score_QK = without_missing(score_QK, row_QK)
         order_QK = np.lexsort((row_QK, -score_QK), axis=1)
         return TopK(np.take_along_axis(score_QK, order_QK, axis=1), np.take_along_axis(row_QK, order_QK, axis=1))
 
@@ -128,8 +135,7 @@ def build_index(
     centroid_CD = train_centroids(unit_rows(folder.shards.take(row_n, unit=False)), num_lists, seed)
     quantizer = faiss.IndexFlatIP(folder.embedding_dim)
     quantizer.add(centroid_CD)
-    lists = faiss.IndexIVFFlat(quantizer, folder.embedding_dim, num_lists, faiss.METRIC_INNER_PRODUCT)
-    lists.is_trained = True
+    lists = new_lists(quantizer, num_lists)
     for vector_ND in folder.directions():
         lists.add(np.ascontiguousarray(vector_ND))
     # The old manifest goes once the new file is whole, and before it takes the old one's place.

@@ -1,10 +1,18 @@
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from embeddings.common import MissingExtraError, OptionError
-from embeddings.mining.faiss_library import faiss_version, load_faiss
+from embeddings.mining.faiss_library import (
+    faiss_version,
+    load_faiss,
+    map_lists,
+    new_lists,
+    without_missing,
+    write_lists,
+)
 
 
 def test_the_processors_faiss_is_loaded():
@@ -33,3 +41,22 @@ def test_a_gpu_is_refused_where_the_machine_has_none(monkeypatch):
         load_faiss(gpu=True)
     build.get_num_gpus = lambda: 1
     assert load_faiss(gpu=True) is build
+
+
+def test_new_lists_take_vectors_and_what_they_do_not_find_scores_minus_infinity():
+    quantizer = load_faiss().IndexFlatIP(2)
+    quantizer.add(np.eye(2, dtype=np.float32))
+    lists = new_lists(quantizer, 2)
+    lists.add(np.eye(2, dtype=np.float32))
+    score_QK, row_QK = lists.search(np.array([[1.0, 0.5]], np.float32), 2)
+    assert row_QK.tolist() == [[0, -1]]
+    assert without_missing(score_QK, row_QK).tolist() == [[1.0, -np.inf]]
+
+
+def test_lists_that_do_not_fit_end_in_an_os_error(tmp_path):
+    quantizer = load_faiss().IndexFlatIP(2)
+    quantizer.add(np.eye(2, dtype=np.float32))
+    write_lists(new_lists(quantizer, 2), tmp_path / "a")
+    assert map_lists(tmp_path / "a").nlist == 2
+    with pytest.raises(FileNotFoundError):
+        write_lists(new_lists(quantizer, 2), tmp_path / "none" / "a")

@@ -5,7 +5,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.mining import ivf, knn
-from embeddings.mining.ivf import build_ivf
+from embeddings.mining.ivf import build_ivf, sample_rows
 from embeddings.mining.jobs import ArrayTask
 from embeddings.mining.knn import ExactSearch
 from tests.mining.vectors import shards, unit_vectors
@@ -88,3 +88,12 @@ def test_a_vector_without_direction_is_named_before_the_training(tmp_path):
     vectors[9] = 0
     with pytest.raises(InputError, match=r"vectors-00001\.npy:1: the vector is zero"):
         build_ivf(shards(tmp_path / "documents", vectors, 8), tmp_path / "ivf", num_lists=4)
+
+
+def test_a_vector_without_direction_is_named_even_if_it_is_in_no_sample(tmp_path):
+    vectors = clustered(300)
+    sampled = set(sample_rows(300, 1, 0).tolist())
+    row = next(row for row in range(8, 300) if row not in sampled)
+    vectors[row] = np.nan
+    with pytest.raises(InputError, match=rf"vectors-{row // 8:05d}\.npy:{row % 8}: the vector is not finite"):
+        build_ivf(shards(tmp_path / "documents", vectors, 8), tmp_path / "ivf", num_lists=1)
