@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.mini_batches import plan_mini_batches
 from embeddings.common.text import TextRole
-from embeddings.data.tokenize import TextTokenizer, TokenSpan
+from embeddings.data.tokenize import TokenSpan
 from embeddings.inference.evaluating import evaluating
+from embeddings.inference.spanned_batches import spanned_batches
 
 if TYPE_CHECKING:
     from embeddings.models.embedder import Embedder
@@ -72,20 +72,17 @@ def latent_weights(
     if head is not None and not 0 <= head < pooling.num_heads:
         rule = f"must be from 0 to {pooling.num_heads - 1}, the model's heads"
         raise OptionError("head", head, rule, "leave it out for the mean over the heads")
-    prompt = embedder.text.prompt(prompt_name, role)
-    tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
-    tokens, spans = tokenizer(texts, role, prompt), tokenizer.spans(texts, role, prompt)
     found: dict[int, LatentWeights] = {}
     with evaluating(embedder), torch.inference_mode():
-        for rows_n in plan_mini_batches(tokens.lengths_N, mini_batch_tokens):
-            padded = tokens.padded(rows_n, embedder.pad_token_id)
-            ids_nL, attention_nL, pooled_nL = (part.to(embedder.device) for part in padded)
-            state_nLH = embedder.backbone(input_ids=ids_nL, attention_mask=attention_nL.long()).last_hidden_state
-            for row, state_LH, pooled_L in zip(rows_n.tolist(), state_nLH, pooled_nL, strict=True):
+        for batch in spanned_batches(embedder, texts, prompt_name, role, mini_batch_tokens):
+            inputs = {"input_ids": batch.ids_nL, "attention_mask": batch.attention_nL.long()}
+            state_nLH = embedder.backbone(**inputs).last_hidden_state
+            for one, state_LH, pooled_L in zip(batch.texts, state_nLH, batch.pooled_nL, strict=True):
                 weight_ATR = pooling.weights(state_LH[pooled_L])
                 weight_TR = weight_ATR.mean(dim=0) if head is None else weight_ATR[head]
-                own = [span for span, is_pooled in zip(spans[row], pooled_L.tolist(), strict=False) if is_pooled]
-                found[row] = LatentWeights(prompt + texts[row], own, weight_TR.float().cpu().numpy())
+                pooled = pooled_L[: len(one.spans)].tolist()
+                own = [span for span, is_pooled in zip(one.spans, pooled, strict=True) if is_pooled]
+                found[one.row] = LatentWeights(one.text, own, weight_TR.float().cpu().numpy())
     return [found[row] for row in range(len(texts))]
 
 

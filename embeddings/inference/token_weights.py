@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 
 from embeddings.common import InputError
-from embeddings.common.mini_batches import plan_mini_batches
 from embeddings.common.text import TextRole
-from embeddings.data.tokenize import TextTokenizer, TokenSpan
+from embeddings.data.tokenize import TokenSpan
 from embeddings.inference.evaluating import evaluating
+from embeddings.inference.spanned_batches import spanned_batches
 
 if TYPE_CHECKING:
     from embeddings.models.anchor_token import AnchorTokenPooling
@@ -69,22 +69,16 @@ def token_weights(
     Source: MGH, §2.2, Eq. 2 to 4.
     """
     pooling = pooling or own_pooling(embedder) or default_pooling(embedder)
-    prompt = embedder.text.prompt(prompt_name, role)
-    tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
-    tokens, spans = tokenizer(texts, role, prompt), tokenizer.spans(texts, role, prompt)
-    found: list[TokenWeights | None] = [None] * len(texts)
+    found: dict[int, TokenWeights] = {}
     with _tapped(embedder, pooling) as tap, evaluating(embedder), torch.inference_mode():
-        for rows_n in plan_mini_batches(tokens.lengths_N, mini_batch_tokens):
-            padded = tokens.padded(rows_n, embedder.pad_token_id)
-            ids_nL, attention_nL, pooled_nL = (part.to(embedder.device) for part in padded)
+        for batch in spanned_batches(embedder, texts, prompt_name, role, mini_batch_tokens):
             with tap.open() as layers:
-                embedder.backbone(input_ids=ids_nL, attention_mask=attention_nL.long())
-                weight_nL = pooling.weights(pooled_nL, attention_nL, layers()).float().cpu().numpy()
-            for row, weight_L, pooled_L in zip(rows_n.tolist(), weight_nL, padded.pooling_mask_NL.numpy(), strict=True):
-                length = len(spans[row])
-                assert length == int(tokens.lengths_N[row])
-                found[row] = TokenWeights(prompt + texts[row], spans[row], weight_L[:length], pooled_L[:length])
-    return [weights for weights in found if weights is not None]
+                embedder.backbone(input_ids=batch.ids_nL, attention_mask=batch.attention_nL.long())
+                weight_nL = pooling.weights(batch.pooled_nL, batch.attention_nL, layers()).float().cpu().numpy()
+            for one, weight_L, pooled_L in zip(batch.texts, weight_nL, batch.pooled_nL.cpu().numpy(), strict=True):
+                length = len(one.spans)
+                found[one.row] = TokenWeights(one.text, one.spans, weight_L[:length], pooled_L[:length])
+    return [found[row] for row in range(len(texts))]
 
 
 def own_pooling(embedder: "Embedder") -> "AnchorTokenPooling | None":
