@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import (
@@ -34,6 +36,7 @@ _MAKE = "make it with the command index"
 _TAIL_BYTES = 4096
 # Vectors count as unit vectors to a thousandth.
 _UNIT = 1.001
+_PROGRESS_DELAY_SECONDS = 2.0
 
 
 class VectorIndex:
@@ -58,8 +61,8 @@ class VectorIndex:
     def open(cls, folder: VectorFolder) -> Self:
         """The index beside a folder's vectors, mapped into memory.
 
-        All but the lists' content is compared with the hash that was taken when it was made; to read all would take
-        longer than an exact search.
+        All but the lists' content is compared with the hash that was taken when it was made; that content is as large
+        as the vectors, which an index is there not to read.
 
         Raises:
             InputError: If there is none, it is damaged, it was made of other vectors, or these are int8 or binary.
@@ -136,7 +139,7 @@ def build_index(
     quantizer = faiss.IndexFlatIP(folder.embedding_dim)
     quantizer.add(centroid_CD)
     lists = new_lists(quantizer, num_lists)
-    for vector_ND in folder.directions():
+    for vector_ND in _shown(folder, "adding vectors"):
         lists.add(np.ascontiguousarray(vector_ND))
     # The old manifest goes once the new file is whole, and before it takes the old one's place.
     with atomic_path(path, verify=lambda _: manifest.unlink(missing_ok=True)) as temporary:
@@ -170,7 +173,10 @@ def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, 
     query_QD = unit_rows(folder.shards.take(row_Q, unit=False))
     best = [
         [[row for row in rows if row != own][:top_k] for rows, own in zip(found.index_QK.tolist(), row_Q, strict=True)]
-        for found in (search_top_k(query_QD, folder.directions(), top_k + 1), index.search(query_QD, top_k + 1))
+        for found in (
+            search_top_k(query_QD, _shown(folder, "measuring recall"), top_k + 1),
+            index.search(query_QD, top_k + 1),
+        )
     ]
     hits = sum(len(set(exact) & set(found)) for exact, found in zip(*best, strict=True))
     wanted = sum(map(len, best[0]))
@@ -186,8 +192,10 @@ def folder_sha256(folder: VectorFolder) -> str:
     return digest.hexdigest()
 
 
-def _require_floats(folder: VectorFolder) -> None:
-    folder.require_format("float32", "float16", use="an index, which keeps float32 copies of them,")
+def _shown(folder: VectorFolder, title: str) -> Iterator[Floats]:
+    """The folder's directions, shard by shard, and how far they are read."""
+    with tqdm(folder.directions(), title, folder.num_shards, unit="shard", delay=_PROGRESS_DELAY_SECONDS) as shards:
+        yield from shards
 
 
 def _list_bytes(folder: VectorFolder) -> int:
@@ -201,6 +209,10 @@ def _of_file(path: Path, folder: VectorFolder) -> dict[str, Any]:
     with open(path, "rb") as file:
         head = file.read(max(0, num_bytes - _list_bytes(folder)))
     return {"num_bytes": num_bytes, "head_sha256": hashlib.sha256(head).hexdigest()}
+
+
+def _require_floats(folder: VectorFolder) -> None:
+    folder.require_format("float32", "float16", use="an index, which keeps float32 copies of them,")
 
 
 def _size_and_tail(path: Path) -> bytes:

@@ -205,6 +205,14 @@ def test_the_hash_is_of_vectors_and_manifest_without_versions(folder, tmp_path, 
     assert folder_sha256(folder) != first
 
 
+def test_it_is_shown_how_far_vectors_are_added_and_searched(folder, monkeypatch, capsys):
+    monkeypatch.setattr("embeddings.mining.vector_index._PROGRESS_DELAY_SECONDS", 0.0)
+    index = build_index(folder)
+    assert "adding vectors: 100%" in capsys.readouterr().err
+    recall_of(index, folder)
+    assert "measuring recall: 100%" in capsys.readouterr().err
+
+
 def test_sizes_that_cannot_be_are_refused_and_nothing_is_written(folder):
     before = sorted(folder.path.iterdir())
     for options, says in (
