@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import OptionError
 from embeddings.inference.context import Context, ContextDraw, sample_rows
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Encoder
@@ -49,8 +49,6 @@ def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> lis
     if not path.is_dir():
         return _documents_of_file(path, size, seed)
     folder = VectorFolder.open(path)
-    if folder.num_documents == 0:
-        raise InputError(str(path), "holds no document", "give a corpus with documents")
     return folder.documents(sample_rows(folder.num_documents, size, seed).tolist())
 
 
@@ -98,8 +96,6 @@ def require_context_size(encoder: Encoder, size: int | None) -> int:
 
 def _documents_of_file(path: Path, size: int, seed: int) -> list[Document]:
     num_documents = sum(1 for _ in read_corpus(path))
-    if num_documents == 0:
-        raise InputError(str(path), "holds no document", "give a corpus with documents")
     rows = sample_rows(num_documents, size, seed)
     # Two passes over the file: a corpus need not fit in memory.
     wanted = np.zeros(num_documents, dtype=bool)
