@@ -119,6 +119,7 @@ class _Lines:
         self._stream, self._last = stream, ""
 
     def write(self, text: str) -> None:
+        """Write what the bar shows, unless it is the step that was last shown."""
         # The last step is shown once while it is taken and once at the end, with other seconds.
         line = text.strip()
         if line and line.partition("[")[0] != self._last.partition("[")[0]:
@@ -126,4 +127,5 @@ class _Lines:
             self._last = line
 
     def flush(self) -> None:
+        """Pass it on."""
         self._stream.flush()

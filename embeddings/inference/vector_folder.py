@@ -179,11 +179,7 @@ def encode_corpus(
             such context.
         WorkerError: If one of the processes died; what is finished is kept.
     """
-    if shard_size < 1:
-        raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
-    if tokenizer_workers < 0:
-        raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
-    require_format(vector_format, encoder.embedding_dim)
+    _require_options(encoder, shard_size, tokenizer_workers, vector_format)
     folder = Path(output)
     # Whatever is wrong with the corpus or the prompt is found before anything is written.
     num_documents = sum(1 for _ in read_corpus(corpus, columns))
@@ -192,15 +188,10 @@ def encode_corpus(
         "kind": "vectors",
         "corpus_sha256": file_sha256(corpus),
         "columns": dict(sorted((columns or {}).items())),
-        "role": role,
-        "model_sha256": embedder_sha256(encoder),
-        "precision": str(encoder.dtype).removeprefix("torch."),
-        "prompt_name": prompt_name,
-        "shard_size": shard_size,
         "num_documents": num_documents,
-        "embedding_dim": encoder.embedding_dim,
+        **_model_fields(encoder, prompt_name, role, context),
+        "shard_size": shard_size,
         "vector_format": vector_format,
-        **({"context": None} if context is None else context.manifest_fields()),
     }
     fields = _claim(folder, fields, encoder.mini_batch_tokens)
     if context is not None:
@@ -212,6 +203,27 @@ def encode_corpus(
         fields["context_vectors_sha256"] = file_sha256(folder / CONTEXT_FILE)
     write_manifest(folder, {**fields, "complete": True})
     return VectorFolder.open(folder)
+
+
+def _require_options(encoder: Encoder, shard_size: int, tokenizer_workers: int, vector_format: VectorFormat) -> None:
+    """Refuse options of `encode_corpus` that are impossible for every corpus."""
+    if shard_size < 1:
+        raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
+    if tokenizer_workers < 0:
+        raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
+    require_format(vector_format, encoder.embedding_dim)
+
+
+def _model_fields(encoder: Encoder, prompt_name: str | None, role: TextRole, context: Context | None) -> dict[str, Any]:
+    """What a manifest says of how texts became vectors."""
+    return {
+        "model_sha256": embedder_sha256(encoder),
+        "precision": str(encoder.dtype).removeprefix("torch."),
+        "embedding_dim": encoder.embedding_dim,
+        "prompt_name": prompt_name,
+        "role": role,
+        **({"context": None} if context is None else context.manifest_fields()),
+    }
 
 
 def _claim(folder: Path, fields: Mapping[str, Any], budget: int) -> dict[str, Any]:
