@@ -20,14 +20,16 @@ class CpuZero(ZeroStrategy):
         return torch.device("cpu", self.local_rank)
 
     def setup_environment(self) -> None:
-        with _gpus_not_needed():
+        with _gpus_and_compilers_not_needed():
             super().setup_environment()
 
 
 @contextmanager
-def _gpus_not_needed() -> Iterator[None]:
+def _gpus_and_compilers_not_needed() -> Iterator[None]:
     with (
         patch(f"{_MODULE}.CUDAAccelerator", CPUAccelerator),
         patch(f"{_MODULE}._validate_device_index_selection", lambda devices: None),
+        # DeepSpeed would compile its sums over shared memory at first use, which takes minutes; gloo's are as good.
+        patch("deepspeed.comm.torch.build_shm_op", lambda: None),
     ):
         yield
