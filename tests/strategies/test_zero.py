@@ -23,7 +23,14 @@ from tests.strategies.cpu_zero import CpuZero
 from tests.strategies.fits import batches, be_launched, methods, train, write_models
 
 METHOD = "nv-embed"
-CASES = [(1, "32-true", False), (2, "bf16-mixed", False), (2, "32-true", True), (3, "32-true", True)]
+CASES = [
+    (1, "32-true", False),
+    (1, "bf16-mixed", False),
+    (2, "bf16-mixed", False),
+    (2, "32-true", True),
+    (3, "32-true", True),
+    (3, "bf16-mixed", True),
+]
 
 
 @pytest.fixture(scope="module")
