@@ -1,4 +1,3 @@
-import io
 import json
 from typing import get_args
 
@@ -10,6 +9,7 @@ from embeddings.cli.serve import FormatName
 from embeddings.inference import Encoder
 from embeddings.inference.vector_formats import VECTOR_FORMATS
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from tests.cli.test_interactive import Typed
 from tests.helpers.runs import backbone_folder, write_retrieval_folder
 from tests.models.contextual_models import tiny_contextual
 
@@ -53,7 +53,7 @@ def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
     assert main([*search, "fox"]) == 0
     found = capsys.readouterr().out
     assert len(found.splitlines()) == 16
-    monkeypatch.setattr("sys.stdin", io.StringIO("fox\n"))
+    monkeypatch.setattr("sys.stdin", Typed("fox\n"))
     assert main([*search, "--interactive", "true"]) == 0
     assert capsys.readouterr().out.startswith(found)
     assert main([*encode]) == 2
