@@ -1,3 +1,4 @@
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -60,3 +61,29 @@ def test_lists_that_do_not_fit_end_in_an_os_error(tmp_path):
     assert map_lists(tmp_path / "a").nlist == 2
     with pytest.raises(FileNotFoundError):
         write_lists(new_lists(quantizer, 2), tmp_path / "none" / "a")
+
+
+# A thread that still reads a mapped file when it becomes shorter ends the whole process.
+_SHORTER_AFTER_EACH_SEARCH = """
+import sys
+import numpy as np
+from pathlib import Path
+from embeddings.mining.faiss_library import load_faiss, map_lists, new_lists, write_lists
+path, vectors = Path(sys.argv[1]), np.random.default_rng(0).standard_normal((5000, 8)).astype(np.float32)
+quantizer = load_faiss().IndexFlatIP(8)
+quantizer.add(vectors[:8])
+lists = new_lists(quantizer, 8)
+lists.add(vectors)
+write_lists(lists, path)
+whole = path.read_bytes()
+for _ in range(300):
+    mapped = map_lists(path)
+    mapped.nprobe = 8
+    mapped.search(vectors[:1], 5)
+    path.write_bytes(whole)
+"""
+
+
+def test_nothing_reads_the_file_once_a_search_has_returned(tmp_path):
+    command = [sys.executable, "-c", _SHORTER_AFTER_EACH_SEARCH, str(tmp_path / "lists")]
+    assert subprocess.run(command, timeout=120).returncode == 0
