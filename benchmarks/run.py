@@ -5,6 +5,7 @@ One after another, since they are timed; at tiny sizes, where nothing is, two at
 
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,8 +29,9 @@ def run(script: Path) -> int:
     if "--tiny" not in sys.argv:
         print(f"== {script.stem}", flush=True)
         return subprocess.run(words).returncode
+    start = time.monotonic()
     ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(f"== {script.stem}\n{ended.stdout}", flush=True)
+    print(f"== {script.stem}: {time.monotonic() - start:.0f} s\n{ended.stdout}", flush=True)
     return ended.returncode
 
 
