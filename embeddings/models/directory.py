@@ -42,7 +42,7 @@ PORTABLE_FILES = (
 WIDTHS_KEY = "matryoshka_dimensions"
 
 # What a sparse encoder's own code is; transformers copies it beside the weights.
-MOE_FILES = ("experts.py", "moe_layer.py", "moe_router.py", "rotary_moe.py")
+MOE_FILES = ("expert_passes.py", "experts.py", "moe_layer.py", "moe_router.py", "rotary_moe.py")
 
 # Ours to the names of sentence-transformers. Only the first two pool the same with and without a prompt.
 _PROMPT_BLIND = {"cls": "cls_token", "last_token": "lasttoken"}

@@ -1,5 +1,6 @@
 """Which back end computes the experts of a model: a choice of the run, never saved with the model."""
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -7,7 +8,15 @@ from torch import Tensor, nn
 
 from embeddings.common import OptionError
 from embeddings.common.optional import require
-from embeddings.models.experts import Backend, Experts, ExpertWeights, grouped_experts, loop_experts, sorted_experts
+from embeddings.models.experts import (
+    Backend,
+    Experts,
+    ExpertWeights,
+    grouped_experts,
+    grouped_mlps,
+    loop_experts,
+    sorted_experts,
+)
 from embeddings.models.moe_router import Routing
 
 BackendName = Literal["grouped_mm", "loop", "megablocks"]
@@ -67,7 +76,7 @@ class MegablocksExperts:
         if token_TH.dtype != torch.bfloat16:
             rule, fix = "computes in bfloat16 alone", "train with precision bf16-mixed or bf16-true, or use grouped_mm"
             raise OptionError("expert_backend", f"megablocks in {token_TH.dtype}", rule, fix)
-        return sorted_experts(token_TH, routing, weights, self._product)
+        return sorted_experts(token_TH, routing, weights, partial(grouped_mlps, product=self._product))
 
     def _product(self, row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
         # The library takes the experts' numbers of rows, on the processor, and matrices as they lie in memory.

@@ -1,6 +1,6 @@
 """The experts of a sparse layer: MLPs that each token passes K of, none of them dropped.
 
-This file travels inside model directories: it imports nothing but torch and the sibling that travels with it.
+This file travels inside model directories: it imports nothing but torch and the siblings that travel with it.
 """
 
 from collections.abc import Callable
@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .expert_passes import pass_experts
 from .moe_router import Routing
+
+# From this many rows an expert on, on average, a processor is no slower expert by expert than by grouped products.
+ROWS_BY_EXPERT = 256
 
 Activation = Callable[[Tensor], Tensor]
 # A product of each expert's own rows with its matrix: (P, I), (X, I, O) and the (X,) int32 ends of the experts' rows.
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+# All experts' MLPs over sorted rows: (P, H), the (X,) int64 numbers of each expert's rows, and the weights.
+SortedMlps = Callable[[Tensor, Tensor, "ExpertWeights"], Tensor]
 
 
 class ExpertWeights(NamedTuple):
@@ -123,7 +129,9 @@ def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> 
 
 
 def grouped_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-    """The same sum by two grouped products over tokens sorted by expert; neither loops nor waits in Python.
+    """The same sum over tokens sorted by expert, by two grouped products; neither loops nor waits in Python.
+
+    On a processor large loads in float32 go expert by expert instead, with the same values (`pass_experts`).
 
     float64 goes through the loop, which `torch.nn.functional.grouped_mm` does not take; so do widths whose rows are no
     multiple of 16 bytes. Under torch.compile float32 breaks the graph: the product is traced in bfloat16 alone.
@@ -132,36 +140,49 @@ def grouped_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) 
         return _uncompiled_loop(token_TH, routing, weights)
     if torch.compiler.is_compiling() and token_TH.dtype != torch.bfloat16:
         return _uncompiled_sorted(token_TH, routing, weights)
-    return _sorted_grouped_mm(token_TH, routing, weights)
+    return _sorted_quickly(token_TH, routing, weights)
 
 
-def sorted_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights, product: GroupedProduct) -> Tensor:
-    """The same sum over tokens sorted by expert, by any grouped product.
+def sorted_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights, mlps: SortedMlps) -> Tensor:
+    """The same sum over tokens sorted by expert.
 
-    The T K pairs of token and expert are sorted by expert, so that each expert's rows lie together; both products run
-    over them, and each row is added, weighted, to its token's output.
+    The T K pairs of token and expert are sorted by expert, so that each expert's rows lie together; the MLPs run over
+    them, and each row is added, weighted, to its token's output.
 
     Args:
         token_TH: States, (T, H), in the weights' dtype.
         routing: Where each token goes.
         weights: The experts.
-        product: What multiplies each expert's rows with its matrix.
+        mlps: What passes each expert's rows through its MLP.
 
     Returns:
         The sum, (T, H), float32 or better.
     """
-    expert_P, order_P = routing.expert_TK.flatten().sort(stable=True)
+    order_P = routing.expert_TK.flatten().sort(stable=True).indices
     token_P = order_P // routing.expert_TK.shape[1]
-    end_X = routing.sums.count_X.cumsum(0).to(torch.int32)
-    inner_PF = product(token_TH.index_select(0, token_P), weights.w1_XFH.transpose(1, 2), end_X)
-    if weights.bias_XF is not None:
-        # As a product its gradient is one too: a sum over rows in a fixed order, without atomic additions.
-        is_own_PX = expert_P[:, None] == torch.arange(len(weights.bias_XF), device=expert_P.device)
-        inner_PF = torch.addmm(inner_PF, is_own_PX.to(inner_PF.dtype), weights.bias_XF)
-    output_PH = product(weights.activation(inner_PF), weights.w2_XFH, end_X)
+    output_PH = mlps(token_TH.index_select(0, token_P), routing.sums.count_X, weights)
     weight_P1 = routing.weight_TK.flatten().index_select(0, order_P)[:, None]
     sum_TH = token_TH.new_zeros(token_TH.shape, dtype=weight_P1.dtype)
     return sum_TH.index_add(0, token_P, output_PH * weight_P1)
+
+
+def grouped_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights, product: GroupedProduct) -> Tensor:
+    """Each expert's MLP over its own rows, by two grouped products, (P, H).
+
+    Args:
+        row_PH: Rows sorted by expert, (P, H).
+        count_X: How many of them each expert has, (X,) int64.
+        weights: The experts.
+        product: What multiplies each expert's rows with its matrix.
+    """
+    end_X = count_X.cumsum(0).to(torch.int32)
+    inner_PF = product(row_PH, weights.w1_XFH.transpose(1, 2), end_X)
+    if weights.bias_XF is not None:
+        # As a product its gradient is one too: a sum over rows in a fixed order, without atomic additions.
+        row_P1 = torch.arange(len(row_PH), device=end_X.device)[:, None]
+        is_own_PX = (row_P1 < end_X) & (row_P1 >= end_X - count_X)
+        inner_PF = torch.addmm(inner_PF, is_own_PX.to(inner_PF.dtype), weights.bias_XF)
+    return product(weights.activation(inner_PF), weights.w2_XFH, end_X)
 
 
 def _takes(weights: ExpertWeights) -> bool:
@@ -178,9 +199,20 @@ def _grouped_mm(row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
     return F.grouped_mm(row_PI, matrix_XIO, offs=end_X)
 
 
-def _sorted_grouped_mm(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-    return sorted_experts(token_TH, routing, weights, _grouped_mm)
+def _quick_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights) -> Tensor:
+    is_large = row_PH.device.type == "cpu" and len(row_PH) >= ROWS_BY_EXPERT * len(count_X)
+    if is_large and row_PH.dtype == torch.float32 and not _learns(weights.activation):
+        return pass_experts(row_PH, count_X.tolist(), *weights)
+    return grouped_mlps(row_PH, count_X, weights, _grouped_mm)
 
 
-_uncompiled_sorted: Backend = torch.compiler.disable(_sorted_grouped_mm)  # type: ignore[no-untyped-call]
+def _learns(activation: Activation) -> bool:
+    return isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None
+
+
+def _sorted_quickly(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    return sorted_experts(token_TH, routing, weights, _quick_mlps)
+
+
+_uncompiled_sorted: Backend = torch.compiler.disable(_sorted_quickly)  # type: ignore[no-untyped-call]
 _uncompiled_loop: Backend = torch.compiler.disable(loop_experts)  # type: ignore[no-untyped-call]
