@@ -61,6 +61,8 @@ def options(description: str | None, threads: int = 1) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=threads)
     parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs")
     chosen = parser.parse_args()
+    if chosen.tiny:
+        chosen.threads = 1
     torch.set_num_threads(chosen.threads)
     return chosen
 
@@ -114,19 +116,20 @@ def _timed(
     return {name: Ratio(*_ratios(taken, of_peer), control) for name, taken in zip(ours, of_ours, strict=True)}
 
 
-def peak_growth_bytes(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> int:
+def peak_growth_bytes(chosen: argparse.Namespace, function: Callable[..., Any], *arguments: Any) -> int:
     """Bytes by which a child process's memory peaks above where it was when the measured part began.
 
     Args:
+        chosen: The command line; the child has its threads. At tiny sizes it is a copy of this process, which has
+            loaded everything already.
         function: A module's top-level function; it sets up, then yields once; what follows is measured.
         arguments: Its arguments.
-        threads: Torch threads of the child.
     """
     # glibc then gives every large block back at once: the peak counts what is in use, not what is held in reserve.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("fork" if chosen.tiny else "spawn")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_measured, args=(sender, threads, function, arguments))
+    child = context.Process(target=_measured, args=(sender, chosen.threads, function, arguments))
     child.start()
     sender.close()
     try:

@@ -56,7 +56,7 @@ def measure(chosen: argparse.Namespace, num_rows: int) -> None:
     """All rows of one size."""
     size = f"{num_rows:,} rows".replace(",", "")
     for name, is_ours, target in (("ours", True, "<=1"), ("RandomSampler", False, "none")):
-        growth = peak_growth_bytes(first_batches, num_rows, is_ours, threads=chosen.threads) / num_rows
+        growth = peak_growth_bytes(chosen, first_batches, num_rows, is_ours) / num_rows
         record(chosen, f"P10 memory of the order, {name}, {size}", growth, "bytes a row", target, "torch")
     sampler = ours(num_rows)
     batch_size, steps = sampler.batch_size, sampler.num_steps

@@ -117,7 +117,7 @@ def main() -> None:
         )
         timed_tour(chosen, folder)
         for name, is_ours, target in (("ours", True, "<=8"), ("lists", False, "none")):
-            growth = peak_growth_bytes(measured, temporary, is_ours, threads=chosen.threads) / num_rows
+            growth = peak_growth_bytes(chosen, measured, temporary, is_ours) / num_rows
             record(chosen, f"P11 memory of packing beside the files, {name}", growth, "bytes a row", target, "numpy")
         ratio = compare(lambda: list(packed_epoch(folder, 0)), lambda: list(listed_epoch(ids, 0)), chosen)
         record(chosen, f"P11 packing an epoch of {num_rows} rows over lists", ratio, "ratio", "none", "numpy")

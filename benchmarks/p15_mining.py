@@ -168,7 +168,7 @@ def main() -> None:
         ratio = compare(lambda: run_ours(miner, folder), lambda: run_peer(*sizes), chosen)
     record(chosen, "P15 mining over the peer", ratio, "ratio", "<=0.7", PEERS)
     for who, ours, target in (("ours", True, "<=350"), ("peer", False, "none")):
-        peak = peak_growth_bytes(measured, ours, *sizes, threads=chosen.threads) / 1e6
+        peak = peak_growth_bytes(chosen, measured, ours, *sizes) / 1e6
         record(chosen, f"P15 peak of memory above the start, {who}", peak, "MB", target, PEERS)
 
 

@@ -29,9 +29,7 @@ def main() -> None:
         ("cached", True, f"<={(4 * vectors + 8 * 2**20) / 2**20:.0f}"),
         ("plain", False, "none"),
     ):
-        peaks = [
-            peak_growth_bytes(measured_step, num_pairs, cached, threads=chosen.threads) for num_pairs in (few, many)
-        ]
+        peaks = [peak_growth_bytes(chosen, measured_step, num_pairs, cached) for num_pairs in (few, many)]
         growth = (peaks[1] - peaks[0]) / 2**20
         record(chosen, f"P4 growth of peak memory from {few} to {many} pairs, {name}", growth, "MiB", target, "torch")
 

@@ -48,7 +48,7 @@ def main() -> None:
     ratio = compare(lambda: tiled(row_RD, column_CD), lambda: dense(row_RD, column_CD), chosen)
     record(chosen, f"P5 tiled over dense cross-entropy, {num_rows} rows", ratio, "ratio", "<=1.15", "torch")
     own = 2 * num_rows * WIDTH * 4
-    peaks = [peak_growth_bytes(measured, num_rows, is_tiled) for is_tiled in (True, False)]
+    peaks = [peak_growth_bytes(chosen, measured, num_rows, is_tiled) for is_tiled in (True, False)]
     print(f"peaks: tiled {peaks[0] / 2**20:.0f} MiB, dense {peaks[1] / 2**20:.0f} MiB, gradients {own / 2**20:.0f} MiB")
     # At a tiny size neither may show.
     share = (peaks[0] - own) / max(1, peaks[1] - own)

@@ -64,12 +64,12 @@ def measured(is_tapped: bool, num_texts: int, length: int, width: int, num_layer
 
 def compare_memory(chosen: Namespace, num_texts: int, lengths: Sequence[int], size: tuple[int, int]) -> None:
     """Keep the peaks of both ways at the least length, and those of ours as the length doubles."""
-    peaks = [max(1, peak_growth_bytes(measured, way, num_texts, lengths[0], *size)) for way in (True, False)]
+    peaks = [max(1, peak_growth_bytes(chosen, measured, way, num_texts, lengths[0], *size)) for way in (True, False)]
     print(f"peaks: ours {peaks[0] / 2**20:.0f} MiB, matrices {peaks[1] / 2**20:.0f} MiB")
     texts = f"{num_texts} texts of {lengths[0]} tokens"
     share = peaks[0] / peaks[1]
     record(chosen, f"P9 memory over the attention matrices' route, {texts}", share, "ratio", "<=0.25", PEERS)
-    grown = [max(1, peak_growth_bytes(measured, True, 1, longer, *size)) / 2**20 for longer in lengths]
+    grown = [max(1, peak_growth_bytes(chosen, measured, True, 1, longer, *size)) / 2**20 for longer in lengths]
     for longer, peak in zip(lengths, grown, strict=True):
         record(chosen, f"P9 peak memory of one text of {longer} tokens", peak, "MiB", "none", PEERS)
     doubling = max(after / before for before, after in pairwise(grown))

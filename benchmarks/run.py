@@ -1,22 +1,30 @@
 """Run every benchmark and experiment, each in a process of its own: `python -m benchmarks.run [--tiny]`.
 
-One after another, since they are timed; at tiny sizes, where nothing is, two at a time.
+One after another, since they are timed; at tiny sizes, where nothing is, two at a time in processes that begin with the
+libraries loaded.
 """
 
+import multiprocessing
+import os
+import runpy
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+LOADED = ("torch", "lightning", "transformers.modeling_utils", "sentence_transformers")
 
 
 def main() -> int:
     """Run the scripts in the order of their claims; returns 1 if one of them failed."""
     found = Path(__file__).parent.glob("[pe][0-9]*.py")
     scripts = sorted(found, key=lambda path: (path.stem[0] != "p", int(path.stem[1:].split("_")[0])))
-    failed = []
-    with ThreadPoolExecutor(2 if "--tiny" in sys.argv else 1) as at_once:
-        for script, code in zip(scripts, at_once.map(run, scripts), strict=True):
+    is_tiny, failed = "--tiny" in sys.argv, []
+    multiprocessing.set_forkserver_preload(list(LOADED))
+    with ThreadPoolExecutor(2 if is_tiny else 1) as at_once:
+        for script, code in zip(scripts, at_once.map(run_tiny if is_tiny else run, scripts), strict=True):
             if code:
                 failed.append(script.stem)
     print(f"{len(scripts) - len(failed)} of {len(scripts)} benchmarks ran" + "".join(f"; failed: {x}" for x in failed))
@@ -25,14 +33,29 @@ def main() -> int:
 
 def run(script: Path) -> int:
     """Run one, and return its exit code."""
-    words = [sys.executable, "-m", f"benchmarks.{script.stem}", *sys.argv[1:]]
-    if "--tiny" not in sys.argv:
-        print(f"== {script.stem}", flush=True)
-        return subprocess.run(words).returncode
+    print(f"== {script.stem}", flush=True)
+    return subprocess.run([sys.executable, "-m", f"benchmarks.{script.stem}", *sys.argv[1:]]).returncode
+
+
+def run_tiny(script: Path) -> int | None:
+    """Run one beside another, print what it printed once it has ended, and return its exit code."""
     start = time.monotonic()
-    ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(f"== {script.stem}: {time.monotonic() - start:.0f} s\n{ended.stdout}", flush=True)
-    return ended.returncode
+    with tempfile.NamedTemporaryFile() as output:
+        child = multiprocessing.get_context("forkserver").Process(target=_run_here, args=(script.stem, output.name))
+        child.start()
+        child.join()
+        printed = Path(output.name).read_text(encoding="utf-8", errors="replace")
+    print(f"== {script.stem}: {time.monotonic() - start:.0f} s\n{printed}", flush=True)
+    return child.exitcode
+
+
+def _run_here(name: str, output: str) -> None:
+    """Run a script as this process's own, with all that it and its children print in a file."""
+    with open(output, "wb", buffering=0) as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    sys.argv[:] = [name, "--tiny"]
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

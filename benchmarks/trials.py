@@ -163,10 +163,10 @@ def run_trials(
     """
     found = {} if chosen.tiny else _finished()
     missing = [trial for trial in trials if _name(trial) not in found]
-    spawn = multiprocessing.get_context("spawn")
-    # Each trial has a process of its own, but for those that are tried out: starting one takes longer than they do.
+    # A fresh process for each trial, but for those that are tried out: starting one takes longer than they do.
+    context: Any = multiprocessing.get_context("fork" if chosen.tiny else "spawn")
     tasks_of_a_process = None if chosen.tiny else 1
-    with ProcessPoolExecutor(chosen.workers, spawn, _one_thread, max_tasks_per_child=tasks_of_a_process) as pool:
+    with ProcessPoolExecutor(chosen.workers, context, _one_thread, max_tasks_per_child=tasks_of_a_process) as pool:
         running = {pool.submit(function, trial, chosen.work, chosen.tiny): trial for trial in missing}
         failure: BaseException | None = None
         for done in tqdm(as_completed(running), total=len(running), desc="trials", disable=chosen.tiny):

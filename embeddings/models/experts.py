@@ -14,7 +14,7 @@ from .expert_passes import pass_experts
 from .moe_router import Routing
 
 # From this many rows an expert on, on average, a processor is no slower expert by expert than by grouped products.
-ROWS_BY_EXPERT = 256
+ROWS_BY_EXPERT = 512
 
 Activation = Callable[[Tensor], Tensor]
 # A product of each expert's own rows with its matrix: (P, I), (X, I, O) and the (X,) int32 ends of the experts' rows.
