@@ -143,12 +143,16 @@ class MaskedLMModule(OptimizedModule):
         self._sums = [total + mean * len(batch) for total, mean in zip(self._sums, means, strict=True)]
 
     def on_validation_epoch_end(self) -> None:
-        """Log the means over all targets of all ranks."""
+        """Log the means over all targets of all ranks, under the number of optimiser steps made."""
         sums = torch.tensor(self._sums, dtype=torch.float64)
         sums = self.trainer.strategy.reduce(sums.to(self.device), reduce_op="sum")
         loss, accuracy = (sums[:2] / sums[2].clamp(min=1.0)).unbind()
-        values = {"val/loss": loss, "val/perplexity": loss.exp(), "val/accuracy": accuracy}
-        self.log_dict({name: value.float() for name, value in values.items()}, sync_dist=True)
+        means = {"val/loss": loss, "val/perplexity": loss.exp(), "val/accuracy": accuracy}
+        values = {name: value.float() for name, value in means.items()}
+        # Lightning would file them under the step before, so they go to the loggers by hand.
+        for logger in [] if self.trainer.sanity_checking else self.trainer.loggers:
+            logger.log_metrics({name: float(value) for name, value in values.items()}, step=self.trainer.global_step)
+        self.log_dict(values, sync_dist=True, logger=False)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model as a Hugging Face directory, LoRA matrices merged (see `LanguageModel.save_pretrained`)."""

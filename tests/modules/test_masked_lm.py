@@ -15,6 +15,7 @@ from embeddings.cli.main import main
 from embeddings.common import OptionError
 from embeddings.common.packed_rows import PackedRows, Prediction
 from embeddings.data.examples import RowDraw
+from embeddings.figures.run_metrics import read_curves
 from embeddings.models import BackboneConfig, FromScratch, HeadSettings, LoraSettings, MeanPooling
 from embeddings.modules import MaskedLMModule, NVEmbedModule
 from embeddings.training.masking import Masking
@@ -80,6 +81,10 @@ def test_a_short_run_lowers_the_loss_and_logs_training_and_validation(objective:
         assert all(0 <= value <= 1 for value in logged(cli, f"{stage}/accuracy"))
     val = logged(cli, "val/loss")
     assert val[1] < val[0] < losses[0]
+    # By the steps that were made, as scores are: training logs the number of the step that is being made.
+    curves = read_curves(Path(cli.trainer.log_dir))
+    assert [curves[f"val/{name}"][0] for name in ("loss", "perplexity", "accuracy")] == [[6, 12]] * 3
+    assert curves["train/loss"][0] == list(range(12))
 
 
 def test_lora_leaves_the_models_own_weights_alone_and_its_export_starts_an_embedder(tmp_path: Path) -> None:
