@@ -31,8 +31,8 @@ def embedder_sha256(encoder: Encoder) -> str:
     """A hash of all that decides a model's vectors: structure, configs, weights, text settings and tokenizer.
 
     Weights alone leave much open: the mask of attention, its heads and window, rotary bases, how many experts a token
-    is sent to, how a text is normalised before it is cut into words. The dtype is left out; who keeps vectors keeps it
-    beside the hash.
+    is sent to, how a text is normalised before it is cut into words. The dtype that they are held in here is left out,
+    so a checkpoint in bfloat16 has one hash wherever it is read; who keeps vectors keeps the precision beside the hash.
     """
     embedder = encoder.embedder
     settings = {
@@ -45,8 +45,11 @@ def embedder_sha256(encoder: Encoder) -> str:
     digest = hashlib.sha256(repr(embedder).encode())
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in sorted(embedder.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(dtype=torch.uint8).numpy())
+        numbers = tensor.detach().cpu()
+        if numbers.is_floating_point():
+            numbers = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+        digest.update(f"{name} {numbers.dtype} {tuple(numbers.shape)}".encode())
+        digest.update(numbers.contiguous().view(-1).view(dtype=torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -59,6 +59,15 @@ def test_a_model_that_was_written_and_read_has_the_hash_that_it_had(tmp_path):
         assert embedder_sha256(again) == first
 
 
+def test_half_precision_weights_have_the_hash_that_they_have_as_float32(tmp_path):
+    tiny_embedder().to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    half, whole = (Encoder.from_pretrained(str(tmp_path / "half"), precision=name) for name in ("bfloat16", "float32"))
+    assert [encoder.embedder.backbone.dtype for encoder in (half, whole)] == [torch.bfloat16, torch.float32]
+    assert embedder_sha256(half) == embedder_sha256(whole)
+    # Rounding them is another model.
+    assert embedder_sha256(half) != digest(tiny_embedder())
+
+
 def test_the_mask_of_attention_is_part_of_it():
     causal, bidirectional = tiny_mistral(), tiny_mistral()
     make_bidirectional(bidirectional)
