@@ -1,7 +1,6 @@
 """Tasks of mteb run one by one with one of this project's models, each result kept as soon as it is there."""
 
 import copy
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.log import logger
+from embeddings.data.staging import remove_abandoned, scratch_folder
 from embeddings.evaluation.instructions import Instructions
 from embeddings.evaluation.mteb_library import quiet
 from embeddings.evaluation.mteb_model import ContextualTaskEncoder, TaskEncoder
@@ -96,7 +96,7 @@ def run_tasks(
     with tqdm(total=len(own), initial=len(own) - len(left), unit="task", disable=not shows) as bar:
         for task in left:
             bar.set_description(task.metadata.name)
-            with _kept_vectors(adapted, results.place(widths[0]) / f".{task.metadata.name}.vectors", len(widths) > 1):
+            with _kept_vectors(adapted, results.place(widths[0]) / f"{task.metadata.name}.vectors", len(widths) > 1):
                 _run(adapted, task, [width for width in widths if results.find(task, width) is None], results, settings)
             bar.update()
     return write_table(results, tasks)
@@ -218,17 +218,17 @@ def _loaded(task: "AbsTask", shows: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_vectors(adapted: TaskEncoder, folder: Path, wanted: bool) -> Iterator[None]:
-    """A folder for the vectors of a task that is scored at several widths; what a killed run left there is removed."""
-    if folder.exists():
-        shutil.rmtree(folder)
+def _kept_vectors(adapted: TaskEncoder, place: Path, wanted: bool) -> Iterator[None]:
+    """A folder for the vectors of a task that is scored at several widths; what a killed run left there is removed.
+
+    Each process has one of its own: another may run the same task at the same time.
+    """
     if not wanted:
+        remove_abandoned(place)
         yield
         return
-    folder.mkdir(parents=True)
-    adapted.folder = folder
-    try:
-        yield
-    finally:
-        adapted.folder = None
-        shutil.rmtree(folder)
+    with scratch_folder(place) as adapted.folder:
+        try:
+            yield
+        finally:
+            adapted.folder = None

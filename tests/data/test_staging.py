@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from embeddings.data.staging import staged_folder
+from embeddings.data.staging import remove_abandoned, scratch_folder, staged_folder
 
 HANGING = """
 import sys, time
@@ -63,3 +63,14 @@ def test_a_living_writer_is_left_alone(tmp_path):
             raise ZeroDivisionError
         assert (first / "file").read_text() == "first"
     assert (tmp_path / "target" / "file").read_text() == "first"
+
+
+def test_a_scratch_folder_is_one_processs_own_and_gone_afterwards(tmp_path):
+    with scratch_folder(tmp_path / "deep" / "target") as first:
+        (first / "file").write_text("first")
+        with scratch_folder(tmp_path / "deep" / "target") as second:
+            assert first != second
+        assert (first / "file").read_text() == "first"
+        remove_abandoned(tmp_path / "deep" / "target")
+        assert (first / "file").exists()
+    assert os.listdir(tmp_path / "deep") == []

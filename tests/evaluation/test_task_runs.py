@@ -200,13 +200,30 @@ def test_vectors_for_several_widths_lie_in_the_output_as_long_as_they_are_needed
     assert tmp_path in place.parents
     assert not place.exists()
     # As a process leaves it that was killed outright.
-    next(tmp_path.rglob("pairs.json")).unlink()
-    place.mkdir()
-    for number in range(3):
-        (place / f"{number}.npy").write_text("half a file")
-    run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings)
-    assert {*places} == {place}
-    assert not place.exists()
+    for widths in ([32, 8], [32]):
+        next(tmp_path.rglob("pairs.json")).unlink()
+        place.mkdir()
+        for name in ("0.npy", ".lock"):
+            (place / name).write_text("half a file")
+        run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, TaskSettings(widths=widths))
+        assert not place.exists()
+    assert len({*places}) == 2
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_processes_that_run_one_task_at_once_leave_each_others_vectors_alone(encoder, sets, tmp_path, monkeypatch):
+    settings, encode, others = TaskSettings(widths=[32, 8]), Encoder.encode, []
+
+    def beside_another(self, *args, **options):
+        if not others:
+            others.append("begun")
+            others[0] = run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings)
+        return encode(self, *args, **options)
+
+    monkeypatch.setattr(Encoder, "encode", beside_another)
+    assert run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings) == others[0]
+    assert all(score.complete for score in others[0])
+    assert not list(tmp_path.rglob("*.npy"))
 
 
 def test_data_are_looked_for_under_the_bar_and_let_go_whatever_happens(sets, tmp_path, monkeypatch, capfd):
