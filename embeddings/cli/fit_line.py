@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from embeddings.cli.errors import ConfigError, with_way_out
-from embeddings.cli.given import Given, arguments_of, config_paths, given_in_order, read_config, unfolded_once
+from embeddings.cli.given import Given, arguments_of, config_paths, configs_of, given_in_order, unfolded_once
 from embeddings.cli.imports import may_name
 from embeddings.cli.source_names import parameters_in_source, public_names
 from embeddings.cli.source_types import Argument, argument_in_source
@@ -52,16 +52,18 @@ def check_one_method(argv: Sequence[str]) -> None:
     """Refuse two configs that each choose a method: the second would inherit the first's nested arguments in silence.
 
     Raises:
+        InputError: If a config cannot be read.
         ConfigError: Naming both files.
     """
-    chosen = [path for path in config_paths(argv) if _chooses_method(path)]
+    configs = [config for path in config_paths(argv) for config in configs_of(path)]
+    chosen = [path for path, content in configs if _chooses_method(content)]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give one method config a run")
 
 
-def _chooses_method(path: str) -> bool:
-    model = read_config(path).get("model")
-    return isinstance(model, dict) and "class_path" in model
+def _chooses_method(content: Mapping[str, Any]) -> bool:
+    model = unfolded_once(content).get("model")
+    return isinstance(model, Mapping) and "class_path" in unfolded_once(model)
 
 
 def _asks_for_text(word: str) -> bool:

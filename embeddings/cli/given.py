@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -54,13 +55,39 @@ def signature_of(target: Any) -> Signature | None:
 
 def config_paths(argv: Sequence[str]) -> list[str]:
     """The files that `--config` (or `-c`) names, in order."""
-    paths = []
-    for position, word in enumerate(argv):
-        if word in ("--config", "-c") and position + 1 < len(argv):
-            paths.append(argv[position + 1])
-        elif word.startswith("--config="):
-            paths.append(word.removeprefix("--config="))
-    return paths
+    paths = (_config_path(word, following) for word, following in zip(argv, [*argv[1:], ""], strict=True))
+    return [path for path in paths if path]
+
+
+def _config_path(word: str, following: str) -> str:
+    """The config that a word and maybe the following one name, empty for none: `-cFILE` is `-c FILE`."""
+    if word in ("--config", "-c"):
+        return following
+    if word.startswith("-c"):
+        return word[2:].removeprefix("=")
+    return word.removeprefix("--config=") if word.startswith("--config=") else ""
+
+
+def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """A config and those that it names under `config`, each with what it holds.
+
+    A path in a config begins at that config's folder, as the parser takes it.
+
+    Raises:
+        InputError: If one is missing, no YAML or no mapping, names others in another way, or is named inside itself.
+    """
+    found, seen = [], set()
+    while path not in seen:
+        seen.add(path)
+        content = read_config(path)
+        found.append((path, content))
+        further = content.get("config")
+        if further is None:
+            return found
+        if not isinstance(further, str):
+            raise InputError(f"--config {path}", "config: must be one file", "name more by further --config options")
+        path = os.path.normpath(Path(path).parent / further) if is_file(path) else further
+    raise InputError(f"--config {path}", "names itself", "take its config: away")
 
 
 def is_file(value: object) -> bool:
@@ -134,8 +161,9 @@ def given_in_order(argv: Sequence[str]) -> Iterator[Given]:
         words = (word,) if equals or not following or following.startswith("--") else (word, following)
         if len(words) == 2:
             value = following
-        if value and (name == "--config" or word == "-c"):
-            yield Given("", words, read_config(value))
+        path = _config_path(word, following if len(words) == 2 else "")
+        if path:
+            yield Given("", words, read_config(path))
         elif name.startswith("--") and " " not in name:
             yield Given(name.removeprefix("--"), words, _read_value(value, name))
 

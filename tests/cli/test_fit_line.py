@@ -223,7 +223,7 @@ LEFT_TO_THE_PARSER = {
     "keys with a dot": ({"data.init_args.sources": [{"label_texts": {"0.5": 1, "a.b": "c"}}]}, []),
     "keys that are numbers": ({"data.init_args.sources": [{"label_texts": {0: "a", 1: "b"}}]}, []),
     "a type that no source tells": ({"model.init_args.optimizer.init_args.lr": "high", "trainer": {"plugins": 3}}, []),
-    "a config that names another": ({"config": "a.yaml", "modle": 1}, ["--trainr=3"]),
+    "a config that names another": ({"config": str(CONFIGS / "scales" / "cpu.yaml"), "modle": 1}, ["--trainr=3"]),
     "no value": ({}, ["--config"]),
     "help": ({"modle": 1}, ["--help"]),
     "help of a class": ({}, ["--modle", "--model.help"]),
@@ -278,6 +278,29 @@ def test_two_method_configs_are_refused_by_name(tmp_path):
     check_one_method(line)
     with pytest.raises(ConfigError, match=r"one\.yaml and .*two\.yaml both choose"):
         check_one_method([*line, "--config", str(tmp_path / "two.yaml")])
+
+
+@pytest.mark.parametrize("second", ["-c{}/two.yaml", "-c={}/two.yaml", "--config={}/sub/names_two.yaml"])
+def test_a_second_method_is_found_however_its_config_is_named(second, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "one.yaml").write_text("model.class_path: one\n")
+    (tmp_path / "two.yaml").write_text("model:\n  class_path: two\n")
+    (tmp_path / "sub" / "names_two.yaml").write_text("config: ../two.yaml\n")
+    check_one_method(["fit", second.format(tmp_path)])
+    with pytest.raises(ConfigError, match=r"one\.yaml and .*two\.yaml both choose"):
+        check_one_method(["fit", "--config", str(tmp_path / "one.yaml"), second.format(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("named", "what"),
+    [("[b.yaml]", r"a\.yaml: config: must be one file; name more by"), ("b.yaml", r"a\.yaml: names itself; take")],
+)
+def test_a_config_that_names_others_as_the_parser_does_not_take_it_is_refused(named, what, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(f"config: {named}\n")
+    (tmp_path / "b.yaml").write_text(f"config: ../{tmp_path.name}/a.yaml\n")
+    with pytest.raises(InputError, match=what):
+        check_fit_line(["fit", "--config", "a.yaml"])
 
 
 def test_a_config_that_is_no_yaml_names_the_file(tmp_path):

@@ -40,7 +40,14 @@ CHOSEN = {"class_path": f"{__name__}.Shed"}
 
 
 def test_config_paths_are_found_in_every_spelling():
-    assert config_paths(["fit", "--config", "a", "-c", "b", "--config=c", "--x", "d"]) == ["a", "b", "c"]
+    line = ["fit", "--config", "a", "-c", "b", "--config=c", "--x", "d", "-ce", "-c=f", "--config"]
+    assert config_paths(line) == ["a", "b", "c", "e", "f"]
+
+
+def test_a_config_that_is_named_in_one_word_is_read(tmp_path):
+    (tmp_path / "a.yaml").write_text("model: {}\n")
+    for words in (["-c", f"{tmp_path}/a.yaml"], [f"-c{tmp_path}/a.yaml"], [f"-c={tmp_path}/a.yaml"]):
+        assert [given.content for given in given_in_order(["fit", *words])] == [{"model": {}}]
 
 
 @pytest.mark.parametrize(
