@@ -212,16 +212,16 @@ def evaluate(
     if (data is None) == (tasks is None):
         given = "neither" if data is None else "both"
         raise OptionError("data", given, "or tasks must be given", "--data FOLDER, or --tasks NAME --output FOLDER")
+    widths = [dimensions] if isinstance(dimensions, int) else dimensions
+    settings = {"prompt_name": prompt_name, "context_size": context_size, "context_seed": context_seed}
     if tasks is not None:
-        plan = TaskPlan.of(tasks, output, instructions, task_index, num_tasks)
+        plan = TaskPlan.of(tasks, output, instructions, task_index, num_tasks, widths=widths, **settings)
     else:
         folders = _folders(data, output, instructions=instructions, task_index=task_index, num_tasks=num_tasks)
     encoder = _encoder(model, precision, None)
-    widths = [dimensions] if isinstance(dimensions, int) else dimensions
     _warn_of_untrained(encoder, widths or [])
-    settings = {"prompt_name": prompt_name, "context_size": context_size, "context_seed": context_seed}
     if tasks is not None:
-        print(plan.run(encoder, model, widths=widths, **settings))
+        print(plan.run(encoder, model))
     else:
         _score_folders(encoder, folders, output, widths=widths, **settings)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 from embeddings.common import InputError, OptionError
 
 if TYPE_CHECKING:
-    from embeddings.evaluation.instructions import Instructions
+    from embeddings.evaluation.task_runs import TaskSettings
     from embeddings.inference import Encoder
 
 
@@ -18,13 +18,13 @@ class TaskPlan:
     Attributes:
         tasks: The tasks of mteb, not loaded.
         output: The folder of their results.
-        instructions: Instructions by task, or None for the model's own prompts.
+        settings: What the scores depend on beside the model.
         share: The numbers of the tasks that are this process's.
     """
 
     tasks: list[Any]
     output: Path
-    instructions: "Instructions | None"
+    settings: "TaskSettings"
     share: range
 
     @classmethod
@@ -35,8 +35,9 @@ class TaskPlan:
         instructions: str | None,
         task_index: int | None,
         num_tasks: int | None,
+        **settings: Any,
     ) -> Self:
-        """The plan of the options of `evaluate`, which describes them.
+        """The plan of the options of `evaluate`, which describes them; the settings are a `TaskSettings`'s others.
 
         Raises:
             MissingExtraError: If mteb is not installed.
@@ -55,27 +56,27 @@ class TaskPlan:
         table = None if instructions is None else Instructions.read(instructions)
         load_mteb()
         from embeddings.evaluation.task_groups import find_tasks
+        from embeddings.evaluation.task_runs import TaskSettings
 
+        chosen = TaskSettings(instructions=table, **settings)
         tasks = find_tasks(names)
-        return cls(tasks, output, table, task.shards(len(tasks)))
+        return cls(tasks, output, chosen, task.shards(len(tasks)))
 
-    def run(self, encoder: "Encoder", model: str, **settings: Any) -> str:
+    def run(self, encoder: "Encoder", model: str) -> str:
         """Run the tasks that have no result yet, and return the table of all that have one.
 
         Args:
             encoder: The model.
             model: What it is called.
-            settings: What a `TaskSettings` takes beside the instructions.
 
         Raises:
             OptionError: If a setting is impossible for this model.
             InputError: If a task's data cannot be had or used, or a score is no number.
         """
         from embeddings.evaluation.task_results import format_table
-        from embeddings.evaluation.task_runs import TaskSettings, run_tasks
+        from embeddings.evaluation.task_runs import run_tasks
 
-        chosen = TaskSettings(instructions=self.instructions, **settings)
-        scores = run_tasks(encoder, model, self.tasks, self.output, chosen, self.share)
+        scores = run_tasks(encoder, model, self.tasks, self.output, self.settings, self.share)
         missing = sum(not score.complete for score in scores)
         lines = [format_table(scores)]
         if missing:

@@ -43,6 +43,9 @@ class TaskSettings:
         widths: How many of the first numbers of each vector are compared, one score each; None for all.
         context_size: Documents that a contextual model reads texts behind, drawn for each task; None for none.
         context_seed: Seed of these draws.
+
+    Raises:
+        OptionError: If both a prompt and instructions are given.
     """
 
     prompt_name: str | None = None
@@ -50,6 +53,11 @@ class TaskSettings:
     widths: Sequence[int] | None = None
     context_size: int | None = None
     context_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompt_name is not None and self.instructions is not None:
+            rule = "has no effect beside instructions, which go before the same texts"
+            raise OptionError("prompt_name", self.prompt_name, rule, "leave one of them out")
 
 
 def run_tasks(
@@ -78,12 +86,9 @@ def run_tasks(
         The score of each task, of those that other processes have run too.
 
     Raises:
-        OptionError: If a setting is impossible for this model, or both a prompt and instructions are given.
+        OptionError: If a setting is impossible for this model.
         InputError: If a task's data cannot be had or used, or a score is no number; the message names the task.
     """
-    if settings.prompt_name is not None and settings.instructions is not None:
-        rule = "has no effect beside instructions, which go before the same texts"
-        raise OptionError("prompt_name", settings.prompt_name, rule, "leave one of them out")
     widths = list(dict.fromkeys(settings.widths or [encoder.embedding_dim]))
     check_widths(encoder, widths)
     metas = _metas(encoder, model, settings, widths)

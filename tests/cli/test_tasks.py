@@ -86,6 +86,12 @@ def test_an_output_that_is_no_folder_is_refused(world, tmp_path, capsys):
     assert "output must name the folder of the tasks' results" in capsys.readouterr().err
 
 
+def test_a_prompt_beside_instructions_is_refused_before_the_model_is_looked_for(world, tmp_path, capsys):
+    options = ["--tasks", f"{world}/sets/pairs", "--instructions", "mgh", "--prompt-name", "query"]
+    assert main(["evaluate", "--model", str(tmp_path / "none"), "--output", str(tmp_path / "out"), *options]) == 2
+    assert "prompt_name has no effect beside instructions" in capsys.readouterr().err
+
+
 def test_a_missing_mteb_names_its_extra(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "mteb", None)
     assert main(line(world, tmp_path / "out", "--tasks", "SciFact")) == 2
