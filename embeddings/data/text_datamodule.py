@@ -98,6 +98,8 @@ class TextDataModule(PlannedDataModule):
             self._rows = self._open(self.sources, tokenizer)
             if self.validation_sources:
                 self._validation_rows = self._open(self.validation_sources, tokenizer)
+        if self._validation_rows is None and self.trainer is not None:
+            self.trainer.limit_val_batches = 0  # Lightning would warn of loaders that hold nothing
 
     @property
     def rows(self) -> RowMixture:

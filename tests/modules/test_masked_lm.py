@@ -87,6 +87,15 @@ def test_a_short_run_lowers_the_loss_and_logs_training_and_validation(objective:
     assert curves["train/loss"][0] == list(range(12))
 
 
+def test_a_run_without_validation_sources_validates_nothing_and_warns_of_nothing(tmp_path: Path) -> None:
+    config = language_config(tmp_path, "mlm")
+    del config["data"]["init_args"]["validation_sources"]
+    config["trainer"] |= {"max_steps": 2, "val_check_interval": 1, "check_val_every_n_epoch": None}
+    cli = fit(tmp_path, config)  # a warning is an error here
+    assert len(logged(cli, "train/loss")) == 2
+    assert logged(cli, "val/loss") == []
+
+
 def test_lora_leaves_the_models_own_weights_alone_and_its_export_starts_an_embedder(tmp_path: Path) -> None:
     config = language_config(tmp_path, "mntp", lora={"rank": 4, "alpha": 8, "dropout": 0.1})
     config["trainer"]["callbacks"] = [
