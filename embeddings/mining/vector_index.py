@@ -193,9 +193,11 @@ def folder_sha256(folder: VectorFolder) -> str:
 
 
 def _shown(folder: VectorFolder, title: str) -> Iterator[Floats]:
-    """The folder's directions, shard by shard, and how far they are read."""
-    with tqdm(folder.directions(), title, folder.num_shards, unit="shard", delay=_PROGRESS_DELAY_SECONDS) as shards:
-        yield from shards
+    """The folder's directions, piece by piece, and how far they are read."""
+    with tqdm(desc=title, total=folder.num_documents, unit="vector", delay=_PROGRESS_DELAY_SECONDS) as bar:
+        for vector_ND in folder.directions():
+            yield vector_ND
+            bar.update(len(vector_ND))
 
 
 def _list_bytes(folder: VectorFolder) -> int:
