@@ -65,22 +65,12 @@ def encode(
     if tokenizer_workers is None:
         tokenizer_workers = 0 if encoder.device.type == "cpu" else max(1, len(names))
     drawn = _draw(encoder, context, context_size, context_seed)
-    chosen = None if drawn is None else drawn.encoded(encoder)
-    folder = encode_corpus(
-        encoder,
-        input,
-        output,
-        prompt_name=prompt_name,
-        role=role,
-        columns=columns,
-        shard_size=shard_size,
-        vector_format=vector_format,
-        context=chosen,
-        devices=names,
-        tokenizer_workers=tokenizer_workers,
-    )
-    kept = f"{vector_format}, {bytes_per_vector(vector_format, folder.embedding_dim)} bytes each"
-    print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}: {kept}")
+    texts: dict[str, Any] = {"prompt_name": prompt_name, "role": role, "columns": columns}
+    texts["context"] = None if drawn is None else drawn.encoded(encoder)
+    kept: dict[str, Any] = {"shard_size": shard_size, "vector_format": vector_format}
+    folder = encode_corpus(encoder, input, output, **texts, **kept, devices=names, tokenizer_workers=tokenizer_workers)
+    size = f"{vector_format}, {bytes_per_vector(vector_format, folder.embedding_dim)} bytes each"
+    print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}: {size}")
 
 
 def search(
@@ -116,19 +106,13 @@ def search(
         context_size: How many documents are drawn; as many as the model takes if left out.
         context_seed: Seed of the draw.
     """
-    from embeddings.cli.interactive import answer_lines, is_terminal
-    from embeddings.common import OptionError
+    from embeddings.cli.interactive import answer_lines
     from embeddings.inference import CorpusSearch
+    from embeddings.inference.search import require_top_k
     from embeddings.inference.sign_search import require_multiplier
 
-    if query is not None and interactive:
-        raise OptionError("interactive", True, "must be left out where a query is given", "drop one of them")
-    if query is None and not interactive and not is_terminal():
-        raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive true")
-    if query is not None and not query.strip():
-        raise OptionError("query", query, "must not be empty", "say what to look for")
-    if top_k < 1:
-        raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
+    _require_query(query, interactive)
+    require_top_k(top_k)
     if rescore_multiplier is not None:
         require_multiplier(rescore_multiplier)
     nearest = None if index == "exact" else _index_of(corpus)
@@ -144,6 +128,19 @@ def search(
         answer_lines(answer)
     else:
         answer(query)
+
+
+def _require_query(query: str | None, interactive: bool) -> None:
+    """Check that a query is given, or else a place where queries can be read."""
+    from embeddings.cli.interactive import is_terminal
+    from embeddings.common import OptionError
+
+    if query is not None and interactive:
+        raise OptionError("interactive", True, "must be left out where a query is given", "drop one of them")
+    if query is None and not interactive and not is_terminal():
+        raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive true")
+    if query is not None and not query.strip():
+        raise OptionError("query", query, "must not be empty", "say what to look for")
 
 
 def _index_of(corpus: Path) -> "NearestRows":

@@ -182,21 +182,14 @@ def encode_corpus(
     _require_options(encoder, shard_size, tokenizer_workers, vector_format)
     folder = Path(output)
     # Whatever is wrong with the corpus or the prompt is found before anything is written.
-    num_documents = sum(1 for _ in read_corpus(corpus, columns))
+    of_corpus = _corpus_fields(corpus, columns)
     encoder.encode([""], prompt_name, context, role=role)
-    fields = {
-        "kind": "vectors",
-        "corpus_sha256": file_sha256(corpus),
-        "columns": dict(sorted((columns or {}).items())),
-        "num_documents": num_documents,
-        **_model_fields(encoder, prompt_name, role, context),
-        "shard_size": shard_size,
-        "vector_format": vector_format,
-    }
+    of_model = _model_fields(encoder, prompt_name, role, context)
+    fields = {"kind": "vectors", **of_corpus, **of_model, "shard_size": shard_size, "vector_format": vector_format}
     fields = _claim(folder, fields, encoder.mini_batch_tokens)
     if context is not None:
         context = context.write(folder)
-    shards = VectorShards(folder, num_documents, encoder.embedding_dim, shard_size, vector_format)
+    shards = VectorShards(folder, of_corpus["num_documents"], encoder.embedding_dim, shard_size, vector_format)
     make = _ShardMaker(shards, os.fspath(corpus), prompt_name, role, context, fields["mini_batch_tokens"])
     _make_missing(encoder, make, columns, devices, tokenizer_workers)
     if context is not None:
@@ -212,6 +205,13 @@ def _require_options(encoder: Encoder, shard_size: int, tokenizer_workers: int, 
     if tokenizer_workers < 0:
         raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
     require_format(vector_format, encoder.embedding_dim)
+
+
+def _corpus_fields(corpus: str | PathLike[str], columns: Mapping[str, str] | None) -> dict[str, Any]:
+    """What a manifest says of the texts; reads all of them, and so finds one that cannot be used."""
+    num_documents = sum(1 for _ in read_corpus(corpus, columns))
+    named = dict(sorted((columns or {}).items()))
+    return {"corpus_sha256": file_sha256(corpus), "columns": named, "num_documents": num_documents}
 
 
 def _model_fields(encoder: Encoder, prompt_name: str | None, role: TextRole, context: Context | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from tqdm import tqdm
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError
 from embeddings.common.fileio import (
     atomic_path,
     check_manifest,
@@ -17,7 +17,7 @@ from embeddings.common.fileio import (
     check_room,
     write_manifest_file,
 )
-from embeddings.inference.search import TopK, search_top_k, unit_rows
+from embeddings.inference.search import TopK, require_top_k, search_top_k, unit_rows
 from embeddings.inference.vector_folder import VectorFolder
 from embeddings.mining.faiss_library import (
     faiss_version,
@@ -97,8 +97,7 @@ class VectorIndex:
             InputError: If what was found shows that the lists are damaged.
             OptionError: If `top_k` is not positive.
         """
-        if top_k < 1:
-            raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
+        require_top_k(top_k)
         score_QK, row_QK = self._lists.search(np.ascontiguousarray(query_QD), min(top_k, self._lists.ntotal))
         # A document is a unit vector, whose product with a query is no larger than the query.
         most_Q1 = _UNIT * np.linalg.norm(query_QD, axis=1, keepdims=True)
