@@ -104,30 +104,29 @@ def filter_records(
 def evaluation_texts(roots: list[Path], documents: bool = True) -> "EvaluationTexts":
     """The texts of the evaluation folders at or below some folders.
 
-    Queries and documents of retrieval folders; of the other kinds all texts that are tested on, in both roles.
+    Queries and documents of retrieval and reranking folders; of the other kinds all texts that are tested on, in both
+    roles.
 
     Args:
         roots: Where to look.
-        documents: Whether the documents of retrieval folders count.
+        documents: Whether the documents of retrieval and reranking folders count.
     """
     from embeddings.evaluation import find_evaluation_folders, read_evaluation_folder
-    from embeddings.evaluation.folders import ClassificationFolder, ClusteringFolder, RetrievalFolder
+    from embeddings.evaluation.folders import ClassificationFolder, RetrievalFolder
+    from embeddings.evaluation.reranking import RerankingFolder
+    from embeddings.evaluation.runner import corpus_texts
     from embeddings.mining.decontaminate import EvaluationTexts
 
     queries: list[str] = []
     found: list[str] = []
     for path in (path for root in roots for path in find_evaluation_folders(root)):
         folder = read_evaluation_folder(path)
-        if isinstance(folder, RetrievalFolder):
+        if isinstance(folder, RetrievalFolder | RerankingFolder):
             queries += folder.queries
             found += folder.documents if documents else []
             continue
-        if isinstance(folder, ClassificationFolder):
-            texts = folder.test_texts
-        elif isinstance(folder, ClusteringFolder):
-            texts = folder.texts
-        else:
-            texts = [*folder.first, *folder.second]
+        # Of a classification the part to train on is left out: nothing is scored by its texts.
+        texts = folder.test_texts if isinstance(folder, ClassificationFolder) else corpus_texts(folder)
         queries += texts
         found += texts
     return EvaluationTexts(queries, found)

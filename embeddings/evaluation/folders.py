@@ -1,4 +1,4 @@
-"""Evaluation folders: retrieval, similarity, classification and clustering, told apart by what lies in them."""
+"""Evaluation folders of every kind, told apart by what lies in them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +20,16 @@ from embeddings.data.records import (
     parse_scored_pair,
     shortened,
 )
+from embeddings.evaluation.fields import filled_text
 from embeddings.evaluation.metrics import Judgments
+from embeddings.evaluation.pair_classification import PAIR_FIELDS, PairClassificationFolder, read_pair_classification
 from embeddings.evaluation.qrels import read_qrels
-from embeddings.inference.corpus import identifier_field, read_corpus, text_field
+from embeddings.evaluation.reranking import RERANKING_FIELDS, RerankingFolder, read_reranking
+from embeddings.evaluation.summarisation import SUMMARY_FIELDS, SummarisationFolder, read_summarisation
+from embeddings.inference.corpus import identifier_field, read_corpus
 
-_ROWS = "sentence1, sentence2, score or text, label"
+_ROWS = "sentence1, sentence2, score or text, label, or the fields of another kind"
+_ROW_FIELDS = (*SCORED_FIELDS, *LABELLED_FIELDS, *PAIR_FIELDS, *RERANKING_FIELDS, *SUMMARY_FIELDS)
 _LAYOUTS = f"write corpus.jsonl, queries.jsonl and qrels.tsv, or test.jsonl with {_ROWS}"
 
 
@@ -88,16 +93,26 @@ class ClusteringFolder:
     labels: list[str]
 
 
-EvaluationFolder = RetrievalFolder | SimilarityFolder | ClassificationFolder | ClusteringFolder
+EvaluationFolder = (
+    RetrievalFolder
+    | SimilarityFolder
+    | PairClassificationFolder
+    | ClassificationFolder
+    | ClusteringFolder
+    | RerankingFolder
+    | SummarisationFolder
+)
 
 
 def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     """The evaluation data in a folder, checked whole.
 
     Retrieval is BEIR's layout: `corpus.jsonl` {"_id", "title", "text"}, `queries.jsonl` {"_id", "text"}, `qrels.tsv`
-    (or `qrels/test.tsv`) query-id, corpus-id, score. Similarity is `test.jsonl` {"sentence1", "sentence2", "score"}.
-    Classification is `train.jsonl` and `test.jsonl` {"text", "label"}, clustering `test.jsonl` alone. Every JSONL file
-    may be gzipped as `.jsonl.gz`. Fields that are not named here are left alone.
+    (or `qrels/test.tsv`) query-id, corpus-id, score. Classification is `train.jsonl` and `test.jsonl` {"text",
+    "label"}. The other kinds are a `test.jsonl` alone: clustering {"text", "label"}, similarity {"sentence1",
+    "sentence2", "score"}, pair classification {"sentence1", "sentence2", "label"} with labels 0 and 1, reranking
+    {"query", "positive", "negatives"}, summarisation {"human_summaries", "machine_summaries", "relevance"}. Every JSONL
+    file may be gzipped as `.jsonl.gz`. Fields that are not named here are left alone.
 
     Raises:
         InputError: If the folder has none of these layouts, or a row cannot be used; one line names file and row.
@@ -110,12 +125,22 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     test = _find(folder, "test")
     if test is None:
         raise InputError(str(folder), "holds no evaluation data", _LAYOUTS)
-    where, first = next(iter(open_reader(test, (*SCORED_FIELDS, *LABELLED_FIELDS), ())))
+    return _read_rows(folder, test)
+
+
+def _read_rows(folder: Path, test: Path) -> EvaluationFolder:
+    """What a test file holds, of the kind that its first row's fields say."""
+    where, first = next(iter(open_reader(test, _ROW_FIELDS, ())))
     if "sentence1" in first:
-        return _similarity(test)
+        has_labels = "label" in first and "score" not in first
+        return read_pair_classification(test) if has_labels else _similarity(test)
+    if "machine_summaries" in first:
+        return read_summarisation(test)
+    if "query" in first and "positive" in first and "text" not in first:
+        return read_reranking(test)
     if "label" not in first:
-        found = shortened(", ".join(map(str, first)), 60) or "none"
-        raise InputError(where, f"is neither similarity nor labels (found: {found})", f"write {_ROWS}")
+        found = shortened(", ".join(map(str, first)), 50) or "none"
+        raise InputError(where, f"is a row of no kind of set (found: {found})", f"write {_ROWS}")
     tested, train = _labelled(test), _find(folder, "train")
     if train is None:
         _check_labels(test, tested)
@@ -246,9 +271,7 @@ def _read_queries(path: Path) -> dict[str, str]:
         query = identifier_field(where, fields, "_id")
         if query in text_of_query:
             raise InputError(where, f"the id {shown(query)} occurs a second time", "give each query its own")
-        text_of_query[query] = text_field(where, fields, "text")
-        if not text_of_query[query].strip():
-            raise InputError(where, "field 'text' is empty", "write the query, or drop the row")
+        text_of_query[query] = filled_text(where, fields, "text", "write the query, or drop the row")
     return text_of_query
 
 

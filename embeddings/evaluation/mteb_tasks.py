@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from datasets import Dataset, DatasetDict
-from mteb.abstasks import AbsTaskClassification, AbsTaskClustering, AbsTaskRetrieval, AbsTaskSTS
+from mteb.abstasks import (
+    AbsTaskClassification,
+    AbsTaskClustering,
+    AbsTaskPairClassification,
+    AbsTaskRetrieval,
+    AbsTaskSTS,
+    AbsTaskSummarization,
+)
 from mteb.abstasks.task_metadata import TaskMetadata
 
 from embeddings.common.errors import InputError
@@ -21,6 +28,9 @@ from embeddings.evaluation.folders import (
     find_evaluation_folders,
     read_evaluation_folder,
 )
+from embeddings.evaluation.pair_classification import PairClassificationFolder
+from embeddings.evaluation.reranking import RerankingFolder
+from embeddings.evaluation.summarisation import SummarisationFolder
 
 if TYPE_CHECKING:
     from mteb import AbsTask
@@ -28,6 +38,9 @@ if TYPE_CHECKING:
 # mteb's type of each kind of folder, its main score, and the class that computes it.
 _KINDS: dict[str, tuple[Any, str, Any]] = {
     "retrieval": ("Retrieval", "ndcg_at_10", AbsTaskRetrieval),
+    "reranking": ("Reranking", "map_at_1000", AbsTaskRetrieval),
+    "pair_classification": ("PairClassification", "max_ap", AbsTaskPairClassification),
+    "summarisation": ("Summarization", "cosine_spearman", AbsTaskSummarization),
     "sts": ("STS", "cosine_spearman", AbsTaskSTS),
     "classification": ("Classification", "accuracy", AbsTaskClassification),
     "clustering": ("Clustering", "v_measure", AbsTaskClustering),
@@ -46,6 +59,9 @@ class FolderTask:
     data_loaded: bool
     # mteb embeds 4% of a clustering's texts by default; all of them here.
     max_fraction_of_documents_to_embed: ClassVar[float | None] = None
+    # mteb brings marks of summaries to a scale of 0 to 1, which no correlation depends on; they are left as they are.
+    min_score: ClassVar[int] = 0
+    max_score: ClassVar[int] = 1
 
     def load_data(self, num_proc: int | None = None, **options: Any) -> None:
         """Read the folder.
@@ -88,9 +104,16 @@ def _dataset(folder: EvaluationFolder, path: Path) -> Any:
     match folder:
         case RetrievalFolder():
             return {"default": {"test": _retrieval_split(folder, path)}}
+        case RerankingFolder():
+            return {"default": {"test": _reranking_split(folder)}}
         case SimilarityFolder():
             columns = {"sentence1": folder.first, "sentence2": folder.second, "score": folder.score_N.tolist()}
             return DatasetDict(test=Dataset.from_dict(columns))
+        case PairClassificationFolder():
+            labelled = {"sentence1": folder.first, "sentence2": folder.second, "labels": folder.label_N.tolist()}
+            return DatasetDict(test=Dataset.from_dict(labelled))
+        case SummarisationFolder():
+            return _summaries(folder)
         case ClassificationFolder():
             return _classification(folder)
         case ClusteringFolder():
@@ -126,6 +149,29 @@ def _retrieval_split(folder: RetrievalFolder, path: Path) -> dict[str, Any]:
         "relevant_docs": dict(relevant),
         "top_ranked": None,
     }
+
+
+def _reranking_split(folder: RerankingFolder) -> dict[str, Any]:
+    documents, queries = ([str(row) for row in range(len(texts))] for texts in (folder.documents, folder.queries))
+    candidates = [[documents[row] for row in rows] for rows in folder.candidate_rows]
+    relevant = [dict.fromkeys(rows[:number], 1) for rows, number in zip(candidates, folder.num_relevant, strict=True)]
+    return {
+        "corpus": Dataset.from_dict({"id": documents, "text": folder.documents}),
+        "queries": Dataset.from_dict({"id": queries, "text": folder.queries}),
+        "relevant_docs": dict(zip(queries, relevant, strict=True)),
+        "top_ranked": dict(zip(queries, candidates, strict=True)),
+    }
+
+
+def _summaries(folder: SummarisationFolder) -> DatasetDict:
+    """The rows of all texts; mteb wants each text itself too, and has no use for it."""
+    columns = {
+        "text": [""] * len(folder.relevance),
+        "human_summaries": folder.human_summaries,
+        "machine_summaries": folder.machine_summaries,
+        "relevance": folder.relevance,
+    }
+    return DatasetDict(test=Dataset.from_dict(columns))
 
 
 def _files_sha256(path: Path) -> str:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +26,9 @@ from embeddings.evaluation.folders import (
     read_evaluation_folder,
 )
 from embeddings.evaluation.metrics import retrieval_metrics, spearman
+from embeddings.evaluation.pair_classification import PairClassificationFolder, pair_classification_metrics
+from embeddings.evaluation.reranking import RerankingFolder, reranking_metrics
+from embeddings.evaluation.summarisation import SummarisationFolder, summarisation_metrics
 from embeddings.inference.context_choice import require_context_size, sample_context
 from embeddings.inference.search import search_top_k, unit_rows
 
@@ -41,9 +45,9 @@ class EvaluationResult:
 
     Attributes:
         name: The folder, as it is called in a table.
-        kind: `retrieval`, `sts`, `classification` or `clustering`.
+        kind: `retrieval`, `reranking`, `sts`, `pair_classification`, `classification`, `clustering` or `summarisation`.
         metrics: Values from 0 to 1 (rank correlation: from -1), the main one first: `ndcg_at_10`, `cosine_spearman`,
-            `accuracy`, `v_measure`.
+            `accuracy`, `v_measure`, `map_at_1000`, `cosine_ap`.
         counts: What was counted: `num_queries`, `num_documents`, `num_skipped`, …
         seconds: Time of encoding and scoring; of several widths each counts the encoding that they share.
         dimensions: How many of the first numbers of each vector were compared.
@@ -75,8 +79,10 @@ def evaluate_folder(
     """The scores of an encoder on one evaluation folder.
 
     Every kind works on vectors of unit length. Retrieval ranks all documents by cosine, with the model's `query` prompt
-    before queries and its `document` prompt before documents. Similarity is Spearman's correlation of the cosine with
-    the score. Classification is logistic regression, clustering is k-means.
+    before queries and its `document` prompt before documents; reranking orders each query's candidates in this way.
+    Similarity is Spearman's correlation of the cosine with the score, summarisation the same within each text, of the
+    best cosine of a machine's summary with one of people's. Pair classification is the average precision of the cosine,
+    classification logistic regression, clustering k-means.
 
     Args:
         encoder: The model.
@@ -85,8 +91,8 @@ def evaluate_folder(
         prompt_name: Prompt before queries (retrieval) or before every text (the other kinds), None for the default.
         seed: Seed of the k-means starts.
         context_size: Documents that a contextual model reads every text behind, drawn from the folder's own corpus,
-            never from its queries: the documents of a retrieval folder, the training texts of a classification, all
-            texts of the other kinds. None for no context.
+            never from its queries: the documents of a retrieval or reranking folder, the training texts of a
+            classification, all texts of the other kinds. None for no context.
         context_seed: Seed of that draw.
 
     Raises:
@@ -144,8 +150,12 @@ def evaluate_widths(
         match folder:
             case RetrievalFolder():
                 metrics, counts, _ = _score_retrieval(folder, vectors, encoder.device)
-            case SimilarityFolder():
-                metrics, counts = _score_similarity(folder, vectors)
+            case RerankingFolder():
+                metrics, counts = _score_reranking(folder, vectors)
+            case SimilarityFolder() | PairClassificationFolder():
+                metrics, counts = _score_pairs(folder, vectors)
+            case SummarisationFolder():
+                metrics, counts = _score_summaries(folder, vectors)
             case ClassificationFolder():
                 metrics, counts = _score_classification(folder, vectors)
             case ClusteringFolder():
@@ -237,10 +247,12 @@ class RetrievalRun(NamedTuple):
 def corpus_texts(folder: EvaluationFolder) -> Sequence[str]:
     """The texts of a folder that its context is drawn from: never a query of a retrieval, never a text to classify."""
     match folder:
-        case RetrievalFolder():
+        case RetrievalFolder() | RerankingFolder():
             return folder.documents
-        case SimilarityFolder():
+        case SimilarityFolder() | PairClassificationFolder():
             return [*folder.first, *folder.second]
+        case SummarisationFolder():
+            return [*chain.from_iterable((*folder.human_summaries, *folder.machine_summaries))]
         case ClassificationFolder():
             return folder.train_texts
         case ClusteringFolder():
@@ -264,11 +276,14 @@ def _encode(
         return encoder.encode(texts, prompt_name, context=context)
 
     match folder:
-        case RetrievalFolder():
+        case RetrievalFolder() | RerankingFolder():
             query_QD = encoder.encode(folder.queries, prompt_name, context=context, role="query")
             return [query_QD, encoder.encode(folder.documents, context=context, role="document")]
-        case SimilarityFolder():
+        case SimilarityFolder() | PairClassificationFolder():
             return np.split(encode([*folder.first, *folder.second]), 2)
+        case SummarisationFolder():
+            num_human = sum(map(len, folder.human_summaries))
+            return np.split(encode(corpus_texts(folder)), [num_human])
         case ClassificationFolder():
             return [encode(folder.train_texts), encode(folder.test_texts)]
         case ClusteringFolder():
@@ -289,12 +304,30 @@ def _score_retrieval(
     return RetrievalRun(scores.metrics, counts, document_ND)
 
 
-def _score_similarity(
-    folder: SimilarityFolder, vectors: Sequence[npt.NDArray[np.float32]]
+def _score_reranking(
+    folder: RerankingFolder, vectors: Sequence[npt.NDArray[np.float32]]
+) -> tuple[dict[str, float], dict[str, int]]:
+    counts = {"num_queries": len(folder.queries), "num_documents": len(folder.documents)}
+    return reranking_metrics(folder, *vectors), counts
+
+
+def _score_pairs(
+    folder: SimilarityFolder | PairClassificationFolder, vectors: Sequence[npt.NDArray[np.float32]]
 ) -> tuple[dict[str, float], dict[str, int]]:
     first_ND, second_ND = vectors
     cosine_N = np.einsum("nd,nd->n", first_ND, second_ND, dtype=np.float64)
-    return {"cosine_spearman": spearman(cosine_N, folder.score_N)}, {"num_pairs": len(folder.first)}
+    if isinstance(folder, SimilarityFolder):
+        metrics = {"cosine_spearman": spearman(cosine_N, folder.score_N)}
+    else:
+        metrics = pair_classification_metrics(cosine_N, folder.label_N)
+    return metrics, {"num_pairs": len(folder.first)}
+
+
+def _score_summaries(
+    folder: SummarisationFolder, vectors: Sequence[npt.NDArray[np.float32]]
+) -> tuple[dict[str, float], dict[str, int]]:
+    metrics, num_skipped = summarisation_metrics(folder, *vectors)
+    return metrics, {"num_texts": len(folder.relevance), "num_skipped": num_skipped}
 
 
 def _score_classification(

@@ -39,8 +39,13 @@ def test_the_texts_of_every_kind_of_evaluation_folder_are_read(tmp_path):
     folder_of(
         tmp_path / "groups", "test", [{**row, "text": row["text"].replace("tested", "grouped")} for row in labelled]
     )
+    same = [{"sentence1": f"same {row}", "sentence2": "other", "label": row} for row in range(2)]
+    folder_of(tmp_path / "all" / "same", "test", same)
+    folder_of(tmp_path / "all" / "reranked", "test", [{"query": "asked", "positive": "found", "negatives": ["not it"]}])
+    summaries = {"human_summaries": ["written"], "machine_summaries": ["computed", "drawn"], "relevance": [1, 2]}
+    folder_of(tmp_path / "all" / "summaries", "test", [summaries])
     texts = evaluation_texts([tmp_path / "all", tmp_path / "groups"])
-    both = {"one 0", "two 1", "tested 3", "grouped 0"}
+    both = {"one 0", "two 1", "tested 3", "grouped 0", "same 1", "written", "drawn"}
     assert both <= set(texts.queries) & set(texts.documents)
     assert "trained" not in {*texts.queries, *texts.documents}
     corpus = [json.loads(line)["text"] for line in (retrieval / "corpus.jsonl").read_text().splitlines()]
@@ -49,6 +54,8 @@ def test_the_texts_of_every_kind_of_evaluation_folder_are_read(tmp_path):
     assert without.queries == texts.queries
     assert not any(corpus[0] in text for text in without.documents)
     assert both <= set(without.documents)
+    assert "asked" in texts.queries
+    assert {"found", "not it"} <= set(texts.documents) - set(without.documents)
 
 
 def test_a_source_is_filtered_and_the_counts_are_printed(model, tmp_path, capsys, monkeypatch):

@@ -39,3 +39,35 @@ def write_labelled(folder, with_train):
     if with_train:
         write_rows(folder / "train.jsonl", rows[1::2])
     return folder
+
+
+def write_pair_classification(folder):
+    """Four pairs, two of which mean the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs = [("the fox", "a fox", 1), ("brown dog", "the brown dog", True), ("pad sequences", "lazy dog", 0)]
+    pairs.append(("two numbers", "the quick fox", False))
+    write_rows(folder / "test.jsonl", [{"sentence1": a, "sentence2": b, "label": x, "genre": "x"} for a, b, x in pairs])
+    return folder
+
+
+def write_reranking(folder):
+    """Two queries that share candidates; the first names two of its own twice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    relevant = ["the quick brown fox", "brown dog", "brown dog"]
+    rows = [{"query": "brown fox", "positive": relevant, "negatives": ["two numbers", "one length", "two numbers"]}]
+    rows.append({"query": "length", "positive": "one length", "negatives": ["lazy dog", "the quick brown fox"]})
+    write_rows(folder / "test.jsonl", rows)
+    return folder
+
+
+def write_summarisation(folder):
+    """Three texts, the last with marks that are all the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = [
+        (["the fox", "a fox"], ["quick brown fox", "lazy dog", "two numbers"], [3, 2, 1]),
+        (["two numbers"], ["one number", "the dog"], [1.5, 4]),
+        (["pad sequences"], ["one length", "the dog"], [2, 2]),
+    ]
+    rows = [{"text": "x", "human_summaries": h, "machine_summaries": m, "relevance": marks} for h, m, marks in texts]
+    write_rows(folder / "test.jsonl", rows)
+    return folder

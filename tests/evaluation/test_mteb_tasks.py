@@ -2,7 +2,14 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.evaluation.mteb_library import load_mteb, quiet
-from tests.evaluation.data import write_labelled, write_retrieval, write_similarity
+from tests.evaluation.data import (
+    write_labelled,
+    write_pair_classification,
+    write_reranking,
+    write_retrieval,
+    write_similarity,
+    write_summarisation,
+)
 
 load_mteb()
 
@@ -37,6 +44,21 @@ def test_the_other_kinds_hold_their_rows(tmp_path):
     groups = loaded(write_labelled(tmp_path / "k", with_train=False))
     assert (groups.metadata.type, len(groups.dataset["test"]["sentences"])) == ("Clustering", 6)
     assert groups.max_fraction_of_documents_to_embed is None
+
+
+def test_pairs_candidates_and_summaries_hold_their_rows(tmp_path):
+    pairs = loaded(write_pair_classification(tmp_path / "p"))
+    assert (pairs.metadata.type, pairs.metadata.main_score) == ("PairClassification", "max_ap")
+    assert pairs.dataset["test"]["labels"] == [1, 1, 0, 0]
+    reranked = loaded(write_reranking(tmp_path / "q"))
+    assert (reranked.metadata.type, reranked.metadata.main_score) == ("Reranking", "map_at_1000")
+    split = reranked.dataset["default"]["test"]
+    assert split["top_ranked"] == {"0": ["0", "1", "2", "3"], "1": ["3", "4", "0"]}
+    assert split["relevant_docs"] == {"0": {"0": 1, "1": 1}, "1": {"3": 1}}
+    assert split["corpus"]["text"][3] == "one length"
+    summaries = loaded(write_summarisation(tmp_path / "s"))
+    assert summaries.metadata.type == "Summarization"
+    assert summaries.dataset["test"]["relevance"] == [[3.0, 2.0, 1.0], [1.5, 4.0], [2.0, 2.0]]
 
 
 def test_two_tested_labels_are_0_and_1_whatever_training_has_beside(tmp_path):

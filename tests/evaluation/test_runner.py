@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.metrics import average_precision_score
 
 from embeddings.common import InputError, OptionError
 from embeddings.evaluation.folders import read_evaluation_folder
@@ -19,7 +20,15 @@ from embeddings.evaluation.runner import (
     format_results,
 )
 from embeddings.inference.encoder import Encoder
-from tests.evaluation.data import write_labelled, write_retrieval, write_rows, write_similarity
+from tests.evaluation.data import (
+    write_labelled,
+    write_pair_classification,
+    write_reranking,
+    write_retrieval,
+    write_rows,
+    write_similarity,
+    write_summarisation,
+)
 from tests.evaluation.test_metrics import by_hand
 from tests.inference.models import counted_encodings, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
@@ -71,6 +80,41 @@ def test_labels_are_classified_and_clustered(encoder, tmp_path):
     assert clusters.counts == {"num_texts": 6, "num_labels": 2}
 
 
+def unit(encoder, texts, **options):
+    vectors = encoder.encode(texts, **options)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def test_pairs_candidates_and_summaries_are_scored_by_cosines(encoder, tmp_path):
+    pairs = evaluate_folder(encoder, write_pair_classification(tmp_path / "p"))
+    folder = read_evaluation_folder(tmp_path / "p")
+    cosines = (unit(encoder, folder.first) * unit(encoder, folder.second)).sum(axis=1)
+    assert pairs.metrics == {"cosine_ap": pytest.approx(average_precision_score(folder.label_N, cosines))}
+    assert (pairs.kind, pairs.counts) == ("pair_classification", {"num_pairs": 4})
+
+    reranked = evaluate_folder(encoder, write_reranking(tmp_path / "q"))
+    folder = read_evaluation_folder(tmp_path / "q")
+    queries, documents = (
+        unit(encoder, folder.queries, role="query", prompt_name="query"),
+        unit(encoder, folder.documents),
+    )
+    each = []
+    for query, rows, number in zip(queries, folder.candidate_rows, folder.num_relevant, strict=True):
+        ranked = [rows[place] for place in np.argsort(-(documents[rows] @ query))]
+        each.append(by_hand(ranked, dict.fromkeys(rows[:number], 1), 1000))
+    assert reranked.metrics["map_at_1000"] == pytest.approx(np.mean([query["map"] for query in each]))
+    assert (reranked.main_metric, reranked.counts) == ("map_at_1000", {"num_queries": 2, "num_documents": 5})
+
+    summaries = evaluate_folder(encoder, write_summarisation(tmp_path / "s"))
+    folder = read_evaluation_folder(tmp_path / "s")
+    by_text = []
+    for text in range(2):
+        human, machine = unit(encoder, folder.human_summaries[text]), unit(encoder, folder.machine_summaries[text])
+        by_text.append(spearman((machine @ human.T).max(axis=1).astype(np.float64), np.array(folder.relevance[text])))
+    assert summaries.metrics == {"cosine_spearman": pytest.approx(np.mean(by_text))}
+    assert summaries.counts == {"num_texts": 3, "num_skipped": 1}
+
+
 def test_a_named_prompt_changes_the_scores(tmp_path):
     prompts = {"long": "one two numbers pad sequences length " * 3}
     encoder = Encoder(tiny_embedder(query_max_length=64, prompts=prompts, pool_prompt=True), precision="float32")
@@ -93,6 +137,9 @@ def test_a_context_is_drawn_from_documents_and_never_from_queries(contextual, tm
         "sts": write_similarity(tmp_path / "s"),
         "classification": write_labelled(tmp_path / "c", with_train=True),
         "clustering": write_labelled(tmp_path / "k", with_train=False),
+        "reranking": write_reranking(tmp_path / "q"),
+        "pair_classification": write_pair_classification(tmp_path / "p"),
+        "summarisation": write_summarisation(tmp_path / "u"),
     }
     drawn, seen = [], []
     encode, encode_context = contextual.encode, contextual.encode_context
@@ -116,6 +163,8 @@ def test_a_context_is_drawn_from_documents_and_never_from_queries(contextual, tm
         seen.clear()
     retrieval = read_evaluation_folder(folders["retrieval"])
     assert not set(drawn[0]) & set(retrieval.queries)
+    reranking = read_evaluation_folder(folders["reranking"])
+    assert corpus_texts(reranking) == reranking.documents
     classes = read_evaluation_folder(folders["classification"])
     assert corpus_texts(classes) == classes.train_texts
     assert "num_context" not in evaluate_folder(contextual, folders["sts"]).counts
@@ -130,13 +179,15 @@ def test_an_impossible_context_is_refused_before_anything_is_scored(encoder, con
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("kind", ["retrieval", "sts", "classification", "clustering"])
+@pytest.mark.parametrize("kind", ["retrieval", "reranking", "sts", "summarisation", "classification", "clustering"])
 def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(kind, normalize, tmp_path, monkeypatch):
     writers = {
         "retrieval": write_retrieval,
         "sts": write_similarity,
         "classification": lambda path: write_labelled(path, with_train=True),
         "clustering": lambda path: write_labelled(path, with_train=False),
+        "reranking": write_reranking,
+        "summarisation": write_summarisation,
     }
     folder, model = writers[kind](tmp_path), tiny_embedder(normalize=normalize)
     alone = [evaluate_folder(Encoder(model, precision="float32", dimensions=width), folder) for width in (32, 8, 2)]
@@ -144,7 +195,7 @@ def test_several_widths_are_scored_from_one_encoding_as_each_by_itself(kind, nor
         assert len({str(result.metrics) for result in alone}) > 1
     encoded = counted_encodings(monkeypatch)
     together = evaluate_widths(Encoder(model, precision="float32"), folder, [32, 8, 2])
-    assert len(encoded) == (2 if kind in ("retrieval", "classification") else 1)
+    assert len(encoded) == (2 if kind in ("retrieval", "reranking", "classification") else 1)
     assert [result.dimensions for result in together] == [result.dimensions for result in alone] == [32, 8, 2]
     for one, other in zip(together, alone, strict=True):
         assert one.metrics == pytest.approx(other.metrics)

@@ -107,11 +107,11 @@ CASES = [
             ),
             "rows that are neither pairs nor labels": (
                 tested({"question": "a"}),
-                "eval/test.jsonl:1: is neither similarity nor labels (found: question)",
+                "eval/test.jsonl:1: is a row of no kind of set (found: question)",
             ),
             "rows with many columns that are neither": (
                 tested({f"column {n}": n for n in range(99)}),
-                "eval/test.jsonl:1: is neither similarity nor labels",
+                "eval/test.jsonl:1: is a row of no kind of set",
             ),
             "a folder without data": (lambda place: (place.folder / "eval").mkdir(), "eval: holds no evaluation data"),
             "a folder that is not there": (put("a", ""), "eval: holds no evaluation data"),
