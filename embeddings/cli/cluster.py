@@ -2,13 +2,11 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from embeddings.data.cache import CachedSource
-    from embeddings.mining.encoded_texts import EncodedTexts
     from embeddings.mining.features import PairFeatures, RowName
-    from embeddings.mining.jobs import ArrayTask
 
 
 def cluster(
@@ -29,6 +27,8 @@ def cluster(
     query_vectors: Path | None = None,
     document_vectors: Path | None = None,
     negatives: bool = False,
+    query_prompt_name: str | None = None,
+    document_prompt_name: str | None = None,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     seed: int = 0,
     shard_size: int = 65_536,
@@ -63,6 +63,8 @@ def cluster(
         document_vectors: The same of documents.
         negatives: Whether the records' negatives get vectors too, so that training can filter false negatives among
             them; clusters are the same either way.
+        query_prompt_name: Which of the model's prompts goes before each query.
+        document_prompt_name: Which goes before each document.
         precision: Format of matrix products of the model.
         seed: Decides every random choice.
         shard_size: Records that are assigned at once.
@@ -98,8 +100,10 @@ def cluster(
     encoded = EncodedTexts(query_vectors, document_vectors)
     if features == "bm25" and (model is not None or vectors is not None or encoded != EncodedTexts()):
         raise OptionError("features", features, "uses neither model nor vectors", "leave them out")
-    if features == "bm25" and negatives:
-        raise OptionError("negatives", True, "has no effect on words, which need no vectors", "leave it out")
+    prompts = {"query_prompt_name": query_prompt_name, "document_prompt_name": document_prompt_name}
+    for name, value in (("negatives", negatives or None), *prompts.items()):
+        if features == "bm25" and value is not None:
+            raise OptionError(name, value, "has no effect on words, which need no vectors", "leave it out")
     load_faiss(gpu)
     config = SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows)
     source = open_cached(config)
@@ -113,7 +117,8 @@ def cluster(
 
             made: PairFeatures = Bm25Features(source, svd_dim, seed, row_name)
         else:
-            made = _vector_features(model, precision, svd_dim, source, folder, encoded, negatives, seed, task, row_name)
+            encode = {"negatives": negatives, "encoded": encoded, "task": task, **prompts}
+            made = _vector_features(model, precision, svd_dim, source, folder, seed, row_name, **encode)
         found = cluster_pairs(made, source, output, settings, task)
     if found is None:
         print(f"this task's part of {output} is done; other tasks have rows to assign yet")
@@ -127,18 +132,16 @@ def _vector_features(
     svd_dim: int | None,
     source: "CachedSource",
     folder: Path,
-    encoded: "EncodedTexts",
-    negatives: bool,
     seed: int,
-    task: "ArrayTask",
     row_name: "RowName",
+    **encode: Any,
 ) -> "PairFeatures":
-    """The surrogate's vectors of a source as features, encoded where they are not there yet."""
+    """The surrogate's vectors of a source as features, encoded (`encode_pairs`) where they are not there yet."""
     from embeddings.inference import Encoder
     from embeddings.mining.features import VectorFeatures, check_svd_dim
     from embeddings.mining.pair_vectors import encode_pairs
 
     encoder = Encoder.from_pretrained(model, precision=precision, show_progress=True)
     check_svd_dim(svd_dim, encoder.embedding_dim)
-    vectors = encode_pairs(encoder, source, folder, negatives=negatives, encoded=encoded, task=task)
+    vectors = encode_pairs(encoder, source, folder, **encode)
     return VectorFeatures(vectors, svd_dim, seed, row_name)

@@ -26,6 +26,8 @@ def filter_records(
     vectors: Path | None = None,
     query_vectors: Path | None = None,
     document_vectors: Path | None = None,
+    query_prompt_name: str | None = None,
+    document_prompt_name: str | None = None,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     seed: int = 0,
     shard_size: int = 65_536,
@@ -59,6 +61,8 @@ def filter_records(
         query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it by their text
             are not encoded again.
         document_vectors: The same of documents.
+        query_prompt_name: Which of the model's prompts goes before each query.
+        document_prompt_name: Which goes before each document.
         precision: Format of matrix products.
         seed: Seed of which records are compared with each other.
         shard_size: Records of a shard.
@@ -75,11 +79,12 @@ def filter_records(
 
     task = ArrayTask.resolve(task_index, num_tasks)
     top_k = 2 if model is not None and top_k is None else top_k
-    given = (top_k, vectors, query_vectors, document_vectors)
+    prompts = (query_prompt_name, document_prompt_name)
+    given = (top_k, vectors, query_vectors, document_vectors, *prompts)
     if model is None and (segment_by != "source" or any(value is not None for value in given)):
-        rule = "must be given for top_k, segment_by and vectors to take effect"
+        rule = "must be given for top_k, segment_by, vectors and prompts to take effect"
         raise OptionError("model", None, rule, "name a model directory")
-    rules = FilterRules(remove_copies, near_duplicates, shingle, top_k, segment_size, seed, segment_by)
+    rules = FilterRules(remove_copies, near_duplicates, shingle, top_k, segment_size, seed, segment_by, *prompts)
     if decontaminate is None and bm25_threshold is not None:
         rule = "needs evaluation texts to compare with"
         raise OptionError("bm25_threshold", bm25_threshold, rule, "give --decontaminate FOLDER")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 RULES = ("copies", "near-copies", "equal to an evaluation text", "similar to an evaluation text", "inconsistent")
 REASONS, LANGUAGES = "reasons.npy", "languages.npy"
 SegmentBy = Literal["source", "language"]
+_PROMPTS = ("query_prompt_name", "document_prompt_name")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class FilterRules:
         seed: Seed of which records share a segment.
         segment_by: Whether all records of the source may share a segment, or only those of one `language`, a field that
             every record then needs. Nomic cuts segments per language.
+        query_prompt_name: Prompt before each query that is judged for consistency, None for the model's `query` prompt
+            if it has one.
+        document_prompt_name: The same for documents.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
@@ -66,6 +70,8 @@ class FilterRules:
     segment_size: int = SEGMENT_SIZE
     seed: int = 0
     segment_by: SegmentBy = "source"
+    query_prompt_name: str | None = None
+    document_prompt_name: str | None = None
 
     def __post_init__(self) -> None:
         if self.near_duplicates is not None:
@@ -77,6 +83,9 @@ class FilterRules:
         require_segment_size(self.segment_size)
         if self.segment_by != "source" and self.top_k is None:
             raise OptionError("segment_by", self.segment_by, "has no effect without top_k", "give a model and top_k")
+        for name in _PROMPTS:
+            if getattr(self, name) is not None and self.top_k is None:
+                raise OptionError(name, getattr(self, name), "has no effect without top_k", "give a model and top_k")
 
 
 class FilterReport(NamedTuple):
@@ -212,8 +221,9 @@ def find_reasons(
         _take_out(reason_N, found_N == EQUAL, 3)
         _take_out(reason_N, found_N == SIMILAR, 4)
     if encoder is not None and rules.top_k is not None and (reason_N == KEPT).any():
+        prompts = {name: getattr(rules, name) for name in _PROMPTS}
         rank_N = rank_pairs(
-            encode_pairs(encoder, source, vectors, encoded=encoded, task=task),
+            encode_pairs(encoder, source, vectors, encoded=encoded, task=task, **prompts),
             work / "consistency",
             is_considered_N=reason_N == KEPT,
             group_N=language_N,
@@ -272,7 +282,8 @@ def _manifest_fields(
 ) -> dict[str, Any]:
     """What decides the file's bytes."""
     # Files of before there was a choice say nothing of it, and are as good.
-    chosen = {name: value for name, value in asdict(rules).items() if (name, value) != ("segment_by", "source")}
+    unsaid = {("segment_by", "source"), *((name, None) for name in _PROMPTS)}
+    chosen = {name: value for name, value in asdict(rules).items() if (name, value) not in unsaid}
     return {
         "kind": "filtered pairs",
         "source_key": source.folder.name,

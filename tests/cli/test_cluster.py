@@ -10,7 +10,7 @@ from embeddings.inference import Encoder
 from embeddings.mining.centroids import nearest_centroids
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.helpers.runs import backbone_folder, write_pairs
-from tests.inference.models import encode_nothing_more
+from tests.inference.models import encode_nothing_more, tiny_embedder
 
 pytest.importorskip("faiss")
 
@@ -83,6 +83,35 @@ def test_vectors_of_hard_negatives_are_written_where_they_are_asked_for_and_chan
     assert source[RowDraw(0, 0)].surrogate_negatives is None
 
 
+def test_named_prompts_go_before_the_texts_and_vectors_of_other_prompts_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_pairs(tmp_path / "pairs.jsonl", 12)
+    tiny_embedder(prompts={"query": "a ", "ask": "quick fox ", "tell": "lazy dog "}).save_pretrained(tmp_path / "model")
+    given, encode = set(), Encoder.encode
+
+    def spy(self, texts, prompt_name=None, *args, **options):
+        given.add((options.get("role"), prompt_name))
+        return encode(self, texts, prompt_name, *args, **options)
+
+    monkeypatch.setattr(Encoder, "encode", spy)
+    line = ["cluster", "--input", "pairs.jsonl", "--model", "model", "--cluster_size", "4", "--num_iterations", "2"]
+    prompts = ["--query-prompt-name", "ask", "--document-prompt-name", "tell"]
+    assert main([*line, "--output", "one", "--vectors", "shared", *prompts]) == 0
+    assert given == {("query", "ask"), ("document", "tell")}
+    for folder, name in (("queries", "ask"), ("documents", "tell")):
+        assert json.loads((tmp_path / "shared" / folder / "manifest.json").read_text())["prompt_name"] == name
+    manifest = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    assert (manifest["query_prompt_name"], manifest["document_prompt_name"]) == ("ask", "tell")
+    before = content(tmp_path / "shared" / "queries")
+    capsys.readouterr()
+    assert main([*line, "--output", "two", "--vectors", "shared"]) == 2
+    assert "prompt_name" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert content(tmp_path / "shared" / "queries") == before
+    assert not (tmp_path / "two").exists()
+    assert main([*line, "--output", "two", "--query-prompt-name", "none"]) == 2
+    assert "prompt_name must name a prompt of the model (ask, query, tell)" in capsys.readouterr().err
+
+
 def test_tasks_share_the_work(pairs, tmp_path, capsys):
     output = tmp_path / "clusters"
     line = ["cluster", "--input", str(pairs), "--output", str(output), "--features", "bm25", "--num_clusters", "4"]
@@ -102,6 +131,7 @@ def test_tasks_share_the_work(pairs, tmp_path, capsys):
         (["--features", "bm25", "--svd_dim", "900"], "svd_dim must lie in 1 … 80"),
         (["--features", "bm25", "--model", "MODEL"], "uses neither model nor vectors"),
         (["--features", "bm25", "--negatives", "true"], "negatives has no effect on words"),
+        (["--features", "bm25", "--query-prompt-name", "query"], "query_prompt_name has no effect on words"),
         (["--model", "MODEL", "--negatives", "true", "--input", "bare.jsonl"], "no row has negatives"),
         (["--features", "bm25", "--input", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--features", "bm25", "--output", "taken"], "something else lies there already"),

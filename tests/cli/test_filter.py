@@ -127,6 +127,14 @@ def test_segments_by_a_column_of_languages(model, tmp_path, capsys, monkeypatch)
         (["--input", "good.jsonl", "--near-duplicates", "2"], "near_duplicates must lie between 0.5 and 1"),
         (["--input", "good.jsonl", "--top-k", "2"], "model must be given"),
         (["--input", "good.jsonl", "--vectors", "v"], "model must be given"),
+        (
+            ["--input", "good.jsonl", "--query-prompt-name", "query"],
+            "model must be given for top_k, segment_by, vectors",
+        ),
+        (
+            ["--input", "good.jsonl", "--model", "MODEL", "--document-prompt-name", "no"],
+            "must name a prompt of the model",
+        ),
         (["--input", "good.jsonl", "--segment-by", "language"], "model must be given for top_k, segment_by"),
         (["--input", "good.jsonl", "--model", "MODEL", "--segment-by", "language"], "jsonl:1: the record has no l"),
         (["--input", "good.jsonl", "--model", "MODEL", "--segment-by", "word"], "segment"),

@@ -132,6 +132,32 @@ def test_a_finished_file_is_left_as_it_is_and_other_rules_are_refused(tmp_path):
         run_filter(config, output)
 
 
+def test_named_prompts_go_before_what_is_judged_and_belong_to_the_rules(tmp_path, monkeypatch):
+    given = set()
+
+    def spy(self, texts, prompt_name=None, *args, **options):
+        given.add((options.get("role"), prompt_name))
+        return directions(self, texts)
+
+    monkeypatch.setattr(Encoder, "encode", spy)
+    rows = [{"query": "q 0", "positive": "d 20"}, {"query": "q 90", "positive": "d 91"}]
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows)))
+    options = {"encoder": Encoder(tiny_embedder(prompts={"ask": "a ", "tell": "b "})), "vectors": tmp_path / "vectors"}
+    rules = FilterRules(top_k=2, query_prompt_name="ask", document_prompt_name="tell")
+    filter_pairs(config, tmp_path / "kept.parquet", rules, **options)
+    assert given == {("query", "ask"), ("document", "tell")}
+    manifest = json.loads((tmp_path / "kept.manifest.json").read_text())
+    assert (manifest["rules"]["query_prompt_name"], manifest["rules"]["document_prompt_name"]) == ("ask", "tell")
+    with pytest.raises(InputError, match="field 'rules'"):
+        filter_pairs(config, tmp_path / "kept.parquet", FilterRules(top_k=2), **options)
+    with pytest.raises(InputError, match="field 'prompt_name'"):
+        filter_pairs(config, tmp_path / "other.parquet", FilterRules(top_k=2), **options)
+    plain = filter_pairs(config, tmp_path / "other.parquet", FilterRules(top_k=2), encoder=options["encoder"])
+    assert not {"query_prompt_name", "document_prompt_name"} & {
+        *json.loads(plain.output.with_name("other.manifest.json").read_text())["rules"]
+    }
+
+
 def test_something_else_at_the_output_is_left_alone(tmp_path):
     (tmp_path / "kept.parquet").write_text("mine")
     before = files(tmp_path)
@@ -277,6 +303,8 @@ def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch)
         ({"segment_size": 1}, "segment_size must be >= 2, got 1"),
         ({"top_k": 2}, "top_k needs a model to judge by"),
         ({"segment_by": "language"}, "segment_by has no effect without top_k"),
+        ({"query_prompt_name": "query"}, "query_prompt_name has no effect without top_k"),
+        ({"document_prompt_name": "document"}, "document_prompt_name has no effect without top_k"),
         ({"remove_copies": False}, "leaves no rule to filter by"),
     ],
 )
