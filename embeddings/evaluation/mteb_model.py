@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from mteb.models.abs_encoder import get_prompt_name
 from mteb.models.search_wrappers import SearchEncoderWrapper
 from mteb.similarity_functions import cos_sim, pairwise_cos_sim
 
 from embeddings.common.arrays import load_array
 from embeddings.common.text import TextRole, instruction_prompt
+from embeddings.evaluation.task_prompts import task_prompt
 from embeddings.inference.context import Context, ContextDraw, sample_rows
 from embeddings.inference.context_choice import sample_context
 from embeddings.inference.corpus import Document
@@ -30,8 +30,7 @@ class TaskEncoder:
     """A model in mteb's encoder protocol.
 
     Queries are encoded as queries and documents as documents; the texts of tasks that know no roles as documents, with
-    no prompt but their task's, as mteb does it. Of the model's prompts the most special one holds, by mteb's rule: the
-    one of the task, of its type, of the role, each of the first two also with `-query` or `-document` behind its name.
+    no prompt but their task's, as mteb does it. Of the model's prompts the most special one holds (`task_prompt`).
 
     Args:
         encoder: The model, at its full width.
@@ -101,7 +100,7 @@ class TaskEncoder:
                 return instruction_prompt(self.instruction)
             if self.prompt_name is not None:
                 return text.prompt(self.prompt_name, "query")
-        return text.prompts.get(get_prompt_name(text.prompts, task, prompt_type) or "", "")
+        return task_prompt(text.prompts, task.name, task.type, None if prompt_type is None else str(prompt_type))
 
     def _context_of(self, owner: str, texts: list[str]) -> Context | None:
         return None

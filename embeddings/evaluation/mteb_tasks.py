@@ -31,19 +31,20 @@ from embeddings.evaluation.folders import (
 from embeddings.evaluation.pair_classification import PairClassificationFolder
 from embeddings.evaluation.reranking import RerankingFolder
 from embeddings.evaluation.summarisation import SummarisationFolder
+from embeddings.evaluation.task_prompts import TASK_TYPES
 
 if TYPE_CHECKING:
     from mteb import AbsTask
 
-# mteb's type of each kind of folder, its main score, and the class that computes it.
-_KINDS: dict[str, tuple[Any, str, Any]] = {
-    "retrieval": ("Retrieval", "ndcg_at_10", AbsTaskRetrieval),
-    "reranking": ("Reranking", "map_at_1000", AbsTaskRetrieval),
-    "pair_classification": ("PairClassification", "max_ap", AbsTaskPairClassification),
-    "summarisation": ("Summarization", "cosine_spearman", AbsTaskSummarization),
-    "sts": ("STS", "cosine_spearman", AbsTaskSTS),
-    "classification": ("Classification", "accuracy", AbsTaskClassification),
-    "clustering": ("Clustering", "v_measure", AbsTaskClustering),
+# Of each kind of folder mteb's main score, and the class that computes it.
+_KINDS: dict[str, tuple[str, Any]] = {
+    "retrieval": ("ndcg_at_10", AbsTaskRetrieval),
+    "reranking": ("map_at_1000", AbsTaskRetrieval),
+    "pair_classification": ("max_ap", AbsTaskPairClassification),
+    "summarisation": ("cosine_spearman", AbsTaskSummarization),
+    "sts": ("cosine_spearman", AbsTaskSTS),
+    "classification": ("accuracy", AbsTaskClassification),
+    "clustering": ("v_measure", AbsTaskClustering),
 }
 
 
@@ -85,7 +86,8 @@ def folder_tasks(root: str | PathLike[str]) -> list["AbsTask"]:
 
 def _folder_task(root: Path, path: Path) -> "AbsTask":
     kind = read_evaluation_folder(path).kind
-    task_type, main_score, base = _KINDS[kind]
+    main_score, base = _KINDS[kind]
+    task_type: Any = TASK_TYPES[kind]
     metadata = TaskMetadata(
         name=".".join((root.resolve().name, *path.relative_to(root).parts)),
         dataset={"path": path.name, "revision": _files_sha256(path)},

@@ -14,6 +14,7 @@ import torch
 
 from embeddings.common.errors import OptionError
 from embeddings.common.log import logger
+from embeddings.common.text import TextRole
 from embeddings.evaluation.classification import logistic_regression_scores
 from embeddings.evaluation.clustering import kmeans_v_measure
 from embeddings.evaluation.folders import (
@@ -29,6 +30,7 @@ from embeddings.evaluation.metrics import retrieval_metrics, spearman
 from embeddings.evaluation.pair_classification import PairClassificationFolder, pair_classification_metrics
 from embeddings.evaluation.reranking import RerankingFolder, reranking_metrics
 from embeddings.evaluation.summarisation import SummarisationFolder, summarisation_metrics
+from embeddings.evaluation.task_prompts import TASK_TYPES, task_prompt
 from embeddings.inference.context_choice import require_context_size, sample_context
 from embeddings.inference.search import search_top_k, unit_rows
 
@@ -78,8 +80,9 @@ def evaluate_folder(
 ) -> EvaluationResult:
     """The scores of an encoder on one evaluation folder.
 
-    Every kind works on vectors of unit length. Retrieval ranks all documents by cosine, with the model's `query` prompt
-    before queries and its `document` prompt before documents; reranking orders each query's candidates in this way.
+    Every kind works on vectors of unit length, and the model's prompts hold as in mteb (`task_prompt`): `query` and
+    `document` in retrieval and reranking, that of the kind (`STS`) in the others, and none where there is no such one.
+    Retrieval ranks all documents by cosine; reranking orders each query's candidates in this way.
     Similarity is Spearman's correlation of the cosine with the score, summarisation the same within each text, of the
     best cosine of a machine's summary with one of people's. Pair classification is the average precision of the cosine,
     classification logistic regression, clustering k-means.
@@ -88,7 +91,8 @@ def evaluate_folder(
         encoder: The model.
         folder: A folder (see `read_evaluation_folder`), or what was read from one.
         name: What to call it; None for the folder's own name.
-        prompt_name: Prompt before queries (retrieval) or before every text (the other kinds), None for the default.
+        prompt_name: Prompt before queries (retrieval, reranking) or before every text (the other kinds), None for the
+            model's own.
         seed: Seed of the k-means starts.
         context_size: Documents that a contextual model reads every text behind, drawn from the folder's own corpus,
             never from its queries: the documents of a retrieval or reranking folder, the training texts of a
@@ -141,7 +145,7 @@ def evaluate_widths(
     context = None
     if context_size is not None:
         context = sample_context(encoder, corpus_texts(folder), context_size, context_seed)
-    whole = _encode(encoder, folder, prompt_name, context)
+    whole = _encode(encoder, folder, prompt_name, context, name or "")
     encoding_seconds = time.perf_counter() - start
     results = []
     for width in widths:
@@ -268,17 +272,22 @@ def score_retrieval(
 
 
 def _encode(
-    encoder: "Encoder", folder: EvaluationFolder, prompt_name: str | None, context: "Context | None"
+    encoder: "Encoder", folder: EvaluationFolder, prompt_name: str | None, context: "Context | None", name: str = ""
 ) -> list[npt.NDArray[np.float32]]:
     """The vectors that a folder is scored by, (N, D) float32 each: queries and documents, or training and test."""
 
-    def encode(texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        return encoder.encode(texts, prompt_name, context=context)
+    def encode(texts: Sequence[str], role: TextRole | None = None) -> npt.NDArray[np.float32]:
+        text = encoder.embedder.text
+        if prompt_name is not None and role != "document":
+            prompt = text.prompt(prompt_name, "query")
+        else:
+            # A folder's task is named with dots (see `folder_tasks`).
+            prompt = task_prompt(text.prompts, name.replace("/", "."), TASK_TYPES[folder.kind], role)
+        return encoder.encode(texts, context=context, role=role or "document", prompt=prompt)
 
     match folder:
         case RetrievalFolder() | RerankingFolder():
-            query_QD = encoder.encode(folder.queries, prompt_name, context=context, role="query")
-            return [query_QD, encoder.encode(folder.documents, context=context, role="document")]
+            return [encode(folder.queries, "query"), encode(folder.documents, "document")]
         case SimilarityFolder() | PairClassificationFolder():
             return np.split(encode([*folder.first, *folder.second]), 2)
         case SummarisationFolder():

@@ -117,6 +117,17 @@ def test_prompts_hold_as_mteb_chooses_them(tmp_path, monkeypatch):
     assert {*given} == {("document", ""), ("query", "pad one "), *(("document", p) for p in list(prompts.values())[1:])}
 
 
+def test_a_folder_has_one_score_by_tasks_and_by_data_whatever_prompts_the_model_has(tmp_path):
+    root = write_other_sets(write_sets(tmp_path / "sets"), other_tasks())
+    prompts = {"query": "pad one ", "document": "the lazy dog jumps ", "PairClassification": "return two "}
+    encoder = Encoder(tiny_embedder(prompts=prompts, pool_prompt=True, query_max_length=64), precision="float32")
+    found = by_us(encoder, find_tasks([str(root)]), tmp_path / "out")
+    same = {"search": "ndcg_at_10", "pairs": "cosine_spearman", "Pairs": "cosine_ap", "Reranked": "map_at_1000"}
+    for name, metric in {**same, "Summaries": "cosine_spearman"}.items():
+        alone = evaluate_folder(encoder, root / name).metrics[metric]
+        assert alone == pytest.approx(found[f"sets.{name}"][metric], abs=1e-5), name
+
+
 def test_instructions_go_before_queries_or_before_every_text_of_other_tasks(tmp_path, monkeypatch):
     root = write_sets(tmp_path / "sets")
     table = Instructions("mine", {"search": "find it", "STS": "same?"})

@@ -42,7 +42,7 @@ def encoder():
 def test_retrieval_ranks_every_document_by_cosine(encoder, tmp_path):
     result = evaluate_folder(encoder, write_retrieval(tmp_path / "mine"))
     folder = read_evaluation_folder(tmp_path / "mine")
-    queries, documents = encoder.encode(folder.queries, role="query"), encoder.encode(folder.documents)
+    queries, documents = encoder.encode(folder.queries, "query"), encoder.encode(folder.documents)
     norms = np.linalg.norm(queries, axis=1)[:, None] * np.linalg.norm(documents, axis=1)
     ranked = np.argsort(-(queries @ documents.T) / norms, axis=1).tolist()
     each = [by_hand(ranked[0], {0: 2, 5: 1, 1: 0}, 10), by_hand(ranked[1], {4: 1}, 10)]
@@ -121,9 +121,37 @@ def test_a_named_prompt_changes_the_scores(tmp_path):
     folder = read_evaluation_folder(write_similarity(tmp_path))
     seen = []
     encode = encoder.encode
-    encoder.encode = lambda texts, name=None, **options: (seen.append(name), encode(texts, name, **options))[1]
+    encoder.encode = lambda texts, **options: (seen.append(options["prompt"]), encode(texts, **options))[1]
     evaluate_folder(encoder, folder, prompt_name="long")
-    assert seen == ["long"]
+    assert seen == [prompts["long"]]
+
+
+def test_prompts_hold_by_the_kind_and_the_role_and_a_text_without_a_role_has_none_of_a_role(tmp_path, monkeypatch):
+    prompts = {"query": "a ", "document": "the ", "STS": "fox ", "Reranking-query": "dog ", "suite.deep.k": "lazy "}
+    encoder = Encoder(tiny_embedder(prompts=prompts, query_max_length=64), precision="float32")
+    given, encode = [], Encoder.encode
+
+    def spy(self, texts, *args, **options):
+        given.append((options["role"], options["prompt"]))
+        return encode(self, texts, *args, **options)
+
+    monkeypatch.setattr(Encoder, "encode", spy)
+    root = tmp_path / "suite"
+    write_labelled(root / "c", with_train=True)
+    write_labelled(root / "deep" / "k", with_train=False)
+    write_pair_classification(root / "p")
+    write_reranking(root / "q")
+    write_retrieval(root / "r")
+    write_similarity(root / "s")
+    evaluate_folders(encoder, [root])
+    assert given == [
+        *[("document", "")] * 2,
+        ("document", "lazy "),
+        ("document", ""),
+        *[("query", "dog "), ("document", "the ")],
+        *[("query", "a "), ("document", "the ")],
+        ("document", "fox "),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +173,9 @@ def test_a_context_is_drawn_from_documents_and_never_from_queries(contextual, tm
     encode, encode_context = contextual.encode, contextual.encode_context
     monkeypatch.setattr(contextual, "encode_context", lambda texts: (drawn.append(texts), encode_context(texts))[1])
 
-    def spy(texts, name=None, context=None, role=None):
+    def spy(texts, context=None, **options):
         seen.append(context)
-        return encode(texts, name, context, role)
+        return encode(texts, context=context, **options)
 
     monkeypatch.setattr(contextual, "encode", spy)
     for kind, path in folders.items():
