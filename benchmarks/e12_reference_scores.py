@@ -24,6 +24,9 @@ METRICS = {
     "sts": "Spearman",
     "classification": "accuracy",
     "clustering": "V-measure",
+    "reranking": "MAP",
+    "pair_classification": "average precision",
+    "summarisation": "Spearman",
 }
 
 
