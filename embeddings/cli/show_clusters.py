@@ -1,7 +1,7 @@
 """`show clusters`: what `cluster` has put together, in two dimensions."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from embeddings.figures.cluster_points import ClusterFacts
@@ -14,8 +14,10 @@ def clusters(
     num_clusters: int = 10,
     rows_per_cluster: int = 100,
     seed: int = 0,
+    projection: Literal["pca", "tsne"] = "pca",
+    perplexity: float | None = None,
 ) -> None:
-    """Draw rows of some clusters on the plane in which they differ most, and print how tight each cluster is.
+    """Draw rows of some clusters in two dimensions, and print how tight each cluster is.
 
     Args:
         clusters: The folder that `cluster` wrote.
@@ -24,7 +26,11 @@ def clusters(
         output: The PNG file to write.
         num_clusters: How many clusters are drawn at random, at most 20.
         rows_per_cluster: Most rows of one.
-        seed: Seed of the draw.
+        seed: Seed of the draw, which is all that is left to chance.
+        projection: `pca` draws the plane in which the rows differ most, `tsne` a map on which neighbours stay
+            neighbours, of 5,000 rows at most.
+        perplexity: About how many neighbours of each row t-SNE goes by, fewer than a third of the rows drawn; 30 if
+            left out.
     """
     from embeddings.cli.errors import one_line
     from embeddings.common import InputError, OptionError
@@ -33,10 +39,13 @@ def clusters(
     from embeddings.figures import check_output, draw_clusters
     from embeddings.figures.cluster_points import draw_cluster_points
     from embeddings.figures.clusters import MOST_CLUSTERS
+    from embeddings.figures.neighbour_map import PERPLEXITY, neighbour_map
 
     if num_clusters > MOST_CLUSTERS:
         rule = f"must be at most {MOST_CLUSTERS}: more colours cannot be told apart"
         raise OptionError("num_clusters", num_clusters, rule, "10 is usual")
+    if perplexity is not None and projection != "tsne":
+        raise OptionError("perplexity", perplexity, "has no effect without --projection tsne", "leave it out")
     check_output(output)
     found = ClusterFolder(clusters)
     folder = vectors or clusters.absolute().with_name(f"{clusters.absolute().name}.vectors")
@@ -49,9 +58,14 @@ def clusters(
     title = f"{one_line(clusters.absolute().name, 40)}: {len(points.clusters)} of {found.num_clusters:,} clusters"
     subtitle = (
         f"{len(points.vector_ND):,} of {found.num_rows:,} rows, at most {rows_per_cluster} of a cluster; a row is its "
-        "query's vector beside its document's. Numbers: the clusters, at the mean of their rows."
+        "query's vector beside its document's. Numbers: the clusters, amid their rows."
     )
-    draw_clusters(points, title, subtitle, output)
+    map_N2 = None
+    if projection == "tsne":
+        perplexity = PERPLEXITY if perplexity is None else perplexity
+        subtitle += f" Perplexity {perplexity:g}."
+        map_N2 = neighbour_map(points.vector_ND, perplexity)
+    draw_clusters(points, title, subtitle, output, map_N2)
     print(f"{title}\n{subtitle}\n\n{_table(points.facts())}\n\nwrote {output}")
 
 

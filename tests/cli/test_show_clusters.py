@@ -48,6 +48,19 @@ def test_vectors_may_lie_elsewhere_and_the_seed_decides(tmp_path, drawing, capsy
     assert not np.array_equal(one, other)
 
 
+def test_a_map_of_neighbours_is_drawn_by_its_seed_and_says_its_perplexity(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    write_clusters(tmp_path / "found", IDS, 6)
+    line = ["show", "clusters", "--clusters", "found", "--projection", "tsne", "--perplexity", "5"]
+    line += ["--rows-per-cluster", "5", "--output"]
+    for name, seed in (("a.png", "3"), ("b.png", "3"), ("c.png", "4")):
+        assert main([*line, name, "--seed", seed]) == 0
+        assert "amid their rows. Perplexity 5.\n" in capsys.readouterr().out
+    pictures = [(tmp_path / name).read_bytes() for name in ("a.png", "b.png", "c.png")]
+    assert pictures[0] == pictures[1] != pictures[2]
+
+
 def test_what_cluster_writes_is_what_is_shown(tmp_path, capsys, drawing):
     pytest.importorskip("faiss")
     from embeddings.models import MeanPooling
@@ -80,6 +93,13 @@ def test_what_cluster_writes_is_what_is_shown(tmp_path, capsys, drawing):
         (["--clusters", "found", "--num-clusters", "21"], "num_clusters must be at most 20"),
         (["--clusters", "found", "--num-clusters", "0"], "num_clusters must be >= 1"),
         (["--clusters", "found", "--rows-per-cluster", "0"], "rows_per_cluster must be >= 1"),
+        (["--clusters", "found", "--perplexity", "5"], "perplexity has no effect without --projection tsne"),
+        (
+            ["--clusters", "found", "--projection", "tsne"],
+            "perplexity must be below a third of the 60 rows drawn, got 30",
+        ),
+        (["--clusters", "found", "--projection", "tsne", "--perplexity", "0.5"], "perplexity must be >= 1"),
+        (["--clusters", "found", "--projection", "umap"], "projection"),
         (["--clusters", "found", "--output", "."], "--output .: is a directory; name a PNG file"),
         (["--clusters", "found", "--vectors", "foreign.vectors"], "field 'source_key' is"),
     ],

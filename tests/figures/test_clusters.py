@@ -29,6 +29,7 @@ def drawn(monkeypatch, tmp_path):
         figures[-1].draw_without_rendering()
         return figures[-1]
 
+    draw.figures = figures
     yield draw
     for figure in figures:
         pyplot().close(figure)
@@ -55,6 +56,20 @@ def test_each_cluster_has_a_colour_its_rows_and_a_number_at_their_mean(drawn):
     ]
     assert axis.get_xlabel().startswith(f"first principal axis ({plane.share_2[0]:.1%}")
     assert figure.get_suptitle() == "A $title$"
+
+
+def test_a_map_takes_the_place_of_the_plane_and_has_no_scale(drawn, tmp_path):
+    points = points_of(2)
+    map_N2 = np.arange(16.0).reshape(8, 2) ** 2
+    draw_clusters(points, "t", "s", tmp_path / "a.png", map_N2)
+    figure = drawn.figures[-1]
+    (axis,) = figure.axes
+    for place, dots in enumerate(axis.collections):
+        own_n2 = map_N2[4 * place : 4 * place + 4]
+        np.testing.assert_allclose(np.asarray(dots.get_offsets()), own_n2)
+        np.testing.assert_allclose(axis.texts[place].get_position(), np.median(own_n2, axis=0))
+    assert (list(axis.get_xticks()), list(axis.get_yticks())) == ([], [])
+    assert axis.get_xlabel().startswith("t-SNE")
 
 
 def test_a_dollar_sign_of_a_path_begins_no_formula(drawn):
