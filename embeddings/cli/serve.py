@@ -188,7 +188,7 @@ def evaluate(
         tasks: Tasks or benchmarks of mteb, groups of tasks (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), or folders
             as for `data`, which are then scored as mteb scores their kind; several as `[NAME, NAME]`. After a kill the
             same line goes on at the first task that is not done.
-        prompt_name: Which of the model's prompts goes before queries (retrieval) or every text (the other kinds).
+        prompt_name: Which of the model's prompts goes before queries (retrieval, reranking) or every text (others).
         instructions: With `tasks`, what queries (retrieval) or every text (the other kinds) is encoded with, by task:
             the published tables `nv-embed` and `mgh`, or a JSON file `{"instructions": {TASK: TEXT}}`. Not beside
             `prompt_name`.
