@@ -40,6 +40,8 @@ th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px so
 th { font-weight: 600; } td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
 img { max-width: 100%; height: auto; } figure { margin: 1rem 0; } figcaption { color: #666; }
 pre { background: #f6f6f4; padding: 1rem; font-size: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+@media (max-width: 40rem) { dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .6rem; }
+  table { display: block; overflow-x: auto; } th, td { overflow-wrap: normal; } }
 @media print { body { margin: 0; max-width: none; font-size: 11pt; } h2 { break-after: avoid; }
   figure, tr { break-inside: avoid; } }
 """
