@@ -1,8 +1,9 @@
 """E12: what BM25, all-MiniLM-L6-v2 and the quickstart's model score on real sets, the evaluation folders of EMBED_DATA.
 
-nDCG@10 on retrieval, Spearman's correlation on similarity, accuracy on classification, V-measure on clustering; texts
-of 256 tokens, vectors in the precision that encoding chooses by itself. BM25 ranks documents only. The quickstart's
-model is what `make quickstart` wrote; without it its column is left out.
+nDCG@10 on retrieval, mean average precision on reranking, Spearman's correlation on similarity and summaries, average
+precision on pairs with labels, accuracy on classification, V-measure on clustering; texts of 256 tokens, vectors in the
+precision that encoding chooses by itself. BM25 ranks documents only. The quickstart's model is what `make quickstart`
+wrote; without it its column is left out.
 """
 
 from collections.abc import Mapping
