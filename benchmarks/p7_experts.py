@@ -145,7 +145,7 @@ def main() -> None:
     stacked = layer.experts.w1, nn.Parameter(layer.experts.w2.detach().transpose(1, 2).contiguous())
     single = [[one.detach().clone().requires_grad_() for one in matrices] for matrices in stacked]
     wide = [torch.cat(part[:TOP_K], dim=dim).detach().requires_grad_() for dim, part in enumerate(single)]
-    modules = [*single[0], *single[1]]
+    modules, void = [*single[0], *single[1]], []
     for num_tokens in (16, 64, 256, 1024, 4096):
         generator = torch.Generator().manual_seed(num_tokens)
         token_TH, grad_TH = torch.randn(2, num_tokens, layer.experts.w1.shape[2], generator=generator)
@@ -170,9 +170,17 @@ def main() -> None:
             peers["the dense loop over modules of equal FLOPs"] = (way, "<=1.00")
             peers["the dense MLP of equal FLOPs"] = (Way(lambda x: mlp(x, *wide), wide), "<=1.00")
         for name, (way, target) in peers.items():
-            ratio = compare(partial(ours(layer).both_passes, *passed), partial(way.both_passes, *passed), chosen)
             claim = f"P7 sparse MLP over {name}, forward and backward, {num_tokens} tokens"
-            record(chosen, claim, ratio, "ratio", target, PEERS)
+            try:
+                ratio = compare(partial(ours(layer).both_passes, *passed), partial(way.both_passes, *passed), chosen)
+            except RuntimeError as error:
+                void.append(f"{claim}: {error}")
+                print(void[-1], flush=True)
+            else:
+                record(chosen, claim, ratio, "ratio", target, PEERS)
+    # The others stand: each has a control of its own.
+    if void:
+        raise SystemExit(f"{len(void)} void, of the rest a row each")
 
 
 if __name__ == "__main__":

@@ -112,18 +112,44 @@ def preemption(cluster: Cluster) -> str:
     )
 
 
-def submit_pair(cluster: Cluster, name: str) -> str:
-    """A job of two tasks that train together."""
-    config = noted_config(cluster.folder / name, strategy="ddp")
-    return cluster.submit(*TWO_TASKS, "--config", config)
+def time_limit(cluster: Cluster) -> str:
+    """The same run, longer than its job may be: SLURM's own warning, a minute before the limit."""
+    number = submit_pair(cluster, "limited", "--time=2", "--signal=SIGUSR1@60", seconds=10.0)
+    (job,) = cluster.ended(number)
+    # A machine that takes most of the minute to begin is warned more than once.
+    expect_completed([job], [max(1, job.restarts)])
+    stops = re.findall(r"preempted: SIGUSR1: stopped after step (\d+); job \d+ is queued again", job.output)
+    expect(f"stops in\n{job.output}\n", len(stops), job.restarts)
+    expect_all_steps_once(cluster, "limited")
+    expect("weights that differ from those of the uninterrupted run", differing(cluster, "whole", "limited"), [])
+    return (
+        f"SLURM's warning before the time limit stopped two tasks after step {stops[-1]}; they ended with those weights"
+    )
 
 
-def noted_config(folder: Path, **trainer: str) -> str:
-    """The config file, in a new folder, of a run that notes its steps there and takes a second for each."""
+def late_warning(cluster: Cluster) -> str:
+    """The same run, warned once its training is done: it has nothing to go on with, and ends well."""
+    number = submit_pair(cluster, "late")
+    cluster.wait_while_running(number, (cluster.folder / "late" / "final.pt").exists, "its weights")
+    cluster.ask("scancel", "--signal=USR1", number)
+    jobs = cluster.ended(number)
+    expect_completed(jobs, [0])
+    expect_all_steps_once(cluster, "late")
+    return "two tasks that were warned on their way out ended as they would have"
+
+
+def submit_pair(cluster: Cluster, name: str, *options: str, seconds: float = 1.0) -> str:
+    """A job of two tasks that train together, with options of sbatch and the seconds that each step takes."""
+    config = noted_config(cluster.folder / name, seconds, strategy="ddp")
+    return cluster.submit(*options, *TWO_TASKS, "--config", config)
+
+
+def noted_config(folder: Path, seconds: float = 1.0, **trainer: str) -> str:
+    """The config file, in a new folder, of a run that notes its steps there and takes so long for each."""
     folder.mkdir()
     config = preempted_config(folder, batch_size=4)
     config["trainer"] |= trainer
-    config["trainer"]["callbacks"][1]["init_args"]["seconds"] = 1.0
+    config["trainer"]["callbacks"][1]["init_args"]["seconds"] = seconds
     return write_config(folder, config, "tiny.yaml")
 
 
@@ -174,8 +200,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     try:
         with started(folder) as cluster:
-            # The second gives the third its weights to compare with.
-            num_failed = sum(not check(cluster, run) for run in (array, ddp, preemption))
+            # The second gives the next two its weights to compare with.
+            num_failed = sum(not check(cluster, run) for run in (array, ddp, preemption, time_limit, late_warning))
     except Exception as error:
         print(f"FAILED: {said_by(error)}")
         num_failed = 1

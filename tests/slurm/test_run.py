@@ -38,11 +38,11 @@ def test_whatever_a_check_meets_the_logs_are_kept_and_named(
     monkeypatch.setattr(run, "missing_programs", list)
     monkeypatch.setattr(run, "started", started)
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: str(tmp_path))
-    for name in ("array", "ddp", "preemption"):
+    for name in ("array", "ddp", "preemption", "time_limit", "late_warning"):
         monkeypatch.setattr(run, name, meet)
     assert run.main() == 1
     *failed, last = capsys.readouterr().out.splitlines()
-    assert len(failed) == (1 if while_starting else 3)
+    assert len(failed) == (1 if while_starting else 5)
     assert all(line.startswith("FAILED: ") and "TimeoutExpired: Command 'scontrol'" in line for line in failed)
     assert last == f"the daemons' logs and the runs: {tmp_path}"
     assert tmp_path.exists()
