@@ -24,7 +24,7 @@ from embeddings.cli.given import Signature, check_names, check_nulls, given_mapp
 from embeddings.cli.imports import restrict_imports
 from embeddings.cli.notes import HeldNotes
 from embeddings.cli.recipes import expand_recipe
-from embeddings.cli.resume import AUTO, check_resumable, keep_on_in_its_folder, newest_checkpoint
+from embeddings.cli.resume import AUTO, check_resumable, keep_on_in_its_folder, newest_checkpoint, show_place
 from embeddings.cli.yaml_files import parse_yaml
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.strategies.timeout import limit_waiting
@@ -122,6 +122,7 @@ class TrainerCLI(LightningCLI):
             if check is not None:
                 check(self.trainer, self.model, self.datamodule)
         check_checkpoint_room(self.trainer, self.model, self.config.fit.ckpt_path)
+        show_place(self.datamodule, self.config.fit.ckpt_path)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the trainer.

@@ -71,6 +71,24 @@ def newest_checkpoint(folder: str | Path | None, run: Mapping[str, Any] | None =
     return None
 
 
+def show_place(data: Any, checkpoint: str | None) -> None:
+    """Show a data module the place that its run goes on from, so that it refuses another plan before a file is written.
+
+    Of a checkpoint that is one file only the header is read; others are left to the trainer.
+
+    Args:
+        data: The data module, one with `expect_state`; of another there is nothing to check.
+        checkpoint: What the run goes on from, checked by `check_resumable`, or None.
+    """
+    expect = getattr(data, "expect_state", None)
+    if expect is None or checkpoint is None or not Path(checkpoint).is_file():
+        return
+    from embeddings.common.checkpoint_file import peek_checkpoint
+
+    # The name under which the trainer keeps a data module's state.
+    expect(peek_checkpoint(checkpoint).get(type(data).__qualname__, {}))
+
+
 def keep_on_in_its_folder(trainer: "L.Trainer", checkpoint: str) -> None:
     """Have the run keep its next checkpoints beside the one that it goes on from.
 

@@ -11,8 +11,9 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         InputError: If the file is no checkpoint of this library, of a later version, cut or damaged.
         OSError: If it cannot be read.
     """
-    return _checked(Path(path), is_kept=True)
+    return _checked(Path(path), partial(_read, is_kept=True))
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -126,7 +127,17 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         InputError: If the file is no checkpoint of this library, of a later version, cut or damaged.
         OSError: If it cannot be read.
     """
-    return _checked(Path(path), is_kept=False)
+    return _checked(Path(path), partial(_read, is_kept=False))
+
+
+def peek_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content with empty tensors in the place of tensors; only the header is read, and checked.
+
+    Raises:
+        InputError: If the file is no checkpoint of this library, of a later version, cut or damaged in its header.
+        OSError: If it cannot be read.
+    """
+    return _checked(Path(path), _peek)
 
 
 class _DamagedError(ValueError):
@@ -208,10 +219,10 @@ def _verify(path: Path) -> None:
         raise OSError(errno.EIO, "what the disk gave back is not what was written") from error
 
 
-def _checked(path: Path, is_kept: bool) -> dict[str, Any]:
+def _checked(path: Path, read: Callable[[BufferedReader, Path], PackedContent]) -> dict[str, Any]:
     with open(path, "rb") as file:
         try:
-            content = unpack(_read(file, path, is_kept))
+            content = unpack(read(file, path))
             if not isinstance(content, dict):
                 raise _DamagedError(f"holds a {type(content).__name__}, not a dict")
             return content
@@ -225,7 +236,13 @@ def _checked(path: Path, is_kept: bool) -> dict[str, Any]:
             raise InputError(str(path), what, "give a whole .ckpt file that `main.py fit` wrote") from error
 
 
-def _read(file: BufferedReader, path: Path, is_kept: bool) -> PackedContent:
+def _peek(file: BufferedReader, path: Path) -> PackedContent:
+    entries, content = _read_header(path)
+    return PackedContent(content["tree"], {entry.name: torch.empty(0, dtype=_DTYPES[entry.dtype]) for entry in entries})
+
+
+def _read_header(path: Path) -> tuple[list[_Entry], Any]:
+    """The tensors' places, and what is there besides tensors: the tree and the tensors' checksums."""
     with safe_open(path, framework="numpy") as opened:
         metadata = opened.metadata() or {}
         slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
@@ -236,7 +253,11 @@ def _read(file: BufferedReader, path: Path, is_kept: bool) -> PackedContent:
         raise _DamagedError(f"is of version {metadata['version']} of its format, and this library reads {VERSION}")
     if xxhash.xxh3_64_hexdigest(metadata["content"].encode()) != metadata["xxh3_64"]:
         raise _DamagedError("is damaged in its header")
-    content = json.loads(metadata["content"])
+    return entries, json.loads(metadata["content"])
+
+
+def _read(file: BufferedReader, path: Path, is_kept: bool) -> PackedContent:
+    entries, content = _read_header(path)
     file.seek(8 + struct.unpack("<Q", file.read(8))[0])
     scratch = memoryview(bytearray(0 if is_kept else _PIECE_BYTES))
     tensors = {}

@@ -83,12 +83,14 @@ class EmbeddingDataModule(PlannedDataModule):
 
         Raises:
             InputError: If a source cannot be used, or a record's own instruction leaves no room for its query.
-            OptionError: If there are fewer rows than one global batch, or a curriculum that cannot take effect.
+            OptionError: If there are fewer rows than one global batch, a curriculum cannot take effect, or the run is
+                to go on in another plan (see `expect_state`).
         """
         self.setup()
         plan = self._plan()
         if isinstance(plan, CurriculumBatchSampler):
             check_levels(self.mixture.sources, plan.levels, stand_in=plan.missing_level == "coarser")
+        self._check_expected(plan)
         for source in self.mixture.sources:
             if source.cached.longest_instruction is not None:
                 check_instruction(self.text_tokenizer(), *source.cached.longest_instruction)

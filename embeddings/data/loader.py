@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from embeddings.common.errors import OptionError, UserError
+from embeddings.common.errors import UserError
 from embeddings.common.stopping import held_back
 from embeddings.data.examples import RowDraw
 from embeddings.data.samplers.base import BatchSampler
@@ -137,11 +137,5 @@ class ResumableLoader(ShieldedLoader):
         Raises:
             OptionError: If the plan is not the one that was saved; the message names the first field that differs.
         """
-        fields, saved = self.batch_sampler.plan_fields(), state["plan"]
-        for name in fields | saved:
-            now, before = fields.get(name), saved.get(name)
-            if now != before:
-                rule = f"must be {before!r} as in the checkpoint to resume in the middle of its plan"
-                mend = "resume by the library that saved it" if name == "plan_version" else "restore it"
-                raise OptionError(f"data {name}", now, rule, f"{mend}, or start from the weights alone")
+        self.batch_sampler.check_same_plan(state["plan"])
         self.batch_sampler.resume(state["epoch"], state["delivered"])

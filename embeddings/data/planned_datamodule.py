@@ -73,6 +73,7 @@ class PlannedDataModule(LightningDataModule):
         self.cache_dir, self.seed, self.tokenizer = cache_dir, run_seed(seed), tokenizer
         self._loader: ResumableLoader | None = None
         self._pending_state: dict[str, Any] | None = None
+        self._expected_plan: dict[str, int | str] | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -101,6 +102,14 @@ class PlannedDataModule(LightningDataModule):
         """The place in the plan, in plain types."""
         return {} if self._loader is None else {"loader": self._loader.state_dict()}
 
+    def expect_state(self, state_dict: dict[str, Any]) -> None:
+        """Learn, before the run, the state that it will go on from: `prepare_data` then refuses another plan.
+
+        The trainer loads the state itself, after it has made the run's folder.
+        """
+        if "loader" in state_dict:
+            self._expected_plan = state_dict["loader"]["plan"]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the place in the plan when training is resumed (a checkpoint that is only scored has no say in it)."""
         if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING or "loader" not in state_dict:
@@ -128,6 +137,15 @@ class PlannedDataModule(LightningDataModule):
     def _make_plan(self, sizes: Sequence[int]) -> BatchSampler:
         """The plan over sources of these sizes."""
         return self.sampler(sizes, self.batch_size, self.seed, [source.weight for source in self._planned_sources])
+
+    def _check_expected(self, plan: BatchSampler) -> None:
+        """Check the plan over the sources that are there against that of the state that is expected.
+
+        Raises:
+            OptionError: If it is another.
+        """
+        if self._expected_plan is not None:
+            plan.check_same_plan(self._expected_plan)
 
     def _make_loader(self, rows: Drawable, plan: BatchSampler, collate: Callable[[list[Any]], Any]) -> ResumableLoader:
         """The loader of training, at the place where the checkpoint was taken if the run is resumed."""

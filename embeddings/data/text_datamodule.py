@@ -86,10 +86,11 @@ class TextDataModule(PlannedDataModule):
 
         Raises:
             InputError: If a source cannot be used, or holds no text.
-            OptionError: If there are fewer rows than one global batch.
+            OptionError: If there are fewer rows than one global batch, or the run is to go on in another plan (see
+                `expect_state`).
         """
         self.setup()
-        self._plan()
+        self._check_expected(self._plan())
 
     def setup(self, stage: str | None = None) -> None:
         """Open the token streams, once."""

@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from embeddings.cli.app import run_trainer
 from embeddings.cli.resume import check_resumable, keep_on_in_its_folder, newest_checkpoint
-from embeddings.common import InputError
+from embeddings.common import InputError, OptionError
 from tests.helpers.checkpoints import RESUMABLE, damage, save
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import run_config, write_config, write_pairs
 
 
 def test_the_newest_checkpoint_at_any_depth_is_taken(tmp_path):
@@ -117,3 +117,22 @@ def test_checkpoints_go_on_in_the_folder_that_lightning_knows(tmp_path, monkeypa
             kept.load_state_dict(before.state_dict() | {"best_k_models": {"a.ckpt": 1.0}})
         assert kept.best_k_models
         assert elsewhere.dirpath == str(tmp_path / "best")
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["by its name", "auto"])
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed")
+def test_another_plan_of_the_data_is_refused_before_a_file_is_written(named, tmp_path):
+    config = run_config(tmp_path)
+
+    def fit(*words):
+        return run_trainer(["fit", "--config", write_config(tmp_path, config), *words]).trainer
+
+    kept = fit("--trainer.max_steps=2").checkpoint_callback.best_model_path
+    before = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
+    assert len(before) >= 4
+    write_pairs(tmp_path / "pairs.jsonl", num_pairs=24)
+    with pytest.raises(OptionError, match=r"data num_steps must be 8 as in the checkpoint .*, got 3; restore it"):
+        fit("--ckpt_path", kept if named else "auto")
+    assert {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()} == before
+    write_pairs(tmp_path / "pairs.jsonl")
+    assert fit("--ckpt_path", kept if named else "auto").global_step == 4

@@ -12,7 +12,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from embeddings.common import InputError, checkpoint_file
-from embeddings.common.checkpoint_file import inspect_checkpoint, read_checkpoint, write_checkpoint
+from embeddings.common.checkpoint_file import inspect_checkpoint, peek_checkpoint, read_checkpoint, write_checkpoint
 from embeddings.common.plain_content import pack
 from tests.helpers.disks import fake_disk
 
@@ -187,6 +187,23 @@ def test_a_full_disk_and_one_that_is_read_only_keep_the_old_checkpoint(small_dis
         write({"step": 4}, path)
     assert failure.value.filename == str(path)
     assert read_checkpoint(path)["step"] == 3
+
+
+def test_a_peek_reads_the_header_alone(tmp_path):
+    path = write(small(), tmp_path / "x.ckpt")
+    whole = bytearray(path.read_bytes())
+    whole[-2] ^= 4  # of a tensor
+    path.write_bytes(whole)
+    content = peek_checkpoint(path)
+    assert content["step"] == 3
+    assert {name: (x.numel(), x.dtype) for name, x in content["state_dict"].items()} == {
+        "a": (0, torch.float32),
+        "b": (0, torch.bool),
+    }
+    whole[whole.index(b"state_dict")] ^= 4
+    path.write_bytes(whole)
+    with pytest.raises(InputError, match=r"give a whole \.ckpt file"):
+        peek_checkpoint(path)
 
 
 def refusal(path):

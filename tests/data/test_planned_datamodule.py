@@ -147,3 +147,20 @@ def test_a_worker_leaves_stop_signals_to_the_run_and_obeys_its_parent(kind: Kind
     worker.terminate()
     worker.join(5)
     assert worker.exitcode == 0
+
+
+def test_a_plan_other_than_the_expected_one_is_refused_once_the_sources_are_open(kind: Kind) -> None:
+    data, module = kind.make(), kind.ledger(tokenizer=TOKENIZER)
+    data.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    data.trainer.strategy.connect(module)
+    data.prepare_data()
+    data.train_dataloader()
+    state = data.state_dict()
+    same, other, without = kind.make(), kind.make(batch_size=2), kind.make(batch_size=2)
+    for again, expected in ((same, state), (other, state), (without, {})):
+        again.trainer = data.trainer
+        again.expect_state(expected)
+    same.prepare_data()
+    without.prepare_data()
+    with pytest.raises(OptionError, match=r"data global_batch_size must be 4 as in the checkpoint .*, got 2"):
+        other.prepare_data()

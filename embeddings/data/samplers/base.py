@@ -1,7 +1,7 @@
 """What every batch sampler is: a pure function from (seed, epoch, step) to one global batch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import NamedTuple, Self
@@ -137,6 +137,20 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
             "global_batch_size": self.global_batch_size,
             "num_steps": self.num_steps,
         }
+
+    def check_same_plan(self, saved: Mapping[str, int | str]) -> None:
+        """Check that a plan whose fields were saved is this one.
+
+        Raises:
+            OptionError: If it is not; the message names the first field that differs.
+        """
+        fields = self.plan_fields()
+        for name in fields | saved:
+            now, before = fields.get(name), saved.get(name)
+            if now != before:
+                rule = f"must be {before!r} as in the checkpoint to resume in the middle of its plan"
+                mend = "resume by the library that saved it" if name == "plan_version" else "restore it"
+                raise OptionError(f"data {name}", now, rule, f"{mend}, or start from the weights alone")
 
     def whole_batches(self, sizes: Sequence[int], names: Sequence[str] = ()) -> list[int]:
         """Global batches that the rows of each source fill, for a plan whose sources never share a batch.

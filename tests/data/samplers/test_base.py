@@ -106,3 +106,12 @@ def test_whole_batches_are_counted_over_all_ranks_and_a_source_without_one_is_na
 
 def test_a_sampler_that_keeps_nothing_beside_the_sources_suits_any() -> None:
     assert CountingSampler(4).check_sources(["a", "b"]) is None
+
+
+def test_a_saved_plan_is_the_same_or_refused_by_the_first_field_that_differs() -> None:
+    saved = CountingSampler(4, seed=5).plan_fields()
+    CountingSampler(2, seed=5, num_replicas=2, rank=1).check_same_plan(saved)
+    with pytest.raises(OptionError, match=r"data seed must be 5 as in the checkpoint .*, got 6; restore it"):
+        CountingSampler(2, seed=6).check_same_plan(saved)
+    with pytest.raises(OptionError, match=r"data plan_version must be 1 .*; resume by the library that saved it"):
+        CountingSampler(4, seed=5).check_same_plan({**saved, "plan_version": 1})
