@@ -29,7 +29,7 @@ def check_fit_line(argv: Sequence[str]) -> None:
         argv: `fit` and its options, recipes replaced by their configs.
 
     Raises:
-        InputError: If a config is missing, no YAML, or no mapping.
+        InputError: If a config, or one that it names, is missing, no YAML, or no mapping.
         ConfigError: If two choose the method, a name is unknown, or a value is of another type.
     """
     check_one_method(argv)
@@ -38,8 +38,6 @@ def check_fit_line(argv: Sequence[str]) -> None:
     chosen: dict[str, str] = {}
     unknown: list[str] = []
     for given in given_in_order(argv):
-        if not given.option and "config" in given.content:  # and what that one chooses is not known here
-            return
         if given.option and not _is_known(given.option):
             unknown += given.words
         else:

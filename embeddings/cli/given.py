@@ -20,6 +20,8 @@ from embeddings.common import InputError
 _OF_CLASSES = ("class_path", "init_args", "dict_kwargs")
 # Where types come from that are no class of a person's arguments (`Any` is a class).
 _PLAIN = ("builtins", "typing", "collections.abc", "pathlib")
+# What names a config, and is none.
+_NO_TEXT = re.compile(r"[^{\n]+")
 
 
 @dataclass(frozen=True)
@@ -71,22 +73,32 @@ def _config_path(word: str, following: str) -> str:
 def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
     """A config and those that it names under `config`, each with what it holds.
 
-    A path in a config begins at that config's folder, as the parser takes it.
+    A path in a config begins at that config's folder, as the parser takes it. Of a mapping that two of them give the
+    parser drops the one of the config that is named, without a word.
 
     Raises:
-        InputError: If one is missing, no YAML or no mapping, names others in another way, or is named inside itself.
+        InputError: If one is missing, no YAML or no mapping, names others in another way, is named inside itself, or
+            two give a mapping of one name.
     """
-    found, seen = [], set()
+    found: list[tuple[str, dict[str, Any]]] = []
+    seen: set[str] = set()
     while path not in seen:
         seen.add(path)
         content = read_config(path)
+        for naming, earlier in found:
+            for key in (
+                key for key in content if isinstance(content[key], dict) and isinstance(earlier.get(key), dict)
+            ):
+                what = f"gives {key} beside {path}, which it names and whose {key} would be lost"
+                raise InputError(f"--config {naming}", what, "name both by --config options, which are merged")
         found.append((path, content))
         further = content.get("config")
         if further is None:
             return found
         if not isinstance(further, str):
             raise InputError(f"--config {path}", "config: must be one file", "name more by further --config options")
-        path = os.path.normpath(Path(path).parent / further) if is_file(path) else further
+        is_place = is_file(path) and _NO_TEXT.fullmatch(further)
+        path = os.path.normpath(Path(path).parent / further) if is_place else further
     raise InputError(f"--config {path}", "names itself", "take its config: away")
 
 
@@ -107,7 +119,7 @@ def read_config(path: str) -> dict[str, Any]:
     where = f"--config {path}"
     if is_file(path):
         content = read_yaml(path, where)
-    elif re.fullmatch(r"[^{\n]+", path):
+    elif _NO_TEXT.fullmatch(path):
         raise InputError(where, "no such file", "lightning_configs/ holds the ones that come with the library")
     else:
         where = "--config"
@@ -150,10 +162,12 @@ class Given:
 
 
 def given_in_order(argv: Sequence[str]) -> Iterator[Given]:
-    """What a line of arguments gives, from left to right.
+    """What a line of arguments gives, from left to right, as the parser takes it.
+
+    A config that names another under `config` is what stands before that key, the other one, and what stands after it.
 
     Raises:
-        InputError: If a config is no YAML, or no mapping.
+        InputError: If a config, or one that it names, cannot be read (see `configs_of`).
     """
     line = argv[: list(argv).index("--")] if "--" in argv else argv
     for word, following in zip(line, [*line, ""][1:], strict=True):
@@ -163,16 +177,27 @@ def given_in_order(argv: Sequence[str]) -> Iterator[Given]:
             value = following
         path = _config_path(word, following if len(words) == 2 else "")
         if path:
-            yield Given("", words, read_config(path))
+            yield from (Given("", words, content) for content in _in_order(configs_of(path)))
         elif name.startswith("--") and " " not in name:
             yield Given(name.removeprefix("--"), words, _read_value(value, name))
+
+
+def _in_order(configs: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """A config and those that it names, each in two where it names one."""
+    if len(configs) == 1:
+        yield configs[0][1]
+        return
+    content = configs[0][1]
+    place = list(content).index("config")
+    parts = [dict(part) for part in (list(content.items())[:place], list(content.items())[place + 1 :])]
+    yield from filter(None, (parts[0], *_in_order(configs[1:]), parts[1]))
 
 
 def given_mappings(argv: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The mappings that a line of arguments gives: its configs, and its options whose value is a mapping.
 
     Raises:
-        InputError: If a config is no YAML, or no mapping.
+        InputError: If a config, or one that it names, cannot be read (see `configs_of`).
     """
     for given in given_in_order(argv):
         if isinstance(given.value, dict):

@@ -87,8 +87,9 @@ def read_sweep(path: Path) -> Sweep:
     if ("recipe" in content) == ("configs" in content):
         raise InputError(str(path), "needs either recipe or configs", "name a recipe, or list config files")
     configs = _configs(path, content)
-    contents = _contents(path, configs)
-    recipe = content.get("recipe") or _method_name(configs, contents)
+    of_each = [_contents(path, config) for config in configs]
+    contents = tuple(content for of_one in of_each for content in of_one)
+    recipe = content.get("recipe") or _method_name(configs, of_each)
     method, points = content.get("method", "grid"), tuple(_points(path, content))
     for index, point in enumerate(points):
         _check_point(f"{path}: point {index}", point)
@@ -164,21 +165,19 @@ def _configs(path: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(configs)
 
 
-def _contents(path: Path, configs: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
-    found: list[Mapping[str, Any]] = []
-    for config in configs:
-        if not Path(config).is_file():
-            fix = "paths are those from the folder that the command runs in"
-            raise InputError(f"{path}: config {config}", "no such file", fix)
-        found += given_mappings(["--config", config])
-    return tuple(found)
+def _contents(path: Path, config: str) -> tuple[Mapping[str, Any], ...]:
+    """What a config and those that it names hold."""
+    if not Path(config).is_file():
+        fix = "paths are those from the folder that the command runs in"
+        raise InputError(f"{path}: config {config}", "no such file", fix)
+    return tuple(given_mappings(["--config", config]))
 
 
-def _method_name(configs: Sequence[str], contents: Sequence[Mapping[str, Any]]) -> str:
-    """The name of the config that chooses the method, or else of the last one."""
-    for config, content in zip(configs, contents, strict=True):
-        model = content.get("model")
-        if isinstance(model, Mapping) and "class_path" in model:
+def _method_name(configs: Sequence[str], contents: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """The name of the config that chooses the method, by itself or through one that it names, or else of the last."""
+    for config, of_one in zip(configs, contents, strict=True):
+        models = [content.get("model") for content in of_one]
+        if any(isinstance(model, Mapping) and "class_path" in model for model in models):
             return Path(config).stem
     return Path(configs[-1]).stem
 

@@ -191,3 +191,30 @@ def test_keys_of_several_parts_are_mappings_and_those_that_begin_alike_are_one()
 
 def test_the_text_of_an_option_is_kept():
     assert [given.text for given in given_in_order(["--a=[1]", "--b", "x=y", "--c"])] == ["[1]", "x=y", ""]
+
+
+def test_a_config_that_another_names_stands_at_the_place_of_its_name(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.yaml").write_text("x: 1\nconfig: sub/b.yaml\ny: 1\n")
+    (tmp_path / "sub" / "b.yaml").write_text("config: ../c.yaml\ny: 2\n")
+    (tmp_path / "c.yaml").write_text("x: 3\n")
+    argv = ["--config", str(tmp_path / "a.yaml")]
+    assert [given.mapping for given in given_in_order(argv)] == [{"x": 1}, {"x": 3}, {"y": 2}, {"y": 1}]
+    (tmp_path / "c.yaml").write_text("a: {}\nb.x: {}\n")
+    (tmp_path / "sub" / "b.yaml").write_text("config: ../c.yaml\na: 2\nb: {y: 1}\n")
+    assert len(list(given_in_order(argv))) == 4
+    (tmp_path / "sub" / "b.yaml").write_text("config: ../c.yaml\na: {y: 1}\n")
+    with pytest.raises(InputError, match=r"sub/b\.yaml: gives a beside .*c\.yaml, which it names and whose a would"):
+        list(given_in_order(argv))
+    (tmp_path / "sub" / "b.yaml").write_text("config: ../c.yaml\n")
+    (tmp_path / "c.yaml").write_text("config: a.yaml\n")
+    with pytest.raises(InputError, match=r"a\.yaml: names itself"):
+        list(given_in_order(argv))
+
+
+def test_a_config_that_another_names_is_looked_into_for_unknown_names_over_nothing(tmp_path):
+    (tmp_path / "a.yaml").write_text("config: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("shet: {}\n")
+    (given,) = given_mappings(["--config", str(tmp_path / "a.yaml")])
+    with pytest.raises(ConfigError, match="Option 'shet' is not accepted by build; did you mean shed"):
+        check_names(given, {}, SHED)
