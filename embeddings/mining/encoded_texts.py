@@ -10,11 +10,12 @@ import numpy.typing as npt
 from numpy.lib.format import open_memmap
 
 from embeddings.common.errors import InputError
+from embeddings.common.file_lock import file_lock
 from embeddings.common.fileio import atomic_path, check_manifest, text_hash
 from embeddings.common.log import logger
 from embeddings.common.text import TextRole
 from embeddings.inference.vector_folder import VectorFolder
-from embeddings.mining.jobs import file_lock, load_shard
+from embeddings.mining.jobs import load_shard
 from embeddings.mining.pair_index import BLOCK, Int64s, equal_hashes
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.file_lock import file_lock
 from embeddings.common.fileio import atomic_path, file_sha256, write_manifest_file
 from embeddings.data.cache import CachedSource, open_cached, read_records
 from embeddings.data.languages import read_languages
@@ -22,7 +23,7 @@ from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segm
 from embeddings.mining.decontaminate import EQUAL, SIMILAR, Decontaminator, find_contaminated
 from embeddings.mining.duplicates import COPY, NEAR_COPY, find_duplicates
 from embeddings.mining.encoded_texts import EncodedTexts
-from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock, load_shard
+from embeddings.mining.jobs import ArrayTask, ShardedJob, load_shard
 from embeddings.mining.outputs import finished_manifest, manifest_path, nothing_left_of
 from embeddings.mining.pair_vectors import encode_pairs
 from embeddings.mining.verdicts import KEPT, SHARD_ROWS, require_shard_size, save_array

@@ -1,6 +1,5 @@
 """Work cut into shards: which of them a process does, and a folder that knows which are done."""
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from tqdm import tqdm
 
 from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.file_lock import file_lock
 from embeddings.common.fileio import atomic_path, check_manifest, write_manifest
 
 _PROGRESS_DELAY_SECONDS = 2.0
@@ -231,24 +231,6 @@ def load_shard(path: Path, mapped: bool = False) -> Any:
         InputError: If it is missing or damaged.
     """
     return load_array(path, "delete its folder and run again", mapped)
-
-
-@contextmanager
-def file_lock(path: Path, wait: bool = True) -> Iterator[bool]:
-    """An exclusive lock on a file, which ends with the process; gives whether it is held.
-
-    Args:
-        path: The lock's file; it is made if there is none.
-        wait: Whether to wait for another holder.
-    """
-    # A link to something else is neither followed nor emptied.
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        yield True
 
 
 def _whole_number(name: str, default: int, smallest: int) -> int:

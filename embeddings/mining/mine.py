@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.file_lock import file_lock
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest_file
 from embeddings.common.log import logger
 from embeddings.data.cache import CachedSource, open_cached, read_records
@@ -23,7 +24,7 @@ from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.encoded_texts import EncodedTexts
 from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.ivf import build_ivf
-from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
+from embeddings.mining.jobs import ArrayTask, ShardedJob
 from embeddings.mining.knn import DocumentSearch, ExactSearch
 from embeddings.mining.levels import LevelRules, require_even_levels
 from embeddings.mining.mined_records import (

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.common.file_lock import passing_lock
 from embeddings.models.backbone import quiet_transformers
 from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextParts, write_context
 from embeddings.models.lora import merged_state_dict, plain_backbone
@@ -340,7 +341,9 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     try:
         yield new
         _flush(new)
-        _exchange(new, target, old)
+        # Of two that write one model at a time the second replaces the first one's, whole.
+        with passing_lock(target.with_name(f".{target.name}.lock")):
+            _exchange(new, target, old)
         exchanged = True
     finally:
         # Where even the way back failed, the only whole copy is in there: leave it.

@@ -11,8 +11,9 @@ import time
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.file_lock import file_lock
 from embeddings.mining import jobs
-from embeddings.mining.jobs import ArrayTask, ShardedJob, file_lock
+from embeddings.mining.jobs import ArrayTask, ShardedJob
 
 FIELDS = {"kind": "letters", "seed": 3}
 
@@ -235,10 +236,3 @@ def test_a_killed_process_leaves_whole_shards_and_its_locks_die_with_it(tmp_path
     job.run(write_letter)
     assert job.finish()
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
-
-
-def test_a_lock_is_held_by_one_at_a_time(tmp_path):
-    with file_lock(tmp_path / "lock") as first, file_lock(tmp_path / "lock", wait=False) as second:
-        assert (first, second) == (True, False)
-    with file_lock(tmp_path / "lock", wait=False) as third:
-        assert third

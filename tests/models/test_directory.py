@@ -1,5 +1,6 @@
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import Identity
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.models import ClsPooling, Embedder, LatentAttentionPooling, MeanPooling, WeightedMeanPooling
 from embeddings.models import Pooling as OurPooling
-from embeddings.models.directory import pooling_name
+from embeddings.models.directory import pooling_name, replaced_folder
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 from tests.models.reading import random_tokens, read
 
@@ -215,6 +216,34 @@ def test_files_that_cannot_be_carried_over_go_back_with_the_old_model(
         embedder(seed=1).save_pretrained(target)
     assert len(carried) == 2
     assert tree(target) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_export_that_fails_beside_another_leaves_the_others_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, replace, seen = tmp_path / "model", os.replace, []
+
+    def export(name: str) -> None:
+        with replaced_folder(target) as new:
+            (new / "config.json").write_text(name)
+
+    def fail_while_another_exports(source: Path, destination: Path) -> None:
+        if Path(source).name == "new" and not seen:
+            seen.append(other)
+            other.start()
+            other.join(0.5)
+            raise OSError("no space")
+        replace(source, destination)
+
+    export("old")
+    (target / "notes.md").write_text("mine")
+    other = threading.Thread(target=export, args=("new",))
+    monkeypatch.setattr(os, "replace", fail_while_another_exports)
+    with pytest.raises(OSError, match="no space"):
+        export("failed")
+    other.join()
+    assert tree(target) == {"config.json": b"new", "notes.md": b"mine"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
