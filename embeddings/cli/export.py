@@ -63,7 +63,7 @@ def export(
     with replaced_folder(output) as new:
         embedder.save_pretrained(new)
         if format == "onnx":
-            lines.append(f"wrote {output / GRAPH_FILE}: within {write_onnx(new):.0e} of torch's states")
+            lines.append(f"wrote {output / GRAPH_FILE}: {write_onnx(new)}")
         if (run / CURVES_FILE).is_file():
             shutil.copyfile(run / CURVES_FILE, new / CURVES_FILE)
         if not keeps_card(output):

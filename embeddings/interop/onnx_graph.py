@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,28 @@ _OPSET = 18
 _MOST_BYTES = 2**31 - 2**24
 # Texts and tokens of the batches that both are compared on, none of them that of the tracing.
 _CHECKED_SHAPES = ((1, 1), (2, 5), (5, 33))
+# The longest text that both are compared on, in tokens: the attention of a layer takes its square times the heads.
+_LONGEST = 4098
+
+
+class Comparison(NamedTuple):
+    """How a graph was compared with torch.
+
+    Attributes:
+        difference: The largest difference of their states, on the tokens of texts.
+        longest: Tokens of the longest text that was compared.
+        beyond: Lengths in tokens, longer than that, past which the model computes otherwise: not compared.
+    """
+
+    difference: float
+    longest: int
+    beyond: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """The same in words."""
+        words = f"within {self.difference:.0e} of torch's states on texts of up to {self.longest:,} tokens"
+        lengths = " and ".join(f"{length:,}" for length in self.beyond)
+        return words + (f"; past {lengths} tokens, where the model computes otherwise, not compared" if lengths else "")
 
 
 def check_onnx(embedder: Embedder) -> None:
@@ -49,14 +71,17 @@ def check_onnx(embedder: Embedder) -> None:
         raise OptionError("format", "onnx", f"is for models below 2 GiB, this one has {num_bytes:,}", "leave it out")
 
 
-def write_onnx(folder: Path) -> float:
+def write_onnx(folder: Path) -> Comparison:
     """Write the graph of a model directory's backbone as `onnx/model.onnx`, with any number of texts and tokens.
+
+    Both are compared on short texts, and on texts just past each length from which the model computes otherwise (its
+    window, or where its rotary angles change), as far as that is no more than 4,096 tokens.
 
     Args:
         folder: The directory.
 
     Returns:
-        The largest difference from torch's states, on the tokens of texts.
+        How far it is from torch's states, and on which lengths.
 
     Raises:
         OptionError: If torch cannot make a graph of it, or the graph's states differ by more than 1e-5.
@@ -65,11 +90,11 @@ def write_onnx(folder: Path) -> float:
     (folder / GRAPH_FILE).parent.mkdir(exist_ok=True)
     with atomic_path(folder / GRAPH_FILE) as temporary:
         _export(model, temporary)
-        difference = _largest_difference(model, temporary)
-        if not difference <= _TOLERANCE:
-            rule = f"must give torch's states to {_TOLERANCE:.0e}, this graph's differ by {difference:.1e}"
+        found = _compared(model, temporary)
+        if not found.difference <= _TOLERANCE:
+            rule = f"must give torch's states to {_TOLERANCE:.0e}, this graph's differ by {found.difference:.1e}"
             raise OptionError("format", "onnx", rule, "leave it out for this backbone")
-    return difference
+    return found
 
 
 class _States(nn.Module):
@@ -107,22 +132,24 @@ def _export(model: PreTrainedModel, path: Path) -> None:
 
 
 @torch.inference_mode()
-def _largest_difference(model: PreTrainedModel, path: Path) -> float:
+def _compared(model: PreTrainedModel, path: Path) -> Comparison:
     onnxruntime = require("onnxruntime", "onnx")
     session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
-    largest = 0.0
-    for num_texts, length in (*_CHECKED_SHAPES, *((1, length) for length in _turning_lengths(model.config))):
+    largest, turns = 0.0, _turning_lengths(model.config)
+    shapes = (*_CHECKED_SHAPES, *((1, length + 2) for length in turns if length + 2 <= _LONGEST))
+    for num_texts, length in shapes:
         inputs = _example(model, num_texts, length)
         expected = _States(model)(*inputs).numpy()
         (found,) = session.run(None, {name: tensor.numpy() for name, tensor in zip(_INPUTS, inputs, strict=True)})
         is_text = inputs[1].numpy().astype(bool)
         # NaN is no small difference.
         largest = float(np.maximum(largest, np.abs(found - expected)[is_text].max()))
-    return largest
+    beyond = tuple(length for length in turns if length + 2 > _LONGEST)
+    return Comparison(largest, max(length for _, length in shapes), beyond)
 
 
 def _turning_lengths(config: PretrainedConfig) -> list[int]:
-    """Lengths from which a model computes otherwise: past its window, and past where its rotary angles change."""
+    """Lengths past which a model computes otherwise: its window, and where its rotary angles change."""
     rope = getattr(config, "rope_parameters", None) or {}
     # An encoder that has layers of two kinds keeps the angles of each kind apart.
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
@@ -130,7 +157,7 @@ def _turning_lengths(config: PretrainedConfig) -> list[int]:
     for kind in kinds:
         if kind.get("rope_type") in ("dynamic", "longrope"):
             ends.append(kind.get("original_max_position_embeddings") or config.max_position_embeddings)
-    return sorted({end + 2 for end in ends if isinstance(end, int)})
+    return sorted({end for end in ends if isinstance(end, int)})
 
 
 def _example(model: PreTrainedModel, num_texts: int, length: int) -> tuple[Tensor, Tensor]:

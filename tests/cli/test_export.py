@@ -113,7 +113,7 @@ def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_pa
     curves, out = Path(cli.trainer.log_dir) / "curves.png", tmp_path / "out"
     curves.write_bytes(b"drawn")
     assert main(words) == 0
-    assert "onnx/model.onnx: within" in capsys.readouterr().out
+    assert "of torch's states on texts of up to 33 tokens\n" in capsys.readouterr().out
     before = content(out)
     assert {Path("onnx/model.onnx"), Path("README.md"), Path("model.safetensors")} < set(before)
     assert before[Path("curves.png")] == b"drawn"

@@ -9,7 +9,7 @@ from transformers import NomicBertConfig, PreTrainedModel
 
 from embeddings.common import OptionError, TextSettings
 from embeddings.interop import onnx_graph
-from embeddings.interop.onnx_graph import check_onnx, write_onnx
+from embeddings.interop.onnx_graph import Comparison, check_onnx, write_onnx
 from embeddings.models import ClsPooling, Embedder, LoraSettings, MeanPooling, Pooling, add_lora
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual, tiny_modernbert, tiny_nomic, tiny_xlm_roberta
@@ -37,7 +37,7 @@ def test_a_graph_gives_the_models_states_at_any_length(tmp_path: Path, make: obj
     model = embedder(make())  # type: ignore[operator]
     check_onnx(model)
     model.save_pretrained(tmp_path / "model")
-    assert write_onnx(tmp_path / "model") <= 1e-5
+    assert write_onnx(tmp_path / "model").difference <= 1e-5
     assert [path.name for path in (tmp_path / "model" / "onnx").iterdir()] == ["model.onnx"]
     session = onnxruntime.InferenceSession(str(tmp_path / "model" / "onnx" / "model.onnx"))
     for lengths in ([7, 3, 12], [1], [40, 2]):
@@ -72,10 +72,10 @@ def test_both_are_compared_past_a_window_and_past_where_angles_change(
 ) -> None:
     """A graph of one window's texts may have no window at all: every token of them sees every other."""
     assert onnx_graph._turning_lengths(tiny_bert().config) == []
-    assert onnx_graph._turning_lengths(tiny_modernbert().config) == [5, 8]
+    assert onnx_graph._turning_lengths(tiny_modernbert().config) == [3, 6]
     dynamic = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
     config = NomicBertConfig(max_position_embeddings=24, rope_parameters=dynamic)
-    assert onnx_graph._turning_lengths(config) == [26]
+    assert onnx_graph._turning_lengths(config) == [24]
     compared, example = [], onnx_graph._example
 
     def spy(model: PreTrainedModel, num_texts: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,8 +84,28 @@ def test_both_are_compared_past_a_window_and_past_where_angles_change(
 
     monkeypatch.setattr(onnx_graph, "_example", spy)
     embedder(tiny_modernbert()).save_pretrained(tmp_path / "model")
-    assert write_onnx(tmp_path / "model") <= 1e-5
+    found = write_onnx(tmp_path / "model")
+    assert found.difference <= 1e-5
+    assert (found.longest, found.beyond) == (33, ())
     assert compared[1:] == [*onnx_graph._CHECKED_SHAPES, (1, 5), (1, 8)]
+
+
+def test_a_length_that_takes_too_much_is_not_compared_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_graph, "_turning_lengths", lambda config: [48, 4096, 8192, 131_072])
+    monkeypatch.setattr(onnx_graph, "_LONGEST", 50)
+    embedder(tiny_modernbert()).save_pretrained(tmp_path / "model")
+    found = write_onnx(tmp_path / "model")
+    assert (found.longest, found.beyond) == (50, (4096, 8192, 131_072))
+    says = "on texts of up to 50 tokens; past 4,096 and 8,192 and 131,072 tokens, where the model computes otherwise,"
+    assert says in str(found)
+    assert str(Comparison(3e-7, 33, ())) == "within 3e-07 of torch's states on texts of up to 33 tokens"
+
+
+def test_nothing_beyond_some_thousand_tokens_is_compared() -> None:
+    """The attention of a layer of 12 heads takes less than a gigabyte."""
+    assert 4 * 12 * onnx_graph._LONGEST**2 < 10**9
 
 
 def test_models_that_bring_code_are_refused_in_one_line() -> None:
