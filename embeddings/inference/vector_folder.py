@@ -233,10 +233,6 @@ def _claim(folder: Path, fields: Mapping[str, Any], budget: int) -> dict[str, An
         InputError: If something else lies there.
     """
     if (folder / "manifest.json").exists():
-        fields = dict(fields)
-        if fields["vector_format"] == "float32" and "vector_format" not in check_manifest(folder, {}):
-            # A folder from before there were formats, whose manifest stays as it is.
-            del fields["vector_format"]
         return {**fields, "mini_batch_tokens": check_manifest(folder, fields).get("mini_batch_tokens", budget)}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(str(folder), "something else lies there already", "name a new folder")
