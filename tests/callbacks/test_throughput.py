@@ -22,7 +22,7 @@ from tests.helpers.contrastive import random_batch, with_context
 from tests.helpers.runs import run_config, write_config
 from tests.helpers.tiny import tiny_bert
 from tests.models.moe import tiny_rotary
-from tests.modules.test_cde import cde_config
+from tests.modules.cde_runs import cde_config
 
 
 def test_the_tokens_of_a_contrastive_batch():

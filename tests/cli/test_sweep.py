@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import shutil
 import signal
@@ -12,12 +11,9 @@ import lightning as L
 import pytest
 import yaml
 
-from embeddings.cli import sweep_runs
 from embeddings.cli.main import main
-from embeddings.cli.relay import FORWARDED, Relay
+from embeddings.cli.relay import Relay
 from embeddings.cli.sweep_runs import exclusive
-from tests.callbacks.preempted_runs import fake_scontrol
-from tests.helpers.runs import run_config, write_config
 
 INT, HUP, USR1, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM
 TEMPERATURE = "model.init_args.loss.init_args.temperature"
@@ -34,40 +30,6 @@ class CutShort(L.Callback):
 
 
 @pytest.fixture
-def sweep_file(tmp_path, monkeypatch):
-    """Writes a sweep of tiny runs; returns its path."""
-    monkeypatch.chdir(tmp_path)
-    config = run_config(tmp_path)
-    config["trainer"]["callbacks"] = [
-        {
-            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-            "init_args": {"every_n_train_steps": 1, "save_last": True, "monitor": "train/loss"},
-        },
-        {"class_path": "tests.cli.test_sweep.CutShort"},
-        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": "elsewhere/model"}},
-    ]
-    path = write_config(tmp_path, config, "tiny.yaml")
-
-    def write(parameters, **more):
-        content = {"configs": [path], "parameters": parameters, "metric": {"column": "train/loss", "mode": "min"}}
-        (tmp_path / "tried.yaml").write_text(yaml.safe_dump(content | more))
-        return "tried.yaml"
-
-    return write
-
-
-@pytest.fixture
-def _own_signals(monkeypatch):
-    """What a stopped sweep leaves ignored until its process ends, which is the tests' here; no job."""
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    handlers = {number: signal.getsignal(number) for number in FORWARDED}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
 def ran(monkeypatch):
     """The `fit` lines that were run, in this process instead of one of their own."""
     lines = []
@@ -81,31 +43,6 @@ def ran(monkeypatch):
 
     monkeypatch.setattr(Relay, "run", run)
     return lines
-
-
-@pytest.fixture
-def faked(monkeypatch):
-    """The runs' folders, in the order that they were run in; nothing is trained or checked.
-
-    Beside them, for a point, what its run ends with: the exit code, and the signals that the sweep is sent meanwhile.
-    """
-    folders, endings = [], {}
-
-    def train(run, lock, relay):
-        folders.append(run.folder)
-        code, *signals = endings.get(run.index, (0,))
-        for number in signals:
-            os.kill(os.getpid(), number)
-        if code == 0:
-            loss = run.point.get("a", 0) + run.point.get("seed_everything", 0) / 10
-            summary = dict.fromkeys(("last", "min", "max"), loss) | {"min_step": 3}
-            record = {"seconds": 1.0, "metrics": {"train/loss": summary}}
-            (run.folder / "done.json").write_text(json.dumps(record))
-        return code
-
-    monkeypatch.setattr("embeddings.cli.sweep.train", train)
-    monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: None)
-    return folders, endings
 
 
 def names_in(folder):
@@ -229,77 +166,6 @@ def test_a_failed_run_leaves_the_others(sweep_file, faked, capsys):
     assert len(folders) == 3
     # Nothing was written by those that failed, and nothing of them is left.
     assert [folder.exists() for folder in folders] == [False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("ending", "code", "says"),
-    [
-        ((75, USR1), 75, "preempted: point 0 was stopped; the same line goes on\n"),
-        # Only the run was told, or it was told twice.
-        ((75,), 75, "preempted: point 0 was stopped; the same line goes on\n"),
-        ((75, TERM, USR1), 75, "preempted: point 0 was stopped; the same line goes on\n"),
-        # The run did not hear it.
-        ((138, USR1), 75, "preempted: SIGUSR1: stopped at point 0; the same line goes on\n"),
-        ((143, TERM), 143, "preempted: SIGTERM: stopped at point 0; the same line goes on\n"),
-        ((2, USR1), 2, "error: point 0 ended with exit code 2 after SIGUSR1; the same line goes on\n"),
-        ((1, TERM), 1, "error: point 0 ended with exit code 1 after SIGTERM; the same line goes on\n"),
-        ((130, INT), 130, "error: point 0 was stopped by SIGINT; the same line goes on\n"),
-        ((129, HUP), 129, "error: point 0 was stopped by SIGHUP; the same line goes on\n"),
-    ],
-)
-@pytest.mark.usefixtures("_own_signals")
-def test_a_stopped_run_ends_the_sweep(ending, code, says, sweep_file, faked, capsys):
-    folders, endings = faked
-    endings[0] = ending
-    assert main(["sweep", sweep_file({"a": [1, 2]})]) == code
-    assert capsys.readouterr().err == says
-    assert len(folders) == 1
-
-
-@pytest.mark.parametrize(("ending", "num_asked"), [((75, USR1), 0), ((138, USR1), 1), ((143, TERM), 1)])
-@pytest.mark.usefixtures("_own_signals")
-def test_a_job_is_queued_again_once(ending, num_asked, sweep_file, faked, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    asked = fake_scontrol(tmp_path)
-    _, endings = faked
-    endings[0] = ending
-    assert main(["sweep", sweep_file({"a": [1, 2]})]) == 75
-    # A run that ends with 75 has asked itself.
-    assert asked.read_text() == "requeue 12\n" * num_asked
-
-
-# A run that tells the sweep's process, and does not mind itself.
-LAST_STEP = """
-import os, signal, time
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-os.kill(os.getppid(), signal.SIGUSR1)
-time.sleep(0.2)
-"""
-
-
-@pytest.mark.usefixtures("_own_signals")
-def test_a_signal_at_a_runs_last_step_ends_the_sweep_before_the_next(sweep_file, tmp_path, monkeypatch, capsys):
-    (tmp_path / "main.py").write_text(LAST_STEP)
-    monkeypatch.setattr(sweep_runs, "MAIN", tmp_path / "main.py")
-    monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: None)
-    file = sweep_file({"a": [1, 2]})
-    assert main(["sweep", file]) == 75
-    assert capsys.readouterr().err == "preempted: SIGUSR1: stopped at point 1; the same line goes on\n"
-    folders = [*(tmp_path / "checkpoints" / "sweeps" / "tried").iterdir()]
-    assert [names_in(folder) for folder in folders] == [[".lock", "done.json"]]
-    # Where nothing is left to do, there is nothing to be queued for.
-    assert main(["sweep", file, "--index", "1"]) == 0
-
-
-@pytest.mark.parametrize(("number", "code"), [(USR1, 75), (TERM, 143)])
-@pytest.mark.usefixtures("_own_signals")
-def test_a_signal_before_the_first_run_ends_the_sweep(number, code, sweep_file, faked, monkeypatch, capsys):
-    monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: os.kill(os.getpid(), number))
-    folders, _ = faked
-    assert main(["sweep", sweep_file({"a": [1, 2]})]) == code
-    assert capsys.readouterr().err == f"preempted: {number.name}: stopped before its first step\n"
-    assert folders == []
 
 
 def test_count_and_dry_run_write_nothing(sweep_file, tmp_path, capsys):

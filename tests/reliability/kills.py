@@ -27,9 +27,9 @@ from lightning.pytorch.callbacks import Callback
 from embeddings.cli.main import main
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.runs import run_config, write_config
+from tests.modules.cde_runs import cde_config
 from tests.modules.language_runs import language_config
 from tests.modules.moe_modules import moe_config
-from tests.modules.test_cde import cde_config
 from tests.modules.test_mgh_curriculum import mgh_config
 
 STEPS = 12

@@ -1,0 +1,57 @@
+"""Sweeps of tiny runs, and runs that are only said to have been."""
+
+import json
+import os
+
+import pytest
+import yaml
+
+from tests.helpers.runs import run_config, write_config
+
+
+@pytest.fixture
+def sweep_file(tmp_path, monkeypatch):
+    """Writes a sweep of tiny runs; returns its path."""
+    monkeypatch.chdir(tmp_path)
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [
+        {
+            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+            "init_args": {"every_n_train_steps": 1, "save_last": True, "monitor": "train/loss"},
+        },
+        {"class_path": "tests.cli.test_sweep.CutShort"},
+        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": "elsewhere/model"}},
+    ]
+    path = write_config(tmp_path, config, "tiny.yaml")
+
+    def write(parameters, **more):
+        content = {"configs": [path], "parameters": parameters, "metric": {"column": "train/loss", "mode": "min"}}
+        (tmp_path / "tried.yaml").write_text(yaml.safe_dump(content | more))
+        return "tried.yaml"
+
+    return write
+
+
+@pytest.fixture
+def faked(monkeypatch):
+    """The runs' folders, in the order that they were run in; nothing is trained or checked.
+
+    Beside them, for a point, what its run ends with: the exit code, and the signals that the sweep is sent meanwhile.
+    """
+    folders, endings = [], {}
+
+    def train(run, lock, relay):
+        folders.append(run.folder)
+        code, *signals = endings.get(run.index, (0,))
+        for number in signals:
+            os.kill(os.getpid(), number)
+        if code == 0:
+            loss = run.point.get("a", 0) + run.point.get("seed_everything", 0) / 10
+            summary = dict.fromkeys(("last", "min", "max"), loss) | {"min_step": 3}
+            record = {"seconds": 1.0, "metrics": {"train/loss": summary}}
+            (run.folder / "done.json").write_text(json.dumps(record))
+        return code
+
+    monkeypatch.setattr("embeddings.cli.sweep.train", train)
+    monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: None)
+    return folders, endings

@@ -1,0 +1,24 @@
+"""Runs of CDE through the real command line, on tiny stand-ins."""
+
+from pathlib import Path
+from typing import Any
+
+from embeddings.cli.app import run_trainer
+from tests.helpers.runs import run_config, write_config
+
+CONTEXT = {"num_context": 6, "num_soft_prompts": 2}
+CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 80}}
+
+
+def cde_config(folder: Path, dropout: float = 0.0, **context: Any) -> dict[str, Any]:
+    """Four steps of eight pairs with two hard negatives; the first stage is a backbone of its own."""
+    config = run_config(folder, dropout=dropout)
+    config["model"]["class_path"] = "embeddings.modules.CDEModule"
+    init_args = config["model"]["init_args"]
+    del init_args["pooling"], init_args["lora"], init_args["backbone"]["bidirectional"]
+    init_args["context"] = {**CONTEXT, "dropout_fraction": dropout, **context}
+    return config
+
+
+def fit(folder: Path, config: dict[str, Any], *extra: str) -> Any:
+    return run_trainer(["fit", "--config", write_config(folder, config), *extra])
