@@ -145,7 +145,7 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
             OptionError: If it is not; the message names the first field that differs.
         """
         fields = self.plan_fields()
-        for name in fields | saved:
+        for name in {**fields, **saved}:
             now, before = fields.get(name), saved.get(name)
             if now != before:
                 rule = f"must be {before!r} as in the checkpoint to resume in the middle of its plan"
