@@ -119,18 +119,7 @@ def cluster_pairs(
     num_rows = features.num_rows
     num_clusters = settings.resolve_num_clusters(num_rows)
     load_faiss(settings.gpu)
-    # What comes of the settings for this source, however it was said.
-    chosen = {name: value for name, value in asdict(settings).items() if name != "cluster_size"}
-    fields = {
-        "kind": KIND,
-        "source_key": source.key,
-        "num_rows": num_rows,
-        "faiss": faiss_version(),
-        **features.fields,
-        **chosen,
-        "num_clusters": num_clusters,
-        "num_neighbours": min(settings.num_neighbours, num_clusters - 1),
-    }
+    fields = _manifest_fields(features, source, settings, num_clusters)
     num_shards = -(-num_rows // settings.shard_size)
     with nothing_left_of(Path(output)):
         job, work = ShardedJob(output, fields, num_shards, stem="assignment"), Path(output) / "work"
@@ -145,6 +134,24 @@ def cluster_pairs(
             return None
     _remove_parts(job, work)
     return ClusterFolder(output)
+
+
+def _manifest_fields(
+    features: PairFeatures, source: CachedSource, settings: ClusterSettings, num_clusters: int
+) -> dict[str, Any]:
+    """What decides the clusters."""
+    # What comes of the settings for this source, however it was said.
+    chosen = {name: value for name, value in asdict(settings).items() if name != "cluster_size"}
+    return {
+        "kind": KIND,
+        "source_key": source.key,
+        "num_rows": features.num_rows,
+        "faiss": faiss_version(),
+        **features.fields,
+        **chosen,
+        "num_clusters": num_clusters,
+        "num_neighbours": min(settings.num_neighbours, num_clusters - 1),
+    }
 
 
 def require_free(output: str | os.PathLike[str]) -> None:

@@ -151,8 +151,21 @@ def rank_pairs(
     segments: Segments | GroupedSegments = Segments(row_N, segment_size, seed)
     if group_N is not None:
         segments = GroupedSegments(row_N, group_N[row_N], segment_size, seed)
+    group_n = None if group_N is None else group_N[row_N]
+    fields = {**_manifest_fields(vectors, segments, group_n), "segment_size": segment_size, "seed": seed}
+    job = ShardedJob(folder, fields, len(segments), stem="segment")
+    job.run(partial(_write_ranks, vectors, segments, torch.device(device)), task, take_over=True)
+    job.finish(lambda: _join(job, segments, num_rows))
+    ranks: npt.NDArray[np.int32] = load_shard(Path(folder) / RANKS, mapped=True)
+    return ranks
+
+
+def _manifest_fields(
+    vectors: PairVectors, segments: Segments | GroupedSegments, group_n: npt.NDArray[np.uint16] | None
+) -> dict[str, Any]:
+    """What decides the ranks, but for how segments are drawn; `group_n` is the group of each record that takes part."""
     made = check_manifest(vectors.document_shards.folder, {})
-    fields = {
+    return {
         "kind": "consistency",
         **vectors.index.key,
         "model_sha256": made["model_sha256"],
@@ -161,17 +174,10 @@ def rank_pairs(
             check_manifest(shards.folder, {})["prompt_name"]
             for shards in (vectors.query_shards, vectors.document_shards)
         ],
-        "num_rows": num_rows,
+        "num_rows": vectors.num_queries,
         "rows_sha256": hashlib.sha256(segments.row_N.tobytes()).hexdigest(),
-        "groups_sha256": None if group_N is None else hashlib.sha256(group_N[row_N].tobytes()).hexdigest(),
-        "segment_size": segment_size,
-        "seed": seed,
+        "groups_sha256": None if group_n is None else hashlib.sha256(group_n.tobytes()).hexdigest(),
     }
-    job = ShardedJob(folder, fields, len(segments), stem="segment")
-    job.run(partial(_write_ranks, vectors, segments, torch.device(device)), task, take_over=True)
-    job.finish(lambda: _join(job, segments, num_rows))
-    ranks: npt.NDArray[np.int32] = load_shard(Path(folder) / RANKS, mapped=True)
-    return ranks
 
 
 def require_segment_size(segment_size: int) -> None:

@@ -1,7 +1,7 @@
 """Spherical k-means by faiss, with what faiss does in silence said aloud."""
 
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,14 +113,19 @@ def kmeans_run(
         min_points_per_centroid=1,
         gpu=gpu,
     )
+    centroids = _trained(kmeans, vectors, num_iterations // num_a_call, num_a_call, f"k-means, run {run + 1}")
+    return KMeans(np.ascontiguousarray(centroids, dtype=np.float32), float(kmeans.obj[-1]) / len(vectors))
+
+
+def _trained(kmeans: Any, vectors: NDArray[np.float32], num_calls: int, num_a_call: int, title: str) -> Any:
+    """The centroids after so many calls, of so many iterations each."""
     centroids = None
-    title = f"k-means, run {run + 1}"
-    with tqdm(total=num_iterations, desc=title, unit="iteration", delay=_PROGRESS_DELAY_SECONDS) as bar:
-        while bar.n < num_iterations:
+    with tqdm(total=num_calls * num_a_call, desc=title, unit="iteration", delay=_PROGRESS_DELAY_SECONDS) as bar:
+        for _ in range(num_calls):
             kmeans.train(vectors, init_centroids=centroids)
             centroids = kmeans.centroids
             bar.update(num_a_call)
-    return KMeans(np.ascontiguousarray(centroids, dtype=np.float32), float(kmeans.obj[-1]) / len(vectors))
+    return centroids
 
 
 def check_num_clusters(num_clusters: int, num_vectors: int) -> None:

@@ -19,6 +19,7 @@ from embeddings.mining.negatives import (
     NegativeRules,
     Negatives,
     QueryFacts,
+    Remaining,
     remaining,
     take,
 )
@@ -113,11 +114,11 @@ def choose_levels(
 ) -> Negatives:
     """Up to `rules.num_negatives` / 4 negatives of each level, 1 (hardest) to 4, for each query.
 
-    The candidates are those of the rank window and documents drawn from all there are, as many as the window has
-    ranks. MGH asks its language model for similarities over a broad spectrum (Figure 2), from a document that serves
-    the query almost as well as the positive down to one that misses what is asked; the nearest documents of a search
-    are all near, and no level of theirs is easy. Everything that a plain mining takes away goes here too; only that no
-    rank is too low for a drawn document, and that neither ranks nor margins take away what people judged.
+    The candidates are the rank window's and as many documents drawn from all there are. MGH asks its language model for
+    similarities over a broad spectrum (Figure 2), from a document that serves the query almost as well as the positive
+    down to one that misses what is asked; the nearest documents of a search are all near, and none of theirs is easy.
+    All that a plain mining takes away goes here too; only that no rank is too low for a drawn document, and neither
+    ranks nor margins take away what people judged.
 
     `quantiles`: what is left of a query's candidates, hardest first, is cut into four parts of one size, of equal
     scores the lower document first: level 1 is the nearest quarter, level 4 the farthest. Where margins take nothing,
@@ -129,11 +130,10 @@ def choose_levels(
     margin leaves is the far end. Where parts cannot be of one size, the easier ones are larger by one.
 
     `grades`: a document that people judged has the level of its grade (`DocumentJudgments`): 1 for one step below the
-    positive, which is what MGH's prompt asks of a hard negative, some useful information but less than the positive
-    has (Appendix A.1); 2 for further below and relevant still; 3 for irrelevant. What nobody judged is taken for
-    irrelevant, as usual in evaluation: one of the window has level 3 and is taken where too few judged ones are
-    left, a drawn one has level 4. Where nobody judged anything for a query, nothing is known of what is irrelevant to
-    it, and it has no negatives.
+    positive, as MGH's prompt asks of a hard negative, some useful information but less than the positive has (Appendix
+    A.1); 2 for further below and relevant still; 3 for irrelevant. What nobody judged is taken for irrelevant, as usual
+    in evaluation: one of the window has level 3 and is taken where too few judged ones are left, a drawn one has level
+    4. Where nobody judged anything for a query, nothing is known of what is irrelevant to it: it has no negatives.
 
     Args:
         candidates: Documents of the window, the draw and the judgments, with their scores.
@@ -145,10 +145,9 @@ def choose_levels(
     Returns:
         Level by level and hardest first within a level; `removed` also counts `query_not_judged` with grades.
 
-    Determinism: as `choose_negatives`.
+    Determinism: as `choose_negatives`, which gives negatives without levels.
     Source: MGH, Sections 2.1 and 5.1. Differs: the paper's levels are written by a language model. Its mean
         similarities to the query, by an unbiased judge, are .881, .857, .845 and .793 for levels 1 to 4 (Table 4).
-    Related: `choose_negatives` gives negatives without levels.
     """
     require_even_levels(rules)
     found = remaining(candidates, queries, rules)
@@ -165,6 +164,18 @@ def choose_levels(
         unjudged_QC = np.where(found.rank_QC <= rules.last_rank, IRRELEVANT_LEVEL, NUM_LEVELS)
         level_QC = np.where(given_QC > 0, given_QC, unjudged_QC).astype(np.int8)
         later_QC = given_QC == 0
+    return _of_each_level(found, left_QC, level_QC, queries, rules, later_QC)
+
+
+def _of_each_level(
+    found: Remaining,
+    left_QC: npt.NDArray[np.bool_],
+    level_QC: npt.NDArray[np.int8],
+    queries: QueryFacts,
+    rules: NegativeRules,
+    later_QC: npt.NDArray[np.bool_] | None,
+) -> Negatives:
+    """Equally many negatives of each level, from what is left; those of `later_QC` only where others are too few."""
     each = rules.num_negatives // NUM_LEVELS
     parts = [
         take(found, left_QC & (level_QC == level), each, queries.number_Q, rules, later_QC)

@@ -1,7 +1,7 @@
 """The vectors of a source of pairs: queries row by row, documents each once, in memory-mapped shards."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,10 +93,10 @@ def encode_pairs(
 ) -> PairVectors:
     """Encode the queries and documents of a source, shard by shard; what is there already is kept.
 
-    After a kill the same call goes on at the first shard that is not whole, and ends with the same bytes. Of the tasks
-    of an array each begins with its own shards and goes on with what the others left, so that every task returns with
-    all vectors there. All take the mini-batches of the first, on however many threads: with other threads than the
-    first had, vectors may be rounded differently.
+    After a kill the same call goes on at the first shard that is not whole, and ends with the same bytes. Each task of
+    an array begins with its own shards and goes on with what others left: every task returns with all vectors there.
+    All take the first one's mini-batches, on however many threads: with another number, vectors may be rounded
+    differently.
 
     Args:
         encoder: The model.
@@ -121,33 +121,44 @@ def encode_pairs(
     for name, value in (("corpus", corpus), ("negatives", negatives or None)):
         if index is not None and value is not None:
             raise OptionError(name, str(value), "belongs to the index, which is there already", "give one of them")
-    model = {
-        "model_sha256": embedder_sha256(encoder),
-        "precision": str(encoder.dtype).removeprefix("torch."),
-        "embedding_dim": encoder.embedding_dim,
-    }
+    precision = str(encoder.dtype).removeprefix("torch.")
+    model = {"model_sha256": embedder_sha256(encoder), "precision": precision, "embedding_dim": encoder.embedding_dim}
     sides = []
     for role, prompt_name in zip(_FOLDERS, (query_prompt_name, document_prompt_name), strict=True):
         # A prompt that the model does not have is found before anything is written.
         encoder.encode([""], prompt_name, role=role)
         sides.append(_Side(role, prompt_name, (encoded or EncodedTexts()).open(role, prompt_name, model)))
     index = index or index_pairs(source, Path(folder) / "index", corpus, negatives)
-    made, budget = [], encoder.mini_batch_tokens
-    for side in sides:
-        shards = VectorShards(Path(folder) / side.name, side.num_rows(index), encoder.embedding_dim, shard_size)
-        fields = {**index.key, **model, **side.fields, "num_rows": shards.num_rows, "shard_size": shard_size}
-        defaults = {"mini_batch_tokens": budget, "encoded": side.identity}
-        job = ShardedJob(shards.folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
-        budget = job.fields["mini_batch_tokens"]
-        if not job.complete:
-            check_manifest(shards.folder, {"encoded": side.identity})
-            found = side.found(index, shards.folder)
-            make = partial(_encode_shard, encoder.with_mini_batch_tokens(budget), index, shards, side, found)
-            job.run(make, task, take_over=True)
-            # Each shard's vectors were checked as it was made, so training need not read them through.
-            job.finish(lambda: {CHECKED: True})
-        made.append(shards)
+    places = ((Path(folder) / side.name, side.num_rows(index)) for side in sides)
+    made = [VectorShards(place, num_rows, encoder.embedding_dim, shard_size) for place, num_rows in places]
+    budget = encoder.mini_batch_tokens
+    for side, shards in zip(sides, made, strict=True):
+        budget = _encode_side(encoder, index, side, shards, model, budget, task)
     return PairVectors(index, *made)
+
+
+def _encode_side(
+    encoder: "Encoder",
+    index: PairIndex,
+    side: "_Side",
+    shards: VectorShards,
+    model: Mapping[str, Any],
+    budget: int,
+    task: ArrayTask | None,
+) -> int:
+    """Make what is missing of a side's vectors; returns the mini-batches' tokens, those of whoever began it."""
+    fields = {**index.key, **model, **side.fields, "num_rows": shards.num_rows, "shard_size": shards.shard_size}
+    defaults = {"mini_batch_tokens": budget, "encoded": side.identity}
+    job = ShardedJob(shards.folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
+    budget = int(job.fields["mini_batch_tokens"])
+    if not job.complete:
+        check_manifest(shards.folder, {"encoded": side.identity})
+        found = side.found(index, shards.folder)
+        make = partial(_encode_shard, encoder.with_mini_batch_tokens(budget), index, shards, side, found)
+        job.run(make, task, take_over=True)
+        # Each shard's vectors were checked as it was made, so training need not read them through.
+        job.finish(lambda: {CHECKED: True})
+    return budget
 
 
 def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairVectors:

@@ -1,6 +1,6 @@
 """Synthesis in two stages: tasks, then an example for each draw of a task and its placeholders."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -118,8 +118,7 @@ def synthesize(
 
     Determinism: the files but the journal follow from plan, templates, sampling and the answers, not from their order,
     from concurrency or from kills, unless the token budget ends the job.
-    Guarantees: no request whose answer was received is made again, in this run or a later one. Requests under way at a
-    kill have no answer and are made again.
+    Guarantees: an answered request is never made again, in this run or a later one; one under way at a kill is.
 
     Args:
         output: The folder: new, empty, or of an earlier run of the same job, which is gone on with. More examples may
@@ -146,7 +145,20 @@ def synthesize(
     if task_file is not None and plan.num_tasks is not None:
         raise OptionError("num_tasks", plan.num_tasks, "has no effect beside tasks", "leave one of the two out")
     given = None if task_file is None else read_task_file(task_file, plan.categories)
-    identity = {
+    identity = _identity(plan, templates, client.sampling, task_file)
+    size = {"num_examples": plan.num_examples, "max_attempts": max_attempts}
+    if (report := finished_report(output, {**identity, **size})) is not None:
+        return report
+    with open_job(output, identity, size, client, traffic or Traffic(), spending or Spending()) as job:
+        tasks = given or _brainstorm(job, plan, templates)
+        items = partial(plan_items, plan, templates, tasks)
+        outcome = _asked(job, plan, items, max_attempts)
+        return job.finish(items, plan.num_examples, plan.seed, outcome, {TASKS_FILE: task_lines(tasks)})
+
+
+def _identity(plan: Plan, templates: Templates, sampling: Sampling, task_file: Path | None) -> dict[str, Any]:
+    """What a job is known by, but for its size."""
+    return {
         "kind": "synthesis",
         "recipe": RECIPE,
         "method": plan.method.name,
@@ -155,21 +167,15 @@ def synthesize(
         "num_tasks": None if task_file is not None else plan.tasks_wanted(),
         "task_file_sha256": None if task_file is None else file_sha256(task_file),
         "templates_sha256": templates.sha256,
-        **sampling_fields(client.sampling),
+        **sampling_fields(sampling),
     }
-    size = {"num_examples": plan.num_examples, "max_attempts": max_attempts}
-    if (report := finished_report(output, {**identity, **size})) is not None:
-        return report
-    with open_job(output, identity, size, client, traffic or Traffic(), spending or Spending()) as job:
-        tasks = given or _brainstorm(job, plan, templates)
-        items = partial(plan_items, plan, templates, tasks)
-        if job.asker.exhausted:
-            outcome = Outcome(num_unasked=plan.num_examples)
-        else:
-            outcome = run_rounds(
-                items, plan.num_examples, job.asker, job.journal, seed=plan.seed, max_attempts=max_attempts
-            )
-        return job.finish(items, plan.num_examples, plan.seed, outcome, {TASKS_FILE: task_lines(tasks)})
+
+
+def _asked(job: Job, plan: Plan, items: Callable[[], Iterable[Item]], max_attempts: int) -> Outcome:
+    """What became of the plan's items; nothing is asked where the budget is spent on tasks."""
+    if job.asker.exhausted:
+        return Outcome(num_unasked=plan.num_examples)
+    return run_rounds(items, plan.num_examples, job.asker, job.journal, seed=plan.seed, max_attempts=max_attempts)
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:

@@ -112,12 +112,23 @@ def prepare_docstrings(
     if not force and (manifest := finished_manifest(folder, inputs)) is not None:
         logger.info("%s is already made from these packages and arguments; --force makes it again", output)
         return DocstringCorpus(folder, manifest["counts"], reused=True)
-    functions = list(_read(sources, contents))
+    return _write(folder, list(_read(sources, contents)), held_out, sizes, inputs)
+
+
+def _write(
+    folder: Path,
+    functions: list[DocumentedFunction],
+    held_out: Sequence[str],
+    sizes: SplitSizes,
+    inputs: dict[str, Any],
+) -> DocstringCorpus:
+    """Write the corpus of some functions without their copies."""
     logger.info("removing copies among %d documented functions", len(functions))
     kept, removed = deduplicate(functions)
-    split = split_functions(kept, held_out, sizes, seed)
+    split = split_functions(kept, held_out, sizes, inputs["seed"])
     counts = _counts(split)
-    write_corpus(folder, split, {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)}, seed)
+    fields = {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)}
+    write_corpus(folder, split, fields, inputs["seed"])
     return DocstringCorpus(folder, counts, reused=False)
 
 
