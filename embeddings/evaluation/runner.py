@@ -277,6 +277,7 @@ def _encode(
     """The vectors that a folder is scored by, (N, D) float32 each: queries and documents, or training and test."""
 
     def encode(texts: Sequence[str], role: TextRole | None = None) -> npt.NDArray[np.float32]:
+        """The vectors of texts, each behind the prompt that goes before texts of its role."""
         text = encoder.embedder.text
         if prompt_name is not None and role != "document":
             prompt = text.prompt(prompt_name, "query")

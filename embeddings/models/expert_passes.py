@@ -45,6 +45,8 @@ def pass_experts(
 
 
 class _ExpertPasses(torch.autograd.Function):
+    """The passes of `pass_experts`; a gradient of the gradient is refused."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -55,6 +57,7 @@ class _ExpertPasses(torch.autograd.Function):
         size_X: Sequence[int],
         activation: Callable[[Tensor], Tensor],
     ) -> Tensor:
+        """The outputs, (P, H); keeps the rows and what each expert's activation is given."""
         output_PH = torch.empty_like(row_PH)
         inner_X = []
         for expert, rows in enumerate(_slices(size_X)):
@@ -70,6 +73,7 @@ class _ExpertPasses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_PH: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of what needs one, from that of the outputs, (P, H)."""
         row_PH, w1_XFH, w2_XFH, *inner_X = ctx.saved_tensors
         shapes = row_PH.shape, w1_XFH.shape, w2_XFH.shape, w1_XFH.shape[:2]
         of_row_PH, of_w1_XFH, of_w2_XFH, of_bias_XF = (
