@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from embeddings.common import InputError
-from embeddings.evaluation.summarisation import read_summarisation, summarisation_metrics
+from embeddings.evaluation.summarisation import SummarisationFolder, read_summarisation, summarisation_metrics
 from tests.evaluation.data import write_rows, write_summarisation
 
 
@@ -52,6 +52,14 @@ def test_the_best_cosine_is_ranked_within_each_text_that_has_different_marks(tmp
     scores, num_skipped = summarisation_metrics(folder, human_ND, machine_ND)
     assert scores == {"cosine_spearman": pytest.approx(np.mean(by_text))}
     assert num_skipped == 1
+
+
+def test_the_nearest_of_peoples_summaries_counts_and_not_their_mean():
+    folder = SummarisationFolder([["a", "b"]], [["c", "d", "e"]], [[3.0, 2.0, 1.0]])
+    human_ND = np.eye(3, dtype=np.float32)[:2]
+    # Cosines 1 and 0, 0.7 and 0.7, 0.6 and 0.6: the means have another order.
+    machine_ND = np.array([[1, 0, 0], [0.7, 0.7, 0.02**0.5], [0.6, 0.6, 0.28**0.5]], np.float32)
+    assert summarisation_metrics(folder, human_ND, machine_ND)[0] == {"cosine_spearman": pytest.approx(1.0)}
 
 
 def test_vectors_that_are_all_alike_gain_nothing(tmp_path):
