@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from embeddings.common.errors import InputError, NumericError, OptionError
+from embeddings.common.freed_memory import keep_freed_memory
 from embeddings.common.mini_batches import plan_mini_batches
 from embeddings.common.text import TextRole
 from embeddings.common.types import PaddedTokens, TokenBatch
@@ -43,6 +44,8 @@ class Encoder:
     Determinism: the same texts give the same bits, whatever was encoded before, with one token budget and one number of
     threads. Another set of texts or another budget puts a text beside other neighbours, and with other threads the
     libraries may sum in another order: either changes its vector by rounding only.
+
+    Memory: on a processor the whole process keeps memory that it has freed from here on (see `keep_freed_memory`).
 
     Args:
         embedder: The model; it stays where it is unless `device` says otherwise, and its mode is left as found.
@@ -81,6 +84,8 @@ class Encoder:
         self.embedder = embedder
         self.device = embedder.device
         self.dtype = resolve_precision(precision, self.device, {weight.dtype for weight in embedder.parameters()})
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._int8 = Int8Products(embedder) if self.dtype == torch.int8 else None
         if mini_batch_tokens is None:
             is_processor = self.device.type == "cpu"

@@ -22,7 +22,8 @@ _DTYPES: dict[str, torch.dtype | None] = {
 _CPU_INFO = Path("/proc/cpuinfo")
 # x86 lists its matrix units under "flags", Arm under "Features".
 _NATIVE_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-_INT8_PRODUCT_FLAGS = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp"}
+_INT8_PRODUCT_FLAGS = {"avx512_vnni", "avx_vnni", "amx_int8"}
+_X86 = {"x86_64", "AMD64"}
 
 
 def resolve_precision(precision: Precision, device: torch.device, weights: Collection[torch.dtype] = ()) -> torch.dtype:
@@ -40,7 +41,7 @@ def resolve_precision(precision: Precision, device: torch.device, weights: Colle
 
     Raises:
         OptionError: If the precision is none of these or not the weights', the weights are float16 on a processor, or
-            int8 is asked of something else than a processor.
+            int8 is asked of something else than an x86 processor.
     """
     if precision not in _DTYPES:
         known = ", ".join(_DTYPES)
@@ -48,6 +49,8 @@ def resolve_precision(precision: Precision, device: torch.device, weights: Colle
     asked = _DTYPES[precision]
     if asked == torch.int8 and device.type != "cpu":
         raise OptionError("precision", precision, f"runs on a processor, not on {device.type}", "use bfloat16 there")
+    if asked == torch.int8 and not (platform.machine() in _X86 and _has_onednn()):
+        raise OptionError("precision", precision, "is for x86 processors and a torch with oneDNN", "use float32 here")
     if len(set(weights)) == 1 and not {torch.float32, torch.float64} & set(weights):
         (only,) = set(weights)
         name = str(only).removeprefix("torch.")
@@ -69,8 +72,12 @@ def has_native_bfloat16(device: torch.device) -> bool:
 
 
 def has_int8_products() -> bool:
-    """Whether the processor sums products of 8-bit numbers in 32 bits; False where that cannot be found out."""
+    """Whether an x86 processor sums products of 8-bit numbers in 32 bits; False where that cannot be found out."""
     return not _INT8_PRODUCT_FLAGS.isdisjoint(_processor_flags())
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 @cache

@@ -1,11 +1,15 @@
 import json
+import os
+import subprocess
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from embeddings.inference import Encoder, encode_corpus, int8_products, search_corpus
+from embeddings.inference import Encoder, encode_corpus, int8_kernels, search_corpus
 from embeddings.inference.int8_products import Int8Products
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
@@ -38,7 +42,7 @@ def rounded(layer: nn.Linear, input_NI: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("reduce", [False, True])
 @torch.no_grad()
 def test_products_are_those_of_rounded_numbers(reduce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8_products, "has_int8_products", lambda: not reduce)
+    monkeypatch.setattr(int8_kernels, "has_int8_products", lambda: not reduce)
     model = Tiny()
     input_NI = torch.randn(50, 32) * torch.logspace(-3, 3, 50)[:, None]
     exact = model.layer(input_NI)
@@ -50,6 +54,71 @@ def test_products_are_those_of_rounded_numbers(reduce: bool, monkeypatch: pytest
     assert ((found - rounded(model.layer, input_NI)) / size_N1).abs().max() < limit
     assert 1e-4 < ((found - exact) / size_N1).abs().max() < 2 * limit
     torch.testing.assert_close(zero, model.layer.bias.expand(2, 3, -1))
+
+
+OVERFLOW = """
+import torch
+from embeddings.inference import int8_kernels
+int8_kernels.has_int8_products = lambda: {has_products}
+layer = torch.nn.Linear(64, 8)
+with torch.inference_mode():
+    layer.weight.fill_(0.5)[::2] *= -1
+    product = int8_kernels.linear_product(layer, layer, int8_kernels.QuantisedInput())
+    input_NI = torch.full((40, 64), 3.0)
+    print((product(input_NI) - layer(input_NI)).abs().max().item())
+"""
+
+
+@pytest.mark.parametrize(("has_products", "is_right"), [(False, True), (True, False)])
+def test_without_products_of_8_bits_pairs_of_the_largest_numbers_do_not_overflow(has_products, is_right) -> None:
+    """oneDNN told to do as on a processor without them: 7 bits are right there, and 8 are not."""
+    code, environment = OVERFLOW.format(has_products=has_products), {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert (float(run.stdout) < 1e-3) is is_right
+
+
+@torch.no_grad()
+def test_layers_that_read_the_same_tensor_quantise_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = embedder(), torch.randint(5, 300, (2, 9))
+    products, counted = Int8Products(model), []
+    quantised = int8_kernels.QuantisedInput._quantised
+
+    def count(self: Any, input_I: torch.Tensor) -> Any:
+        counted.append(input_I)
+        return quantised(self, input_I)
+
+    monkeypatch.setattr(int8_kernels.QuantisedInput, "_quantised", count)
+    with products.on():
+        shared = model.backbone(ids).last_hidden_state
+    num_layers = model.backbone.config.num_hidden_layers
+    # Of six layers, query, key and value read the same.
+    assert len(counted) == 4 * num_layers
+    assert all(value is None for name, value in vars(products._inputs).items() if name != "steps")
+    monkeypatch.setattr(int8_kernels.QuantisedInput, "of", lambda self, _, input_I: quantised(self, input_I))
+    with products.on():
+        assert torch.equal(model.backbone(ids).last_hidden_state, shared)
+
+
+@torch.no_grad()
+def test_another_tensor_or_another_module_is_quantised_anew() -> None:
+    inputs, owners = int8_kernels.QuantisedInput(), (nn.Identity(), nn.Identity())
+    first, second = torch.randn(4, 8), torch.randn(4, 8)
+    found = inputs.of(owners[0], first)
+    assert inputs.of(owners[0], first) is found
+    assert inputs.of(owners[1], first) is not found
+    assert not torch.equal(inputs.of(owners[1], second)[0], found[0])
+    first.neg_()
+    assert torch.equal(inputs.of(owners[1], first)[0].int(), 2 * (inputs.steps + 1) - found[0].int())
+
+
+@torch.no_grad()
+def test_what_is_not_finite_stays_so() -> None:
+    model = Tiny()
+    input_NI = torch.randn(3, 32)
+    input_NI[0, 4], input_NI[1, 5] = torch.nan, torch.inf
+    with Int8Products(model).on():
+        found = model.layer(input_NI)
+    assert found.isfinite().all(dim=1).tolist() == [False, False, True]
 
 
 @torch.no_grad()

@@ -88,11 +88,17 @@ def test_int8_is_for_processors_alone_and_never_chosen():
         resolve_precision("int8", CPU, {torch.bfloat16})
 
 
+def test_int8_on_another_kind_of_processor_is_refused(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(OptionError, match="precision is for x86 processors and a torch with oneDNN, got 'int8'; use f"):
+        resolve_precision("int8", CPU, {torch.float32})
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         ("flags : avx2 avx512_vnni\n", True),
-        ("Features : asimddp\n", True),
+        ("flags : avx2 avx_vnni\n", True),
         ("flags : avx2 avx512f\n", False),
         ("", False),
     ],
