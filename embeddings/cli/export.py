@@ -16,7 +16,7 @@ def export(
     output: Path,
     scores: Path | None = None,
     licence: str | None = None,
-    format: Literal["torch", "onnx"] = "torch",
+    format: Literal["torch", "onnx", "onnx-int8"] = "torch",
 ) -> None:
     """Write the model of a training checkpoint: a sentence-transformers directory, or a language model's directory.
 
@@ -31,11 +31,13 @@ def export(
         scores: A JSON file that `evaluate --output` wrote, for the card.
         licence: The model's licence for the card, as the Hub names it (`apache-2.0`).
         format: `onnx` writes the backbone's graph too, as `onnx/model.onnx`, where sentence-transformers looks for it;
-            for models that load without code of their own.
+            for models that load without code of their own. `onnx-int8` writes that and, beside it, the same graph with
+            its linear layers in int8, as `onnx/model_qint8_avx512_vnni.onnx`.
     """
     from embeddings.cli.card_facts import facts_of_checkpoint, read_scores, run_folder
     from embeddings.common.checkpoint_file import read_checkpoint
     from embeddings.interop.onnx_graph import GRAPH_FILE, check_onnx, write_onnx
+    from embeddings.interop.onnx_int8 import INT8_GRAPH_FILE, write_int8_onnx
     from embeddings.models.directory import replaced_folder, require_folder_or_nothing
     from embeddings.models.model_card import CURVES_FILE, keeps_card, write_model_card
 
@@ -56,14 +58,17 @@ def export(
         module.save_pretrained(output)
         print(f"wrote {output}")
         return
-    if format == "onnx":
+    if format != "torch":
         check_onnx(embedder)
     output, run = output.expanduser(), run_folder(checkpoint)
     lines = [f"wrote {output}"]
     with replaced_folder(output) as new:
         embedder.save_pretrained(new)
-        if format == "onnx":
+        if format != "torch":
             lines.append(f"wrote {output / GRAPH_FILE}: {write_onnx(new)}")
+        if format == "onnx-int8":
+            told = f"least cosine {write_int8_onnx(new):.4f} of mean states over texts of random tokens"
+            lines.append(f"wrote {output / INT8_GRAPH_FILE}: {told}")
         if (run / CURVES_FILE).is_file():
             shutil.copyfile(run / CURVES_FILE, new / CURVES_FILE)
         if not keeps_card(output):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -28,7 +29,7 @@ _OPSET = 18
 # The graph is one file of a format that holds less than 2 GiB.
 _MOST_BYTES = 2**31 - 2**24
 # Texts and tokens of the batches that both are compared on, none of them that of the tracing.
-_CHECKED_SHAPES = ((1, 1), (2, 5), (5, 33))
+CHECKED_SHAPES = ((1, 1), (2, 5), (5, 33))
 # The longest text that both are compared on, in tokens: the attention of a layer takes its square times the heads.
 _LONGEST = 4098
 
@@ -116,7 +117,7 @@ def _export(model: PreTrainedModel, path: Path) -> None:
         with _quiet():
             program = torch.onnx.export(
                 _States(model),
-                _example(model, 3, 17),
+                example_inputs(model.config, 3, 17),
                 input_names=list(_INPUTS),
                 output_names=[_OUTPUT],
                 dynamic_shapes=shapes,
@@ -131,16 +132,23 @@ def _export(model: PreTrainedModel, path: Path) -> None:
         raise OptionError("format", "onnx", rule, "leave it out for this backbone") from error
 
 
-@torch.inference_mode()
-def _compared(model: PreTrainedModel, path: Path) -> Comparison:
+def graph_states(path: Path, inputs: tuple[Tensor, Tensor]) -> npt.NDArray[np.float32]:
+    """The states that a graph gives for ids and mask, (N, L, H)."""
     onnxruntime = require("onnxruntime", "onnx")
     session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+    (states,) = session.run(None, {name: tensor.numpy() for name, tensor in zip(_INPUTS, inputs, strict=True)})
+    found: npt.NDArray[np.float32] = states
+    return found
+
+
+@torch.inference_mode()
+def _compared(model: PreTrainedModel, path: Path) -> Comparison:
     largest, turns = 0.0, _turning_lengths(model.config)
-    shapes = (*_CHECKED_SHAPES, *((1, length + 2) for length in turns if length + 2 <= _LONGEST))
+    shapes = (*CHECKED_SHAPES, *((1, length + 2) for length in turns if length + 2 <= _LONGEST))
     for num_texts, length in shapes:
-        inputs = _example(model, num_texts, length)
+        inputs = example_inputs(model.config, num_texts, length)
         expected = _States(model)(*inputs).numpy()
-        (found,) = session.run(None, {name: tensor.numpy() for name, tensor in zip(_INPUTS, inputs, strict=True)})
+        found = graph_states(path, inputs)
         is_text = inputs[1].numpy().astype(bool)
         # NaN is no small difference.
         largest = float(np.maximum(largest, np.abs(found - expected)[is_text].max()))
@@ -160,10 +168,10 @@ def _turning_lengths(config: PretrainedConfig) -> list[int]:
     return sorted({end for end in ends if isinstance(end, int)})
 
 
-def _example(model: PreTrainedModel, num_texts: int, length: int) -> tuple[Tensor, Tensor]:
+def example_inputs(config: PretrainedConfig, num_texts: int, length: int) -> tuple[Tensor, Tensor]:
     """Random ids of texts of falling lengths, and their mask, (N, L) int64."""
     generator = torch.Generator().manual_seed(length)
-    ids_NL = torch.randint(0, model.config.vocab_size, (num_texts, length), generator=generator)
+    ids_NL = torch.randint(0, config.vocab_size, (num_texts, length), generator=generator)
     lengths_N1 = (length - torch.arange(num_texts)).clamp_min(1)[:, None]
     return ids_NL, (torch.arange(length) < lengths_N1).long()
 

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,11 @@ def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_pa
     card = before[Path("README.md")].decode()
     assert "(curves.png)" in card
     assert "# out\n" in card
+    assert main([*words[:-1], "onnx-int8"]) == 0
+    said, int8_graph = capsys.readouterr().out, Path("onnx/model_qint8_avx512_vnni.onnx")
+    assert float(re.search(r"least cosine ([\d.]+) of mean states", said)[1]) > 0.99
+    before = content(out)
+    assert len(before[int8_graph]) < len(before[Path("onnx/model.onnx")])
     monkeypatch.setattr("embeddings.interop.onnx_graph._TOLERANCE", -1.0)
     assert main(words) == 2
     assert "error: format must give torch's states" in capsys.readouterr().err
@@ -128,7 +134,7 @@ def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_pa
     curves.unlink()
     assert main(words[:-2]) == 0
     after = content(out)
-    assert not {Path("onnx/model.onnx"), Path("curves.png")} & set(after)
+    assert not {Path("onnx/model.onnx"), int8_graph, Path("curves.png")} & set(after)
     assert b"curves.png" not in after[Path("README.md")]
 
 

@@ -58,10 +58,13 @@ def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monke
 
 
 @pytest.mark.parametrize("folder", ["none", "."])
-def test_a_folder_without_one_starts_anew(folder, tmp_path, monkeypatch):
+def test_a_folder_without_one_starts_anew_and_says_so(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert newest_checkpoint(folder) is None
+    assert capsys.readouterr().err == f"nothing to go on from below {tmp_path / folder}: the run begins anew\n"
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert newest_checkpoint(None) is None
+    assert capsys.readouterr().err == ""
 
 
 def test_each_part_that_training_goes_on_from_is_asked_for(tmp_path):
