@@ -1,7 +1,7 @@
 """E15: what int8 costs in score: all-MiniLM-L6-v2 in float32 and in int8 on four evaluation folders of EMBED_DATA.
 
-nDCG@10 on retrieval and Spearman's correlation on similarity, texts of 256 tokens; documents and queries are both encoded
-in the precision that is scored.
+nDCG@10 on retrieval and Spearman's correlation on similarity, texts of 256 tokens; documents and queries are encoded in
+the precision that is scored.
 """
 
 from pathlib import Path

@@ -5,7 +5,7 @@ import onnxruntime
 import pytest
 import torch
 from torch import nn
-from transformers import NomicBertConfig, PreTrainedModel
+from transformers import NomicBertConfig, PretrainedConfig, PreTrainedModel
 
 from embeddings.common import OptionError, TextSettings
 from embeddings.interop import onnx_graph
@@ -76,18 +76,18 @@ def test_both_are_compared_past_a_window_and_past_where_angles_change(
     dynamic = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
     config = NomicBertConfig(max_position_embeddings=24, rope_parameters=dynamic)
     assert onnx_graph._turning_lengths(config) == [24]
-    compared, example = [], onnx_graph._example
+    compared, example = [], onnx_graph.example_inputs
 
-    def spy(model: PreTrainedModel, num_texts: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def spy(config: PretrainedConfig, num_texts: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         compared.append((num_texts, length))
-        return example(model, num_texts, length)
+        return example(config, num_texts, length)
 
-    monkeypatch.setattr(onnx_graph, "_example", spy)
+    monkeypatch.setattr(onnx_graph, "example_inputs", spy)
     embedder(tiny_modernbert()).save_pretrained(tmp_path / "model")
     found = write_onnx(tmp_path / "model")
     assert found.difference <= 1e-5
     assert (found.longest, found.beyond) == (33, ())
-    assert compared[1:] == [*onnx_graph._CHECKED_SHAPES, (1, 5), (1, 8)]
+    assert compared[1:] == [*onnx_graph.CHECKED_SHAPES, (1, 5), (1, 8)]
 
 
 def test_a_length_that_takes_too_much_is_not_compared_and_named(
