@@ -2,17 +2,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from embeddings.inference import Encoder, encode_corpus, int8_kernels, search_corpus
 from embeddings.inference.int8_products import Int8Products
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
-from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.models.contextual_models import tiny_modernbert, tiny_nomic, tiny_xlm_roberta
 
 TEXTS = ["how do I pad sequences", "the quick brown fox jumps over the lazy dog", "z", ""]
 
@@ -94,9 +97,22 @@ def test_layers_that_read_the_same_tensor_quantise_it_once(monkeypatch: pytest.M
     # Of six layers, query, key and value read the same.
     assert len(counted) == 4 * num_layers
     assert all(value is None for name, value in vars(products._inputs).items() if name != "steps")
-    monkeypatch.setattr(int8_kernels.QuantisedInput, "of", lambda self, _, input_I: quantised(self, input_I))
     with products.on():
         assert torch.equal(model.backbone(ids).last_hidden_state, shared)
+
+
+@pytest.mark.parametrize("make", [tiny_bert, tiny_xlm_roberta, tiny_nomic, tiny_modernbert, tiny_mistral])
+@torch.no_grad()
+def test_no_backbone_changes_a_tensor_between_layers_that_share_it(
+    make: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone, ids = make().eval(), torch.randint(5, 100, (2, 9))
+    with Int8Products(backbone).on():
+        shared = backbone(ids).last_hidden_state
+    quantised = int8_kernels.QuantisedInput._quantised
+    monkeypatch.setattr(int8_kernels.QuantisedInput, "of", lambda self, _, input_I: quantised(self, input_I))
+    with Int8Products(backbone).on():
+        assert torch.equal(backbone(ids).last_hidden_state, shared)
 
 
 @torch.no_grad()
