@@ -24,7 +24,7 @@ from embeddings.cli.given import Signature, check_names, check_nulls, given_mapp
 from embeddings.cli.imports import restrict_imports
 from embeddings.cli.notes import HeldNotes
 from embeddings.cli.recipes import expand_recipe
-from embeddings.cli.resume import AUTO, check_resumable, keep_on_in_its_folder, newest_checkpoint, show_place
+from embeddings.cli.resume import AUTO, check_resumable, found_by_auto, keep_on_in_its_folder, show_place
 from embeddings.cli.yaml_files import parse_yaml
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.strategies.timeout import limit_waiting
@@ -92,7 +92,7 @@ class TrainerCLI(LightningCLI):
         self.goes_on = self.config.fit.ckpt_path == AUTO
         if self.goes_on:
             run = plain_types(self._parser("fit"), self.config.fit)
-            self.config.fit.ckpt_path = newest_checkpoint(self.config.fit.trainer.default_root_dir, run)
+            self.config.fit.ckpt_path = found_by_auto(self.config.fit.trainer.default_root_dir, run)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the config as it is: Lightning would take arguments of the module from the checkpoint."""

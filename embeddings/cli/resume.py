@@ -49,9 +49,9 @@ def check_resumable(path: Path, run: Mapping[str, Any] | None = None) -> None:
 def newest_checkpoint(folder: str | Path | None, run: Mapping[str, Any] | None = None) -> str | None:
     """The newest `*.ckpt` at any depth of a folder from which the run can go on, or None: it then starts anew.
 
-    A line on standard error says that it does, for somebody whose checkpoints lie elsewhere. One that cannot be used is
-    left out, with a line too; so is one of another run, which was given another model, other data or another seed (see
-    `first_difference`). One that does not say what its run was given is taken.
+    One that cannot be used is left out, with one line on standard error; so is one of another run, which was given
+    another model, other data or another seed (see `first_difference`). One that does not say what its run was given
+    is taken.
 
     Args:
         folder: `trainer.default_root_dir`, which should be this run's alone; None for the working folder.
@@ -68,9 +68,18 @@ def newest_checkpoint(folder: str | Path | None, run: Mapping[str, Any] | None =
                 print(f"left out: {error}", file=sys.stderr)
         else:
             return str(path)
-    if is_first_process():
-        print(f"nothing to go on from below {Path(root).resolve()}: the run begins anew", file=sys.stderr)
     return None
+
+
+def found_by_auto(folder: str | Path | None, run: Mapping[str, Any]) -> str | None:
+    """What `--ckpt_path auto` stands for (see `newest_checkpoint`).
+
+    None is told in one line on standard error, to somebody whose checkpoints lie elsewhere.
+    """
+    found = newest_checkpoint(folder, run)
+    if found is None and is_first_process():
+        print(f"nothing to go on from below {Path(folder or '.').resolve()}: the run begins anew", file=sys.stderr)
+    return found
 
 
 def show_place(data: Any, checkpoint: str | None) -> None:

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from embeddings.cli.app import run_trainer
-from embeddings.cli.resume import check_resumable, keep_on_in_its_folder, newest_checkpoint
+from embeddings.cli.resume import check_resumable, found_by_auto, keep_on_in_its_folder, newest_checkpoint
 from embeddings.common import InputError, OptionError
 from tests.helpers.checkpoints import RESUMABLE, damage, save
 from tests.helpers.runs import run_config, write_config, write_pairs
@@ -61,9 +61,11 @@ def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monke
 def test_a_folder_without_one_starts_anew_and_says_so(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert newest_checkpoint(folder) is None
+    assert capsys.readouterr().err == ""
+    assert found_by_auto(folder, {}) is None
     assert capsys.readouterr().err == f"nothing to go on from below {tmp_path / folder}: the run begins anew\n"
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert newest_checkpoint(None) is None
+    assert found_by_auto(None, {}) is None
     assert capsys.readouterr().err == ""
 
 
