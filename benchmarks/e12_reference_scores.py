@@ -16,6 +16,7 @@ from embeddings.common import TextSettings
 from embeddings.evaluation import RetrievalFolder, evaluate_folder, read_evaluation_folder, retrieval_metrics
 from embeddings.evaluation.folders import find_evaluation_folders
 from embeddings.inference import BM25, Encoder
+from embeddings.inference.precision import Precision
 from embeddings.models import Embedder
 
 QUICKSTART = Path("checkpoints/quickstart")
@@ -31,11 +32,22 @@ METRICS = {
 }
 
 
-def encoder_of(model: str) -> Encoder:
+def encoder_of(model: str, precision: Precision = "auto") -> Encoder:
     """A model that reads up to 256 tokens of a text."""
     embedder = Embedder.from_pretrained(model)
     embedder.text = TextSettings(MAX_LENGTH, MAX_LENGTH, prompts=embedder.text.prompts)
-    return Encoder(embedder)
+    return Encoder(embedder, precision=precision)
+
+
+def evaluation_root(tiny: bool) -> Path:
+    """The folder EMBED_DATA; if `tiny`, or where there is none, the small evaluation sets of the trials."""
+    root = data_folder()
+    if root.is_dir() and not tiny:
+        return root
+    world = World(Path("checkpoints/trials"), tiny=True)
+    with world.alone():
+        world.prepare([])
+    return world.folder / "corpus" / "eval"
 
 
 def scores_of(folder: Path, encoders: Mapping[str, Encoder]) -> tuple[str, dict[str, float]]:
@@ -53,12 +65,7 @@ def scores_of(folder: Path, encoders: Mapping[str, Encoder]) -> tuple[str, dict[
 def main() -> None:
     """Score every folder, and print the table as it stands in the README."""
     chosen = options(__doc__, threads=2)
-    root = data_folder()
-    if chosen.tiny or not root.is_dir():
-        world = World(Path("checkpoints/trials"), tiny=True)
-        with world.alone():
-            world.prepare([])
-        root = world.folder / "corpus" / "eval"
+    root = evaluation_root(chosen.tiny)
     models = {MODEL: MODEL} | ({"quickstart": str(QUICKSTART)} if (QUICKSTART / "modules.json").is_file() else {})
     encoders = {name: encoder_of(model) for name, model in models.items()}
     columns = ["BM25", *encoders]

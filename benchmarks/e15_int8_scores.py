@@ -4,40 +4,23 @@ nDCG@10 on retrieval and Spearman's correlation on similarity, texts of 256 toke
 the precision that is scored.
 """
 
-from pathlib import Path
-
-from benchmarks.docstring_trials import MODEL, World
-from benchmarks.e12_reference_scores import MAX_LENGTH, METRICS
+from benchmarks.docstring_trials import MODEL
+from benchmarks.e12_reference_scores import METRICS, encoder_of, evaluation_root
 from benchmarks.harness import options, record
 from benchmarks.moe_trials import data_folder
-from embeddings.common import TextSettings
 from embeddings.evaluation import evaluate_folder, read_evaluation_folder
 from embeddings.evaluation.folders import find_evaluation_folders
-from embeddings.inference import Encoder
 from embeddings.inference.precision import Precision
 
 FOLDERS = ("chunking_eval", "cisi", "cranfield", "stsb")
 PRECISIONS: tuple[Precision, ...] = ("float32", "int8")
 
 
-def encoder_of(precision: Precision) -> Encoder:
-    """MiniLM, which reads up to 256 tokens of a text."""
-    encoder = Encoder.from_pretrained(MODEL, device="cpu", precision=precision)
-    text = encoder.embedder.text
-    encoder.embedder.text = TextSettings(MAX_LENGTH, MAX_LENGTH, prompts=text.prompts)
-    return Encoder(encoder.embedder, precision=precision)
-
-
 def main() -> None:
     """Score each folder in each precision."""
     chosen = options(__doc__, threads=2)
-    root = data_folder()
-    if chosen.tiny or not root.is_dir():
-        world = World(Path("checkpoints/trials"), tiny=True)
-        with world.alone():
-            world.prepare([])
-        root = world.folder / "corpus" / "eval"
-    encoders = {precision: encoder_of(precision) for precision in PRECISIONS}
+    root = evaluation_root(chosen.tiny)
+    encoders = {precision: encoder_of(MODEL, precision) for precision in PRECISIONS}
     for folder in find_evaluation_folders(root):
         if root == data_folder() and folder.name not in FOLDERS:
             continue

@@ -36,8 +36,7 @@ def export(
     """
     from embeddings.cli.card_facts import facts_of_checkpoint, read_scores, run_folder
     from embeddings.common.checkpoint_file import read_checkpoint
-    from embeddings.interop.onnx_graph import GRAPH_FILE, check_onnx, write_onnx
-    from embeddings.interop.onnx_int8 import INT8_GRAPH_FILE, write_int8_onnx
+    from embeddings.interop.onnx_graph import check_onnx
     from embeddings.models.directory import replaced_folder, require_folder_or_nothing
     from embeddings.models.model_card import CURVES_FILE, keeps_card, write_model_card
 
@@ -65,16 +64,25 @@ def export(
     with replaced_folder(output) as new:
         embedder.save_pretrained(new)
         if format != "torch":
-            lines.append(f"wrote {output / GRAPH_FILE}: {write_onnx(new)}")
-        if format == "onnx-int8":
-            told = f"least cosine {write_int8_onnx(new):.4f} of mean states over texts of random tokens"
-            lines.append(f"wrote {output / INT8_GRAPH_FILE}: {told}")
+            lines += write_graphs(new, output, with_int8=format == "onnx-int8")
         if (run / CURVES_FILE).is_file():
             shutil.copyfile(run / CURVES_FILE, new / CURVES_FILE)
         if not keeps_card(output):
             facts, name = facts_of_checkpoint(state, run), output.resolve().name
             write_model_card(new, embedder, facts, scores=results, licence=licence, name=name)
     print(*lines, sep="\n")
+
+
+def write_graphs(folder: Path, output: Path, *, with_int8: bool) -> list[str]:
+    """Write the ONNX graphs of a model directory, and return a line on each, by the place where it will lie."""
+    from embeddings.interop.onnx_graph import GRAPH_FILE, write_onnx
+    from embeddings.interop.onnx_int8 import INT8_GRAPH_FILE, write_int8_onnx
+
+    lines = [f"wrote {output / GRAPH_FILE}: {write_onnx(folder)}"]
+    if with_int8:
+        told = f"least cosine {write_int8_onnx(folder):.4f} of mean states over texts of random tokens"
+        lines.append(f"wrote {output / INT8_GRAPH_FILE}: {told}")
+    return lines
 
 
 def trained_module(state: dict[str, Any], checkpoint: Path) -> Any:

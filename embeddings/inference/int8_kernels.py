@@ -78,6 +78,7 @@ def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -
     to_float32: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")
 
     def product(input_I: Tensor) -> Tensor:
+        """The outputs, (..., O): oneDNN knows one scale for all tokens, so each token's own is multiplied in here."""
         bytes_I, size_1 = inputs.of(owner, input_I)
         output_O: Tensor = torch.ops.onednn.qlinear_pointwise(
             bytes_I, 1 / inputs.steps, inputs.steps + 1, packed, scale_O, zero_O, *to_float32

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,23 +132,27 @@ def _export(model: PreTrainedModel, path: Path) -> None:
         raise OptionError("format", "onnx", rule, "leave it out for this backbone") from error
 
 
-def graph_states(path: Path, inputs: tuple[Tensor, Tensor]) -> npt.NDArray[np.float32]:
-    """The states that a graph gives for ids and mask, (N, L, H)."""
+def open_graph(path: Path) -> Callable[[tuple[Tensor, Tensor]], npt.NDArray[np.float32]]:
+    """What turns ids and mask, (N, L) int64, into the states, (N, L, H), that a graph gives for them."""
     onnxruntime = require("onnxruntime", "onnx")
     session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
-    (states,) = session.run(None, {name: tensor.numpy() for name, tensor in zip(_INPUTS, inputs, strict=True)})
-    found: npt.NDArray[np.float32] = states
-    return found
+
+    def states(inputs: tuple[Tensor, Tensor]) -> npt.NDArray[np.float32]:
+        """The states of one batch."""
+        (found_NLH,) = session.run(None, {name: tensor.numpy() for name, tensor in zip(_INPUTS, inputs, strict=True)})
+        return np.asarray(found_NLH, np.float32)
+
+    return states
 
 
 @torch.inference_mode()
 def _compared(model: PreTrainedModel, path: Path) -> Comparison:
-    largest, turns = 0.0, _turning_lengths(model.config)
+    largest, turns, states_of = 0.0, _turning_lengths(model.config), open_graph(path)
     shapes = (*CHECKED_SHAPES, *((1, length + 2) for length in turns if length + 2 <= _LONGEST))
     for num_texts, length in shapes:
         inputs = example_inputs(model.config, num_texts, length)
         expected = _States(model)(*inputs).numpy()
-        found = graph_states(path, inputs)
+        found = states_of(inputs)
         is_text = inputs[1].numpy().astype(bool)
         # NaN is no small difference.
         largest = float(np.maximum(largest, np.abs(found - expected)[is_text].max()))

@@ -4,13 +4,12 @@ import logging
 from pathlib import Path
 
 import numpy as np
-import torch
+from transformers import AutoConfig
 
 from embeddings.common.errors import OptionError
 from embeddings.common.fileio import atomic_path
 from embeddings.common.optional import require
-from embeddings.interop.onnx_graph import CHECKED_SHAPES, GRAPH_FILE, example_inputs, graph_states
-from embeddings.models.backbone import load_model
+from embeddings.interop.onnx_graph import CHECKED_SHAPES, GRAPH_FILE, example_inputs, open_graph
 
 # sentence-transformers names graphs so: signed weights of 8 bits, for processors that sum their products in 32.
 INT8_GRAPH_FILE = GRAPH_FILE.with_name("model_qint8_avx512_vnni.onnx")
@@ -34,13 +33,14 @@ def write_int8_onnx(folder: Path) -> float:
     quantization = require("onnxruntime.quantization", "onnx")
     with atomic_path(folder / INT8_GRAPH_FILE) as temporary:
         # onnxruntime proposes a preparation that these graphs do not need.
-        logging.disable(logging.WARNING)
+        before = logging.root.manager.disable
+        logging.disable(max(before, logging.WARNING))
         try:
             quantization.quantize_dynamic(
                 folder / GRAPH_FILE, temporary, weight_type=quantization.QuantType.QInt8, per_channel=True
             )
         finally:
-            logging.disable(logging.NOTSET)
+            logging.disable(before)
         cosine = _least_cosine(folder, folder / GRAPH_FILE, temporary)
         if not np.isfinite(cosine):
             rule = "must give finite states: this model's numbers are too large for one scale a layer"
@@ -48,13 +48,13 @@ def write_int8_onnx(folder: Path) -> float:
     return cosine
 
 
-@torch.inference_mode()
 def _least_cosine(folder: Path, exact: Path, rounded: Path) -> float:
-    config, least = load_model(folder, torch.float32).config, 1.0
+    config, least = AutoConfig.from_pretrained(folder, local_files_only=True), 1.0
+    graphs = [open_graph(path) for path in (exact, rounded)]
     for num_texts, length in CHECKED_SHAPES:
         inputs = example_inputs(config, num_texts, length)
         is_text = inputs[1].numpy()[..., None]
-        first, second = ((graph_states(path, inputs) * is_text).sum(axis=1) for path in (exact, rounded))
+        first, second = ((states_of(inputs) * is_text).sum(axis=1) for states_of in graphs)
         sizes = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
         least = float(np.minimum(least, ((first * second).sum(axis=1) / sizes).min()))
     return least
