@@ -30,6 +30,7 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
         # The scale's batch survives the data file that comes after it: 8 ranks of 16 are the paper's 128.
         assert (printed["data"]["init_args"]["batch_size"], printed["trainer"]["devices"]) == (16, 8)
         assert printed["data"]["init_args"]["num_negatives"] == 7
+        check_nv_embed_sources(name, printed["data"]["init_args"]["sources"])
     if name.startswith("moe") and name != "moe_docstrings":
         check_moe(name, printed)
     asked = []
@@ -40,6 +41,17 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
     assert len(asked) >= 2
     found = [callback["class_path"].rpartition(".")[2] for callback in printed["trainer"]["callbacks"]]
     assert found == [path.rpartition(".")[2] for path in asked]
+
+
+def check_nv_embed_sources(name, sources):
+    """The synthetic samples are what S3 has beyond S2, and no source of S2 is lost by adding them (Table 4)."""
+    synthetic = [source for source in sources if source["name"] == "synthetic"]
+    assert len(sources) - len(synthetic) == (16 if "stage1" in name else 42)
+    assert [source["max_rows"] for source in synthetic] == ([120_000] if "synthetic" in name else [])
+    assert not any(source["in_batch_negatives"] for source in synthetic)
+    # Table 4: S2 without the synthetic samples, S3 with them.
+    paper_value = {"nv_embed_stage2_h100x8": "72.07", "nv_embed_stage2_synthetic_h100x8": "72.31"}.get(name, "")
+    assert RECIPES[name]["paper_value"] == paper_value
 
 
 def check_moe(name, printed):
