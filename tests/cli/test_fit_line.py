@@ -20,7 +20,7 @@ from tests.helpers.runs import run_config, write_config
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "lightning_configs"
 # Sweeps, the jobs of other commands, and two tables of a paper are no configs of fit.
-NO_RUNS = ("jobs", "sweeps", "nv_embed_tables", "nv_embed_evaluation")
+NO_RUNS = ("jobs", "sweeps", "nv_embed_tables")
 FILES = [path for path in CONFIGS.rglob("*.yaml") if not {path.parent.name, path.stem} & {*NO_RUNS}]
 GRADCACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_token": 1}}
 # What is merged into the config of a run, and options.
