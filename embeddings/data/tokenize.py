@@ -53,8 +53,9 @@ class TextTokenizer:
     Raises:
         OptionError: If the tokenizer is slow (it cannot say which characters a token covers), or has no
             end-of-sequence token and `append_eos` asks for it, or its suffix cannot be told from a text.
-    Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §4.1; the released `modeling_nvembed.py`. Differs: the release
-        counts the instruction's tokens apart from the text and appends EOS before truncation, which can lose it.
+    Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §4 (Eq. 2); the released `modeling_nvembed.py`. Differs: the
+        release counts the instruction's tokens apart from the text and appends EOS before truncation, which can lose
+        it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TextSettings) -> None:

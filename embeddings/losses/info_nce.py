@@ -47,7 +47,7 @@ class InfoNCE(nn.Module):
     Raises:
         OptionError: If the temperature is not > 0, or the tile size not >= 1.
     Source: van den Oord 2018, arXiv:1807.03748, Eq. 4; in-batch negatives switched per source: Lee 2024 (NV-Embed),
-        arXiv:2405.17428, section 4.1.
+        arXiv:2405.17428, §3.3.
     """
 
     # The widths that vectors may be cut to; none where they are compared whole alone.

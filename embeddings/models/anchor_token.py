@@ -37,7 +37,7 @@ class AnchorTokenPooling(Pooling):
     Raises:
         ValueError: If the axis is unknown or there is no layer.
 
-    Source: MGH, §2.2, Eq. 2 to 4. Differs: the key axis by default, for which see `anchor_weights`.
+    Source: MGH, §2.2, Eq. 3 to 5. Differs: the key axis by default, for which see `anchor_weights`.
     """
 
     def __init__(

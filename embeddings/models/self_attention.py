@@ -30,7 +30,7 @@ class SelfAttentionPooling(Pooling):
         mean is summed in float32.
     Raises:
         ValueError: If there is no head, or the heads do not divide the hidden size.
-    Source: Lee 2024, arXiv:2405.17428, §5.2.2 and Table 2. The layer's inner form is ours: the paper gives none.
+    Source: Lee 2024, arXiv:2405.17428, §5.2.3, Tables 2 and 3. The layer's inner form is ours: the paper gives none.
     Related: `LatentAttentionPooling`, which does better in the paper.
     """
 
