@@ -34,9 +34,9 @@ _FORMS = {
 def load(folder: Path) -> Imported:
     """The contextual model of a folder.
 
-    cde-small-v1 is read as it was trained: words at their positions, context vectors at none. Both versions prepare
-    the second stage's word embeddings twice, which is worked into the table: v1 adds the token type before and within
-    the encoder, v2 norms before and within it.
+    cde-small-v1 is read as it was trained: words at their positions, context vectors at none. What either version does
+    to the second stage's words alone, and not to context and soft prompt, is worked into the table of words: v1 adds
+    the token type, v2 norms them once more than the encoder does.
 
     Raises:
         InputError: If the folder does not hold a whole checkpoint of this family.
@@ -56,7 +56,7 @@ def load(folder: Path) -> Imported:
     parts = _empty_parts(kind, weights, tokenizer, num_context)
     left = tuple(f"{stage}{name}" for stage in (_FIRST, _SECOND) for name in LEFT)
     states, report = take_parts(KeyMap(FAMILY, _names(kind), left), weights, parts)
-    states["second"] = _prepared_twice(kind, states["second"])
+    states["second"] = _prepared_words(kind, states["second"])
     embedder = ContextualEmbedder(
         filled_model(parts["first"], states["first"]),
         filled_model(parts["second"], states["second"]),
@@ -147,11 +147,15 @@ def _names(kind: str) -> dict[str, str | Published]:
     }
 
 
-def _prepared_twice(kind: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The second stage with what is done to its words before the encoder done in the table of words."""
+def _prepared_words(kind: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The second stage with what is done to its words before the encoder done in the table of words.
+
+    In training, v1's encoder adds no token type to inputs that are vectors, which transformers' does: its table is zero
+    here.
+    """
     if kind == "nomic":
-        words, types = "embeddings.word_embeddings.weight", state["embeddings.token_type_embeddings.weight"]
-        return {**state, words: state[words] + types[0]}
+        words, types = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"
+        return {**state, words: state[words] + state[types][0], types: torch.zeros_like(state[types])}
     words, norm = "embeddings.tok_embeddings.weight", state["embeddings.norm.weight"]
     table = state[words].float()
     normed = F.layer_norm(table, table.shape[1:], norm.float(), eps=ModernBertConfig().norm_eps)

@@ -84,11 +84,11 @@ def published_v1(folder, monkeypatch, **config):
 
 
 def vector_v1(state, prefix, ids):
-    """As trained: the token type is added before the encoder and within it, the context stands at position 0."""
+    """As trained: words have the token type once, context and soft prompt have none, the context is at position 0."""
     second = of_stage(state, "second_stage_model.backbone.")
     kind = second["embeddings.token_type_embeddings.weight"][0]
-    text = second["embeddings.word_embeddings.weight"][ids] + kind
-    inputs = torch.cat([prefix, text]) + kind
+    assert kind.norm() > 0.5
+    inputs = torch.cat([prefix, second["embeddings.word_embeddings.weight"][ids] + kind])
     position = torch.arange(len(inputs))
     position[: len(prefix) - SOFT] = 0
     states = nomic.encoder_states(second, nomic.DENSE, inputs, position, layers=2)
