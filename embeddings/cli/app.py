@@ -18,7 +18,7 @@ from embeddings.callbacks.durable_checkpoints import make_checkpoints_durable
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.run_record import RunRecord, plain_types
 from embeddings.callbacks.step_progress import show_whole_run
-from embeddings.cli.errors import ConfigError, one_line, reason, with_fix, with_way_out
+from embeddings.cli.errors import ConfigError, reason, with_fix, with_way_out
 from embeddings.cli.fit_line import check_one_method
 from embeddings.cli.given import Signature, check_names, check_nulls, given_mappings, read_config
 from embeddings.cli.imports import restrict_imports
@@ -27,6 +27,7 @@ from embeddings.cli.recipes import expand_recipe
 from embeddings.cli.resume import AUTO, check_resumable, found_by_auto, keep_on_in_its_folder, show_place
 from embeddings.cli.yaml_files import parse_yaml
 from embeddings.common import InputError, OptionError, UserError
+from embeddings.common.text import one_line
 from embeddings.strategies.timeout import limit_waiting
 
 CKPT_KEYWORDS = ("best", "last", "hpc", AUTO)
@@ -202,11 +203,11 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
     try:
         return make_cli(expanded, kind)
     except MisconfigurationException as error:
-        raise ConfigError(f"{one_line(str(error), 140)}; change the option, fit --help lists them") from error
+        raise ConfigError(f"{one_line(str(error), 220)}; change the option, fit --help lists them") from error
     except (RuntimeError, KeyError) as error:
         if not re.match(NO_RESUME, str(error)):
             raise
-        what = one_line(str(error).strip("'\""), 120)
+        what = one_line(str(error).strip("'\""), 220)
         raise ConfigError(f"--ckpt_path: {what}; resume with the configs that wrote it") from error
 
 
@@ -240,7 +241,7 @@ def refused_option(message: str, given: dict[str, Any]) -> str:
     valued = [name for name in (*HARDWARE_OPTIONS, "max_time") if f"{given.get(name)}" in re.findall(r"\w+", message)]
     shown = (named or valued or HARDWARE_OPTIONS)[:4]
     options = ", ".join(f"trainer.{name}: {given[name]}" for name in shown)
-    return f"{options}: {one_line(message, 110).rstrip('. ')}; change it, or leave it out"
+    return f"{options}: {one_line(message, 220).rstrip('. ')}; change it, or leave it out"
 
 
 def check_given(argv: Sequence[str], parsed: dict[str, Any]) -> None:

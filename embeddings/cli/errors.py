@@ -12,6 +12,7 @@ from embeddings.cli.source_names import parameters_in_source, public_names
 from embeddings.cli.source_types import argument_in_source
 from embeddings.common import NumericError, PreemptedError, UserError
 from embeddings.common.errors import WorkerError
+from embeddings.common.text import one_line
 
 EXIT_OK = 0
 EXIT_INPUT = 2
@@ -40,23 +41,6 @@ _GROUP = re.compile(
 
 class ConfigError(UserError):
     """A command line or config that does not parse."""
-
-
-def one_line(message: str, limit: int = 300) -> str:
-    """The message as one printable line of at most `limit` characters.
-
-    What is cut is the middle, never the start or the end. What a terminal would obey is written as an escape.
-    """
-    line = printable(re.sub(r"\s+", " ", message).strip())
-    if len(line) <= limit:
-        return line
-    half = (limit - 3) // 2
-    return f"{line[:half]}...{line[-half:]}"
-
-
-def printable(text: str) -> str:
-    """A text with what a terminal would obey as escapes."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def reason(message: str) -> str:
@@ -128,7 +112,7 @@ def with_way_out(message: str, options: Iterable[str]) -> str:
     unknown = re.search(r"unrecognized arguments: (--[^\s=]+)|(?:Option|accept option) '([^']+)'", line)
     if unknown is None:
         takes = "--help says what each option takes"
-        return f"{one_line(line, 150)}; {takes}" if "expected " in line[:200] else with_fix(line)
+        return f"{one_line(line, 220)}; {takes}" if "expected " in line[:200] else with_fix(line)
     name = unknown[1] or unknown[2]
     prefix = "" if unknown[1] or owner else "--"
     whole = [option for option in dict.fromkeys(options) if option.startswith(prefix + name)]
@@ -155,7 +139,7 @@ def with_fix(line: str) -> str:
     names = public_names(unknown[1]) or dir(sys.modules.get(unknown[1])) if unknown else []
     alike = get_close_matches(unknown[2], names, n=1) if unknown else []
     guess = f"did you mean {alike[0]}? " if alike else ""
-    return f"{one_line(line, 150).rstrip('.')}; {guess}--help lists the options"
+    return f"{one_line(line, 220).rstrip('.')}; {guess}--help lists the options"
 
 
 def _parameters(class_path: str) -> list[str]:
@@ -230,5 +214,5 @@ def _without_suffix(path: object) -> str:
 
 
 def _report(message: str, code: int) -> int:
-    print(f"error: {one_line(message)}", file=sys.stderr)
+    print(f"error: {one_line(message, 400)}", file=sys.stderr)
     return code

@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from embeddings.cli.errors import one_line, reason
+from embeddings.cli.errors import reason
 from embeddings.common import InputError, OptionError
+from embeddings.common.text import one_line
 
 ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
 

@@ -160,7 +160,7 @@ def _index_of(corpus: Path) -> "NearestRows":
 
 
 def _print_hits(hits: "list[Hit]") -> None:
-    from embeddings.cli.errors import printable
+    from embeddings.common.text import printable
 
     for hit in hits:
         print(f"{hit.score:.3f}  {printable(hit.document_id)}\n       {printable(' '.join(hit.text.split()))[:160]}")

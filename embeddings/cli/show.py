@@ -58,8 +58,8 @@ def anchor_tokens(
         by_visible_queries: Whether a weight is divided by the number of queries that see the token, as the key axis
             needs under a causal mask.
     """
-    from embeddings.cli.errors import one_line
     from embeddings.common import OptionError
+    from embeddings.common.text import one_line
     from embeddings.figures import check_output, draw_anchor_tokens
     from embeddings.inference import Encoder
     from embeddings.inference.token_weights import token_weights

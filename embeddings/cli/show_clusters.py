@@ -32,8 +32,8 @@ def clusters(
         perplexity: About how many neighbours of each row t-SNE goes by, fewer than a third of the rows drawn; 30 if
             left out.
     """
-    from embeddings.cli.errors import one_line
     from embeddings.common import InputError, OptionError
+    from embeddings.common.text import one_line
     from embeddings.data.samplers.cluster_folder import ClusterFolder
     from embeddings.data.surrogate_vectors import SurrogateVectors
     from embeddings.figures import check_output, draw_clusters

@@ -33,8 +33,8 @@ def contextual_shift(
         context_size: How many documents a context holds; as many as the model takes if left out.
         seed: Seed of the draws.
     """
-    from embeddings.cli.errors import one_line
     from embeddings.common import OptionError
+    from embeddings.common.text import one_line
     from embeddings.figures import check_output, draw_contextual_shift
     from embeddings.figures.contextual_shift import MOST_CORPORA, MOST_DOCUMENTS
     from embeddings.figures.run_lines import run_names
@@ -74,7 +74,7 @@ def contextual_shift(
 
 def _table(shift: "ContextualShift", documents: "Sequence[Document]") -> str:
     """Each document's cosines."""
-    from embeddings.cli.errors import one_line
+    from embeddings.common.text import one_line
 
     names = ("between contexts", "the least", "with no context", "nearest other")
     lines = ["{:>16}  {:>9}  {:>15}  {:>13}  document".format(*names)]

@@ -31,8 +31,8 @@ def latent_attention(
         head: The head whose attention is shown, from 0; the mean over all of them if left out.
         num_latents: How many latents have a column: the busiest over all texts.
     """
-    from embeddings.cli.errors import one_line
     from embeddings.common import OptionError
+    from embeddings.common.text import one_line
     from embeddings.figures import check_output, draw_latent_weights
     from embeddings.figures.latent_weights import MOST_COLUMNS
     from embeddings.inference import Encoder

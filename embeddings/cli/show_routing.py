@@ -68,7 +68,7 @@ def _show_runs(runs: list[Path], output: Path, unused: dict[str, Any]) -> None:
 def _show_model(
     model: str, texts: list[str], output: Path, prompt_name: str | None, role: Literal["document", "query"]
 ) -> None:
-    from embeddings.cli.errors import one_line
+    from embeddings.common.text import one_line
     from embeddings.figures import draw_expert_loads
     from embeddings.inference import Encoder, expert_loads
 

@@ -1,5 +1,9 @@
-"""How a text becomes tokens: the settings that training, serving and a saved model directory share."""
+"""How a text becomes tokens, and how a message becomes a line.
 
+The settings of tokenising are those that training, serving and a saved model directory share.
+"""
+
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
@@ -66,3 +70,21 @@ class TextSettings:
 def instruction_prompt(instruction: str) -> str:
     """The prompt of an instruction: NV-Embed Eq. 2, with the line break and the trailing space of its model card."""
     return f"Instruct: {instruction}\nQuery: "
+
+
+def one_line(message: str, limit: int = 300) -> str:
+    """The message as one printable line of at most `limit` characters.
+
+    Of a longer one the first third and the last two thirds are kept: it begins with what failed and ends with why. What
+    a terminal would obey is written as an escape.
+    """
+    line = printable(re.sub(r"\s+", " ", message).strip())
+    if len(line) <= limit:
+        return line
+    first = (limit - 3) // 3
+    return f"{line[:first]}...{line[first + 3 - limit :]}"
+
+
+def printable(text: str) -> str:
+    """A text with what a terminal would obey as escapes."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

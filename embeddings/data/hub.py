@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from embeddings.common.errors import InputError
+from embeddings.common.text import one_line
 from embeddings.data.readers import Row
 
 
@@ -76,7 +77,7 @@ class HubReader:
 
 
 def _unreachable(name: str, error: Exception) -> InputError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:80]
+    reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0], 160)
     return InputError(
         f"hub:{name}", f"cannot be read ({reason})", "check name, split and network, or download it and give its files"
     )

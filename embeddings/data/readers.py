@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError
+from embeddings.common.text import one_line
 
 MAX_LINE_BYTES = 32 * 2**20
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
@@ -184,7 +185,7 @@ class ParquetReader:
                     ) from None
 
     def _refuse(self, number: int, error: Exception) -> NoReturn:
-        reason = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
+        reason = one_line(str(error) or type(error).__name__, 100)
         raise InputError(
             f"{self.path}:{number + 1}", f"the Parquet data is cut off or damaged ({reason})", "write the file again"
         ) from error

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.log import logger
+from embeddings.common.text import one_line
 from embeddings.data.staging import remove_abandoned, scratch_folder
 from embeddings.evaluation.instructions import Instructions
 from embeddings.evaluation.mteb_library import quiet
@@ -212,9 +213,9 @@ def _loaded(task: "AbsTask", shows: bool) -> Iterator[None]:
         raise
     # Each library on the way to a data set has errors of its own.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = one_line((str(error).strip() or type(error).__name__).splitlines()[0], 160)
         fix = "run it once with a network, or point HF_HOME to a cache that holds it"
-        raise InputError(f"task {task.metadata.name}", f"its data cannot be loaded ({reason[:120]})", fix) from error
+        raise InputError(f"task {task.metadata.name}", f"its data cannot be loaded ({reason})", fix) from error
     try:
         yield
     finally:

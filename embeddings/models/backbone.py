@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 import embeddings.models.architectures  # noqa: F401 - makes our own known
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import shown
+from embeddings.common.text import one_line
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
 from embeddings.models.hub import resolve_model
 from embeddings.models.model_files import read_json, weight_files
@@ -300,4 +301,4 @@ def _first_line(error: BaseException) -> str:
     """The first sentence of what a library says."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return re.split(r"\. (?=[A-Z])", line)[0].rstrip(".")[:100]
+    return one_line(re.split(r"\. (?=[A-Z])", line)[0].rstrip("."), 200)

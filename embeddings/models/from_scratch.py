@@ -8,6 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import OptionError
+from embeddings.common.text import one_line
 from embeddings.models.backbone import check_attention, highest_id, read_tokenizer
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
 from embeddings.models.hub import resolve_model
@@ -72,7 +73,7 @@ def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, P
             make_bidirectional_config(config)
         model = auto_class.from_config(config, **options)
     except (StrictDataclassError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(str(error), 200)
         raise OptionError("model.from_scratch.settings", scratch.settings, "make no model", reason) from error
     assert isinstance(model, PreTrainedModel)
     if scratch.bidirectional:

@@ -11,6 +11,7 @@ from torch import nn
 
 from embeddings.common import InputError
 from embeddings.common.errors import shown
+from embeddings.common.text import one_line
 
 # What `import` writes beside a model: which published tensor each of its own came from.
 IMPORT_FILE = "import.json"
@@ -31,7 +32,7 @@ def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        what = f"is no readable JSON ({str(error)[:80]})"
+        what = f"is no readable JSON ({one_line(str(error), 160)})"
         raise InputError(str(path), what, fix) from error
     if not isinstance(value, kind):
         raise InputError(str(path), f"holds no {kind.__name__}", fix)
@@ -75,5 +76,5 @@ def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
         state = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
         module.load_state_dict(state, assign=True)
     except (OSError, SafetensorError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:100]
+        reason = one_line(str(error), 160)
         raise InputError(str(file), f"cannot be loaded: {reason}", "take a whole copy of the model") from error

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.optional import require
 from embeddings.common.randomness import derive_seed
+from embeddings.common.text import one_line
 from embeddings.synthesis.answers import Answer
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -183,7 +184,7 @@ class ChatClient:
         except (TimeoutError, self._openai.APITimeoutError):
             raise UnansweredError(f"no answer in {self.timeout_seconds:g} s") from None
         except self._openai.APIConnectionError as error:
-            raise UnansweredError("no connection", _shown(str(error.__cause__ or error))) from None
+            raise UnansweredError("no connection", one_line(str(error.__cause__ or error), _SHOWN)) from None
         except self._openai.APIStatusError as error:
             return self._of_status(error)
         return _answer_of(content)
@@ -191,7 +192,10 @@ class ChatClient:
     def _of_status(self, error: Any) -> Answer:
         """What an HTTP status that is an error means: a refusal, or one of the errors of `ask`."""
         body = error.body
-        status, says = int(error.status_code), _shown(str(body.get("message") if isinstance(body, dict) else body))
+        status, says = (
+            int(error.status_code),
+            one_line(str(body.get("message") if isinstance(body, dict) else body), _SHOWN),
+        )
         if status in _REFUSED:
             return Answer(None, refused=f"status {status}: {says}")
         if status in (401, 404):
@@ -225,7 +229,7 @@ def _answer_of(content: bytes) -> Answer:
     return Answer(
         text if isinstance(text, str) else None,
         reason if isinstance(reason, str) else None,
-        _shown(refusal) if isinstance(refusal, str) and refusal else None,
+        one_line(refusal, _SHOWN) if isinstance(refusal, str) and refusal else None,
         prompt_tokens,
         completion_tokens,
     )
@@ -238,11 +242,6 @@ def _seconds(header: str | None) -> float | None:
     except ValueError:
         return None
     return seconds if 0 <= seconds < float("inf") else None
-
-
-def _shown(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 1]}…"
 
 
 def _is_address(endpoint: str) -> bool:

@@ -2,9 +2,10 @@ import errno
 
 import pytest
 
-from embeddings.cli.errors import one_line, reason, run_guarded, with_way_out
+from embeddings.cli.errors import reason, run_guarded, with_way_out
 from embeddings.cli.main import main
 from embeddings.common import InputError, NumericError
+from embeddings.common.text import one_line
 
 
 def raising(error):
@@ -76,21 +77,10 @@ def test_success_is_zero():
     assert run_guarded(lambda: None) == 0
 
 
-def test_what_a_terminal_would_obey_is_written_as_an_escape():
-    assert one_line("a\x1b[31m\r\n\x07b\u202e \ud800é") == r"a\x1b[31m \x07b\u202e \ud800é"
-
-
 def test_a_temporary_file_goes_by_the_name_that_it_was_to_have(capsys):
     error = OSError(errno.ENOSPC, "No space left on device", "out/.scores.json.x7_abc9.tmp")
     assert run_guarded(raising(error)) == 74
     assert capsys.readouterr().err.startswith("error: out/scores.json: No space left on device; ")
-
-
-def test_a_long_message_keeps_its_start_and_its_end():
-    line = one_line("start\n  " + "x" * 1000 + "\nend", limit=50)
-    assert len(line) <= 50
-    assert line.startswith("start xxx")
-    assert line.endswith("xxx end")
 
 
 def test_the_reason_of_a_union_error_is_its_first_types():

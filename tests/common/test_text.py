@@ -1,6 +1,10 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from embeddings.common import OptionError, TextSettings, instruction_prompt
+from embeddings.common.text import one_line
 
 
 def test_the_instruction_prompt_is_the_templates_text():
@@ -28,3 +32,29 @@ def test_a_prompt_is_named_or_the_roles_or_none():
     assert (settings.prompt(None, "query"), settings.prompt(None, "document")) == ("q: ", "")
     with pytest.raises(OptionError, match=r"^prompt_name must name a prompt of the model \(query, task\), got 'tsk'"):
         settings.prompt("tsk", "query")
+
+
+def test_what_a_terminal_would_obey_is_written_as_an_escape():
+    assert one_line("a\x1b[31m\r\n\x07b\u202e \ud800é") == r"a\x1b[31m \x07b\u202e \ud800é"
+
+
+@pytest.mark.parametrize("limit", [50, 51, 52, 220])
+def test_a_long_message_keeps_its_start_and_more_of_its_end(limit):
+    line = one_line("start\n  " + "x" * 1000 + "\nend", limit)
+    assert len(line) == limit
+    assert line.startswith("start xxx")
+    assert line.endswith("xxx end")
+    before, after = line.split("...")
+    assert 1.9 < len(after) / len(before) < 2.2
+
+
+def test_the_reason_at_the_end_of_a_librarys_message_survives():
+    message = "FlashAttention2 has been toggled on, but it cannot be used due to the following error: " + "y" * 80
+    assert one_line(message + ": the package flash_attn is not installed", 150).endswith("flash_attn is not installed")
+
+
+def test_no_message_is_cut_elsewhere():
+    sources = list((Path(__file__).parents[2] / "embeddings").rglob("*.py"))
+    assert len(sources) > 100
+    cut = re.compile(r"(?:str\(error\)|reason|message).{0,60}\[:\d+\]")
+    assert [str(path) for path in sources if cut.search(path.read_text(encoding="utf-8"))] == []

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from embeddings.common import InputError
 from embeddings.common.errors import shown
+from embeddings.common.text import one_line
 from embeddings.models.backbone import read_tokenizer
 from embeddings.models.model_files import read_json, weight_files
 
@@ -106,7 +107,7 @@ class ReleasedWeights:
                 with safe_open(path, framework="pt") as opened:
                     found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
             except (OSError, SafetensorError) as error:
-                what = f"is damaged ({str(error)[:80]})"
+                what = f"is damaged ({one_line(str(error), 160)})"
                 raise InputError(str(path), what, "take a whole copy of the checkpoint") from error
             self.shapes |= found
             self._files |= dict.fromkeys(found, path)

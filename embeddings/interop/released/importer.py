@@ -8,6 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.log import logger
+from embeddings.common.text import one_line
 from embeddings.interop.released.detect import folders_of, loader_of
 from embeddings.interop.released.fill import Imported
 from embeddings.interop.released.licence import stated_licence
@@ -87,5 +88,5 @@ def _load(folder: Path, base: Sequence[str]) -> Imported:
     except UserError:
         raise
     except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, StrictDataclassError) as error:
-        what = f"makes no model: {' '.join(str(error).split())[:100]}"
+        what = f"makes no model: {one_line(str(error), 200)}"
         raise InputError(str(folder / "config.json"), what, "take a whole copy of the checkpoint") from error
