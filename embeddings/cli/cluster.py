@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from embeddings.data.cache import CachedSource
+    from embeddings.mining.clusters import ClusterSettings
     from embeddings.mining.features import PairFeatures, RowName
 
 
@@ -20,6 +21,7 @@ def cluster(
     num_runs: int = 3,
     svd_dim: int | None = None,
     max_training_rows: int | None = None,
+    memory_gib: float = 16.0,
     num_neighbours: int = 32,
     columns: dict[str, str] | None = None,
     suspect_rows: Literal["refuse", "leave_out", "keep"] = "refuse",
@@ -52,7 +54,9 @@ def cluster(
         num_iterations: Iterations of k-means.
         num_runs: Runs of k-means, of which the best is kept.
         svd_dim: Width that vectors [query; document] are reduced to, or none; for bm25 the width of each text, 128.
-        max_training_rows: Most rows that k-means is trained on, all in memory; none for all rows.
+        max_training_rows: Most rows that k-means is trained on; as many as memory_gib holds where none is given.
+        memory_gib: Most memory that training k-means takes, in GiB. Where not all rows fit, a random sample is trained
+            on; every row is assigned, from disk.
         num_neighbours: Nearest clusters listed for each, for the sampler's tour.
         columns: Column of a field, for fields whose column has another name.
         suspect_rows: What becomes of records that contradict themselves.
@@ -90,6 +94,7 @@ def cluster(
         num_iterations=num_iterations,
         num_runs=num_runs,
         max_training_rows=max_training_rows,
+        memory_gib=memory_gib,
         num_neighbours=num_neighbours,
         shard_size=shard_size,
         seed=seed,
@@ -118,7 +123,7 @@ def cluster(
             made: PairFeatures = Bm25Features(source, svd_dim, seed, row_name)
         else:
             encode = {"negatives": negatives, "encoded": encoded, "task": task, **prompts}
-            made = _vector_features(model, precision, svd_dim, source, folder, seed, row_name, **encode)
+            made = _vector_features(model, precision, svd_dim, source, folder, settings, row_name, **encode)
         found = cluster_pairs(made, source, output, settings, task)
     if found is None:
         print(f"this task's part of {output} is done; other tasks have rows to assign yet")
@@ -132,7 +137,7 @@ def _vector_features(
     svd_dim: int | None,
     source: "CachedSource",
     folder: Path,
-    seed: int,
+    settings: "ClusterSettings",
     row_name: "RowName",
     **encode: Any,
 ) -> "PairFeatures":
@@ -143,5 +148,9 @@ def _vector_features(
 
     encoder = Encoder.from_pretrained(model, precision=precision, show_progress=True)
     check_svd_dim(svd_dim, encoder.embedding_dim)
+    # What k-means has no memory for is refused before the source is encoded.
+    num_rows = len(source.table)
+    num_clusters = settings.resolve_num_clusters(num_rows)
+    settings.resolve_training_rows(num_rows, num_clusters, svd_dim or 2 * encoder.embedding_dim)
     vectors = encode_pairs(encoder, source, folder, **encode)
-    return VectorFeatures(vectors, svd_dim, seed, row_name)
+    return VectorFeatures(vectors, svd_dim, settings.seed, row_name)

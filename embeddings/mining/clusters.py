@@ -1,8 +1,9 @@
 """The clusters of a source of pairs, from its features to a folder that the clustered sampler reads."""
 
+import math
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ from embeddings.mining.outputs import nothing_left_of
 
 CLUSTER_SIZE = 512
 _BLOCK = 8192
+# Measured of faiss-cpu 1.15: how often the centroids are held, and what a vector takes beside its numbers.
+_CENTROID_COPIES, _BYTES_A_VECTOR = 4, 24
+# Below this faiss warns that the centroids are of too few vectors.
+_LEAST_VECTORS_A_CLUSTER = 39
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,10 @@ class ClusterSettings:
         num_clusters: k itself, in place of cluster_size.
         num_iterations: Lloyd iterations of a run.
         num_runs: Runs of k-means, of which the best is kept.
-        max_training_rows: Most rows that k-means is trained on, twice each (both orders), all in memory at once; None
-            for all. Every row is assigned whatever this is.
+        max_training_rows: Most rows that k-means is trained on, twice each (both orders); None for as many as
+            `memory_gib` holds. Every row is assigned whatever this is.
+        memory_gib: Most memory that training k-means takes, in GiB: both orders of the rows that it is trained on, and
+            what faiss holds of the centroids. Where not all rows fit, a random sample of them is trained on.
         num_neighbours: Nearest clusters listed for each, for the sampler's tour.
         shard_size: Rows that are assigned at once: what a kill costs at most.
         seed: Decides every random choice.
@@ -51,12 +58,15 @@ class ClusterSettings:
     num_iterations: int = NUM_ITERATIONS
     num_runs: int = NUM_RUNS
     max_training_rows: int | None = None
+    memory_gib: float = 16.0
     num_neighbours: int = 32
     shard_size: int = 65_536
     seed: int = 0
     gpu: bool = False
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.memory_gib) and self.memory_gib > 0):
+            raise OptionError("memory_gib", self.memory_gib, "must be a finite number > 0", "leave it out for 16")
         for name in ("cluster_size", "num_iterations", "num_runs", "max_training_rows", "num_neighbours", "shard_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -77,6 +87,39 @@ class ClusterSettings:
             raise OptionError("max_training_rows", self.max_training_rows, rule, "raise it")
         return num_clusters
 
+    def resolve_training_rows(self, num_rows: int, num_clusters: int, width: int) -> int | None:
+        """Most rows that k-means is trained on, or None for all.
+
+        A row takes 2·(4·width + 24) bytes: both orders, and of each its cluster, its similarity and its length. faiss
+        holds the k centroids four times, 4·4·k·width bytes. 65M rows of width 1,536 in clusters of 512 (k = 126,954)
+        would take 750 GiB: 16 GiB hold 1.1M of them, 18 vectors a cluster, and 64 GiB 5.3M, 84 a cluster.
+
+        Args:
+            num_rows: Rows of the source.
+            num_clusters: Number of clusters, k.
+            width: Width of the features.
+
+        Raises:
+            OptionError: If the memory does not hold max_training_rows, or as many vectors as there are clusters.
+        """
+
+        def gib_for(rows: int) -> float:
+            """The memory that training on some rows takes, rounded up to a tenth."""
+            return math.ceil((centroid_bytes + rows * row_bytes) / 2**30 * 10) / 10
+
+        centroid_bytes, row_bytes = _CENTROID_COPIES * 4 * num_clusters * width, 2 * (4 * width + _BYTES_A_VECTOR)
+        most = int((self.memory_gib * 2**30 - centroid_bytes) // row_bytes)
+        asked = min(num_rows, self.max_training_rows or num_rows)
+        if asked <= most:
+            return self.max_training_rows
+        if self.max_training_rows is not None:
+            rule = f"takes {gib_for(asked)} GiB to train on, more than memory_gib {self.memory_gib:g}"
+            raise OptionError("max_training_rows", self.max_training_rows, rule, "leave it out, or raise memory_gib")
+        if 2 * most < num_clusters:
+            rule = f"must be at least {gib_for(-(-num_clusters // 2))} for {num_clusters} clusters of width {width}"
+            raise OptionError("memory_gib", self.memory_gib, rule, "raise it, or ask for fewer clusters")
+        return most
+
 
 def cluster_pairs(
     features: PairFeatures,
@@ -87,7 +130,8 @@ def cluster_pairs(
 ) -> ClusterFolder | None:
     """Cluster the rows of a source into a folder that `ClusteredBatchSampler` reads.
 
-    k-means is trained on each row's [q; d] and [d; q]; a row belongs to the centroid nearest to its [q; d]. Where
+    k-means is trained on [q; d] and [d; q] of each row, or of a sample where not all rows fit in the memory that the
+    settings state; a row belongs to the centroid nearest to its [q; d], found shard by shard. Where
     queries and documents lie apart, up to half of the centroids are of [d; q] alone and get no row, so that the others
     get more than cluster_size: the manifest and a warning say how many.
 
@@ -105,19 +149,24 @@ def cluster_pairs(
     Returns:
         The clusters, or None where other tasks have shards to assign yet.
 
+    Memory: `memory_gib` while k-means is trained (see `ClusterSettings.resolve_training_rows`); afterwards four times
+        the centroids and some blocks of features. The features' own vectors stay on disk.
     Distributed: tasks share the folder alone.
     Raises:
         InputError: If the folder holds something else, or was made with other options; or a row has no direction, or a
             shard of vectors is damaged. A folder that this call made is removed again.
-        OptionError: If there are more clusters than rows, or no GPU where one is asked for.
+        OptionError: If there are more clusters than rows, or than the memory holds, or no GPU where one is asked for.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 (Eq. 3) and §5. Differs: k-means by cosine, as released,
-        where §4.1 has Euclidean distances.
+        where §4.1 has Euclidean distances; sources that do not fit in memory are sampled, where the release cuts those
+        of more than 50M rows into parts and clusters each.
     """
     settings = settings or ClusterSettings()
     assert features.num_rows == len(source.table)
     num_rows = features.num_rows
     num_clusters = settings.resolve_num_clusters(num_rows)
+    most = settings.resolve_training_rows(num_rows, num_clusters, features.embedding_dim)
+    settings = replace(settings, max_training_rows=most)
     load_faiss(settings.gpu)
     fields = _manifest_fields(features, source, settings, num_clusters)
     num_shards = -(-num_rows // settings.shard_size)
@@ -141,7 +190,8 @@ def _manifest_fields(
 ) -> dict[str, Any]:
     """What decides the clusters."""
     # What comes of the settings for this source, however it was said.
-    chosen = {name: value for name, value in asdict(settings).items() if name != "cluster_size"}
+    left_out = ("cluster_size", "memory_gib")
+    chosen = {name: value for name, value in asdict(settings).items() if name not in left_out}
     return {
         "kind": KIND,
         "source_key": source.key,
@@ -232,6 +282,17 @@ def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vect
     """Both orders of the rows to train on, one order after the other, (2n, d) float32."""
     most = settings.max_training_rows or features.num_rows
     rows = sample_rows(features.num_rows, most, derive_seed(settings.seed, "training rows"))
+    num_clusters = settings.resolve_num_clusters(features.num_rows)
+    if len(rows) < features.num_rows:
+        a_cluster = 2 * len(rows) / num_clusters
+        few = f", fewer than {_LEAST_VECTORS_A_CLUSTER}: more memory_gib takes more of them"
+        logger.warning(
+            "k-means is trained on %d of %d rows, %.0f vectors a cluster%s",
+            len(rows),
+            features.num_rows,
+            a_cluster,
+            few if a_cluster < _LEAST_VECTORS_A_CLUSTER else "",
+        )
     vectors = np.empty((2 * len(rows), features.embedding_dim), dtype=np.float32)
     for swapped in (False, True):
         half = vectors[len(rows) :] if swapped else vectors[: len(rows)]

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,6 +82,72 @@ def test_the_best_run_is_kept(features, source, tmp_path, monkeypatch):
     best = max(runs, key=lambda found: found.objective)
     assert len({found.objective for found in runs}) > 1
     assert (folder.centroids == best.centroids).all()
+
+
+def test_a_corpus_larger_than_the_memory_is_trained_on_a_sample_within_it(tmp_path):
+    made, source = many_vectors(tmp_path, num_rows=20_000, width=128)
+    features, bound = VectorFeatures(made), 8 * 2**20
+    assert 4 * bound < 2 * 20_000 * 256 * 4
+    settings = ClusterSettings(num_clusters=8, num_iterations=2, num_runs=1, memory_gib=bound / 2**30)
+    tracemalloc.start()
+    try:
+        folder = cluster_pairs(features, source, tmp_path / "out", settings)
+        # Some blocks of features are in memory beside what k-means is trained on.
+        assert tracemalloc.get_traced_memory()[1] < bound + 6 * clusters._BLOCK * 256 * 4
+    finally:
+        tracemalloc.stop()
+    rows = json.loads((tmp_path / "out" / "manifest.json").read_text())["max_training_rows"]
+    assert rows == (bound - 4 * 8 * 256 * 4) // (2 * (4 * 256 + 24))
+    expected = (features.rows(np.arange(20_000)) @ folder.centroids.T).argmax(axis=1)
+    assert (np.load(tmp_path / "out" / "cluster_ids.npy") == expected).mean() > 0.999
+
+
+def many_vectors(folder, num_rows, width):
+    """A source of many pairs of one text each, and unit vectors of these on disk."""
+    source = topic_source(folder, num_rows)
+    queries, documents = unit_vectors(num_rows, width), unit_vectors(num_rows + 1, width, seed=1)
+    return made_vectors(folder / "vectors", source, queries, documents, shard_size=4096), source
+
+
+def test_memory_that_holds_all_rows_changes_nothing(features, source, tmp_path):
+    cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
+    row_bytes = 2 * (4 * 16 + 24)
+    fits = (4 * 5 * 16 * 4 + 60 * row_bytes) / 2**30
+    cluster_pairs(features, source, tmp_path / "fits", replace(SETTINGS, memory_gib=fits))
+    assert content(tmp_path / "fits") == content(tmp_path / "whole")
+    cluster_pairs(features, source, tmp_path / "few", replace(SETTINGS, memory_gib=fits - row_bytes / 2**30))
+    manifest = json.loads((tmp_path / "few" / "manifest.json").read_text())
+    assert (manifest["max_training_rows"], manifest["num_rows"]) == (59, 60)
+
+
+def test_a_sampled_job_is_resumed_with_the_same_bytes(features, source, tmp_path, monkeypatch, caplog):
+    settings = replace(SETTINGS, memory_gib=(4 * 5 * 16 * 4 + 20 * 2 * (4 * 16 + 24)) / 2**30)
+    cluster_pairs(features, source, tmp_path / "whole", settings)
+    assert "k-means is trained on 20 of 60 rows, 8 vectors a cluster, fewer than 39" in caplog.text
+
+    def interrupted(vectors, *args):
+        if args[1] == 1:
+            raise KeyboardInterrupt
+        return kmeans_run(vectors, *args)
+
+    kmeans_run = clusters.kmeans_run
+    with monkeypatch.context() as patch:
+        patch.setattr(clusters, "kmeans_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster_pairs(features, source, tmp_path / "killed", settings)
+    cluster_pairs(features, source, tmp_path / "killed", settings)
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+    with pytest.raises(InputError, match="field 'max_training_rows' is 20, expected None"):
+        cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
+
+
+def test_the_memory_of_reddits_65_million_rows_is_what_the_documentation_says():
+    rows, width = 65_000_000, 1536
+    k = ClusterSettings().resolve_num_clusters(rows)
+    sampled = [ClusterSettings(memory_gib=gib).resolve_training_rows(rows, k, width) for gib in (16, 64, 749, 750)]
+    assert (k, sampled[0], sampled[1], sampled[3]) == (126_954, 1_139_741, 5_317_724, None)
+    assert 64_000_000 < sampled[2] < rows
+    assert [round(2 * few / k) for few in sampled[:2]] == [18, 84]
 
 
 @pytest.mark.parametrize("kind", ["vectors", "bm25"])
@@ -270,6 +338,10 @@ def test_k_follows_the_cluster_size():
         ({"num_neighbours": 0}, "num_neighbours must be >= 1"),
         ({"max_training_rows": 0}, "max_training_rows must be >= 1"),
         ({"max_training_rows": 2, "num_clusters": 5}, "max_training_rows must be at least half of the 5 clusters"),
+        ({"memory_gib": 0}, "memory_gib must be a finite number > 0"),
+        ({"memory_gib": float("nan")}, "memory_gib must be a finite number > 0"),
+        ({"memory_gib": 1e-6, "num_clusters": 50}, "memory_gib must be at least 0.1 for 50 clusters of width 16"),
+        ({"memory_gib": 1e-6, "max_training_rows": 7}, "max_training_rows takes 0.1 GiB to train on"),
     ],
 )
 def test_impossible_settings_are_refused_and_write_nothing(options, message, features, source, tmp_path):
