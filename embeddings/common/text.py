@@ -11,6 +11,8 @@ from typing import Any, Literal, Self
 from embeddings.common.errors import OptionError
 
 TextRole = Literal["query", "document"]
+# NV-Embed Eq. 2, with the line break and the trailing space of its model card.
+INSTRUCTION_TEMPLATE = "Instruct: {instruction}\nQuery: "
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,11 @@ class TextSettings:
         pool_prompt: Whether the prompt's tokens enter the pooling. NV-Embed leaves them out.
         suffix: Text put behind every text, under truncation too, and pooled. LLM2Vec closes a text of a chat model so.
         pool_start: Whether the special tokens before a text without a prompt enter the pooling. LLM2Vec's do not.
+        instruction_template: The prompt that an instruction becomes, whether a source, a record or an evaluation task
+            gives it. The default is NV-Embed's (Eq. 2); MGH puts the chat template's `[INST] ` before it.
+
+    Raises:
+        OptionError: If a length is below 4, or the template does not hold `{instruction}` once.
     """
 
     query_max_length: int = 512
@@ -34,11 +41,15 @@ class TextSettings:
     pool_prompt: bool = False
     suffix: str = ""
     pool_start: bool = True
+    instruction_template: str = INSTRUCTION_TEMPLATE
 
     def __post_init__(self) -> None:
         for name in ("query_max_length", "document_max_length"):
             if getattr(self, name) < 4:
                 raise OptionError(f"data.text.{name}", getattr(self, name), "must be >= 4", "the paper uses 512")
+        if self.instruction_template.count("{instruction}") != 1:
+            rule = "must hold {instruction} once"
+            raise OptionError("data.text.instruction_template", self.instruction_template, rule, "see NV-Embed's Eq. 2")
 
     def max_length(self, role: TextRole) -> int:
         """Most tokens of a text in this role."""
@@ -57,6 +68,10 @@ class TextSettings:
             raise OptionError("prompt_name", name, f"must name a prompt of the model ({known})", "leave it out")
         return self.prompts[name]
 
+    def instruction_prompt(self, instruction: str) -> str:
+        """The prompt of an instruction: the template filled with it."""
+        return instruction_prompt(instruction, self.instruction_template)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain types, as a checkpoint or a model directory holds them."""
         return asdict(self)
@@ -67,9 +82,9 @@ class TextSettings:
         return cls(**fields)
 
 
-def instruction_prompt(instruction: str) -> str:
-    """The prompt of an instruction: NV-Embed Eq. 2, with the line break and the trailing space of its model card."""
-    return f"Instruct: {instruction}\nQuery: "
+def instruction_prompt(instruction: str, template: str = INSTRUCTION_TEMPLATE) -> str:
+    """The prompt of an instruction: the template filled with it."""
+    return template.replace("{instruction}", instruction)
 
 
 def one_line(message: str, limit: int = 300) -> str:

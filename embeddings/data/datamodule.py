@@ -102,7 +102,7 @@ class EmbeddingDataModule(PlannedDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Open the converted sources, once."""
         if self._mixture is None:
-            self._mixture = Mixture([open_source(source, self.cache_dir) for source in self.sources])
+            self._mixture = Mixture([open_source(source, self.cache_dir, self.text) for source in self.sources])
 
     @property
     def mixture(self) -> Mixture:

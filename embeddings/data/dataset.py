@@ -7,7 +7,7 @@ from functools import partial
 from embeddings.common.errors import InputError
 from embeddings.common.log import logger
 from embeddings.common.randomness import derive_seed
-from embeddings.common.text import instruction_prompt
+from embeddings.common.text import TextSettings
 from embeddings.data.cache import CachedSource, open_cached
 from embeddings.data.candidates import CandidateRule, ClassExamples, LabelTexts, StoredCandidates
 from embeddings.data.examples import Example, RowDraw
@@ -21,18 +21,21 @@ from embeddings.data.table import StoredRow
 DEFAULT_NUM_NEGATIVES = 7
 
 
-def open_source(config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None) -> "SourceDataset":
+def open_source(
+    config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None, text: TextSettings | None = None
+) -> "SourceDataset":
     """A source ready for training, converted first where it has not been yet.
 
     Args:
         config: The source.
         cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`.
+        text: What an instruction becomes; None for the default template.
 
     Raises:
         InputError: If the source cannot be read, or its rows do not suit the conversion.
         OptionError: If `label_texts` does not match the labels found.
     """
-    return SourceDataset(config, open_cached(config, cache_dir))
+    return SourceDataset(config, open_cached(config, cache_dir), text)
 
 
 class SourceDataset:
@@ -45,19 +48,20 @@ class SourceDataset:
     Args:
         config: The source.
         cached: Its converted form.
+        text: What an instruction becomes; None for the default template.
 
     Raises:
         InputError: If the rows do not suit the conversion.
         OptionError: If `label_texts` does not match the labels found.
     """
 
-    def __init__(self, config: SourceConfig, cached: CachedSource) -> None:
-        self.config, self.cached = config, cached
+    def __init__(self, config: SourceConfig, cached: CachedSource, text: TextSettings | None = None) -> None:
+        self.config, self.cached, self._text = config, cached, text or TextSettings()
         self._candidates = _candidate_rule(config, cached)
         self._paired = cached.classes if config.single_text_classes == "leave_out" else None
         self._total = len(cached.table) if self._paired is None else self._paired.num_paired
         self._length = min(self._total, config.max_rows or self._total)
-        self._prompts = config.query_prompts
+        self._prompts = config.query_prompts(self._text)
         self._surrogates: SurrogateVectors | None = None
         if config.surrogate_vectors is not None:
             self._surrogates = SurrogateVectors(fill_path(config.surrogate_vectors), cached.folder.name)
@@ -109,7 +113,7 @@ class SourceDataset:
             negatives = tuple(negatives[place] for place in places)
         prompt = self._prompts[0]
         if stored.instruction:
-            prompt = instruction_prompt(stored.instruction)
+            prompt = self._text.instruction_prompt(stored.instruction)
         elif len(self._prompts) > 1:
             prompt = self._prompts[derive_seed(entry.draw, "instruction") % len(self._prompts)]
         return Example(

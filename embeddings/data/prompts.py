@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.log import logger
-from embeddings.common.text import TextSettings, instruction_prompt
+from embeddings.common.text import TextSettings
 from embeddings.data.sources import SourceConfig
 from embeddings.data.tokenize import TextTokenizer
 
@@ -23,10 +23,10 @@ def with_source_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> 
         text: The settings as they were given.
         sources: All sources of the run.
     """
-    named = {source.name: source.query_prompts[0] for source in sources if source.name not in _ROLES}
+    named = {source.name: source.query_prompts(text)[0] for source in sources if source.name not in _ROLES}
     shared = {
-        "query": {source.query_prompts for source in sources},
-        "document": {_document_prompts(source) for source in sources},
+        "query": {source.query_prompts(text) for source in sources},
+        "document": {_document_prompts(source, text) for source in sources},
     }
     for role, prompts in shared.items():
         if len(prompts) == 1:
@@ -37,7 +37,7 @@ def with_source_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> 
 
 def warn_of_unnamed_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> None:
     """Say so where queries are trained with prompts of which none is the one that encoding uses by itself."""
-    if "query" not in text.prompts and any(any(source.query_prompts) for source in sources):
+    if "query" not in text.prompts and any(any(source.query_prompts(text)) for source in sources):
         logger.warning(
             "the sources put different prompts before their queries: encoding uses none unless one is named "
             "(prompt_name: a source's name), or data.text.prompts gives one as `query`"
@@ -51,7 +51,7 @@ def check_instruction(tokenizer: TextTokenizer, where: str, instruction: str) ->
         InputError: If it does not; the message names file and row.
     """
     try:
-        tokenizer.check_prompt(instruction_prompt(instruction), "query")
+        tokenizer.check_prompt(tokenizer.settings.instruction_prompt(instruction), "query")
     except OptionError as error:
         limit = tokenizer.settings.max_length("query")
         what = f"the instruction leaves no room for the query in {limit} tokens"
@@ -66,13 +66,13 @@ def check_prompts(tokenizer: TextTokenizer, sources: Sequence[SourceConfig]) -> 
     Raises:
         OptionError: If one does not; the message names the limit that it fills.
     """
-    default = tokenizer.settings.prompts
+    text = tokenizer.settings
     for source in sources:
-        for prompt in source.query_prompts:
-            tokenizer.check_prompt(prompt or default.get("query", ""), "query")
-        for prompt in _document_prompts(source):
-            tokenizer.check_prompt(prompt or default.get("document", ""), "document")
+        for prompt in source.query_prompts(text):
+            tokenizer.check_prompt(prompt or text.prompts.get("query", ""), "query")
+        for prompt in _document_prompts(source, text):
+            tokenizer.check_prompt(prompt or text.prompts.get("document", ""), "document")
 
 
-def _document_prompts(source: SourceConfig) -> tuple[str, ...]:
-    return source.query_prompts if source.symmetric else (source.document_prompt,)
+def _document_prompts(source: SourceConfig, text: TextSettings) -> tuple[str, ...]:
+    return source.query_prompts(text) if source.symmetric else (source.document_prompt,)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from embeddings.common.errors import OptionError
-from embeddings.common.text import instruction_prompt
+from embeddings.common.text import TextSettings
 from embeddings.data.records import LABELLED_FIELDS, RECORD_FIELDS, SCORED_FIELDS
 
 Conversion = Literal["pairs", "class_by_example", "class_by_label", "binary_by_label", "sts"]
@@ -126,13 +126,12 @@ class SourceConfig:
         """The fields of a row that the conversion knows."""
         return _FIELDS[self.conversion]
 
-    @property
-    def query_prompts(self) -> tuple[str, ...]:
-        """The prompts that a query may carry; one of them is drawn for each example."""
+    def query_prompts(self, text: TextSettings) -> tuple[str, ...]:
+        """The prompts that a query may carry under these settings; one of them is drawn for each example."""
         if self.instruction is None:
             return (self.query_prompt,)
         alternates = [self.instruction] if isinstance(self.instruction, str) else self.instruction
-        return tuple(instruction_prompt(text) for text in alternates)
+        return tuple(text.instruction_prompt(alternate) for alternate in alternates)
 
     def fault(self, option: str, value: object, rule: str, fix: str) -> OptionError:
         """The error of one of this source's options."""
@@ -162,7 +161,7 @@ class SourceConfig:
                 raise self.fault("query_prompt", self.query_prompt, "excludes instruction", "give one of the two")
         if self.symmetric and self.document_prompt:
             raise self.fault("document_prompt", self.document_prompt, "excludes symmetric", "give one of the two")
-        if self.symmetric and not any(self.query_prompts):
+        if self.symmetric and self.instruction is None and not self.query_prompt:
             raise self.fault("symmetric", True, "needs an instruction or a query_prompt", "give one, or leave it out")
 
     def _check_numbers(self) -> None:

@@ -11,7 +11,7 @@ from mteb.models.search_wrappers import SearchEncoderWrapper
 from mteb.similarity_functions import cos_sim, pairwise_cos_sim
 
 from embeddings.common.arrays import load_array
-from embeddings.common.text import TextRole, instruction_prompt
+from embeddings.common.text import TextRole
 from embeddings.evaluation.task_prompts import task_prompt
 from embeddings.inference.context import Context, ContextDraw, sample_rows
 from embeddings.inference.context_choice import sample_context
@@ -97,7 +97,7 @@ class TaskEncoder:
         text = self.encoder.embedder.text
         if prompt_type != "document":
             if self.instruction is not None:
-                return instruction_prompt(self.instruction)
+                return text.instruction_prompt(self.instruction)
             if self.prompt_name is not None:
                 return text.prompt(self.prompt_name, "query")
         return task_prompt(text.prompts, task.name, task.type, None if prompt_type is None else str(prompt_type))

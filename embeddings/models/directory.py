@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.file_lock import passing_lock
+from embeddings.common.text import INSTRUCTION_TEMPLATE
 from embeddings.models.backbone import quiet_transformers
 from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextParts, write_context
 from embeddings.models.lora import merged_state_dict, plain_backbone
@@ -41,6 +42,8 @@ PORTABLE_FILES = (
 
 # The key of config_sentence_transformers.json that lists them; that library reads past it.
 WIDTHS_KEY = "matryoshka_dimensions"
+# The key there of `TextSettings.instruction_template`, where it is not the default.
+TEMPLATE_KEY = "instruction_template"
 
 # What a sparse encoder's own code is; transformers copies it beside the weights.
 MOE_FILES = ("expert_passes.py", "experts.py", "moe_layer.py", "moe_router.py", "rotary_moe.py")
@@ -100,7 +103,7 @@ def write_model_directory(
             modules = [("portable.TextTransformer", ""), ("portable.MaskedPooling", "1_Pooling")]
             save_pooling(new / "1_Pooling", name, parts.pooling)
             tapped = {"tapped_layers": list(layers)} if (layers := parts.pooling.tapped_layers) else {}
-            write_json(new / TEXT_FILE, {**_without(parts.text.to_dict(), "prompts"), **tapped})
+            write_json(new / TEXT_FILE, {**_without(parts.text.to_dict(), "prompts", TEMPLATE_KEY), **tapped})
             for file in PORTABLE_FILES if parts.context is None else (*PORTABLE_FILES, *CONTEXTUAL_FILES):
                 shutil.copyfile(Path(__file__).with_name(file), new / file)
         else:
@@ -125,7 +128,10 @@ def write_model_directory(
         versions = {"transformers": transformers.__version__, "pytorch": torch.__version__}
         common = {"default_prompt_name": None, "similarity_fn_name": "cosine", "__version__": versions}
         widths = {WIDTHS_KEY: list(parts.trained_widths)} if parts.trained_widths else {}
-        write_json(new / "config_sentence_transformers.json", {"prompts": parts.text.prompts, **widths, **common})
+        template = parts.text.instruction_template
+        own = {TEMPLATE_KEY: template} if template != INSTRUCTION_TEMPLATE else {}
+        prompts = {"prompts": parts.text.prompts, **own}
+        write_json(new / "config_sentence_transformers.json", {**prompts, **widths, **common})
 
 
 def read_model_directory(
@@ -213,10 +219,14 @@ def _read_text(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, include_prompt: bool
 ) -> TextSettings:
     """The text settings of a directory; a tokenizer that must lower-case first is made to."""
-    prompts = _read_prompts(folder / "config_sentence_transformers.json")
+    path = folder / "config_sentence_transformers.json"
+    template = read_json(path).get(TEMPLATE_KEY, INSTRUCTION_TEMPLATE) if path.is_file() else INSTRUCTION_TEMPLATE
+    if not isinstance(template, str):
+        raise InputError(str(path), f"has an {TEMPLATE_KEY} that is no text", "export the model again")
+    known = {"prompts": _read_prompts(path), TEMPLATE_KEY: template}
     if (folder / TEXT_FILE).is_file():
         settings = _without(read_json(folder / TEXT_FILE), "tapped_layers")
-        return _text_settings(folder / TEXT_FILE, {**settings, "prompts": prompts})
+        return _text_settings(folder / TEXT_FILE, {**settings, **known})
     path = folder / "sentence_bert_config.json"
     settings = read_json(path) if path.is_file() else {}
     if settings.get("do_lower_case"):
@@ -232,7 +242,7 @@ def _read_text(
     for value in lengths.values():
         if type(value) is not int:
             raise InputError(str(path), f"has a length {value!r}, expected a whole number", "export the model again")
-    return _text_settings(path, {**lengths, "prompts": prompts, "pool_prompt": include_prompt})
+    return _text_settings(path, {**lengths, **known, "pool_prompt": include_prompt})
 
 
 def _read_prompts(path: Path) -> dict[str, str]:
@@ -302,8 +312,8 @@ def _read_portable_pooling(path: Path) -> Pooling:
     return pooling
 
 
-def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != name}
+def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in names}
 
 
 def _as_list(value: Any) -> list[Any]:

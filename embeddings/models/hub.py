@@ -37,6 +37,8 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         return path
     if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise InputError(name, "is no directory", "give a model directory or a Hub id")
+    if name.startswith("checkpoints/"):
+        raise InputError(name, "is not there", "make it first, by the line that the config's header names")
     if name == PACKAGED_NAME:
         folder = _packaged_folder()
         if folder is not None:

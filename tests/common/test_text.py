@@ -11,6 +11,14 @@ def test_the_instruction_prompt_is_the_templates_text():
     assert instruction_prompt("Find it") == "Instruct: Find it\nQuery: "
 
 
+def test_a_template_frames_an_instruction_and_must_hold_it_once():
+    settings = TextSettings(instruction_template="[INST] {instruction}: ")
+    assert settings.instruction_prompt("Find {it}") == "[INST] Find {it}: "
+    for template in ("no place", "{instruction} {instruction}"):
+        with pytest.raises(OptionError, match=r"instruction_template must hold \{instruction\} once"):
+            TextSettings(instruction_template=template)
+
+
 def test_settings_survive_plain_types():
     settings = TextSettings(query_max_length=64, prompts={"query": "q: "}, append_eos=True)
     assert TextSettings.from_dict(settings.to_dict()) == settings

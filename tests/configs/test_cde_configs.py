@@ -101,7 +101,7 @@ def test_data_holds_clustered_batches_of_prefixed_texts_with_surrogates(phase: s
     sources = [SourceConfig(**fields) for fields in init_args["sources"]]
     assert len(sources) == names
     for source in sources:
-        assert source.query_prompts == ("search_query: ",)
+        assert source.query_prompts(TextSettings()) == ("search_query: ",)
         assert source.document_prompt == "search_document: "
         assert source.surrogate_vectors is not None
         assert source.surrogate_vectors.endswith(f"vectors/{source.name}")

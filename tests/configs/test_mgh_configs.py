@@ -9,9 +9,9 @@ import torch
 import yaml
 
 from embeddings.cli.app import run_trainer
-from embeddings.common import instruction_prompt
+from embeddings.common import TextSettings
 from embeddings.data.sources import SourceConfig
-from embeddings.models import AnchorTokenPooling
+from embeddings.models import AnchorTokenPooling, Embedder
 from embeddings.modules import MGHCurriculumModule
 from tests.configs.test_nv_embed_configs import flat
 from tests.configs.test_nv_embed_tables import CONFIGS, read
@@ -26,7 +26,7 @@ PAPER = {
     "model.init_args.schedule.warmup_steps": 300,
     "model.init_args.lora.rank": 16,
     "model.init_args.lora.alpha": 32,
-    "model.init_args.backbone.name": "mistralai/Mistral-7B-Instruct-v0.2",
+    "model.init_args.backbone.name": "checkpoints/mntp",
     "model.init_args.backbone.bidirectional": True,
     "model.init_args.pooling.class_path": "embeddings.models.AnchorTokenPooling",
 }
@@ -47,16 +47,20 @@ def test_the_scale_holds_table_5_and_a_run_is_one_pass_over_the_papers_data() ->
 def test_the_data_holds_the_curriculum_and_the_instructions_of_table_7() -> None:
     init_args = read(CONFIGS / "data" / "mgh.yaml")["data"]["init_args"]
     assert init_args["num_negatives"] == 1
-    assert (init_args["text"]["query_max_length"], init_args["text"]["document_max_length"]) == (512, 512)
+    text = TextSettings(**init_args["text"])
+    assert (text.query_max_length, text.document_max_length) == (512, 512)
+    # Fig. 5: every text ends in [/INST]; a record's own instruction is framed like a source's.
+    assert (text.suffix, text.prompts["document"]) == (" [/INST]", "[INST] ")
+    assert text.instruction_prompt("Find it") == "[INST] Instruct: Find it\nQuery: "
     sources = [SourceConfig(**fields) for fields in init_args["sources"]]
     # Wang et al.'s fourteen sets and the synthetic records, which carry their own instructions.
     assert len(sources) == 15
     assert [source.name for source in sources if source.instruction is None] == ["synthetic"]
     assert all(source.in_batch_negatives for source in sources)
-    prompts = {source.name: source.query_prompts for source in sources}
+    prompts = {source.name: source.query_prompts(text) for source in sources}
     assert len(prompts["nli"]) == len(prompts["quora"]) == 2
     assert prompts["nq"] == (
-        instruction_prompt("Given a question, retrieve Wikipedia passages that answer the question"),
+        "[INST] Instruct: Given a question, retrieve Wikipedia passages that answer the question\nQuery: ",
     )
 
 
@@ -84,10 +88,10 @@ def test_the_method_as_it_is_runs_its_curriculum_on_a_tiny_mistral(
 ) -> None:
     files = [str(CONFIGS / part) for part in ("base.yaml", "methods/mgh.yaml", "scales/h100x1_batch64.yaml")]
     data = read(CONFIGS / "data" / "mgh.yaml")
-    data["data"]["init_args"]["sources"] = [
-        {"name": "records", "path": str(write_jsonl(tmp_path / "records.jsonl", graded(40)))}
-    ]
-    data["data"]["init_args"]["text"] |= {"query_max_length": 16, "document_max_length": 16}
+    rows = [{**row, "instruction": "Find it"} for row in graded(40)]
+    path = write_jsonl(tmp_path / "records.jsonl", rows)
+    data["data"]["init_args"]["sources"] = [{"name": "records", "path": str(path)}]
+    data["data"]["init_args"]["text"] |= {"query_max_length": 64, "document_max_length": 32}
     backbone = {"backbone": {"name": backbone_folder(tmp_path / "backbone", "mistral")}}
     data["model"] = {"init_args": backbone | {"schedule": {"warmup_steps": 1}}}
     monkeypatch.chdir(tmp_path)
@@ -99,7 +103,9 @@ def test_the_method_as_it_is_runs_its_curriculum_on_a_tiny_mistral(
     optimizer = cli.trainer.optimizers[0]
     assert isinstance(optimizer, torch.optim.Adam)
     assert optimizer.param_groups[0]["weight_decay"] == 0
-    assert (tmp_path / "checkpoints" / "mgh" / "modules.json").is_file()
+    exported = Embedder.from_pretrained(tmp_path / "checkpoints" / "mgh")
+    assert exported.text.instruction_prompt("Find it") == "[INST] Instruct: Find it\nQuery: "
+    assert exported.text.suffix == " [/INST]"
 
 
 def test_the_docstring_config_trains_on_records_with_missing_levels(

@@ -145,7 +145,7 @@ def test_pre_training_data_are_the_release_s_english_sets_and_the_languages_of_s
     assert len(set(by_name) - others) == 29
     for name, source in by_name.items():
         expected = ("search_query: ", "search_document: ") if name in SEARCH | others else None
-        prompts = (*source.query_prompts, source.document_prompt)
+        prompts = (*source.query_prompts(TextSettings()), source.document_prompt)
         assert prompts == expected if expected else prompts in {("clustering: ",) * 2, ("classification: ",) * 2}, name
         assert source.path == f"${{EMBED_TRAIN_DATA}}/moe_pretrain/{name}.parquet"
     assert set(by_name) > SEARCH
@@ -155,7 +155,7 @@ def test_fine_tuning_data_are_miracl_in_sixteen_languages_and_six_english_sets()
     listed = sources("moe_finetune")
     assert len({source.name for source in listed}) == len(listed) == 22
     assert sum(source.name.startswith("miracl_") for source in listed) == 16
-    assert {(*source.query_prompts, source.document_prompt) for source in listed} == {
+    assert {(*source.query_prompts(TextSettings()), source.document_prompt) for source in listed} == {
         ("search_query: ", "search_document: ")
     }
     assert all(source.path == f"${{EMBED_TRAIN_DATA}}/moe_finetune/{source.name}.parquet" for source in listed)

@@ -99,7 +99,8 @@ def test_data_configs_parse_as_what_they_configure(stage: int, num_sources: int,
     for source in sources:
         assert isinstance(source, SourceConfig)
         assert source.in_batch_negatives == (stage == 1), source.name
-        assert all(prompt.startswith("Instruct: ") and prompt.endswith("\nQuery: ") for prompt in source.query_prompts)
+        prompts = source.query_prompts(text)
+        assert all(prompt.startswith("Instruct: ") and prompt.endswith("\nQuery: ") for prompt in prompts)
     assert text == TextSettings(query_max_length=512, document_max_length=512, append_eos=True)
     assert init_args["num_negatives"] == 7
 

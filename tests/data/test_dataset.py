@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.data import Example, Negative, RowDraw, SourceConfig, open_source
 from embeddings.data.examples import LevelRule
 from tests.data.rows import dataset, graded, labelled, pairs, write_jsonl
@@ -49,6 +49,13 @@ def test_a_records_own_instruction_stands_before_the_sources(tmp_path):
         own, other = source[RowDraw(0, draw)], source[RowDraw(1, draw)]
         assert own.query_prompt == own.document_prompt == "Instruct: mend\nQuery: "
         assert other.query_prompt in ("Instruct: find\nQuery: ", "Instruct: seek\nQuery: ")
+
+
+def test_the_template_of_the_text_settings_frames_every_instruction(tmp_path):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{**pairs(1)[0], "instruction": "mend"}, pairs(2)[1]])
+    settings = TextSettings(instruction_template="[INST] {instruction} ")
+    source = open_source(SourceConfig("a", str(rows), instruction="find"), tmp_path / "cache", settings)
+    assert [source[RowDraw(row, 0)].query_prompt for row in (0, 1)] == ["[INST] mend ", "[INST] find "]
 
 
 def test_documents_carry_no_prompt_of_an_ordinary_source(tmp_path):

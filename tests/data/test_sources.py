@@ -1,7 +1,7 @@
 import jsonargparse
 import pytest
 
-from embeddings.common import OptionError
+from embeddings.common import OptionError, TextSettings
 from embeddings.data import SourceConfig
 from embeddings.data.sources import check_names
 
@@ -38,7 +38,7 @@ def test_a_list_of_sources_is_read_from_yaml():
     sources = parser.instantiate(parser.parse_string(YAML)).data.sources
     assert [source.name for source in sources] == ["msmarco", "files", "toxic"]
     assert sources[0].is_hub
-    assert sources[0].query_prompts == (
+    assert sources[0].query_prompts(TextSettings()) == (
         "Instruct: find passages\nQuery: ",
         "Instruct: answer the question\nQuery: ",
     )
@@ -48,9 +48,9 @@ def test_a_list_of_sources_is_read_from_yaml():
 
 
 def test_prompts_are_the_instruction_or_the_prefix_or_nothing():
-    assert SourceConfig("a", "a").query_prompts == ("",)
-    assert SourceConfig("a", "a", query_prompt="query: ").query_prompts == ("query: ",)
-    assert SourceConfig("a", "a", instruction="find").query_prompts == ("Instruct: find\nQuery: ",)
+    assert SourceConfig("a", "a").query_prompts(TextSettings()) == ("",)
+    assert SourceConfig("a", "a", query_prompt="query: ").query_prompts(TextSettings()) == ("query: ",)
+    assert SourceConfig("a", "a", instruction="find").query_prompts(TextSettings()) == ("Instruct: find\nQuery: ",)
 
 
 @pytest.mark.parametrize(

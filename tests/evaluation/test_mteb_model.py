@@ -131,7 +131,9 @@ def test_a_folder_has_one_score_by_tasks_and_by_data_whatever_prompts_the_model_
 def test_instructions_go_before_queries_or_before_every_text_of_other_tasks(tmp_path, monkeypatch):
     root = write_sets(tmp_path / "sets")
     table = Instructions("mine", {"search": "find it", "STS": "same?"})
-    encoder = Encoder(tiny_embedder(prompts={"document": "the "}, query_max_length=64), precision="float32")
+    template = "the {instruction} pad "
+    settings = {"prompts": {"document": "the "}, "query_max_length": 64, "instruction_template": template}
+    encoder = Encoder(tiny_embedder(**settings), precision="float32")
     given, encode = [], Encoder.encode
 
     def spy(self, texts, *args, **options):
@@ -141,9 +143,9 @@ def test_instructions_go_before_queries_or_before_every_text_of_other_tasks(tmp_
     monkeypatch.setattr(Encoder, "encode", spy)
     tasks = find_tasks([str(root / "search"), str(root / "pairs")])
     run_tasks(encoder, "m", tasks, tmp_path / "out", TaskSettings(instructions=table))
-    assert given[0] == ("query", "Instruct: find it\nQuery: ")
+    assert given[0] == ("query", "the find it pad ")
     assert given[1] == ("document", "the ")
-    assert given[2:] == [("document", "Instruct: same?\nQuery: ")] * 2
+    assert given[2:] == [("document", "the same? pad ")] * 2
 
 
 def test_a_named_prompt_goes_where_an_instruction_would_and_must_be_the_models(tmp_path, monkeypatch):

@@ -53,6 +53,20 @@ def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path: Path
     assert general["prompts"] == {"query": "q: "}
 
 
+@pytest.mark.usefixtures("travelling_code")
+@pytest.mark.parametrize("own_code", [False, True])
+def test_the_template_of_instructions_stays_with_a_model(tmp_path: Path, own_code: bool) -> None:
+    settings = {"prompts": {"query": "q: "}, "pool_prompt": not own_code}
+    model = embedder(**settings, instruction_template="[INST] {instruction} ")
+    model.save_pretrained(tmp_path / "model")
+    assert Embedder.from_pretrained(tmp_path / "model").text == model.text
+    theirs = SentenceTransformer(str(tmp_path / "model"), trust_remote_code=True).encode(["a text"])
+    assert theirs.shape == (1, 32)
+    edit(tmp_path / "model" / "config_sentence_transformers.json", instruction_template="none")
+    with pytest.raises(InputError, match=r"must hold \{instruction\} once"):
+        Embedder.from_pretrained(tmp_path / "model")
+
+
 @pytest.mark.parametrize("pooling", [MeanPooling(32), latent()])
 def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path: Path, pooling: OurPooling) -> None:
     model = embedder(pooling)

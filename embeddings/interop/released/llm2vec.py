@@ -72,6 +72,7 @@ def load(folder: Path, base: Sequence[str] = ()) -> Imported:
         document_max_length=length,
         prompts={"query": f"{template.before}{INSTRUCTION} ", "document": template.before},
         suffix=template.behind,
+        instruction_template=f"{template.before}{{instruction}} ",
         pool_prompt=not settings.fields["skip_instruction"],
         pool_start=not settings.fields["skip_instruction"],
     )
