@@ -24,7 +24,7 @@ import embeddings.models.architectures  # noqa: F401 - makes our own known
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import shown
 from embeddings.common.text import one_line
-from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
+from embeddings.models.bidirectional import make_bidirectional_config, require_bidirectional
 from embeddings.models.hub import resolve_model
 from embeddings.models.model_files import read_json, weight_files
 
@@ -44,7 +44,8 @@ class BackboneConfig:
     Args:
         name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra brings.
         revision: Commit, tag or branch of a Hub id.
-        bidirectional: Turn a decoder's causal mask off (NV-Embed §3.1); checked at start-up. An encoder stays as it is.
+        bidirectional: Turn a decoder's causal mask off (NV-Embed §3.1); every layer is checked, at start-up or, with an
+            attention that only a GPU has, in the first step. An encoder stays as it is.
         dtype: Dtype of the weights; "auto" is the checkpoint's own.
         attn_implementation: "eager", "sdpa", "flash_attention_2", …; None is transformers' choice.
         gradient_checkpointing: Recompute each layer in the backward pass: less memory, a third more time.
@@ -83,6 +84,20 @@ def check_attention(name: str | None, owner: str) -> None:
         raise OptionError(f"{owner}.attn_implementation", name, rule, "try sdpa or eager")
 
 
+def check_flex(config: PretrainedConfig, name: str | None) -> None:
+    """Check that flex attention is not asked for dropout, which it lacks and would refuse in the first step.
+
+    Raises:
+        OptionError: If it is.
+    """
+    names = [field for field, value in _dropouts(config).items() if field.startswith("att") and value > 0]
+    if name == "flex_attention" and names:
+        rule = f"has no dropout, and the model's {names[0]} is {getattr(config, names[0])}"
+        raise OptionError(
+            "backbone.attn_implementation", name, rule, "set dropout to 0, or attn_implementation to sdpa"
+        )
+
+
 def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The backbone, in evaluation mode as Hugging Face gives it, and its tokenizer.
 
@@ -102,7 +117,7 @@ def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTo
         dropout=config.dropout,
     )
     if config.bidirectional:
-        check_bidirectional(model)
+        require_bidirectional(model)
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     return model, load_tokenizer(folder, model)
@@ -147,6 +162,7 @@ def load_model(
         make_bidirectional_config(model_config)
     if dropout is not None:
         _set_dropout(model_config, dropout)
+    check_flex(model_config, attn_implementation)
     _check_weights(folder)
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
     options["trust_remote_code"] = False
@@ -159,6 +175,9 @@ def load_model(
         with quiet_transformers():
             model, report = auto_class.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # what a config that fits no model meets in transformers is of any kind
+        if attn_implementation is not None and "attention" in str(error).lower():
+            rule, fix = f"cannot be had: {_first_line(error)}", "set it to sdpa, or install what it needs"
+            raise OptionError("backbone.attn_implementation", attn_implementation, rule, fix) from error
         raise InputError(str(folder), f"cannot be loaded: {_first_line(error)}", "take a whole copy") from error
     assert isinstance(model, PreTrainedModel)
     if unused is not None:
@@ -265,15 +284,20 @@ def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokeniz
 
 def _set_dropout(config: PretrainedConfig, dropout: float) -> None:
     """Set every dropout probability that the architecture has (`hidden_dropout_prob`, `attention_dropout`, …)."""
-    names = [
-        name
-        for name, value in vars(config).items()
-        if ("dropout" in name or name.endswith("pdrop")) and type(value) in (int, float)
-    ]
+    names = list(_dropouts(config))
     if not names and dropout > 0:
         raise OptionError("backbone.dropout", dropout, f"does not exist in {config.model_type}", "leave it out")
     for name in names:
         setattr(config, name, dropout)
+
+
+def _dropouts(config: PretrainedConfig) -> dict[str, float]:
+    """The fields of a config that are probabilities of dropout."""
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if ("dropout" in name or name.endswith("pdrop")) and type(value) in (int, float)
+    }
 
 
 def _has_pooling_layer(config: PretrainedConfig) -> bool:

@@ -9,8 +9,8 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import OptionError
 from embeddings.common.text import one_line
-from embeddings.models.backbone import check_attention, highest_id, read_tokenizer
-from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
+from embeddings.models.backbone import check_attention, check_flex, highest_id, read_tokenizer
+from embeddings.models.bidirectional import make_bidirectional_config, require_bidirectional
 from embeddings.models.hub import resolve_model
 
 # The embedding matrix has a multiple of this many rows.
@@ -76,9 +76,10 @@ def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, P
         reason = one_line(str(error), 200)
         raise OptionError("model.from_scratch.settings", scratch.settings, "make no model", reason) from error
     assert isinstance(model, PreTrainedModel)
+    check_flex(model.config, scratch.attn_implementation)
     if scratch.bidirectional:
         backbone: Any = model.base_model
-        check_bidirectional(backbone)
+        require_bidirectional(backbone)
     model.train(False)
     return model, tokenizer
 

@@ -30,7 +30,7 @@ from embeddings.models.backbone import (
     quiet_transformers,
     read_config,
 )
-from embeddings.models.bidirectional import check_bidirectional
+from embeddings.models.bidirectional import require_bidirectional
 from embeddings.models.directory import replaced_folder
 from embeddings.models.document_mask import document_inputs
 from embeddings.models.from_scratch import FromScratch, new_model
@@ -98,7 +98,7 @@ def load_language_model(
     )
     tokenizer = load_tokenizer(folder, model)
     if config.bidirectional:
-        check_bidirectional(_backbone(model))
+        require_bidirectional(_backbone(model))
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     return model, tokenizer

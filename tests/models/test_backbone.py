@@ -5,10 +5,11 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from safetensors.torch import load_file, save_file
-from transformers import MambaConfig, MambaModel, PreTrainedTokenizerFast
+from transformers import AutoModel, MambaConfig, MambaModel, PreTrainedTokenizerFast
 
 from embeddings.common import InputError, OptionError
-from embeddings.models import BackboneConfig, load_backbone
+from embeddings.models import BackboneConfig, FromScratch, load_backbone
+from embeddings.models.from_scratch import new_model
 from tests.helpers.tiny import (
     bpe_tokenizer,
     save_backbone,
@@ -190,3 +191,23 @@ def test_dropout_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     folder = save_backbone(str(tmp_path / "mamba"), backbone, wordpiece_tokenizer())
     with pytest.raises(OptionError, match=r"backbone\.dropout does not exist in mamba, got 0\.1"):
         load_backbone(BackboneConfig(folder, dropout=0.1))
+
+
+def test_flex_attention_with_dropout_is_one_line(tmp_path: Path) -> None:
+    folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.1), wordpiece_tokenizer())
+    says = r"attn_implementation has no dropout, and the model's attention_probs_dropout_prob is 0\.1.*set dropout to 0"
+    with pytest.raises(OptionError, match=says):
+        load_backbone(BackboneConfig(folder, attn_implementation="flex_attention"))
+    load_backbone(BackboneConfig(folder, attn_implementation="flex_attention", dropout=0.0))
+    settings = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    scratch = FromScratch(folder, "bert", settings, attn_implementation="flex_attention")
+    with pytest.raises(OptionError, match="has no dropout"):
+        new_model(scratch, AutoModel)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "sonic"])
+def test_an_attention_that_is_not_installed_is_one_line_of_its_option(bert: Path, name: str) -> None:
+    with pytest.raises(
+        OptionError, match=rf"^backbone\.attn_implementation cannot be had: .*, got '{name}'; set it to sdpa"
+    ):
+        load_backbone(BackboneConfig(str(bert), attn_implementation=name))

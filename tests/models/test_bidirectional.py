@@ -1,47 +1,79 @@
+import copy
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from embeddings.common import OptionError
 from embeddings.models import check_bidirectional, make_bidirectional
 from embeddings.models.backbone import load_model
-from embeddings.models.bidirectional import check_causal
+from embeddings.models.bidirectional import check_causal, require_bidirectional
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 64,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
-WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-CONFIGS = {
-    "mistral": MistralConfig(**SHAPE, sliding_window=4),
-    "llama": LlamaConfig(**SHAPE),
-    "qwen2": Qwen2Config(**SHAPE, **WINDOW),
-    "qwen3": Qwen3Config(**SHAPE, **WINDOW, head_dim=8),
+HEAD, WINDOW = {"head_dim": 8}, {"sliding_window": 4}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# What makes each family small, and gives it a window where it has one.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": HEAD | WINDOW,
+    "gemma": HEAD,
+    "gemma2": HEAD | WINDOW | {"query_pre_attn_scalar": 8},
+    "gpt_oss": HEAD | WINDOW | {"num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "llama": {},
+    "ministral": HEAD | WINDOW,
+    "mistral": WINDOW,
+    "mixtral": WINDOW | {"num_local_experts": 4},
+    "olmo": {},
+    "olmo2": {},
+    "phi": {},
+    "phi3": WINDOW,
+    "qwen2": QWEN_WINDOW,
+    "qwen3": QWEN_WINDOW | HEAD,
+    "qwen3_moe": HEAD | EXPERTS,
+    "smollm3": {"use_sliding_window": True, "sliding_window": 4},
 }
+# Their layers with a window have a rotary base of their own, so the window stays.
+WINDOWED = {"gemma3_text": HEAD, "olmo3": {}}
+LINEAR = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+LINEAR |= {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
+HYBRID: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen3_next": (HEAD | LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16}, "0, 1, 2 (linear attention)"),
+    "qwen3_5_text": (HEAD | LINEAR | {"num_hidden_layers": 8}, "0, 1, 2, 4 … (linear attention)"),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv", "full_attention"]}, "0, 2 (conv)"),
+    # Attention and a state-space mixer side by side in each layer.
+    "falcon_h1": (
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+        "0, 1, 2, 3 (hybrid)",
+    ),
+}
+# Four of them go through everything; each path through `make_bidirectional_config` is one's.
+CONFIGS = ("cohere2", "llama", "mistral", "qwen2", "qwen3")
 
 
-def build(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+def build(name: str, attention: str | None = None, **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModel.from_config(type(config).from_dict(config.to_dict()), attn_implementation=attention)
+    config = AutoConfig.for_model(name, **{**SHAPE, **FAMILIES.get(name, {}), **options})
+    given = {} if attention is None else {"attn_implementation": attention}
+    model = AutoModel.from_config(config, **given)
     assert isinstance(model, PreTrainedModel)
     return model.eval()
 
@@ -58,26 +90,28 @@ def reach(model: PreTrainedModel, length: int = 20) -> float:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_first_token_sees_the_last_once_the_mask_and_the_window_are_off(name: str, attention: str) -> None:
-    model = build(CONFIGS[name], attention)
-    assert reach(model) == 0.0
+    model = build(name, attention)
+    assert reach(model) == 0.0, "no layer sees a later token"
     with pytest.raises(OptionError, match="does not see the last one"):
         check_bidirectional(model)
     make_bidirectional(model)
     check_bidirectional(model)
     assert reach(model) > 1e-3
     # Flash attention, which cannot run here, reads the window from the layers.
-    assert not [module for module in model.modules() if isinstance(getattr(module, "sliding_window", None), int)]
+    windows = {getattr(module, "sliding_window", None) for module in model.modules()} - {None}
+    assert all(window > 1_000_000 for window in windows)
+    assert bool(windows) is (name == "cohere2")
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_saving_and_loading_keeps_both_directions(tmp_path: Path, name: str, attention: str) -> None:
-    model = build(CONFIGS[name], attention)
+    model = build(name, attention)
     make_bidirectional(model)
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["is_causal"] is False
-    assert saved.get("sliding_window") is None
+    assert saved.get("sliding_window") is None or name == "cohere2"
     again = load_model(tmp_path, attn_implementation=attention)
     check_bidirectional(again)
     ids = torch.arange(1, 30)[None]
@@ -87,7 +121,7 @@ def test_saving_and_loading_keeps_both_directions(tmp_path: Path, name: str, att
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_switching_before_and_after_building_gives_the_same_states(tmp_path: Path, name: str) -> None:
-    after = build(CONFIGS[name], "sdpa")
+    after = build(name, "sdpa")
     after.save_pretrained(tmp_path)
     make_bidirectional(after)
     before = load_model(tmp_path, attn_implementation="sdpa", make_bidirectional=True)
@@ -98,7 +132,7 @@ def test_switching_before_and_after_building_gives_the_same_states(tmp_path: Pat
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_setting_only_the_flags_of_layers_is_caught(attention: str) -> None:
-    model = build(CONFIGS["mistral"], attention)
+    model = build("mistral", attention)
     for layer in model.layers:  # type: ignore[union-attr]
         layer.self_attn.is_causal = False
     with pytest.raises(OptionError, match=r"backbone\.bidirectional"):
@@ -106,20 +140,22 @@ def test_setting_only_the_flags_of_layers_is_caught(attention: str) -> None:
 
 
 def test_padding_that_leaks_into_states_is_caught() -> None:
-    model = build(CONFIGS["mistral"], "sdpa")
+    model = build("mistral", "sdpa")
     make_bidirectional(model)
     forward = model.forward
-    model.forward = lambda input_ids, attention_mask: forward(input_ids=input_ids)  # type: ignore[method-assign]
+    model.forward = lambda input_ids, attention_mask, **_: forward(input_ids=input_ids)  # type: ignore[method-assign]
     with pytest.raises(OptionError, match="padding"):
         check_bidirectional(model)
 
 
 def test_a_window_with_a_rotary_base_of_its_own_stays() -> None:
-    model = build(Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=8, sliding_window_pattern=2), "sdpa")
-    make_bidirectional(model)
-    check_bidirectional(model)
-    assert model.config.layer_types == ["sliding_attention", "full_attention"]
-    assert model.config.sliding_window == 8
+    for name, options in WINDOWED.items():
+        kinds = ["sliding_attention", "full_attention"] * 2
+        model = build(name, "sdpa", layer_types=kinds, sliding_window=4, **options)
+        make_bidirectional(model)
+        check_bidirectional(model)
+        assert model.config.layer_types == kinds
+        assert model.config.sliding_window == 4
 
 
 def test_encoders_pass_the_check_as_they_are() -> None:
@@ -141,3 +177,115 @@ def test_a_mask_that_is_off_is_no_causal_mask() -> None:
         check_causal(model)
     with pytest.raises(OptionError, match="needs a causal mask"):
         check_causal(tiny_bert())
+
+
+@torch.no_grad()
+def layers_that_see_the_last_token(model: PreTrainedModel, length: int = 20) -> list[bool]:
+    """Of each layer, given states of its own, whether the last token's reach the first one's."""
+    ids, found, calls = torch.arange(length)[None] % 60 + 3, [], []
+    layers: Any = model.layers
+    handles = [
+        layer.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True)  # type: ignore[misc]
+        for layer in layers
+    ]
+    model(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    for layer, (states, *rest), options, output in calls:
+        changed = states.clone()
+        changed[:, -1] *= -1
+        both = [value[0] if isinstance(value, tuple) else value for value in (output, layer(changed, *rest, **options))]
+        found.append(bool((both[0] - both[1])[0, 0].abs().max() > 1e-6))  # experts round otherwise in other company
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_layer_of_every_family_sees_past_its_window(tmp_path: Path, name: str) -> None:
+    model = build(name)
+    assert layers_that_see_the_last_token(model) == [False] * 4
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, make_bidirectional=True)
+    check_bidirectional(loaded)
+    assert layers_that_see_the_last_token(loaded) == [True] * 4
+    make_bidirectional(model)
+    ids = torch.arange(1, 30)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
+def test_a_window_that_is_off_leaves_the_states_of_short_texts_alone() -> None:
+    """Cohere 2 rotates queries and keys in layers with a window alone: they must keep their type."""
+    wide, off = build("cohere2", sliding_window=64), build("cohere2")
+    wide.config.is_causal = False
+    make_bidirectional(off)
+    ids = torch.arange(1, 30)[None]
+    with torch.no_grad():
+        assert torch.equal(off(ids).last_hidden_state, wide(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_layer_that_stays_causal_is_refused_by_name(name: str) -> None:
+    options, says = HYBRID[name]
+    model = build(name, **options)
+    make_bidirectional(model)
+    assert reach(model) > 0, "the final state of the first token alone does not show it"
+    with pytest.raises(OptionError, match=re.escape(f"cannot take effect: layers {says} read from left to right")):
+        check_bidirectional(model)
+
+
+def test_one_layer_that_keeps_its_causal_mask_is_found() -> None:
+    model = build("llama", "sdpa")
+    make_bidirectional(model)
+    layers: Any = model.layers
+    forward, mask = layers[2].forward, torch.ones(12, 12, dtype=torch.bool).tril()
+    layers[2].forward = lambda *args, **options: forward(
+        *args, **options | {"attention_mask": mask[: args[0].shape[1], : args[0].shape[1]]}
+    )
+    with pytest.raises(OptionError, match=r"layer 2 \(LlamaDecoderLayer\) read from left to right"):
+        check_bidirectional(model)
+
+
+@pytest.fixture
+def only_on_a_gpu() -> Iterator[dict[str, Any]]:
+    """An attention that runs nowhere until it is told that it lies on a GPU."""
+    state = {"is_there": False}
+
+    def forward(*args: Any, **options: Any) -> Any:
+        if not state["is_there"]:
+            raise RuntimeError("FlashAttention only supports CUDA tensors\nand more")
+        return sdpa_attention_forward(*args, **options)
+
+    AttentionInterface.register("only_gpu", forward)
+    AttentionMaskInterface.register("only_gpu", sdpa_mask)
+    yield state
+    del AttentionInterface._global_mapping["only_gpu"], AttentionMaskInterface._global_mapping["only_gpu"]
+
+
+def test_an_attention_of_gpus_alone_is_one_line_where_there_is_none(only_on_a_gpu: dict[str, Any]) -> None:
+    model = build("mistral", "only_gpu")
+    make_bidirectional(model)
+    says = r"does not run on the CPU \(FlashAttention only supports CUDA tensors\), got 'only_gpu'; set it to sdpa"
+    with pytest.raises(OptionError, match=says):
+        require_bidirectional(model)
+
+
+def test_with_a_gpu_it_is_checked_in_the_first_forward_where_it_runs(
+    only_on_a_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ids = torch.arange(1, 30)[None]
+    still_causal, made = build("mistral", "only_gpu"), build("mistral", "only_gpu")
+    make_bidirectional(made)
+    for model in (still_causal, made):
+        require_bidirectional(model)
+    with pytest.raises(OptionError, match="does not run on the CPU"):
+        copy.deepcopy(made)(ids)
+    only_on_a_gpu["is_there"] = True
+    with pytest.raises(OptionError, match="does not see the last one"):
+        still_causal(ids)
+    expected = build("mistral", "sdpa")
+    make_bidirectional(expected)
+    with torch.no_grad():
+        assert torch.equal(made.train()(ids).last_hidden_state, expected(ids).last_hidden_state)
+    assert made.training
+    assert not made._forward_pre_hooks
