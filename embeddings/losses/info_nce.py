@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
 from embeddings.common.distributed import gather_candidates, gather_counts, gather_rows, rank
-from embeddings.losses.masks import CandidateFacts, QueryFacts, exclude_candidates_, exclude_queries_, query_index
+from embeddings.losses.masks import (
+    CandidateFacts,
+    Compared,
+    QueryFacts,
+    exclude_candidates_,
+    exclude_queries_,
+    query_index,
+)
 from embeddings.losses.similarity import Similarity, comparable
 from embeddings.losses.surrogate_filter import (
     SurrogateFilter,
@@ -41,6 +48,10 @@ class InfoNCE(nn.Module):
         tile_size: Scores held at once, at least 32 rows of them. 2^21 are 8 MB; a GPU likes 2^26.
         false_negative_filter: Masks candidates that another model scores too high, by vectors that the batch carries;
             None for no filter. It makes a second product of the size of the scores, and as large a tile.
+        mask_same_text: Whether a candidate is masked whose text is the query's or one of its known positives, or that
+            answers a query of the same text. NV-Embed's paper tells of no such mask.
+        mask_same_class: Whether a candidate is masked that has the query's label in the query's source. Without it
+            in-batch negatives push texts of one class apart, which is why NV-Embed's second stage has none (§3.3).
 
     Precision: scores, softmax and gradients of it in float32 (float64 where the input is), autocast or not.
     Distributed: see `gather_candidates`: each rank its own queries, gradients cross ranks, no world-size factor.
@@ -63,6 +74,8 @@ class InfoNCE(nn.Module):
         similarity: Similarity = "cosine",
         tile_size: int = 2**21,
         false_negative_filter: SurrogateFilter | None = None,
+        mask_same_text: bool = True,
+        mask_same_class: bool = True,
     ) -> None:
         super().__init__()
         if not 0 < temperature < math.inf:
@@ -76,6 +89,7 @@ class InfoNCE(nn.Module):
         self.similarity: Similarity = similarity
         self.tile_size = tile_size
         self.false_negative_filter = false_negative_filter
+        self.compared = Compared(mask_same_text, mask_same_class)
         self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature))) if learnable_temperature else None
         self.temperature = temperature
 
@@ -89,8 +103,9 @@ class InfoNCE(nn.Module):
 
         Returns:
             LossOutput: `loss` () fp32 mean over B; terms `accuracy` (share of queries whose positive scores higher
-            than all that competes; a tie is a miss),
-            `positive_score` (mean similarity of query and positive) and, where it is learnt, `temperature`.
+            than all that competes; a tie is a miss), `positive_score` (mean similarity of query and positive),
+            `no_negative_fraction` (share of queries that have no negative, whose loss is 0 and accuracy 1) and, where
+            it is learnt, `temperature`.
         """
         found = self.at_widths(query_BD, candidate_CD, batch, (query_BD.shape[1],))
         return LossOutput(found.loss_W[0], self._terms(found, 0))
@@ -137,7 +152,11 @@ class InfoNCE(nn.Module):
 
     def _terms(self, scores: WidthScores, index: int) -> dict[str, Tensor]:
         """What is logged of one of the widths, and of the temperature."""
-        terms = {"accuracy": scores.accuracy_W[index], "positive_score": scores.positive_score_W[index]}
+        terms = {
+            "accuracy": scores.accuracy_W[index],
+            "positive_score": scores.positive_score_W[index],
+            "no_negative_fraction": scores.alone_W[index],
+        }
         if self.log_temperature is not None:
             terms["temperature"] = self.log_temperature.detach().exp()
         return terms
@@ -155,10 +174,10 @@ class InfoNCE(nn.Module):
         query_counts = gather_counts(len(batch), device) if gather else [len(batch)]
         candidate_counts = gather_counts(len(batch.candidate), device) if gather else [len(batch.candidate)]
         place = rank() if gather else 0
-        query = QueryFacts.of(batch, query_index(batch, query_counts, place))
+        query = QueryFacts.of(batch, query_index(batch, query_counts, place), self.compared)
         if self.in_batch_negatives != "source":
             query = replace(query, in_batch_Q=torch.full_like(batch.in_batch_B, self.in_batch_negatives == "on"))
-        own_candidate = CandidateFacts.of(batch, query.index_Q)
+        own_candidate = CandidateFacts.of(batch, query.index_Q, self.compared)
         positive_index_B = batch.positive_index_B + sum(candidate_counts[:place])
         candidate = own_candidate.gathered(candidate_counts)
         surrogate = None

@@ -1,6 +1,7 @@
 """Which candidates count as negatives of which queries, decided tile by tile from facts about the texts."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,10 +9,23 @@ from torch import Tensor
 from embeddings.common import ContrastiveBatch
 from embeddings.common.distributed import gather_rows, reduce_int
 
-# A class is (source, label) in one number; an unlabelled text has a class that equals no other text's.
+# A class is (source, label) in one number.
 _LABELS_PER_SOURCE = 2**40
-_UNLABELLED_QUERY = -1
-_UNLABELLED_CANDIDATE = -2
+# A fact that a text has not, or that is not compared, is one that no text of the other side has.
+_UNLIKE_QUERY = -1
+_UNLIKE_CANDIDATE = -2
+
+
+class Compared(NamedTuple):
+    """Which facts make a candidate a false negative.
+
+    Attributes:
+        by_text: Whether texts do: the query's known positives, its own text, the positives of queries with its text.
+        by_class: Whether labels do.
+    """
+
+    by_text: bool = True
+    by_class: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,10 +47,14 @@ class QueryFacts:
     known_positive_hash_QP: Tensor
 
     @classmethod
-    def of(cls, batch: ContrastiveBatch, index_B: Tensor) -> "QueryFacts":
-        """The facts of this rank's queries, numbered `index_B` over all ranks."""
-        class_B = _class(batch.source_B, batch.query_label_B, _UNLABELLED_QUERY)
-        return cls(index_B, batch.query_hash_B, class_B, batch.in_batch_B, batch.known_positive_hash_BP)
+    def of(cls, batch: ContrastiveBatch, index_B: Tensor, compare: "Compared | None" = None) -> "QueryFacts":
+        """The facts of this rank's queries, numbered `index_B` over all ranks; those that are compared, all if None."""
+        by_text, by_class = compare or Compared()
+        hash_B, known_BP = batch.query_hash_B, batch.known_positive_hash_BP
+        if not by_text:
+            hash_B, known_BP = (torch.full_like(facts, _UNLIKE_QUERY) for facts in (hash_B, known_BP))
+        class_B = _class(batch.source_B, batch.query_label_B, _UNLIKE_QUERY, by_class)
+        return cls(index_B, hash_B, class_B, batch.in_batch_B, known_BP)
 
     def __getitem__(self, rows: slice | Tensor) -> "QueryFacts":
         """The facts of some queries."""
@@ -72,11 +90,15 @@ class CandidateFacts:
     answers_C: Tensor
 
     @classmethod
-    def of(cls, batch: ContrastiveBatch, index_B: Tensor) -> "CandidateFacts":
-        """The facts of this rank's candidates, its queries numbered `index_B` over all ranks."""
-        class_C = _class(batch.source_B[batch.owner_C], batch.candidate_label_C, _UNLABELLED_CANDIDATE)
-        answers_C = batch.candidate_hash_C.index_copy(0, batch.positive_index_B, batch.query_hash_B)
-        return cls(index_B[batch.owner_C], batch.candidate_hash_C, class_C, answers_C)
+    def of(cls, batch: ContrastiveBatch, index_B: Tensor, compare: "Compared | None" = None) -> "CandidateFacts":
+        """The facts of this rank's candidates, its queries numbered `index_B`; those that are compared."""
+        by_text, by_class = compare or Compared()
+        hash_C = batch.candidate_hash_C
+        answers_C = hash_C.index_copy(0, batch.positive_index_B, batch.query_hash_B)
+        if not by_text:
+            hash_C, answers_C = (torch.full_like(facts, _UNLIKE_CANDIDATE) for facts in (hash_C, answers_C))
+        class_C = _class(batch.source_B[batch.owner_C], batch.candidate_label_C, _UNLIKE_CANDIDATE, by_class)
+        return cls(index_B[batch.owner_C], hash_C, class_C, answers_C)
 
     def __getitem__(self, rows: slice | Tensor) -> "CandidateFacts":
         """The facts of some candidates."""
@@ -192,5 +214,5 @@ def _fill_(
     score_RC.scatter_(1, own_R[:, None], own_score_R1)
 
 
-def _class(source_N: Tensor, label_N: Tensor, unlabelled: int) -> Tensor:
-    return torch.where(label_N >= 0, source_N * _LABELS_PER_SOURCE + label_N, unlabelled)
+def _class(source_N: Tensor, label_N: Tensor, unlabelled: int, compared: bool) -> Tensor:
+    return torch.where((label_N >= 0) & compared, source_N * _LABELS_PER_SOURCE + label_N, unlabelled)

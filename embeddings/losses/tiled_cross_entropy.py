@@ -53,11 +53,13 @@ class WidthScores(NamedTuple):
         loss_W: Mean cross-entropies, (W,).
         accuracy_W: Shares of rows whose right answer scores above all others, (W,), without a gradient.
         positive_score_W: Mean unscaled scores of right answers, (W,), without a gradient.
+        alone_W: Shares of rows whose right answer is the only one that competes, (W,), without a gradient.
     """
 
     loss_W: Tensor
     accuracy_W: Tensor
     positive_score_W: Tensor
+    alone_W: Tensor
 
 
 def tiled_cross_entropies(
@@ -100,7 +102,7 @@ class _Width:
         self.row_RD, self.column_CD = row_RD, column_CD
         self.row_gradient_RD = torch.empty_like(row_RD) if wants_row else None
         self.column_gradient_CD = torch.zeros_like(column_CD) if wants_column else None
-        self.loss, self.num_right, self.target_score = (row_RD.new_zeros(()) for _ in range(3))
+        self.loss, self.num_right, self.target_score, self.num_alone = (row_RD.new_zeros(()) for _ in range(4))
 
     def add_tile(self, rows: slice, scale: Tensor, target_r1: Tensor, exclusion: "_Exclusion") -> None:
         """Make the scores of some rows and take in what they say."""
@@ -119,6 +121,7 @@ class _Width:
         self.loss += loss_r1.sum()
         self.num_right += is_right_r1.sum()
         self.target_score += target_score_r1.sum()
+        self.num_alone += rival_r1.isneginf().sum()
         if self.row_gradient_RD is not None:
             self.row_gradient_RD[rows] = (weight_rC @ self.column_CD).div_(total_r1)
         if self.column_gradient_CD is not None:
@@ -164,8 +167,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
         exclude_: ExcludeInPlace | None,
         tile_size: int,
         *vectors: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses, accuracies and mean scores; the gradients too, tile by tile, while the scores are at hand."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Losses and what goes with them; the gradients too, tile by tile, while the scores are at hand."""
         num_rows, num_widths = max(1, len(target_R)), len(vectors) // 2
         wants_scale, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         widths = [
@@ -183,8 +186,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(of_scale_W, *row_gradients, *(width.column_gradient_CD for width in widths))
         accuracy_W = torch.stack([width.num_right for width in widths]) / num_rows
         mean_score_W = torch.stack([width.target_score for width in widths]) / (scale * num_rows)
-        ctx.mark_non_differentiable(accuracy_W, mean_score_W)
-        return torch.stack([width.loss for width in widths]) / num_rows, accuracy_W, mean_score_W
+        alone_W = torch.stack([width.num_alone for width in widths]) / num_rows
+        ctx.mark_non_differentiable(accuracy_W, mean_score_W, alone_W)
+        return torch.stack([width.loss for width in widths]) / num_rows, accuracy_W, mean_score_W, alone_W
 
     @staticmethod
     @once_differentiable

@@ -61,6 +61,19 @@ def test_stage_2_differs_from_stage_1_where_the_paper_says_so_and_nowhere_else()
     }
 
 
+def test_the_single_stage_of_table_4_differs_from_stage_1_in_its_loss_alone() -> None:
+    first, single = method(1), flat(read(CONFIGS / "methods" / "nv_embed_single_stage.yaml"))
+    changed = {key: value for key, value in single.items() if first.get(key) != value}
+    assert first.keys() <= single.keys()
+    assert changed.pop("trainer.callbacks+")[0]["init_args"] == {"output": "checkpoints/nv_embed_single_stage"}
+    loss = "model.init_args.loss.init_args."
+    assert changed == {
+        f"{loss}in_batch_negatives": "on",
+        f"{loss}mask_same_text": False,
+        f"{loss}mask_same_class": False,
+    }
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_loss_schedule_and_optimiser_of_a_method_can_be_made(stage: int) -> None:
     config = read(CONFIGS / "methods" / f"nv_embed_stage{stage}.yaml")["model"]["init_args"]

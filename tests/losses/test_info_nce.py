@@ -1,6 +1,7 @@
 """InfoNCE against a loop, hand numbers, the dense path, and its own finite differences."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 from embeddings.common import ContrastiveBatch, OptionError
 from embeddings.losses import InfoNCE, is_negative_mask, similarity_matrix
 from embeddings.losses.masks import CandidateFacts, QueryFacts, query_index
-from tests.helpers.contrastive import Record, batch_of, random_batch, relative_error
+from tests.helpers.contrastive import Record, batch_of, random_batch, random_records, relative_error
+from tests.losses.test_masks import loop_reference as loop_mask
 
 
 def mask_of(batch: ContrastiveBatch) -> Tensor:
@@ -59,8 +61,10 @@ def test_a_positive_that_others_outscore_or_equal_counts_as_wrong() -> None:
 def test_a_query_without_any_negative_costs_nothing() -> None:
     batch = batch_of([Record([1], [2], in_batch=False), Record([3], [4], in_batch=False)])
     query, candidate = vectors(batch)
-    loss = InfoNCE()(query, candidate, batch).loss
+    output = InfoNCE()(query, candidate, batch)
+    loss, terms = output
     loss.backward()
+    assert terms["no_negative_fraction"].item() == terms["accuracy"].item() == 1
     assert loss.item() == pytest.approx(0, abs=1e-12)
     assert query.grad is not None
     assert query.grad.abs().max() < 1e-12
@@ -104,6 +108,69 @@ def test_both_directions_are_the_mean_of_rows_and_columns() -> None:
     cross_entropy = torch.nn.functional.cross_entropy
     expected = (cross_entropy(score, targets) + cross_entropy(score.T, targets)) / 2
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.02, 1e-4])
+@pytest.mark.parametrize("tile_size", [1, 2**21])
+def test_the_share_of_queries_without_a_negative_is_told(tile_size: int, temperature: float) -> None:
+    """A query is alone where it has no negative of its own, where that is masked, and where all are of its class."""
+    records = [Record([row], [row + 100], [[row + 200]], in_batch=False) for row in range(40)]
+    for row in range(0, 40, 4):
+        records[row].negatives = []
+    records[1].negatives = [records[1].positive]
+    batch = batch_of(records)
+    query, candidate = vectors(batch)
+    output = InfoNCE(temperature=temperature, tile_size=tile_size)(query, candidate, batch)
+    assert output.terms["no_negative_fraction"].item() == pytest.approx(11 / 40)
+    one_class = batch_of([Record([row], [row + 100], label=3) for row in range(4)])
+    query, candidate = vectors(one_class)
+    for mask, expected in ((True, 1.0), (False, 0.0)):
+        terms = InfoNCE(mask_same_class=mask)(query, candidate, one_class).terms
+        assert terms["no_negative_fraction"].item() == expected
+
+
+def switched_records(num_queries: int) -> list[Record]:
+    """Records of two classes in one source that repeat each other's positives and queries."""
+    records = random_records(num_queries, 1, seed=5)
+    for row, record in enumerate(records):
+        record.source, record.label, record.in_batch = 0, row % 2, True
+    records[3].known = [records[4].positive]
+    return records
+
+
+@pytest.mark.parametrize("switches", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("tile_size", [1, 2**21])
+def test_masks_by_text_and_by_class_are_switched_one_by_one(switches: tuple[bool, bool], tile_size: int) -> None:
+    """Against the rule on the records themselves; a source of labels is trained so in NV-Embed's single stage."""
+    records = switched_records(70)
+    batch, mask = batch_of(records), loop_mask(records, *switches)
+    query, candidate = vectors(batch)
+    options: dict[str, Any] = dict(zip(("mask_same_text", "mask_same_class"), switches, strict=True))
+    found = InfoNCE(temperature=0.1, tile_size=tile_size, **options)(query, candidate, batch).loss
+    score = similarity_matrix(query, candidate) / 0.1
+    total = 0.0
+    for row, row_mask in enumerate(mask):
+        others = [math.exp(score[row, column].item()) for column, used in enumerate(row_mask) if used]
+        positive = math.exp(score[row, row].item())
+        total -= math.log(positive / (positive + sum(others)))
+    assert found.item() == pytest.approx(total / 70, rel=1e-12)
+    if switches != (True, True):
+        both = InfoNCE(temperature=0.1)(query, candidate, batch).loss
+        assert found.item() != pytest.approx(both.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("switches", [(True, False), (False, True), (False, False)])
+def test_the_switches_hold_in_the_other_direction_too(switches: tuple[bool, bool]) -> None:
+    records = [replace(record, negatives=[]) for record in switched_records(12)]
+    batch, mask = batch_of(records), torch.tensor(loop_mask(records, *switches))
+    query, candidate = vectors(batch)
+    options: dict[str, Any] = dict(zip(("mask_same_text", "mask_same_class"), switches, strict=True))
+    found = InfoNCE(temperature=0.1, directions="both", **options)(query, candidate, batch).loss
+    competes, targets = mask | torch.eye(12, dtype=torch.bool), torch.arange(12)
+    score = (similarity_matrix(query, candidate) / 0.1).masked_fill(~competes, -torch.inf)
+    cross_entropy = torch.nn.functional.cross_entropy
+    expected = (cross_entropy(score, targets) + cross_entropy(score.T, targets)) / 2
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("forced", ["on", "off"])

@@ -5,22 +5,31 @@ import torch
 
 from embeddings.common import ContrastiveBatch
 from embeddings.losses import is_negative_mask
-from embeddings.losses.masks import CandidateFacts, QueryFacts, exclude_candidates_, exclude_queries_, query_index
+from embeddings.losses.masks import (
+    CandidateFacts,
+    Compared,
+    QueryFacts,
+    exclude_candidates_,
+    exclude_queries_,
+    query_index,
+)
 from tests.helpers.contrastive import Record, batch_of, random_records
 
-
-def facts(batch: ContrastiveBatch) -> tuple[QueryFacts, CandidateFacts]:
-    index_B = query_index(batch, [len(batch)], 0)
-    return QueryFacts.of(batch, index_B), CandidateFacts.of(batch, index_B)
+SWITCHES = [(True, True), (True, False), (False, True), (False, False)]
 
 
-def negatives(records: list[Record]) -> list[list[bool]]:
+def facts(batch: ContrastiveBatch, *compared: bool) -> tuple[QueryFacts, CandidateFacts]:
+    index_B, rule = query_index(batch, [len(batch)], 0), Compared(*compared)
+    return QueryFacts.of(batch, index_B, rule), CandidateFacts.of(batch, index_B, rule)
+
+
+def negatives(records: list[Record], *compared: bool) -> list[list[bool]]:
     batch = batch_of(records)
-    query, candidate = facts(batch)
+    query, candidate = facts(batch, *compared)
     return is_negative_mask(query, candidate, batch.positive_index_B).tolist()
 
 
-def loop_reference(records: list[Record]) -> list[list[bool]]:
+def loop_reference(records: list[Record], by_text: bool = True, by_class: bool = True) -> list[list[bool]]:
     """The rule in words, on the records themselves."""
     candidates = [(owner, record.positive, record.label, True) for owner, record in enumerate(records)]
     for owner, record in enumerate(records):
@@ -31,9 +40,9 @@ def loop_reference(records: list[Record]) -> list[list[bool]]:
         answers = []
         for column, (owner, text, label, is_positive) in enumerate(candidates):
             same_source = records[owner].source == record.source
-            is_false = text in (record.query, record.positive, *record.known)
-            is_false = is_false or (is_positive and records[owner].query == record.query)
-            is_false = is_false or (label >= 0 and label == record.label and same_source)
+            is_false = by_text and text in (record.query, record.positive, *record.known)
+            is_false = is_false or (by_text and is_positive and records[owner].query == record.query)
+            is_false = is_false or (by_class and label >= 0 and label == record.label and same_source)
             may_compete = record.in_batch or owner == row
             answers.append(column != row and may_compete and not is_false)
         mask.append(answers)
@@ -92,17 +101,25 @@ def test_a_hard_negative_that_is_the_positive_again_is_no_negative() -> None:
     assert negatives([Record([1], [2], [[2], [3]])]) == [[False, False, True]]
 
 
-def test_the_mask_equals_the_rule_on_records() -> None:
+@pytest.mark.parametrize("compared", SWITCHES)
+def test_the_mask_equals_the_rule_on_records(compared: tuple[bool, bool]) -> None:
     records = tangled_records()
-    found, expected = negatives(records), loop_reference(records)
+    found, expected = negatives(records, *compared), loop_reference(records, *compared)
     assert found == expected
     assert 0 < sum(map(sum, expected)) < len(expected) * (len(expected[0]) - 1)
 
 
+def test_each_switch_gives_back_the_candidates_that_its_facts_mask() -> None:
+    counts = [sum(map(sum, negatives(tangled_records(), *compared))) for compared in SWITCHES]
+    all_masks, without_class, without_text, without_both = counts
+    assert all_masks < min(without_class, without_text) <= max(without_class, without_text) < without_both
+
+
+@pytest.mark.parametrize("compared", SWITCHES)
 @pytest.mark.parametrize("height", [1, 5, 12, 100])
-def test_tiles_equal_the_whole_mask(height: int) -> None:
+def test_tiles_equal_the_whole_mask(height: int, compared: tuple[bool, bool]) -> None:
     batch = batch_of(tangled_records())
-    query, candidate = facts(batch)
+    query, candidate = facts(batch, *compared)
     mask = is_negative_mask(query, candidate, batch.positive_index_B)
     score = torch.randn(mask.shape)
     expected = score.masked_fill(~mask.scatter(1, batch.positive_index_B[:, None], True), -torch.inf)

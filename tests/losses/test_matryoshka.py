@@ -64,7 +64,7 @@ def test_filter_and_directions_hold_at_every_width(directions: Any, surrogate: b
     for width, one in zip(WIDTHS, outputs, strict=True):
         assert output.terms[f"loss_{width}"].item() == pytest.approx(one.loss.item(), rel=1e-12)
         assert output.terms[f"accuracy_{width}"].item() == one.terms["accuracy"].item()
-    assert set(outputs[0].terms) == {"accuracy", "positive_score", "temperature"}
+    assert set(outputs[0].terms) == {"accuracy", "positive_score", "no_negative_fraction", "temperature"}
     for name, value in outputs[0].terms.items():
         assert output.terms[name].item() == pytest.approx(value.item(), rel=1e-12)
 

@@ -168,7 +168,7 @@ def test_the_dense_twin_is_trained_without_balancing(dense: str) -> None:
     module = MoEEmbedModule(BackboneConfig(dense), load_balancing=None)
     output, gradient = plain(module)
     assert module.moe_layers == []
-    assert set(output.terms) == {"accuracy", "positive_score"}
+    assert set(output.terms) == {"accuracy", "positive_score", "no_negative_fraction"}
     assert gradient.norm() > 0
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ from embeddings.losses import InfoNCE
 from embeddings.training import GradCache
 from embeddings.training.graphs import GraphMemory
 from embeddings.training.replay import RandomState
-from tests.helpers.contrastive import Record, TinyStep, batch_of, gradient_vector, random_batch, relative_error
+from tests.helpers.contrastive import (
+    Record,
+    TinyStep,
+    batch_of,
+    gradient_vector,
+    random_batch,
+    random_records,
+    relative_error,
+)
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -77,6 +86,20 @@ def test_gradients_equal_the_plain_step(dtype: torch.dtype, num_negatives: int, 
     plain_loss, plain = plain_gradient(step, batch)
     assert loss == pytest.approx(plain_loss, rel=1e-6)
     assert relative_error(gradient, plain) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("switches", [(False, True), (True, False), (False, False)])
+def test_gradients_equal_the_plain_step_with_each_mask_switched_off(switches: tuple[bool, bool]) -> None:
+    records = [replace(record, source=0, label=row % 2) for row, record in enumerate(random_records(6, 1))]
+    batch, by_text, by_class = batch_of(records), *switches
+    gradients = []
+    for options in ({}, {"mask_same_text": by_text, "mask_same_class": by_class}):
+        step = TinyStep(tiny_bert().double(), InfoNCE(temperature=0.05, in_batch_negatives="on", **options))
+        _, plain = plain_gradient(step, batch)
+        _, gradient = cached_gradient(step, batch, GradCache(mini_batch_tokens=30))
+        assert relative_error(gradient, plain) <= 1e-12
+        gradients.append(plain)
+    assert relative_error(*gradients) > 1e-3
 
 
 # Mini-batches as they are cut and kept where random numbers have to come again.
@@ -241,7 +264,7 @@ def test_the_returned_loss_is_the_batch_and_carries_only_the_last_mini_batch() -
     output = engine.forward_backward(step, batch, backward=early.append)
     assert len(early) == len(engine.plan(batch)) - 1
     assert output.loss.item() == pytest.approx(plain_gradient(step, batch)[0], rel=1e-12)
-    assert set(output.terms) == {"accuracy", "positive_score"}
+    assert set(output.terms) == {"accuracy", "positive_score", "no_negative_fraction"}
     assert not any(term.requires_grad for term in output.terms.values())
 
 
