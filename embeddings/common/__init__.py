@@ -7,16 +7,18 @@ from embeddings.common.lazy import lazy_names
 from embeddings.common.text import TextRole, TextSettings, instruction_prompt
 
 if TYPE_CHECKING:
-    from embeddings.common.protocols import ContextualStep, ContrastiveStep
+    from embeddings.common.protocols import BatchNeeds, ContextualStep, ContrastiveStep, NeedsBatches
     from embeddings.common.types import ContrastiveBatch, LossOutput, PaddedTokens, Representations, TokenBatch
 
 __all__ = [
+    "BatchNeeds",
     "ContextualStep",
     "ContrastiveBatch",
     "ContrastiveStep",
     "InputError",
     "LossOutput",
     "MissingExtraError",
+    "NeedsBatches",
     "NumericError",
     "OptionError",
     "PaddedTokens",
@@ -32,10 +34,12 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "BatchNeeds": "protocols",
         "ContextualStep": "protocols",
         "ContrastiveBatch": "types",
         "ContrastiveStep": "protocols",
         "LossOutput": "types",
+        "NeedsBatches": "protocols",
         "PaddedTokens": "types",
         "Representations": "types",
         "TokenBatch": "types",

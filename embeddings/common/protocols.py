@@ -1,10 +1,38 @@
 """The contract between a method and everything that trains it."""
 
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from embeddings.common.types import ContrastiveBatch, LossOutput, Representations, TokenBatch
+
+
+@dataclass(frozen=True)
+class BatchNeeds:
+    """What a module says of the batches that it trains on, for the data module to plan and to check by.
+
+    Attributes:
+        in_batch_negatives: Whether other queries' candidates are negatives: as each source says, or for all alike.
+        gathers_candidates: Whether the candidates of all ranks compete with each other.
+        sampler: Name of the batch sampler that the method is made for, None where any serves.
+        without_sampler: What the method loses by another, and what to do, for a warning.
+    """
+
+    in_batch_negatives: Literal["source", "on", "off"] = "source"
+    gathers_candidates: bool = True
+    sampler: str | None = None
+    without_sampler: str = ""
+
+
+@runtime_checkable
+class NeedsBatches(Protocol):
+    """A module that says what its batches are to be like; of others nothing is asked."""
+
+    @property
+    def batch_needs(self) -> BatchNeeds:
+        """What the module needs."""
+        ...
 
 
 @runtime_checkable

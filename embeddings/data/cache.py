@@ -42,6 +42,7 @@ class CachedSource:
         labels: The text of each class, by its code.
         lone_class: A class whose texts are all the same, with the file and row of its first, or None.
         longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
+        unused_columns: Columns that look like a field and are not used, each with the field (`Facts`).
         classes: The rows of each class, or None where the layout has none.
 
     Raises:
@@ -57,8 +58,9 @@ class CachedSource:
         self.inputs: list[dict[str, Any]] = manifest["inputs"]
         self.labels: list[str] = manifest["labels"]
         self.lone_class: list[str] | None = manifest["lone_class"]
-        # Sources that were converted before this was noted do not say it.
+        # Sources that were converted before these were noted do not say them.
         self.longest_instruction: list[str] | None = manifest.get("longest_instruction")
+        self.unused_columns: dict[str, str] = manifest.get("unused_columns") or {}
         self.classes = ClassIndex(folder) if manifest["layout"] == "labelled" else None
 
 
@@ -106,7 +108,7 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
 
 
 def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[Record]:
-    """The records of a source of pairs as their author wrote them, row by row as its converted form numbers them.
+    """The records of a source of `pairs` or `sts` as their author wrote them, row by row as its converted form's.
 
     What converted rows leave out (`score`, `id`, `language`, the label's text) is read from the source itself.
 
@@ -128,7 +130,7 @@ def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
 
 def read_located_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
     """The records as `read_records` gives them, each with its file and row for messages."""
-    assert layout(config.conversion) == "records"
+    assert layout(config.conversion) in ("records", "scored")
     files = (
         []
         if config.is_hub
@@ -151,9 +153,9 @@ def _convert(config: SourceConfig, files: Sequence[FileHash], target: Path, iden
     facts = Facts()
     readers = _readers(config, [file.path for file in files], identity["inputs"][0])
     with staged_folder(target) as folder:
-        num_rows = write_table(
-            folder, convert_rows(config, _with_progress(f"converting {config.name}", readers), facts)
-        )
+        rows = facts.noting_columns(_with_progress(f"converting {config.name}", readers))
+        num_rows = write_table(folder, convert_rows(config, rows, facts))
+        facts.columns |= dict.fromkeys(name for reader in readers for name in reader.unread_columns)
         if identity["layout"] == "labelled":
             write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
         _require_current(files)
@@ -163,6 +165,7 @@ def _convert(config: SourceConfig, files: Sequence[FileHash], target: Path, iden
             "labels": list(facts.labels),
             "lone_class": facts.lone_class,
             "longest_instruction": facts.longest_instruction,
+            "unused_columns": facts.unused_columns(config),
             "paths": [str(file.path) for file in files],
         }
         write_manifest(folder, {**identity, **fields})

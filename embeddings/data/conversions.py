@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from embeddings.common.errors import InputError
 from embeddings.common.fileio import text_hash
 from embeddings.data.readers import Row
-from embeddings.data.records import Record, parse_labelled_text, parse_record, parse_scored_pair
+from embeddings.data.records import Record, look_alikes, parse_labelled_text, parse_record, parse_scored_pair
 from embeddings.data.sources import Conversion, SourceConfig
 from embeddings.data.table import StoredRow
 
 DEFAULT_MIN_SCORE = 4.0
+_NOTED_ROWS = 100
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Facts:
         first_row: File and row where a class appeared first.
         suspects: Number of suspect rows of each kind (`Record.suspicion`), kept or left out.
         longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
+        columns: Columns of the first rows that hold something, in order of appearance.
     """
 
     labels: dict[str, int] = field(default_factory=dict)
@@ -31,6 +33,7 @@ class Facts:
     first_row: dict[int, str] = field(default_factory=dict)
     suspects: Counter[str] = field(default_factory=Counter)
     longest_instruction: tuple[str, str] | None = None
+    columns: dict[str, None] = field(default_factory=dict)
 
     def code(self, label: str | None, where: str) -> int:
         """The code of a class, a new one for a new class; -1 for none."""
@@ -47,6 +50,21 @@ class Facts:
             return None
         code = min(self.lone_text)
         return [list(self.labels)[code], self.first_row[code]]
+
+    def noting_columns(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows; the columns of the first ones are noted."""
+        for number, row in enumerate(rows):
+            if number < _NOTED_ROWS:
+                self.columns |= dict.fromkeys(str(name) for name, value in row.fields.items() if value is not None)
+            yield row
+
+    def unused_columns(self, config: SourceConfig) -> dict[str, str]:
+        """Columns that look like a field of a record and are not used, each with the field; "" for a score."""
+        if config.conversion != "pairs":
+            return {}
+        mapped = config.columns.values()
+        found = look_alikes([name for name in self.columns if name not in mapped], config.fields)
+        return found | ({"score": ""} if config.columns.get("score", "score") in self.columns else {})
 
 
 def layout(conversion: Conversion) -> str:
@@ -78,7 +96,7 @@ def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Ite
     converters: dict[str, Callable[[SourceConfig, Iterable[Row], Facts], Iterator[StoredRow]]] = {
         "records": _convert_records,
         "labelled": _convert_labelled,
-        "scored": _convert_scored,
+        "scored": _convert_records,
     }
     return converters[layout(config.conversion)](config, rows, facts)
 
@@ -86,14 +104,19 @@ def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Ite
 def usable_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[tuple[str, Record]]:
     """The records of a source of pairs that are to be used, each with file and row, in the order of the source.
 
+    A pair of `sts` with a high enough score is two records, one in each direction.
+
     Args:
-        config: Decides the columns, and what becomes of suspect records.
+        config: Decides conversion and columns, and what becomes of suspect records or which score is high enough.
         rows: The source's rows.
         facts: Counts the suspect records.
 
     Raises:
         InputError: At the first row that cannot be used, or if no record is left.
     """
+    if config.conversion == "sts":
+        yield from _scored_records(config, rows)
+        return
     found = False
     for where, fields in rows:
         record = parse_record(fields, config.columns, where)
@@ -131,15 +154,15 @@ def _convert_labelled(config: SourceConfig, rows: Iterable[Row], facts: Facts) -
         yield StoredRow(text, label=code)
 
 
-def _convert_scored(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
+def _scored_records(config: SourceConfig, rows: Iterable[Row]) -> Iterator[tuple[str, Record]]:
     threshold, highest, kept = min_score(config), float("-inf"), False
     for where, fields in rows:
         first, second, score = parse_scored_pair(fields, config.columns, where)
         highest = max(highest, score)
         if score >= threshold:
             kept = True
-            yield StoredRow(first, (second,))
-            yield StoredRow(second, (first,))
+            yield where, Record(first, (second,))
+            yield where, Record(second, (first,))
     if not kept:
         raise InputError(
             f"source {config.name!r}",

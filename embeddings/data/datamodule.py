@@ -10,10 +10,10 @@ from embeddings.common.text import TextSettings
 from embeddings.data.collate import ContrastiveCollator
 from embeddings.data.dataset import open_source
 from embeddings.data.files import fill_path, resolve_files
-from embeddings.data.level_coverage import check_levels
 from embeddings.data.loader import ResumableLoader
 from embeddings.data.mixture import Mixture
-from embeddings.data.planned_datamodule import PlannedDataModule, check_least
+from embeddings.data.negative_coverage import check_levels, check_negatives_asked_for, check_negatives_found
+from embeddings.data.planned_datamodule import PlannedDataModule, batch_needs, check_least
 from embeddings.data.prompts import check_instruction, check_prompts, warn_of_unnamed_prompts, with_source_prompts
 from embeddings.data.run_length import RunLength
 from embeddings.data.samplers.base import BatchSampler, SamplerFactory
@@ -67,34 +67,43 @@ class EmbeddingDataModule(PlannedDataModule):
         """Check what can be known of files, plan and prompts before a source is read, which may take hours.
 
         Raises:
-            InputError: If a file, a folder of surrogate vectors, or what the sampler keeps is not there.
+            InputError: If a file, a folder of surrogate vectors, or what the sampler keeps is not there, or a source
+                has neither in-batch nor hard negatives.
             OptionError: If the sampler's options do not suit the sources, or a prompt leaves no room for a text.
         """
+        check_negatives_asked_for(self.sources, batch_needs(module), self.num_negatives)
         for source in self.sources:
             if not source.is_hub:
                 resolve_files(source.path)
             if source.surrogate_vectors is not None:
                 check_manifest(fill_path(source.surrogate_vectors) / "index", {"kind": "pair_index"})
-        self._check_plan(trainer)
+        self._check_plan(trainer, module)
         check_prompts(TextTokenizer(self._base_tokenizer(module), self.text), self.sources)
 
     def prepare_data(self) -> None:
         """Convert the sources, on one rank, where that is still to do, and check that they suit the plan.
 
         Raises:
-            InputError: If a source cannot be used, or a record's own instruction leaves no room for its query.
+            InputError: If a source cannot be used, has neither in-batch nor hard negatives, or a record's own
+                instruction leaves no room for its query.
             OptionError: If there are fewer rows than one global batch, a curriculum cannot take effect, or the run is
                 to go on in another plan (see `expect_state`).
         """
+        needs = batch_needs(self._trained_module)
+        check_negatives_asked_for(self.sources, needs, self.num_negatives)
         self.setup()
+        check_negatives_found(self.mixture.sources, needs)
         plan = self._plan()
         if isinstance(plan, CurriculumBatchSampler):
             check_levels(self.mixture.sources, plan.levels, stand_in=plan.missing_level == "coarser")
         self._check_expected(plan)
+        self._remark(plan)
         for source in self.mixture.sources:
             if source.cached.longest_instruction is not None:
                 check_instruction(self.text_tokenizer(), *source.cached.longest_instruction)
         warn_of_unnamed_prompts(self.text, self.sources)
+        for source in self.mixture.sources:
+            source.warn_of_unused_columns(self.num_negatives)
         if self.num_negatives:
             for source in self.mixture.sources:
                 source.warn_of_unscored_negatives()

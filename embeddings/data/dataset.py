@@ -84,6 +84,22 @@ class SourceDataset:
         """Width of the surrogate's vectors, S, or None where the source has none."""
         return None if self._surrogates is None else self._surrogates.width
 
+    def warn_of_unused_columns(self, num_negatives: int) -> None:
+        """Name, in one line, columns that look like a field and are not used; not negatives that nobody asked for."""
+        found = {
+            name: field
+            for name, field in self.cached.unused_columns.items()
+            if num_negatives > 0 or field != "negatives"
+        }
+        if not found:
+            return
+        fixes = []
+        if mapping := ", ".join(f"{field}: {name}" for name, field in found.items() if field):
+            fixes.append(f"to use one, map it: columns: {{{mapping}}}")
+        if "" in found.values():
+            fixes.append("a score counts with conversion: sts alone")
+        logger.warning("source %s: columns not used: %s; %s", self.config.name, ", ".join(found), "; ".join(fixes))
+
     def warn_of_unscored_negatives(self) -> None:
         """Say so where hard negatives have no vectors by the surrogate, so that a filter leaves them where they are."""
         if self._surrogates is None or self._surrogates.has_negatives:

@@ -50,7 +50,7 @@ class HubReader:
 
     def __init__(self, name: str, subset: str | None, split: str, commit: str) -> None:
         self.name, self.subset, self.split, self.commit = name, subset, split, commit
-        self.bytes_read = 0
+        self.bytes_read, self.unread_columns = 0, ()
 
     def __iter__(self) -> Iterator[Row]:
         """The rows from the first."""

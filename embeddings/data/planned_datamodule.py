@@ -15,6 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.log import logger
+from embeddings.common.protocols import BatchNeeds, NeedsBatches
 from embeddings.common.randomness import run_seed
 from embeddings.common.stopping import STOP_SIGNALS
 from embeddings.data.loader import Drawable, ResumableLoader
@@ -124,19 +126,31 @@ class PlannedDataModule(LightningDataModule):
         if stage == "fit":
             self._loader = None
 
-    def _check_plan(self, trainer: Trainer) -> None:
+    def _check_plan(self, trainer: Trainer, module: LightningModule) -> None:
         """Check the sampler's options before the number of rows is known; these sizes suit any batch.
 
         Raises:
             OptionError: If they do not suit the sources.
             InputError: If what the sampler keeps is not there.
         """
-        plan = self._make_plan([self.batch_size * trainer.world_size for _ in self._planned_sources])
+        plan = self._make_plan([self.batch_size * trainer.world_size for _ in self._planned_sources], module)
         plan.check_sources([source.name for source in self._planned_sources])
 
-    def _make_plan(self, sizes: Sequence[int]) -> BatchSampler:
-        """The plan over sources of these sizes."""
-        return self.sampler(sizes, self.batch_size, self.seed, [source.weight for source in self._planned_sources])
+    def _make_plan(self, sizes: Sequence[int], module: LightningModule | None = None) -> BatchSampler:
+        """The plan over sources of these sizes, for a module, or else the one that is trained."""
+        plan = self.sampler(sizes, self.batch_size, self.seed, [source.weight for source in self._planned_sources])
+        plan.set_needs(batch_needs(module or self._trained_module))
+        return plan
+
+    def _remark(self, plan: BatchSampler) -> None:
+        """Say what somebody who starts the run should know of its plan."""
+        needs, kinds = batch_needs(self._trained_module), plan.kinds()
+        remarks = plan.remarks()
+        if needs.sampler is not None and needs.sampler not in kinds:
+            name = type(self._trained_module).__name__
+            remarks.append(f"{name} without data.sampler {needs.sampler}: {needs.without_sampler}")
+        for remark in remarks:
+            logger.warning("%s", remark)
 
     def _check_expected(self, plan: BatchSampler) -> None:
         """Check the plan over the sources that are there against that of the state that is expected.
@@ -188,6 +202,11 @@ class PlannedDataModule(LightningDataModule):
             rule = "must be given where the trained module has no tokenizer of its own"
             raise OptionError("data.tokenizer", None, rule, "name the backbone's directory or Hub name")
         return found
+
+
+def batch_needs(module: LightningModule | None) -> BatchNeeds:
+    """What a module says of its batches, or what holds where it says nothing."""
+    return module.batch_needs if isinstance(module, NeedsBatches) else BatchNeeds()
 
 
 def check_least(option: str, value: int, least: int) -> None:

@@ -14,6 +14,8 @@ from embeddings.common.errors import InputError
 from embeddings.common.text import one_line
 
 MAX_LINE_BYTES = 32 * 2**20
+# A gzip file of a few kilobytes can unpack to hours of blank lines.
+MAX_BLANK_LINES = 2**20
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 # First bytes of what is often met in place of JSON lines; of two that fit the first one holds.
 _FOREIGN = {
@@ -47,6 +49,10 @@ class Reader(Protocol):
     @property
     def bytes_read(self) -> int:
         """Bytes read so far."""
+
+    @property
+    def unread_columns(self) -> Sequence[str]:
+        """Columns that the rows leave out, known once the first row is read."""
 
     def __iter__(self) -> Iterator[Row]: ...
 
@@ -84,21 +90,21 @@ def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> R
 class JsonlReader:
     """Rows of a file with one JSON object a line; rows count from 1 as an editor's lines do.
 
-    A byte-order mark and blank lines are passed over.
+    A byte-order mark and blank lines are passed over, up to `MAX_BLANK_LINES` of them in one stretch.
 
     Raises:
         InputError: While reading, at the first row that is not UTF-8, not JSON, not an object, too long, or cut off,
-            or where the compressed data ends or breaks; the message names the row.
+            after too many blank lines, or where the compressed data ends or breaks; the message names the row.
     """
 
     def __init__(self, path: Path, gzipped: bool) -> None:
         self.path, self.gzipped = path, gzipped
         self.total_bytes = path.stat().st_size
-        self.bytes_read = 0
+        self.bytes_read, self.unread_columns = 0, ()
 
     def __iter__(self) -> Iterator[Row]:
         """The rows from the first."""
-        number, found = 0, False
+        number, last = 0, 0
         with open(self.path, "rb") as raw, gzip.GzipFile(fileobj=raw) if self.gzipped else raw as file:
             while line := self._next_line(file, number + 1):
                 number += 1
@@ -106,11 +112,14 @@ class JsonlReader:
                 if number == 1:
                     line = self._without_mark(line)
                 if not line or line.isspace():
+                    if number - last > MAX_BLANK_LINES:
+                        what = f"{MAX_BLANK_LINES} blank lines follow each other"
+                        raise InputError(f"{self.path}:{number}", what, "take them out, or leave the file out")
                     continue
-                found = True
+                last = number
                 where = f"{self.path}:{number}"
                 yield Row(where, _parse_line(line, where))
-        if not found:
+        if not last:
             raise InputError(str(self.path), "holds no rows", "write the file again, or leave it out")
 
     def _next_line(self, file: IO[bytes] | gzip.GzipFile, number: int) -> bytes:
@@ -148,6 +157,7 @@ class ParquetReader:
         self.path, self.fields, self.required = path, fields, required
         self.total_bytes = path.stat().st_size
         self.bytes_read = 0
+        self.unread_columns: Sequence[str] = ()
 
     def __iter__(self) -> Iterator[Row]:
         """The rows from the first."""
@@ -169,7 +179,10 @@ class ParquetReader:
         for name in self.fields:
             if names.count(name) > 1:
                 raise InputError(str(self.path), f"has two columns {name!r}", "rename one of them")
-        return [name for name in names if name in self.fields] if set(self.required) <= set(names) else None
+        if not set(self.required) <= set(names):
+            return None
+        self.unread_columns = [name for name in names if name not in self.fields]
+        return [name for name in names if name in self.fields]
 
     def _rows(self, batch: pa.RecordBatch, done: int) -> Iterator[dict[str, Any]]:
         """The rows of a batch; where one cannot be decoded the rows are tried one at a time to name it."""

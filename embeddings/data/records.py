@@ -1,7 +1,8 @@
 """What one row of a training file means, and every way in which it can fail to mean it."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,17 @@ NUM_LEVELS = 4
 RECORD_FIELDS = ("query", "positive", "negatives", "instruction", "label", "score", "id", "language")
 LABELLED_FIELDS = ("text", "label")
 SCORED_FIELDS = ("sentence1", "sentence2", "score")
+# Columns that other libraries' files have in place of a field.
+_LOOK_ALIKES = {
+    "query": r"anchor|question|sentence_?1",
+    "positive": r"pos|positives|passage|answer|sentence_?2",
+    "negatives": r"(hard_?)?(neg|negative)s?(_passages|_?\d+)?",
+    "text": r"sentence|content|document",
+    "label": r"labels|class|category",
+    "sentence1": r"sentence_1|text1|anchor",
+    "sentence2": r"sentence_2|text2|positive",
+    "score": r"similarity|label",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +124,16 @@ def parse_scored_pair(fields: Mapping[str, Any], columns: Mapping[str, str], whe
     )
 
 
+def look_alikes(names: Iterable[str], fields: Sequence[str]) -> dict[str, str]:
+    """The columns that look like one of some fields under another name, each with its field."""
+    return {
+        name: field
+        for name in names
+        for field in fields
+        if name not in fields and field in _LOOK_ALIKES and re.fullmatch(_LOOK_ALIKES[field], name, re.IGNORECASE)
+    }
+
+
 def label_key(value: str | int) -> str:
     """A class as text: a Boolean as JSON writes it, a whole number in decimals, a text as it is."""
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -127,9 +149,10 @@ class _Row:
         """The value of a field that must be there."""
         column = self.columns.get(field, field)
         if column not in self.fields:
+            alike = next(iter(look_alikes(map(str, self.fields), (field,))), "YOUR_COLUMN")
             raise self.fault(
                 f"field {field!r}: no column {column!r} among {shortened(', '.join(map(str, self.fields)), 80)}",
-                f"map it with columns: {{{field}: YOUR_COLUMN}}",
+                f"map it with columns: {{{field}: {alike}}}",
             )
         return self.fields[column]
 
@@ -169,11 +192,13 @@ class _Row:
         return tuple(self.text(f"positive[{i}]", text) for i, text in enumerate(value))
 
     def negatives(self, value: Any) -> tuple[Negative, ...]:
-        """A list of texts, or of texts with levels; all of one kind."""
+        """One text, or a list of texts, or of texts with levels; all of one kind."""
         if value is None:
             return ()
+        if isinstance(value, str):
+            return (Negative(self.text("negatives", value)),)
         if not isinstance(value, list):
-            raise self.fault(f"negatives is {kind_of(value)}, expected a list", "write it as a list, even of one text")
+            raise self.fault(f"negatives is {kind_of(value)}, expected text or a list", "write it as a list of texts")
         if not value or not isinstance(value[0], dict):
             return tuple(Negative(self.text(f"negatives[{i}]", text)) for i, text in enumerate(value))
         return tuple(sorted((self._graded(i, item) for i, item in enumerate(value)), key=lambda item: item.level))

@@ -78,7 +78,7 @@ class TextDataModule(PlannedDataModule):
         """
         for source in [*self.sources, *self.validation_sources]:
             source.check()
-        self._check_plan(trainer)
+        self._check_plan(trainer, module)
         self._base_tokenizer(module)
 
     def prepare_data(self) -> None:
@@ -90,7 +90,9 @@ class TextDataModule(PlannedDataModule):
                 `expect_state`).
         """
         self.setup()
-        self._check_expected(self._plan())
+        plan = self._plan()
+        self._check_expected(plan)
+        self._remark(plan)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the token streams, once."""

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common import (
+    BatchNeeds,
     ContextualStep,
     ContrastiveBatch,
     LossOutput,
@@ -44,6 +45,9 @@ class ContrastiveModule(OptimizedModule):
         seed: Seed of the step's random choices, None for the run's (`seed_everything`).
     """
 
+    # The batch sampler that a method is made for, and what it loses by another (`BatchNeeds`); none where any serves.
+    made_for: tuple[()] | tuple[str, str] = ()
+
     def __init__(
         self,
         embedder: Embedder,
@@ -62,6 +66,12 @@ class ContrastiveModule(OptimizedModule):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The backbone's tokenizer, which the data module uses."""
         return self.embedder.tokenizer
+
+    @property
+    def batch_needs(self) -> BatchNeeds:
+        """What the loss takes of a batch."""
+        gathers = self.loss.gather_across_devices and self.loss.in_batch_negatives != "off"
+        return BatchNeeds(self.loss.in_batch_negatives, gathers, *self.made_for)
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
         """Check loss, lengths, optimiser and schedule against what the trainer and the data say of themselves.

@@ -83,6 +83,7 @@ class CDEModule(ContrastiveModule):
         queries' serves both); all documents of a smaller batch are taken, with null vectors for the rest.
     """
 
+    made_for = ("ClusteredBatchSampler", "batches and contexts are of no one topic; run `cluster` and set the sampler")
     embedder: ContextualEmbedder
     read_batch: ContrastiveBatch
 

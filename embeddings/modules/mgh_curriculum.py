@@ -41,6 +41,8 @@ class MGHCurriculumModule(ContrastiveModule):
     Related: `NVEmbedModule`, the same loss with latent-attention pooling.
     """
 
+    made_for = ("CurriculumBatchSampler", "there is no curriculum; give negatives as {text, level} and set the sampler")
+
     def __init__(
         self,
         backbone: BackboneConfig,

@@ -202,6 +202,17 @@ def test_records_are_read_with_all_fields_and_in_the_rows_of_the_table(policy, t
     assert len(records) == 5 + (policy == "keep")
 
 
+def test_scored_pairs_are_read_as_records_in_the_rows_of_the_table(tmp_path):
+    rows = [{"sentence1": f"a {row}", "sentence2": f"b {row}", "score": row} for row in range(6)]
+    config = SourceConfig("sts", str(write_jsonl(tmp_path / "sts.jsonl", rows)), conversion="sts", min_score=3.5)
+    cached = open_cached(config, tmp_path / "cache")
+    records = list(read_records(config, cached))
+    assert [(record.query, *record.positives) for record in records] == [
+        ("a 4", "b 4"), ("b 4", "a 4"), ("a 5", "b 5"), ("b 5", "a 5")
+    ]  # fmt: skip
+    assert [record.query for record in records] == [cached.table.query(row) for row in range(len(cached.table))]
+
+
 def test_the_place_of_a_record_is_its_file_and_line(tmp_path):
     suspect = {"query": "q", "positive": "q"}
     for name, rows in (("a", [*pairs(2), suspect, *pairs(1, "x ")]), ("b", pairs(2, "y "))):

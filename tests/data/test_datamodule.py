@@ -12,11 +12,18 @@ from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
 from lightning.pytorch import LightningModule, Trainer
 
-from embeddings.common import ContrastiveBatch, InputError, OptionError, TextSettings, UserError
+from embeddings.common import BatchNeeds, ContrastiveBatch, InputError, OptionError, TextSettings, UserError
 from embeddings.data.datamodule import EmbeddingDataModule
-from embeddings.data.samplers import BlendedBatchSampler
+from embeddings.data.samplers import (
+    BlendedBatchSampler,
+    ClusteredBatchSampler,
+    CurriculumBatchSampler,
+    HomogeneousBatchSampler,
+)
 from embeddings.data.sources import SourceConfig
+from embeddings.modules import CDEModule, MGHCurriculumModule
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
+from tests.data.rows import pairs, write_jsonl
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
@@ -72,6 +79,41 @@ def test_a_training_gets_the_batches_of_the_plan_with_the_modules_tokenizer(opti
     module = Ledger(rows_of, TOKENIZER)
     fit(EmbeddingDataModule(**options), module, max_epochs=2)
     assert module.rows == plan(2)
+
+
+class Picky(Ledger):
+    """A module that says what its batches are to be like."""
+
+    batch_needs = BatchNeeds(gathers_candidates=False, sampler="ClusteredBatchSampler", without_sampler="no topics")
+
+
+def test_what_a_run_should_know_of_its_plan_is_said_once(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A source too small for a batch, and a sampler that the method is not made for."""
+    fit(EmbeddingDataModule(**options), Ledger(rows_of, TOKENIZER), max_epochs=2)
+    assert not [record for record in caplog.records if record.module == "planned_datamodule"]
+    module = Picky(rows_of, TOKENIZER)
+    fit(EmbeddingDataModule(**options | {"sampler": HomogeneousBatchSampler, "batch_size": 10}), module, max_epochs=2)
+    assert [record.getMessage() for record in caplog.records if record.module == "planned_datamodule"] == [
+        "sources with fewer rows than a batch of 10 are not trained on: second (9)",
+        "Picky without data.sampler ClusteredBatchSampler: no topics",
+    ]
+    assert [max(batch) < 15 for batch in module.rows] == [True, True]
+
+
+def test_the_methods_name_samplers_that_there_are() -> None:
+    assert CDEModule.made_for[0] == ClusteredBatchSampler.__name__
+    assert MGHCurriculumModule.made_for[0] == CurriculumBatchSampler.__name__
+
+
+def test_a_source_without_negatives_ends_the_run_before_its_first_step(options: dict[str, Any], tmp_path: Path) -> None:
+    module = Ledger(rows_of, TOKENIZER)
+    module.batch_needs = BatchNeeds(in_batch_negatives="off")
+    lonely = SourceConfig("lonely", str(write_jsonl(tmp_path / "lonely.jsonl", pairs(20))))
+    with pytest.raises(InputError, match="source 'lonely': has neither in-batch nor hard negatives"):
+        fit(EmbeddingDataModule(**options | {"sources": [*options["sources"], lonely]}), module, max_epochs=1)
+    assert module.rows == []
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -204,3 +204,35 @@ def test_drawn_negatives_and_their_labels_are_of_every_level(tmp_path):
     plain, leveled = source[RowDraw(0, 5)], source[RowDraw(0, 5, LevelRule(2))]
     assert (leveled.negatives, leveled.negative_labels) == (plain.negatives, plain.negative_labels)
     assert len(plain.negative_labels) == 2
+
+
+TRIPLETS = [{**pair, "negative": f"n {row}", "score": 1.0, "anchor": None} for row, pair in enumerate(pairs(4))]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_columns_that_look_like_a_field_are_named_in_one_line(form, tmp_path, caplog):
+    """sentence-transformers calls a column of one negative `negative`; a cached source says it again."""
+    path = tmp_path / f"triplets.{form}"
+    if form == "jsonl":
+        write_jsonl(path, TRIPLETS)
+    else:
+        pq.write_table(pa.Table.from_pylist(TRIPLETS), path)
+    for _ in range(2):
+        caplog.clear()
+        open_source(SourceConfig("triplets", str(path)), tmp_path / "cache").warn_of_unused_columns(1)
+        (line,) = caplog.messages
+        assert line.startswith("source triplets: columns not used: negative, ")
+        assert "to use one, map it: columns: {negatives: negative" in line
+        assert line.endswith("; a score counts with conversion: sts alone")
+        assert ("anchor" in line) == (form == "parquet")  # of a column that is not read nobody knows that it is empty
+    mapped = open_source(SourceConfig("triplets", str(path), columns={"negatives": "negative"}), tmp_path / "cache")
+    assert mapped[RowDraw(2, 0)].negatives == (Negative("n 2"),)
+
+
+def test_columns_that_are_used_or_not_asked_for_are_not_named(tmp_path, caplog):
+    dataset(tmp_path, [{**pairs(1)[0], "negative": "n", "title": "t"}]).warn_of_unused_columns(0)
+    rows = [{"anchor": "q", "positive": "p", "negative": ["n"], "score": None}]
+    dataset(tmp_path, rows, columns={"query": "anchor", "negatives": "negative"}).warn_of_unused_columns(7)
+    dataset(tmp_path, labelled(3, 3), conversion="class_by_example").warn_of_unused_columns(7)
+    dataset(tmp_path, graded(3)).warn_of_unused_columns(7)
+    assert caplog.messages == []

@@ -1,5 +1,6 @@
 import gzip
 import json
+import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -156,3 +157,22 @@ def test_reading_ends_with_all_bytes_read(tmp_path, name):
 def test_a_literal_nan_reaches_the_field_that_holds_it(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"query": "q", "score": float("nan")}) + "\n")
     assert str(read(tmp_path / "a.jsonl")[0].fields["score"]) == "nan"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_blank_lines_without_an_end_are_refused_in_bounded_memory(tmp_path, monkeypatch, suffix):
+    """A few kilobytes of gzip unpack to hours of them."""
+    monkeypatch.setattr("embeddings.data.readers.MAX_BLANK_LINES", 1000)
+    path = tmp_path / f"blank{suffix}"
+    with (gzip.open if suffix.endswith("gz") else open)(path, "wb") as file:
+        file.write(b'{"query": "q"}\n' + b" \n" * 1000 + b'{"query": "r"}\n')
+        for _ in range(20):
+            file.write(b"\n" * 2**20)
+    rows = iter(open_reader(path, ["query"], ["query"]))
+    assert [next(rows).fields["query"] for _ in range(2)] == ["q", "r"]
+    tracemalloc.start()
+    with pytest.raises(InputError, match=rf"blank{suffix}:2003: 1000 blank lines follow each other; take them out"):
+        next(rows)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20

@@ -4,7 +4,15 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.data.examples import Negative
-from embeddings.data.records import Record, label_key, parse_labelled_text, parse_record, parse_scored_pair
+from embeddings.data.records import (
+    RECORD_FIELDS,
+    Record,
+    label_key,
+    look_alikes,
+    parse_labelled_text,
+    parse_record,
+    parse_scored_pair,
+)
 
 GOOD = {"query": "q", "positive": "p"}
 
@@ -23,6 +31,23 @@ def test_optional_fields_may_be_missing_or_null():
 
 def test_a_positive_may_be_a_list():
     assert parse_record({"query": "q", "positive": ["a", "b"]}, {}, "f:1").positives == ("a", "b")
+
+
+def test_a_negative_may_be_one_text_as_in_a_column_of_triplets():
+    found = parse_record({**GOOD, "negative": "n"}, {"negatives": "negative"}, "f:1")
+    assert found.negatives == (Negative("n"),)
+
+
+def test_columns_that_look_like_a_field_are_told_with_it():
+    names = ["query", "Negative", "neg", "hard_negatives", "negative_3", "anchor", "pos", "passage", "negative_scores"]
+    found = look_alikes(names, RECORD_FIELDS)
+    assert found == {
+        **dict.fromkeys(["Negative", "neg", "hard_negatives", "negative_3"], "negatives"),
+        "anchor": "query",
+        "pos": "positive",
+        "passage": "positive",
+    }
+    assert look_alikes(["sentence", "class", "label"], ("text", "label")) == {"sentence": "text", "class": "label"}
 
 
 def test_columns_map_fields_to_other_names():
@@ -57,8 +82,9 @@ def test_negatives_with_levels_come_hardest_first_and_keep_their_order_within_a_
         ({"positive": {"text": "p"}}, "positive is an object, expected text or a list"),
         ({"positive": []}, "positive is an empty list"),
         ({"positive": ["p", " "]}, "positive[1] is white space"),
-        ({"negatives": "n"}, "negatives is text, expected a list"),
-        ({"negatives": {"text": ["n"]}}, "negatives is an object, expected a list"),
+        ({"negatives": " "}, "negatives is white space"),
+        ({"negatives": 5}, "negatives is a number, expected text or a list"),
+        ({"negatives": {"text": ["n"]}}, "negatives is an object, expected text or a list"),
         ({"negatives": ["n", None]}, "negatives[1] is null"),
         ({"negatives": ["n", {"text": "m", "level": 1}]}, "negatives[1] is an object, expected text"),
         ({"negatives": [{"text": "m", "level": 1}, "n"]}, "negatives[1] is text where negatives[0] is an object"),
@@ -91,8 +117,10 @@ def test_a_fault_names_row_and_field_on_one_line(change, message):
 
 
 def test_a_missing_field_names_the_columns_there_are_and_the_way_out():
-    with pytest.raises(InputError, match=r"f:2: field 'positive': no column 'positive' among query, answer; map it"):
+    with pytest.raises(InputError) as error:
         parse_record({"query": "q", "answer": "a"}, {}, "f:2")
+    says = "f:2: field 'positive': no column 'positive' among query, answer; map it with columns: {positive: answer}"
+    assert str(error.value) == says
 
 
 def test_a_mapped_field_that_is_missing_is_refused_even_where_it_is_optional():

@@ -1,10 +1,13 @@
+import csv
+
 import pytest
 import torch
 
 from embeddings.callbacks import GradCacheCallback
 from embeddings.cli.app import run_trainer
-from embeddings.common import ContrastiveStep, NumericError, OptionError, TextSettings
+from embeddings.common import ContrastiveStep, InputError, NumericError, OptionError, TextSettings
 from embeddings.modules import ContrastiveModule
+from tests.data.rows import write_jsonl
 from tests.helpers.contrastive import relative_error
 from tests.helpers.runs import float16_on_cpu, run_config, write_config
 
@@ -137,3 +140,37 @@ def test_widths_that_do_not_fit_the_model_end_the_run_before_its_data_are_read(t
     with pytest.raises(OptionError, match=f"widths {says}"):
         fit(tmp_path, config)
     assert not (tmp_path / "cache").exists()
+
+
+def sts_config(folder, **source):
+    rows = [{"sentence1": f"the fox {row}", "sentence2": f"a fox {row}", "score": 5.0} for row in range(16)]
+    path = write_jsonl(folder / "sts.jsonl", rows)
+    config = run_config(folder)
+    config["trainer"]["max_steps"] = 2
+    config["data"]["init_args"]["sources"].append({"name": "sts", "path": str(path), "conversion": "sts", **source})
+    return config
+
+
+@pytest.mark.parametrize("forced", ["source", "off"])
+def test_a_source_that_would_train_nothing_ends_the_run_before_its_data_are_read(tmp_path, forced):
+    config = sts_config(tmp_path, in_batch_negatives=False)
+    config["model"]["init_args"]["loss"]["init_args"]["in_batch_negatives"] = forced
+    with pytest.raises(InputError, match="source 'sts': has neither in-batch nor hard negatives, so its loss is 0"):
+        fit(tmp_path, config)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_run_logs_the_share_of_queries_without_a_negative(tmp_path):
+    """Half of the pairs have no negative of their own, and none of them takes others'."""
+    rows = [{"query": f"fox {row}", "positive": f"a dog {row}"} for row in range(64)]
+    for row in rows[::2]:
+        row["negatives"] = ["lazy", "brown"]
+    config = run_config(tmp_path)
+    config["trainer"]["max_epochs"], config["trainer"]["max_steps"] = 1, -1
+    source = {"name": "half", "path": str(write_jsonl(tmp_path / "half.jsonl", rows)), "in_batch_negatives": False}
+    config["data"]["init_args"]["sources"] = [source]
+    run = fit(tmp_path, config)
+    (metrics,) = (tmp_path / "run").rglob("metrics.csv")
+    shares = [float(row["train/no_negative_fraction"]) for row in csv.DictReader(metrics.read_text().splitlines())]
+    assert run.trainer.global_step == len(shares) == 8
+    assert sum(shares) / 8 == 0.5

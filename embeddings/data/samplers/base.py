@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from embeddings.common.errors import OptionError
+from embeddings.common.protocols import BatchNeeds
 from embeddings.common.randomness import derive_seed
 from embeddings.data.examples import LevelRule, RowDraw
 from embeddings.data.run_length import RunLength
@@ -79,6 +80,17 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
 
     def check_sources(self, names: Sequence[str]) -> None:
         """Check, before any source is read, that what is kept beside these sources is there."""
+
+    def set_needs(self, needs: BatchNeeds) -> None:
+        """Learn what the trained module needs; the data module says so before the plan is asked for its length."""
+
+    def kinds(self) -> set[str]:
+        """The names of this sampler and of those that it draws from."""
+        return {type(self).__name__}
+
+    def remarks(self) -> list[str]:
+        """What somebody who starts the run should know of the plan, a line each; the data module logs them once."""
+        return []
 
     def set_run(self, run: RunLength) -> None:
         """Learn how long the run is; the data module says so where a trainer runs it, before anything is drawn."""
@@ -152,22 +164,28 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
                 mend = "resume by the library that saved it" if name == "plan_version" else "restore it"
                 raise OptionError(f"data {name}", now, rule, f"{mend}, or start from the weights alone")
 
-    def whole_batches(self, sizes: Sequence[int], names: Sequence[str] = ()) -> list[int]:
-        """Global batches that the rows of each source fill, for a plan whose sources never share a batch.
+    def whole_batches(self, sizes: Sequence[int], batch_size: int) -> list[int]:
+        """Batches that the rows of each source fill, for a plan whose sources never share a batch; 0 for a small one.
 
         Args:
             sizes: Rows of each source.
-            names: Their names, or none while they are not known.
+            batch_size: Rows of a batch of one source.
 
         Raises:
-            OptionError: If a source has fewer rows than one.
+            OptionError: If no source fills one.
         """
-        for source, size in enumerate(sizes):
-            if size < self.global_batch_size:
-                name = names[source] if names else source
-                rule = f"must not exceed the {size} rows of source {name!r} (batch_size x {self.place[1]} ranks)"
-                raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or leave out the source")
-        return [size // self.global_batch_size for size in sizes]
+        if max(sizes) < batch_size:
+            over = f" (batch_size x {self.place[1]} ranks)" if batch_size > self.batch_size else ""
+            rule = f"must not exceed the {max(sizes)} rows of the largest source{over}"
+            raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or add data")
+        return [size // batch_size for size in sizes]
+
+    def left_out(self, sizes: Sequence[int], names: Sequence[str], batch_size: int) -> list[str]:
+        """The remark of sources that fill no batch, where there are any."""
+        small = [f"{name} ({size})" for name, size in zip(names, sizes, strict=True) if size < batch_size]
+        if not small:
+            return []
+        return [f"sources with fewer rows than a batch of {batch_size} are not trained on: {', '.join(small)}"]
 
     def draw_keys(self, epoch: int, step: int) -> Rows:
         """The draw keys of one step, (global_batch_size,) int64 >= 0: a hash of (seed, epoch, position)."""

@@ -5,12 +5,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import check_manifest
+from embeddings.common.protocols import BatchNeeds
 from embeddings.common.randomness import derive_seed
 from embeddings.data.files import fill_path
 from embeddings.data.samplers.base import BatchSampler, Rows, SourceIdentity
@@ -18,24 +19,30 @@ from embeddings.data.samplers.cluster_folder import KIND, ClusterFolder
 from embeddings.data.samplers.packing import PackedClusters, nearest_order, random_order
 from embeddings.data.samplers.permutation import KeyedPermutation
 
+AcrossRanks = Literal["auto", "one_block", "own_blocks"]
+
 
 class ClusteredBatchSampler(BatchSampler):
     """Every batch holds rows of one source that were clustered together, or in neighbouring clusters.
 
     The folders are opened by `identify`, which the data module calls: only it knows the sources' names.
 
-    In each epoch each source's clusters are laid end to end in a new order and cut into global batches (see
-    `PackedClusters`); the batches of all sources are then shuffled together. A rank's slice is
-    cut from it in the clusters' order, so it is of as few clusters as can be, whether candidates are gathered over the
-    ranks or not.
+    In each epoch each source's clusters are laid end to end in a new order and cut into blocks (see `PackedClusters`);
+    the blocks of all sources are then shuffled together. Over several ranks there are two ways (`across_ranks`):
+    `one_block`: a step is one block of global_batch_size rows, of which each rank takes a slice in the clusters' order.
+        It suits candidates that are gathered over the ranks: all negatives of a query are its neighbours.
+    `own_blocks`: a block has batch_size rows and each rank takes one of its own, maybe of another source. The paper
+        shares no candidates between GPUs (abstract), and its release then gives each GPU a batch of its own.
 
-    Determinism: see `BatchSampler`. The order of the clusters is computed when the first batch of a source is asked
-    for in an epoch, 2 to 6 microseconds a cluster; each batch is then found without the ones before it.
-    Guarantees: sources never share a batch. In an epoch no row comes twice, and of each source only the fewer than
-    global_batch_size rows that do not fill a batch are left out, others in the next epoch. A cluster's rows lie in
-    consecutive batches before these are shuffled, so a cluster smaller than a batch is cut at most once. Memory: 12
+    Determinism: see `BatchSampler`; with `own_blocks` the batches follow from batch_size and the number of ranks, not
+    from their product alone. The order of the clusters is computed when the first block of a source is asked for in an
+    epoch, 2 to 6 microseconds a cluster; each block is then found without the ones before it.
+    Guarantees: sources never share a block, hence no rank's batch. In an epoch no row comes twice. Of each source the
+    rows that do not fill a block are left out, and with `own_blocks` fewer blocks than there are ranks; others in the
+    next epoch. A source with fewer rows than a block is left out, and `remarks` names it. A cluster's rows lie in
+    consecutive blocks before these are shuffled, so a cluster smaller than a block is cut at most once. Memory: 12
     bytes a cluster beside the memory-mapped files, nothing a row.
-    Length: the sum over the sources of the global batches that their rows fill.
+    Length: the blocks that the rows of the sources fill; with `own_blocks` their sum divided by the number of ranks.
 
     Args:
         sizes: Rows of each source; row numbers count through the sources one after another.
@@ -46,11 +53,13 @@ class ClusteredBatchSampler(BatchSampler):
             folder of that name for each. Environment variables (`$DATA`, `${DATA}`) and `~` are filled in.
         order: `nearest`: a greedy tour from each cluster to the nearest one that is left, so that clusters that share
             a batch are alike; `random`: any order.
+        across_ranks: `one_block` or `own_blocks`, above; `auto`: own blocks where the module's loss gathers no
+            candidates (`gather_across_devices: false`), else one.
         num_replicas: Number of ranks, or None for the process group's.
         rank: This rank, or None for the process group's.
 
     Raises:
-        OptionError: If weights cannot take effect or a size is impossible.
+        OptionError: If weights cannot take effect, or a size or `across_ranks` is impossible.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 and appendix. Differs: see `nearest_order` and
     `PackedClusters`.
@@ -65,6 +74,7 @@ class ClusteredBatchSampler(BatchSampler):
         *,
         clusters: str | dict[str, str],
         order: Literal["nearest", "random"] = "nearest",
+        across_ranks: AcrossRanks = "auto",
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
@@ -74,7 +84,12 @@ class ClusteredBatchSampler(BatchSampler):
         if weights is not None and len(set(weights)) > 1:
             rule = "cannot take effect where every row comes once an epoch"
             raise OptionError("data.sources[].weight", list(weights), rule, "leave the weights out")
+        if across_ranks not in get_args(AcrossRanks):
+            rule = f"must be one of {list(get_args(AcrossRanks))}"
+            raise OptionError("sampler.across_ranks", across_ranks, rule, "leave it out for auto")
         self.sizes, self.order, self.clusters = tuple(sizes), order, clusters
+        self.across_ranks: AcrossRanks = across_ranks
+        self._gathers_candidates = True
         self._first_rows = [0, *accumulate(self.sizes)]
         self._names: tuple[str, ...] = ()
         self._folders: tuple[ClusterFolder, ...] = ()
@@ -95,7 +110,7 @@ class ClusteredBatchSampler(BatchSampler):
 
         Raises:
             InputError: If clusters are missing, damaged, or those of another data set.
-            OptionError: If a source has no clusters, or fewer rows than a global batch.
+            OptionError: If a source has no clusters, or there are too few rows for one step.
         """
         assert len(sources) == len(self.sizes)
         paths = cluster_paths(self.clusters, [source.name for source in sources])
@@ -105,34 +120,66 @@ class ClusteredBatchSampler(BatchSampler):
             _check_same_data(folder, source, size)
         _ = self.num_steps
 
+    def set_needs(self, needs: BatchNeeds) -> None:
+        """Learn whether the ranks' candidates compete with each other."""
+        self._gathers_candidates = needs.gathers_candidates
+
+    def remarks(self) -> list[str]:
+        """Which sources fill no block."""
+        return self.left_out(self.sizes, self._names, self._block_size)
+
     @property
     def num_steps(self) -> int:
-        """Global batches in an epoch."""
-        return self._last_steps()[-1]
+        """Global batches in an epoch.
+
+        Raises:
+            OptionError: If there are too few rows for one.
+        """
+        steps = self._last_blocks()[-1] // self._blocks_per_step
+        if steps == 0:
+            rule = f"must leave a block for each of {self._blocks_per_step} ranks"
+            raise OptionError("data.batch_size", self.batch_size, rule, "lower it, or set across_ranks: one_block")
+        return steps
 
     def plan_fields(self) -> dict[str, int | str]:
         """What the plan depends on, in plain types."""
         keys = hashlib.sha256(" ".join(folder.key for folder in self._folders).encode()).hexdigest()[:32]
         sizes = ",".join(map(str, self.sizes))
-        return {**super().plan_fields(), "sizes": sizes, "clusters": keys, "order": self.order}
+        fields = {**super().plan_fields(), "sizes": sizes, "clusters": keys, "order": self.order}
+        return fields if self._blocks_per_step == 1 else {**fields, "blocks_per_step": self._blocks_per_step}
 
     def global_batch(self, epoch: int, step: int) -> tuple[Rows, Rows]:
         """One step's rows in the mixture and their draw keys, each (global_batch_size,) int64."""
-        last_steps = self._last_steps()
-        shuffle = KeyedPermutation(last_steps[-1], derive_seed(self.seed, "batches", epoch))
-        place = int(shuffle(np.array([step]))[0])
-        source = bisect_right(last_steps, place)
-        number = place - (last_steps[source - 1] if source else 0)
-        rows = self._packed_source(source, epoch).batch(number)
-        return rows + self._first_rows[source], self.draw_keys(epoch, step)
+        last_blocks, per_step = self._last_blocks(), self._blocks_per_step
+        shuffle = KeyedPermutation(last_blocks[-1], derive_seed(self.seed, "batches", epoch))
+        places = shuffle(np.arange(step * per_step, (step + 1) * per_step)).tolist()
+        rows = np.concatenate([self._block(epoch, last_blocks, place) for place in places])
+        return rows, self.draw_keys(epoch, step)
 
-    def _last_steps(self) -> list[int]:
-        """For each source the global batches of it and of those before it, where they are not shuffled yet."""
-        return list(accumulate(self.whole_batches(self.sizes, self._names)))
+    @property
+    def _blocks_per_step(self) -> int:
+        """Blocks of the tour that a step has: one, or one for each rank."""
+        own = not self._gathers_candidates if self.across_ranks == "auto" else self.across_ranks == "own_blocks"
+        return self.place[1] if own else 1
+
+    @property
+    def _block_size(self) -> int:
+        """Rows of a block."""
+        return self.global_batch_size // self._blocks_per_step
+
+    def _block(self, epoch: int, last_blocks: Sequence[int], place: int) -> Rows:
+        """The rows of a block, by its place among those of all sources before they are shuffled."""
+        source = bisect_right(last_blocks, place)
+        number = place - (last_blocks[source - 1] if source else 0)
+        return self._packed_source(source, epoch).batch(number) + self._first_rows[source]
+
+    def _last_blocks(self) -> list[int]:
+        """For each source the blocks of it and of those before it, where they are not shuffled yet."""
+        return list(accumulate(self.whole_batches(self.sizes, self._block_size)))
 
     def _packed_source(self, source: int, epoch: int) -> PackedClusters:
-        """The batches of a source in an epoch; the latest of each source are kept."""
-        stamp = (epoch, self.global_batch_size)
+        """The blocks of a source in an epoch; the latest of each source are kept."""
+        stamp = (epoch, self._block_size)
         known = self._packed.get(source)
         if known is None or known[0] != stamp:
             assert self._folders, "identify() comes first"
@@ -141,7 +188,7 @@ class ClusteredBatchSampler(BatchSampler):
                 order = nearest_order(folder.centroids, folder.neighbours, key)
             else:
                 order = random_order(folder.num_clusters, key)
-            packed = PackedClusters(folder.rows_by_cluster, folder.offsets, order, self.global_batch_size, key)
+            packed = PackedClusters(folder.rows_by_cluster, folder.offsets, order, self._block_size, key)
             known = self._packed[source] = (stamp, packed)
         return known[1]
 

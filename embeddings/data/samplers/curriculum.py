@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from embeddings.common.errors import OptionError
+from embeddings.common.protocols import BatchNeeds
 from embeddings.data.examples import LevelRule
 from embeddings.data.records import NUM_LEVELS
 from embeddings.data.run_length import RunLength
@@ -96,6 +97,18 @@ class CurriculumBatchSampler(BatchSampler):
     def check_sources(self, names: Sequence[str]) -> None:
         """Have the other sampler check what it keeps beside these sources."""
         self.inner.check_sources(names)
+
+    def set_needs(self, needs: BatchNeeds) -> None:
+        """Tell the other sampler what the trained module needs."""
+        self.inner.set_needs(needs)
+
+    def kinds(self) -> set[str]:
+        """This one's name and those of the other sampler."""
+        return super().kinds() | self.inner.kinds()
+
+    def remarks(self) -> list[str]:
+        """What the other sampler remarks."""
+        return self.inner.remarks()
 
     def set_run(self, run: RunLength) -> None:
         """Learn how long the run is.

@@ -20,7 +20,8 @@ class HomogeneousBatchSampler(BatchSampler):
 
     An epoch is a pass: a source whose rows do not fill another batch leaves until the epoch ends, and the others go on
     in the ratio of their own parts. So a source of a large part ends early; with parts as large as the sources, the
-    default, all last until the end.
+    default, all last until the end. A source with fewer rows than a global batch, as small languages at 16,384 pairs,
+    has no part at all, and `remarks` names it.
 
     The stretches between two leavings are computed and not walked through (see `_Plan`). Within a stretch the sources'
     batches lie in a random order, in which a step is found at once.
@@ -44,8 +45,8 @@ class HomogeneousBatchSampler(BatchSampler):
         rank: This rank, or None for the process group's.
 
     Raises:
-        OptionError: If a size, weight or the temperature is impossible, weights or temperature cannot take effect, or a
-            source has fewer rows than a global batch.
+        OptionError: If a size, weight or the temperature is impossible, weights or temperature cannot take effect, or
+            every source has fewer rows than a global batch.
     Source: Nussbaum and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.3: one data set a batch. Differs: the
         paper does not say how the data set of a batch is drawn; a random order of exact numbers instead of independent
         draws.
@@ -76,14 +77,12 @@ class HomogeneousBatchSampler(BatchSampler):
         _ = self.num_steps
 
     def identify(self, sources: Sequence[SourceIdentity]) -> None:
-        """Learn the names of the sources, for messages.
-
-        Raises:
-            OptionError: If a source has fewer rows than a global batch.
-        """
+        """Learn the names of the sources, for `remarks`."""
         self._names = tuple(source.name for source in sources)
-        self._planned = None
-        _ = self.num_steps
+
+    def remarks(self) -> list[str]:
+        """Which sources fill no batch."""
+        return self.left_out(self.sizes, self._names, self.global_batch_size)
 
     @property
     def num_steps(self) -> int:
@@ -121,8 +120,10 @@ class HomogeneousBatchSampler(BatchSampler):
         """The plan of an epoch; that of the latest global batch size is kept."""
         size = self.global_batch_size
         if self._planned is None or self._planned[0] != size:
-            batches = self.whole_batches(self.sizes, self._names)
-            parts = source_parts(batches, self.weights, self.proportions, self.temperature)
+            batches = self.whole_batches(self.sizes, size)
+            # A source without a batch has its time over at 0, whatever its part.
+            at_least_one = [max(1, count) for count in batches]
+            parts = source_parts(at_least_one, self.weights, self.proportions, self.temperature)
             self._planned = (size, _Plan.of(batches, parts))
         return self._planned[1]
 

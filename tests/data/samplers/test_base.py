@@ -95,13 +95,20 @@ def test_impossible_numbers_are_refused_in_one_line() -> None:
         CountingSampler(1, rank=0)
 
 
-def test_whole_batches_are_counted_over_all_ranks_and_a_source_without_one_is_named() -> None:
+def test_whole_batches_are_counted_and_refused_where_no_source_fills_one() -> None:
     sampler = CountingSampler(2, num_replicas=2, rank=1)
-    assert sampler.whole_batches([4, 7, 8]) == [1, 1, 2]
-    with pytest.raises(OptionError, match=r"the 3 rows of source 1 \(batch_size x 2 ranks\), got 2"):
-        sampler.whole_batches([4, 3])
-    with pytest.raises(OptionError, match="the 3 rows of source 'b'"):
-        sampler.whole_batches([4, 3], ["a", "b"])
+    assert sampler.whole_batches([4, 7, 3, 8], 4) == [1, 1, 0, 2]
+    with pytest.raises(OptionError, match=r"the 3 rows of the largest source \(batch_size x 2 ranks\), got 2; lower"):
+        sampler.whole_batches([1, 3], 4)
+    with pytest.raises(OptionError, match="the 1 rows of the largest source, got 2"):
+        sampler.whole_batches([1], 2)
+
+
+def test_sources_that_fill_no_batch_are_named_in_one_line() -> None:
+    sampler = CountingSampler(2)
+    assert sampler.left_out([4, 5], ["a", "b"], 4) == sampler.remarks() == []
+    (line,) = sampler.left_out([4, 3, 9, 1], ["a", "b", "c", "d"], 4)
+    assert line == "sources with fewer rows than a batch of 4 are not trained on: b (3), d (1)"
 
 
 def test_a_sampler_that_keeps_nothing_beside_the_sources_suits_any() -> None:

@@ -13,7 +13,7 @@ from lightning import LightningDataModule
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import BatchNeeds, InputError, OptionError
 from embeddings.data.datamodule import EmbeddingDataModule
 from embeddings.data.examples import RowDraw
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity
@@ -74,6 +74,98 @@ def test_ranks_are_disjoint_and_together_the_plan_of_one_process(make: Maker, or
         assert batch == list(chain(*(rank[step] for rank in ranks)))
     seen = [set(chain(*rank)) for rank in ranks]
     assert sum(map(len, seen)) == len(set.union(*seen)) == 90 + 30 + 12
+
+
+OWN: dict[str, Any] = {"across_ranks": "own_blocks", "num_replicas": 3}
+
+
+@pytest.mark.parametrize("order", ["nearest", "random"])
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_ranks_with_blocks_of_their_own_take_the_blocks_of_one_process_in_turn(
+    make: Maker, order: str, epoch: int
+) -> None:
+    """The tour is that of one process whose batch is a rank's, dealt out step by step."""
+    blocks = rows_of(make(4, order=order), epoch)
+    ranks = [rows_of(make(4, order=order, rank=rank, **OWN), epoch) for rank in range(3)]
+    assert len(blocks) == 90 // 4 + 31 // 4 + 12 // 4
+    assert list(chain(*zip(*ranks, strict=True))) == blocks[: len(blocks) // 3 * 3]
+    assert len(make(4, rank=0, **OWN)) == len(ranks[0]) == len(blocks) // 3
+    seen = [set(chain(*rank)) for rank in ranks]
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 4 * 3 * len(ranks[0])
+    assert all(len({source_of(row) for row in batch}) == 1 for rank in ranks for batch in rank)
+    mixed = [{source_of(row) for rank in ranks for row in rank[step]} for step in range(len(ranks[0]))]
+    assert max(map(len, mixed)) > 1
+
+
+def test_blocks_of_their_own_follow_from_seed_epoch_and_step_alone(make: Maker) -> None:
+    whole = rows_of(make(4, rank=1, **OWN), 2)
+    assert whole == rows_of(make(4, rank=1, **OWN), 2) != rows_of(make(4, rank=1, **OWN), 3)
+    assert whole != rows_of(make(4, rank=1, seed=1, **OWN), 2)
+    for step in (len(whole) - 1, 0, 5):
+        sampler = make(4, rank=1, **OWN)
+        sampler.resume(2, step)
+        assert [entry.row for entry in next(iter(sampler))] == whole[step]
+    plain, forked = (
+        list(DataLoader(RowEcho(), batch_sampler=make(4, rank=1, **OWN), collate_fn=list, num_workers=workers))
+        for workers in (0, 2)
+    )
+    assert plain == forked
+    loader = DataLoader(RowEcho(), batch_sampler=make(4, rank=1, **OWN), collate_fn=list)
+    _set_sampler_epoch(loader, 1)
+    assert [[entry[0] for entry in batch] for batch in loader] == rows_of(make(4, rank=1, **OWN), 1)
+
+
+def test_blocks_of_their_own_leave_out_less_than_a_block_of_each_source_and_a_block_a_rank(make: Maker) -> None:
+    left_out = set()
+    for epoch in range(6):
+        rows = set(chain(*(chain(*rows_of(make(4, rank=rank, **OWN), epoch)) for rank in range(3))))
+        left_out.add(frozenset(range(133)) - rows)
+        assert 133 - len(rows) < 3 * 4 + 2 * 4
+    assert len(left_out) == 6
+
+
+def test_a_ranks_own_block_is_of_fewer_clusters_apart_than_its_part_of_one_block(make: Maker) -> None:
+    """What the two ways differ in: how near to each other the rows of the other ranks are."""
+    clusters = cluster_of("first")
+
+    def clusters_of_a_step(across_ranks: str) -> float:
+        options = {"names": ["first"], "num_replicas": 3, "across_ranks": across_ranks}
+        ranks = [rows_of(make(5, rank=rank, **options)) for rank in range(3)]
+        return float(np.mean([len({clusters[row] for rank in ranks for row in rank[step]}) for step in range(6)]))
+
+    assert clusters_of_a_step("own_blocks") > clusters_of_a_step("one_block") + 0.5
+
+
+def test_the_modules_loss_chooses_between_the_two_ways(make: Maker) -> None:
+    found = {}
+    for gathers in (True, False):
+        sampler = make(4, num_replicas=3, rank=1)
+        sampler.set_needs(BatchNeeds(gathers_candidates=gathers))
+        found[gathers] = rows_of(sampler)
+    assert found[True] == rows_of(make(4, num_replicas=3, rank=1)) != found[False]
+    assert found[True] == rows_of(make(4, num_replicas=3, rank=1, across_ranks="one_block"))
+    assert found[False] == rows_of(make(4, rank=1, **OWN))
+    alone = make(4)
+    alone.set_needs(BatchNeeds(gathers_candidates=False))
+    assert rows_of(alone) == rows_of(make(4))
+
+
+def test_a_plan_of_own_blocks_is_told_from_every_other(make: Maker) -> None:
+    first, second = (make(4, rank=rank, **OWN).plan_fields() for rank in (0, 1))
+    assert first == second
+    others = [make(12), make(4, num_replicas=3, rank=0), make(6, across_ranks="own_blocks", num_replicas=2, rank=0)]
+    for other in others:
+        with pytest.raises(OptionError, match="to resume in the middle of its plan"):
+            other.check_same_plan(first)
+
+
+def test_a_source_that_fills_no_block_is_left_out_and_named(make: Maker) -> None:
+    sampler = make(5, num_replicas=3, rank=0)
+    assert sampler.remarks() == ["sources with fewer rows than a batch of 15 are not trained on: third (12)"]
+    assert {source_of(row) for batch in rows_of(sampler) for row in batch} == {"first", "second"}
+    own = make(5, rank=0, **OWN)
+    assert own.remarks() == []
+    assert "third" in {source_of(row) for rank in range(3) for row in chain(*rows_of(make(5, rank=rank, **OWN)))}
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5, 12])
@@ -224,8 +316,13 @@ def test_folders_are_found_by_name_and_variables_are_filled_in(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 13}, r"data\.batch_size must not exceed the 12 rows of source 'third' .* got 13; lower it"),
-        ({"batch_size": 7, "num_replicas": 2, "rank": 0}, r"source 'third' \(batch_size x 2 ranks\), got 7"),
+        ({"batch_size": 91}, r"data\.batch_size must not exceed the 90 rows of the largest source, got 91; lower it"),
+        ({"batch_size": 46, "num_replicas": 2, "rank": 0}, r"largest source \(batch_size x 2 ranks\), got 46"),
+        (
+            {"batch_size": 46, "num_replicas": 2, "rank": 0, "across_ranks": "own_blocks"},
+            r"must leave a block for each of 2 ranks, got 46; lower it, or set across_ranks: one_block",
+        ),
+        ({"across_ranks": "each"}, r"sampler\.across_ranks must be one of \['auto', 'one_block', 'own_blocks'\]"),
         ({"batch_size": 0}, r"data\.batch_size must be >= 1"),
         ({"sizes": []}, r"data\.sources must each have rows"),
         ({"sizes": [3, 0, 1]}, r"data\.sources must each have rows"),
@@ -306,6 +403,25 @@ def data_module(sources: list[SourceConfig], folder: Path) -> EmbeddingDataModul
     data = parser.instantiate(parser.parse_string(parser.dump(parsed))).data
     assert isinstance(data, EmbeddingDataModule)
     return data
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_the_data_module_asks_the_module_whether_its_ranks_share_candidates(
+    sources: list[SourceConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gathers: bool
+) -> None:
+    data, module = data_module(sources, tmp_path), Ledger(lambda batch: batch.row_B.tolist(), wordpiece_tokenizer())
+    module.batch_needs = BatchNeeds(gathers_candidates=gathers)
+    data.setup()
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    plan = data._make_plan(data.sizes, module)
+    plan.identify(data.mixture.identities)
+    across_ranks: Literal["one_block", "own_blocks"] = "one_block" if gathers else "own_blocks"
+    expected = ClusteredBatchSampler([23, 14], 4, clusters=str(tmp_path / "clusters"), across_ranks=across_ranks)
+    expected.identify(data.mixture.identities)
+    assert isinstance(plan, ClusteredBatchSampler)
+    assert rows_of(plan) == rows_of(expected)
+    assert len(plan) == (2 + 1 if gathers else (5 + 3) // 2)
 
 
 @pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)

@@ -9,7 +9,7 @@ import pytest
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import BatchNeeds, InputError, OptionError
 from embeddings.data import ResumableLoader
 from embeddings.data.examples import LevelRule, RowDraw
 from embeddings.data.run_length import RunLength
@@ -33,6 +33,18 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> str:
     for name, size in zip(NAMES, SIZES, strict=True):
         write_clusters(folder / name, [row // 5 for row in range(size)], size // 5 + 1, f"key of {name}")
     return str(folder)
+
+
+def test_needs_remarks_and_kinds_are_those_of_the_other_sampler(clusters: str) -> None:
+    inner = partial(ClusteredBatchSampler, clusters=clusters)
+    sampler = CurriculumBatchSampler(SIZES, 11, inner=inner, num_replicas=3, rank=0)
+    sampler.identify([SourceIdentity(name, f"key of {name}") for name in NAMES])
+    assert sampler.kinds() == {"CurriculumBatchSampler", "ClusteredBatchSampler"}
+    assert sampler.num_steps == 1
+    assert sampler.remarks() == ["sources with fewer rows than a batch of 33 are not trained on: right (31)"]
+    sampler.set_needs(BatchNeeds(gathers_candidates=False))
+    assert sampler.num_steps == (40 // 11 + 31 // 11) // 3
+    assert sampler.remarks() == []
 
 
 @pytest.fixture(params=["blended", "clustered", "homogeneous"])

@@ -211,11 +211,11 @@ def test_what_the_plan_depends_on_is_plain_and_does_not_name_the_rank() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"batch_size": 43}, r"must not exceed the 42 rows of the largest source, got 43; lower it"),
         (
-            {"batch_size": 5},
-            r"must not exceed the 4 rows of source 3 \(batch_size x 1 ranks\), got 5; lower it",
+            {"batch_size": 22, "num_replicas": 2, "rank": 0},
+            r"the 42 rows of the largest source \(batch_size x 2 ranks\)",
         ),
-        ({"batch_size": 3, "num_replicas": 2, "rank": 0}, r"the 4 rows of source 3 \(batch_size x 2 ranks\), got 3"),
         ({"batch_size": 0}, r"data\.batch_size must be >= 1"),
         ({"sizes": []}, r"data\.sources must each have rows"),
         ({"sizes": [3, 0]}, r"data\.sources must each have rows"),
@@ -232,11 +232,33 @@ def test_impossible_options_are_refused_in_one_line(options: dict[str, Any], mes
     assert "\n" not in str(raised.value)
 
 
-def test_a_source_that_fills_no_batch_is_named_once_names_are_known() -> None:
+@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
+def test_a_source_that_fills_no_batch_is_left_out_on_every_rank_and_the_laws_hold(options: dict[str, Any]) -> None:
+    """Sources of 9 and 4 rows beside batches of 12: the plan is that of the other two alone."""
+    names = [SourceIdentity(name, "key") for name in ("a", "small", "c", "smaller")]
+    ranks = [make(4, num_replicas=3, rank=rank, **options) for rank in range(3)]
+    for sampler in ranks:
+        sampler.identify(names)
+        assert sampler.remarks() == [
+            "sources with fewer rows than a batch of 12 are not trained on: small (9), smaller (4)"
+        ]
+        assert len(sampler) == 42 // 12 + 23 // 12
+    for epoch in range(4):
+        whole = rows_of(make(12, **options), epoch)
+        assert [list(chain(*parts)) for parts in zip(*(rows_of(rank, epoch) for rank in ranks), strict=True)] == whole
+        assert {source for batch in whole for source in sources_of(batch)} == {0, 2}
+        assert all(len(sources_of(batch)) == 1 for batch in whole)
+        rows = list(chain(*whole))
+        assert len(rows) == len(set(rows)) == 12 * 4
+    large = {**options, "weights": [1, 3]} if "weights" in options else options
+    alone = sequence(make(12, sizes=[42, 23], **large))
+    assert sorted(alone) == sorted([0, 1][source == 2] for source in sequence(make(12, **options)))
+
+
+def test_nothing_is_remarked_where_every_source_fills_a_batch() -> None:
     sampler = make(4)
-    sampler.batch_size = 5
-    with pytest.raises(OptionError, match="the 4 rows of source 'small'"):
-        sampler.identify([SourceIdentity(name, "key") for name in ("a", "b", "c", "small")])
+    sampler.identify([SourceIdentity(name, "key") for name in "abcd"])
+    assert sampler.remarks() == []
 
 
 class RowEcho:

@@ -1,4 +1,4 @@
-"""Whether the records of a run have negatives of the levels that its curriculum asks for."""
+"""Whether the records of a run have negatives at all, and of the levels that its curriculum asks for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,8 +8,10 @@ import numpy as np
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.log import logger
+from embeddings.common.protocols import BatchNeeds
 from embeddings.data.dataset import SourceDataset
 from embeddings.data.records import NUM_LEVELS
+from embeddings.data.sources import SourceConfig
 from embeddings.data.table import Table
 
 
@@ -74,3 +76,63 @@ def check_levels(sources: Sequence[SourceDataset], levels: Sequence[int], stand_
                 logger.info("source %s: %d of %d records have no negative of level %d", name, count, total, level)
         if coverage.num_ungraded:
             logger.info("source %s: %d of %d records have no negative with a level", name, coverage.num_ungraded, total)
+
+
+def check_negatives_asked_for(sources: Sequence[SourceConfig], needs: BatchNeeds, num_negatives: int) -> None:
+    """Check, before a source is read, that its queries may have negatives.
+
+    A query whose positive is its only candidate has the loss 0 and no gradient.
+
+    Args:
+        sources: The sources of the run.
+        needs: What the trained module says of its batches.
+        num_negatives: Most hard negatives of a query.
+
+    Raises:
+        InputError: If a source has neither in-batch nor hard negatives; the message names it and what to do.
+    """
+    for source in sources:
+        if not _has_in_batch(source, needs):
+            if num_negatives == 0:
+                raise _without_negatives(source, needs, "set data.num_negatives to 1 or more")
+            if source.conversion == "sts":
+                fix = "mine negatives for it (`mine --conversion sts`) and train on what that writes, as pairs"
+                raise _without_negatives(source, needs, fix)
+
+
+def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -> None:
+    """Check that sources without in-batch negatives have hard ones, and say how many of their records have none.
+
+    Args:
+        sources: The sources of the run, converted.
+        needs: What the trained module says of its batches.
+
+    Raises:
+        InputError: If no record of such a source has one.
+    """
+    for source in sources:
+        if source.config.conversion != "pairs" or _has_in_batch(source.config, needs):
+            continue
+        total, count = len(source.cached.table), source.cached.table.num_without_negatives()
+        if count == total:
+            alike = [name for name, field in source.cached.unused_columns.items() if field == "negatives"]
+            mapped = f"map them with columns: {{negatives: {alike[0]}}}" if alike else ""
+            raise _without_negatives(source.config, needs, mapped or "give its records `negatives`, which `mine` finds")
+        if count:
+            logger.warning(
+                "source %s: %d of %d records have no negative, and without in-batch negatives train nothing",
+                source.config.name,
+                count,
+                total,
+            )
+
+
+def _has_in_batch(source: SourceConfig, needs: BatchNeeds) -> bool:
+    return source.in_batch_negatives if needs.in_batch_negatives == "source" else needs.in_batch_negatives == "on"
+
+
+def _without_negatives(source: SourceConfig, needs: BatchNeeds, fix: str) -> InputError:
+    what = "has neither in-batch nor hard negatives, so its loss is 0 and trains nothing"
+    forced = needs.in_batch_negatives == "off"
+    switch = "model.loss.in_batch_negatives: source" if forced else "in_batch_negatives: true"
+    return InputError(f"source {source.name!r}", what, f"{fix}, or set {switch}")
