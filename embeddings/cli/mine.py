@@ -30,6 +30,8 @@ def mine(
     query_prompt_name: str | None = None,
     document_prompt_name: str | None = None,
     columns: dict[str, str] | None = None,
+    conversion: Literal["pairs", "sts"] = "pairs",
+    min_score: float | None = None,
     suspect_rows: Literal["refuse", "leave_out", "keep"] = "refuse",
     vectors: Path | None = None,
     query_vectors: Path | list[Path] | None = None,
@@ -47,7 +49,7 @@ def mine(
 
     Args:
         model: A model directory or Hub id, the teacher; several as `[MODEL, MODEL]`, each of which can refuse.
-        input: A file, a glob, a list of these, or `hub:organisation/name`, of records with `query` and `positive`.
+        input: A file, a glob, a list of these, or `hub:organisation/name`, of what `conversion` says.
         output: The Parquet file to write; `NAME.manifest.json` and the folder of work lie beside it.
         corpus: A file of more documents, with `text` and maybe `title`, beside the records' positives.
         margin: Share of the positive's score that a negative stays below; `null` for none.
@@ -68,6 +70,9 @@ def mine(
         query_prompt_name: Which of the model's prompts goes before each query.
         document_prompt_name: Which goes before each document.
         columns: Column of a field, for fields whose column has another name.
+        conversion: What the input holds: `pairs`, records with `query` and `positive`; `sts`, rows with `sentence1`,
+            `sentence2` and `score`, of which each pair of a high score becomes two records, one in each direction.
+        min_score: Least score of such a pair; 4 unless given.
         suspect_rows: What becomes of records that contradict themselves.
         vectors: Folder of the vectors, written where they are not there yet; the folder of work where none is given.
         query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it by their text
@@ -98,7 +103,7 @@ def mine(
     if num_negatives is None:
         num_negatives = NegativeRules.num_negatives if levels is None else NUM_LEVELS
     report = mine_negatives(
-        SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows),
+        SourceConfig("input", input, conversion, columns=columns or {}, suspect_rows=suspect_rows, min_score=min_score),
         output,
         Teachers(models, load, query_prompt_name, document_prompt_name, encoded),
         NegativeRules(num_negatives, margin, absolute_margin, first_rank, last_rank, choice, seed),

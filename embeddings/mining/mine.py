@@ -167,7 +167,7 @@ def mine_negatives(
     threads (see `encode_pairs`). A finished file made from the same inputs is left as it is.
 
     Args:
-        config: A source of pairs.
+        config: A source of `pairs`, or of `sts`: its pairs of a high score, in both directions.
         output: The file to write.
         teachers: The models whose scores decide.
         rules: What makes a candidate a negative.
@@ -193,8 +193,8 @@ def mine_negatives(
     load_faiss(search.gpu)
     if shard_size < 1:
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
-    if config.conversion != "pairs":
-        raise config.fault("conversion", config.conversion, "holds no records to mine for", "mine for pairs")
+    if config.conversion not in ("pairs", "sts"):
+        raise config.fault("conversion", config.conversion, "holds no records to mine for", "mine for pairs or sts")
     if levels is not None:
         require_even_levels(rules)
     source = open_cached(config, cache_dir)

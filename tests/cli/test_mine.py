@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from embeddings.cli.app import run_trainer
 from embeddings.cli.main import main
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.data.rows import write_jsonl
-from tests.helpers.runs import backbone_folder, write_pairs
+from tests.helpers.runs import WORDS, backbone_folder, run_config, write_config, write_pairs
 from tests.inference.models import encode_nothing_more
 
 
@@ -35,8 +36,8 @@ def mine(model, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     write_pairs(folder / "pairs.jsonl", 12, num_negatives=0)
 
-    def run(*options, models=model):
-        return main(["mine", "--model", models, "--input", "pairs.jsonl", "--output", "mined.parquet", *options])
+    def run(*options, models=model, output="mined.parquet"):
+        return main(["mine", "--model", models, "--input", "pairs.jsonl", "--output", output, *options])
 
     return run
 
@@ -53,6 +54,44 @@ def test_pairs_become_records_with_negatives_and_a_report(mine, capsys):
     assert json.loads(Path("mined.manifest.json").read_text())["num_negatives"] == 36
     assert mine(*options) == 0
     assert "wrote 36 negatives" in capsys.readouterr().out
+
+
+def test_scored_pairs_are_mined_both_ways_and_train_without_in_batch_negatives(mine, tmp_path):
+    """NV-Embed's semantic similarity (section 4.2): from rows with a score to a step whose negatives are mined."""
+    rows = [
+        {"sentence1": f"{word} {row}", "sentence2": f"the {word} {row}", "score": 5 - row % 3}
+        for row, word in enumerate(WORDS[:12])
+    ]
+    write_jsonl(Path("sts.jsonl"), rows)
+    options = ["--input", "sts.jsonl", "--conversion", "sts", "--num-negatives", "2", "--margin", "null"]
+    assert mine(*options) == 0
+    mined = pq.read_table("mined.parquet").to_pylist()
+    kept = [row for row in rows if row["score"] >= 4]
+    both_ways = (
+        [(row["sentence1"], row["sentence2"]) for row in kept],
+        [(row["sentence2"], row["sentence1"]) for row in kept],
+    )
+    assert [(row["query"], *row["positive"]) for row in mined] == [
+        pair for pairs in zip(*both_ways, strict=True) for pair in pairs
+    ]
+    assert {row["score"] for row in mined} == {None}
+    for row in mined:
+        assert len(row["negatives"]) == 2
+        assert not {row["query"], *row["positive"]} & set(row["negatives"])
+    assert (
+        mine(*options[:4], "--min-score", "5", "--margin", "null", "--num-negatives", "2", output="five.parquet") == 0
+    )
+    assert len(pq.read_table("five.parquet")) == 8
+
+    source = {"name": "sts", "path": "mined.parquet", "symmetric": True, "query_prompt": "similar: "}
+    config = run_config(tmp_path / "fit", sources=[{**source, "in_batch_negatives": False}])
+    config["model"]["init_args"]["loss"]["init_args"]["in_batch_negatives"] = "off"
+    config["trainer"]["max_steps"] = 2
+    cli = run_trainer(["fit", "--config", write_config(tmp_path / "fit", config)])
+    metrics = cli.trainer.callback_metrics
+    assert cli.trainer.global_step == 2
+    assert metrics["train/no_negative_fraction"] == 0
+    assert metrics["train/loss"] > 1e-3
 
 
 def test_levels_by_quantiles_are_one_of_each_and_reported(mine, capsys):
