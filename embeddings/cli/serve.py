@@ -65,6 +65,7 @@ def encode(
     if tokenizer_workers is None:
         tokenizer_workers = 0 if encoder.device.type == "cpu" else max(1, len(names))
     drawn = _draw(encoder, context, context_size, context_seed)
+    _warn_without_context(encoder, drawn is not None, "--context")
     texts: dict[str, Any] = {"prompt_name": prompt_name, "role": role, "columns": columns}
     texts["context"] = None if drawn is None else drawn.encoded(encoder)
     kept: dict[str, Any] = {"shard_size": shard_size, "vector_format": vector_format}
@@ -119,6 +120,7 @@ def search(
     encoder = _encoder(model, precision, dimensions)
     drawn = _draw(encoder, context, context_size, context_seed)
     searched = CorpusSearch(encoder, corpus, context=drawn, nearest=nearest, rescore_multiplier=rescore_multiplier)
+    _warn_without_context(encoder, searched.has_context, "--context")
 
     def answer(query: str) -> None:
         (hits,) = searched.search([query], top_k)
@@ -217,6 +219,7 @@ def evaluate(
         folders = _folders(data, output, instructions=instructions, task_index=task_index, num_tasks=num_tasks)
     encoder = _encoder(model, precision, None)
     _warn_of_untrained(encoder, widths or [])
+    _warn_without_context(encoder, context_size is not None, "--context-size")
     if tasks is not None:
         print(plan.run(encoder, model))
     else:
@@ -273,6 +276,14 @@ def _warn_of_untrained(encoder: "Encoder", widths: list[int]) -> None:
         given = ", ".join(map(str, untrained))
         known = f"was trained at {', '.join(map(str, trained))}" if trained else "does not say that it was trained so"
         logger.warning("--dimensions %s: the model %s; scores may suffer", given, known)
+
+
+def _warn_without_context(encoder: "Encoder", has_context: bool, option: str) -> None:
+    """Say so where a model that reads texts in a context is given none."""
+    from embeddings.common.log import logger
+
+    if encoder.num_context and not has_context:
+        logger.warning("the model is contextual, and without %s it reads texts with no context", option)
 
 
 def _draw(encoder: "Encoder", source: Path | None, size: int | None, seed: int) -> "ContextDraw | None":

@@ -89,6 +89,11 @@ class CorpusSearch:
             self._vector_ND = unit_rows(encoder.encode(texts, None, self._context, role="document"))
             self._nearest = self._compare_all
 
+    @property
+    def has_context(self) -> bool:
+        """Whether queries and documents are read in a context."""
+        return self._context is not None
+
     def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
         """The documents with the largest cosines of each query, best first.
 

@@ -187,6 +187,29 @@ def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path,
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_contextual_model_without_a_context_is_told_in_one_line(contextual, model, tmp_path, caplog, capsys):
+    folder = write_retrieval_folder(tmp_path / "eval")
+    corpus, vectors = str(folder / "corpus.jsonl"), str(tmp_path / "vectors")
+    search = ["search", "--corpus", corpus, "fox", "--model"]
+    encode = ["encode", "--input", corpus, "--output", vectors, "--model"]
+    evaluate = ["evaluate", "--data", str(folder), "--model"]
+
+    def lines(*command):
+        caplog.clear()
+        assert main([*command, "--precision", "float32"]) == 0
+        return [line for line in caplog.messages if "contextual" in line]
+
+    says = "the model is contextual, and without %s it reads texts with no context"
+    for command, option in ((search, "--context"), (evaluate, "--context-size")):
+        assert lines(*command, contextual) == [says % option]
+        assert lines(*command, model) == []
+    assert lines(*search, contextual, "--context", corpus) == []
+    assert lines(*evaluate, contextual, "--context-size", "2") == []
+    assert lines(*encode, contextual, "--context", corpus) == []
+    assert lines("search", "--corpus", vectors, "fox", "--model", contextual) == []
+    assert lines(*encode[:4], f"{vectors}-alone", "--model", contextual) == [says % "--context"]
+
+
 def test_evaluate_draws_the_context_from_each_folder(contextual, tmp_path):
     folders = [write_retrieval_folder(tmp_path / name) for name in ("one", "two")]
     output = tmp_path / "scores.json"
