@@ -5,14 +5,15 @@ The settings of tokenising are those that training, serving and a saved model di
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Self, get_args
 
 from embeddings.common.errors import OptionError
 
 TextRole = Literal["query", "document"]
 # NV-Embed Eq. 2, with the line break and the trailing space of its model card.
 INSTRUCTION_TEMPLATE = "Instruct: {instruction}\nQuery: "
+PoolingRule = Literal["exact", "after_colon", "instruction_count"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,15 @@ class TextSettings:
         pool_start: Whether the special tokens before a text without a prompt enter the pooling. LLM2Vec's do not.
         instruction_template: The prompt that an instruction becomes, whether a source, a record or an evaluation task
             gives it. The default is NV-Embed's (Eq. 2); MGH puts the chat template's `[INST] ` before it.
+        pooling_rule: How the prompt's tokens are told from the text's, where `pool_prompt` is off. `exact`: by the
+            characters that each token covers. `after_colon`: the text begins behind its first token `:`, with a prompt
+            or without, as cde-small-v2 has it. `instruction_count`: as many tokens as the prompt has by itself are left
+            out, and the end-of-sequence token is cut off as any other, as NV-Embed's code has it. None: as the model
+            that training starts from, `exact` for any but an imported one.
 
     Raises:
-        OptionError: If a length is below 4, or the template does not hold `{instruction}` once.
+        OptionError: If a length is below 4, the template does not hold `{instruction}` once, or the pooling rule is
+            unknown or does not go with the other settings.
     """
 
     query_max_length: int = 512
@@ -42,6 +49,7 @@ class TextSettings:
     suffix: str = ""
     pool_start: bool = True
     instruction_template: str = INSTRUCTION_TEMPLATE
+    pooling_rule: PoolingRule | None = None
 
     def __post_init__(self) -> None:
         for name in ("query_max_length", "document_max_length"):
@@ -50,6 +58,12 @@ class TextSettings:
         if self.instruction_template.count("{instruction}") != 1:
             rule = "must hold {instruction} once"
             raise OptionError("data.text.instruction_template", self.instruction_template, rule, "see NV-Embed's Eq. 2")
+        if self.pooling_rule not in (None, *get_args(PoolingRule)):
+            rule = f"must be one of {', '.join(get_args(PoolingRule))}"
+            raise OptionError("data.text.pooling_rule", self.pooling_rule, rule, "leave it out")
+        if self.pooling_rule not in (None, "exact") and (self.suffix or not self.pool_start):
+            rule = "knows neither a suffix nor special tokens that are left out"
+            raise OptionError("data.text.pooling_rule", self.pooling_rule, rule, "set suffix '' and pool_start true")
 
     def max_length(self, role: TextRole) -> int:
         """Most tokens of a text in this role."""
@@ -72,9 +86,14 @@ class TextSettings:
         """The prompt of an instruction: the template filled with it."""
         return instruction_prompt(instruction, self.instruction_template)
 
+    def following(self, model: "TextSettings") -> Self:
+        """These settings with a model's pooling rule, unless they give one themselves."""
+        return self if self.pooling_rule is not None else replace(self, pooling_rule=model.pooling_rule)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain types, as a checkpoint or a model directory holds them."""
-        return asdict(self)
+        """Plain types, as a checkpoint or a model directory holds them; a pooling rule only where there is one."""
+        fields = asdict(self)
+        return fields if self.pooling_rule is not None else {k: v for k, v in fields.items() if k != "pooling_rule"}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:

@@ -78,7 +78,7 @@ class EmbeddingDataModule(PlannedDataModule):
             if source.surrogate_vectors is not None:
                 check_manifest(fill_path(source.surrogate_vectors) / "index", {"kind": "pair_index"})
         self._check_plan(trainer, module)
-        check_prompts(TextTokenizer(self._base_tokenizer(module), self.text), self.sources)
+        check_prompts(self._tokenizer_for(module), self.sources)
 
     def prepare_data(self) -> None:
         """Convert the sources, on one rank, where that is still to do, and check that they suit the plan.
@@ -136,7 +136,13 @@ class EmbeddingDataModule(PlannedDataModule):
 
     def text_tokenizer(self) -> TextTokenizer:
         """The tokenizer of training: the one named, or else the trained module's."""
-        return TextTokenizer(self._base_tokenizer(self._trained_module), self.text)
+        return self._tokenizer_for(self._trained_module)
+
+    def _tokenizer_for(self, module: LightningModule | None) -> TextTokenizer:
+        """The tokenizer for a module, pooling by the rule of the model that it starts from where none is given."""
+        model = getattr(module, "text", None)
+        text = self.text.following(model) if isinstance(model, TextSettings) else self.text
+        return TextTokenizer(self._base_tokenizer(module), text)
 
     def train_dataloader(self) -> ResumableLoader:
         """The batches of this rank, from the place where the checkpoint was taken if the run is resumed.

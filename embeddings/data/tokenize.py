@@ -42,7 +42,8 @@ class TextTokenizer:
     With a prompt, pooling leaves out the prompt's tokens and the special tokens before them (`[CLS]`, `<s>`), as
     NV-Embed does for queries; without one, or with `pool_prompt`, every token is pooled (without `pool_start` not the
     special tokens before the text). Special tokens after the text (`[SEP]`, `</s>`) and the suffix are always kept by
-    truncation and always pooled. No text is ever without a pooled token: where nothing of the text is left, the special
+    truncation and always pooled. Imported models may pool by their release's rule instead: see
+    `TextSettings.pooling_rule`. No text is ever without a pooled token: where nothing of the text is left, the special
     tokens after it are pooled, or else the last token.
 
     Args:
@@ -52,10 +53,11 @@ class TextTokenizer:
     Determinism: a text's tokens depend on the text, its prompt and its role alone.
     Raises:
         OptionError: If the tokenizer is slow (it cannot say which characters a token covers), or has no
-            end-of-sequence token and `append_eos` asks for it, or its suffix cannot be told from a text.
+            end-of-sequence token and `append_eos` asks for it, or its suffix cannot be told from a text, or it has no
+            token `:` and the pooling rule asks for one.
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, §4 (Eq. 2); the released `modeling_nvembed.py`. Differs: the
         release counts the instruction's tokens apart from the text and appends EOS before truncation, which can lose
-        it.
+        it; under the rule `instruction_count` so does this.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TextSettings) -> None:
@@ -76,9 +78,15 @@ class TextTokenizer:
         self._appended += suffix_ids(self._backend, settings.suffix)
         if settings.append_eos and probe.ids[-1:] != [eos]:
             self._appended += [eos]
+        # An end-of-sequence token that is text has no place of its own.
+        self._num_reserved = 0 if settings.pooling_rule == "instruction_count" else len(self._appended)
         known = (eos, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
         self._stand_in = [token for token in known if token is not None][:1]
+        self._colon = self._backend.token_to_id(":")
+        if settings.pooling_rule == "after_colon" and self._colon is None:
+            raise OptionError("data.text.pooling_rule", "after_colon", "needs a tokenizer with a token ':'", "drop it")
         self._checked_prompts: set[tuple[str, int]] = set()
+        self._prompt_lengths: dict[str, int] = {}
 
     def __call__(self, texts: Sequence[str], role: TextRole, prompts: str | Sequence[str] | None = None) -> TokenBatch:
         """Tokens of N texts.
@@ -93,13 +101,15 @@ class TextTokenizer:
         """
         each = self._prompts(len(texts), role, prompts)
         joined = [prompt + text for prompt, text in zip(each, texts, strict=True)]
-        if self.settings.pool_prompt or (self.settings.pool_start and not any(each)):
-            # The same tokens without their offsets, a quarter faster.
-            encodings, firsts = self._backend.encode_batch_fast(joined), [0] * len(joined)
-        else:
+        by_characters = self.settings.pooling_rule in (None, "exact") and not self.settings.pool_prompt
+        if by_characters and (any(each) or not self.settings.pool_start):
             encodings = self._backend.encode_batch(joined)
-            firsts = [self._first_pooled(*pair) for pair in zip(encodings, each, strict=True)]
-        return _token_batch([encoding.ids + self._appended or self._stand_in for encoding in encodings], firsts)
+        else:
+            # The same tokens without their offsets, a quarter faster.
+            encodings = self._backend.encode_batch_fast(joined)
+        firsts = [self._first_pooled(*pair) for pair in zip(encodings, each, strict=True)]
+        limit = self.settings.max_length(role)
+        return _token_batch([(one.ids + self._appended)[:limit] or self._stand_in for one in encodings], firsts)
 
     def spans(
         self, texts: Sequence[str], role: TextRole, prompts: str | Sequence[str] | None = None
@@ -107,7 +117,7 @@ class TextTokenizer:
         """Where each token of each text lies: the same tokens as calling gives, in their order; arguments as there."""
         each = self._prompts(len(texts), role, prompts)
         encodings = self._backend.encode_batch([prompt + text for prompt, text in zip(each, texts, strict=True)])
-        return [self._spans_of(encoding) for encoding in encodings]
+        return [self._spans_of(encoding)[: self.settings.max_length(role)] for encoding in encodings]
 
     def _prompts(self, num_texts: int, role: TextRole, prompts: str | Sequence[str] | None) -> list[str]:
         """The prompt of each text, checked; texts are cut to the role's length from here on."""
@@ -116,7 +126,7 @@ class TextTokenizer:
         each = [prompts] * num_texts if isinstance(prompts, str) else list(prompts)
         for prompt in set(each):
             self.check_prompt(prompt, role)
-        self._backend.enable_truncation(self.settings.max_length(role) - len(self._appended), direction="right")
+        self._backend.enable_truncation(self.settings.max_length(role) - self._num_reserved, direction="right")
         return each
 
     def _spans_of(self, encoding: Encoding) -> list[TokenSpan]:
@@ -128,6 +138,12 @@ class TextTokenizer:
 
     def _first_pooled(self, encoding: Encoding, prompt: str) -> int:
         """Index of the first pooled token; all after it are pooled."""
+        if self.settings.pool_prompt:
+            return 0
+        if self.settings.pooling_rule == "after_colon":
+            return encoding.ids.index(self._colon) + 1 if self._colon in encoding.ids else 0
+        if self.settings.pooling_rule == "instruction_count":
+            return self._prompt_lengths[prompt] if prompt else 0
         if not prompt and self.settings.pool_start:
             return 0
         end_of_text = len(encoding) - self._num_trailing
@@ -145,7 +161,8 @@ class TextTokenizer:
         if not prompt or (prompt, limit) in self._checked_prompts:
             return
         self._backend.no_truncation()
-        num_tokens = len(self._backend.encode(prompt)) + len(self._appended)
+        self._prompt_lengths[prompt] = len(self._backend.encode(prompt, add_special_tokens=False))
+        num_tokens = len(self._backend.encode(prompt)) + self._num_reserved
         if num_tokens >= limit:
             rule = f"must exceed the {num_tokens} tokens of the prompt {prompt[:40]!r} and its special tokens"
             raise OptionError(f"data.text.{role}_max_length", limit, rule, "raise it or shorten the prompt")

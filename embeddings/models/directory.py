@@ -199,7 +199,9 @@ def needs_own_code(pooling: Pooling, text: TextSettings) -> bool:
     name = pooling_name(pooling)
     excludes_prompt = not text.pool_prompt and any(text.prompts.values()) and name not in _PROMPT_BLIND
     excludes_start = not text.pool_start and name not in _PROMPT_BLIND
-    return name not in _STANDARD or text.append_eos or bool(text.suffix) or excludes_prompt or excludes_start
+    closes = text.append_eos or bool(text.suffix)
+    has_rule = text.pooling_rule not in (None, "exact")
+    return name not in _STANDARD or closes or excludes_prompt or excludes_start or has_rule
 
 
 def _standard_pooling_config(name: str, parts: ModelParts) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class TextTransformer(nn.Module):
         pool_prompt: Whether a prompt's tokens enter the pooling.
         suffix: Text behind every text, under truncation too.
         pool_start: Whether the special tokens before a text without a prompt enter the pooling.
+        pooling_rule: How a prompt is told from the text: `exact` or None by the characters of each token, `after_colon`
+            by the first token `:`, `instruction_count` by the number of tokens of the prompt alone.
         tapped_layers: Layers whose queries and keys the pooling is given.
     """
 
@@ -68,6 +70,7 @@ class TextTransformer(nn.Module):
         pool_prompt: bool,
         suffix: str = "",
         pool_start: bool = True,
+        pooling_rule: str | None = None,
         tapped_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
@@ -81,13 +84,14 @@ class TextTransformer(nn.Module):
         self.pool_prompt = pool_prompt
         self.suffix = suffix
         self.pool_start = pool_start
+        self.pooling_rule = pooling_rule
 
     def preprocess(
         self, inputs: Sequence[str], prompt: str | None = None, task: str | None = None, **_: Any
     ) -> dict[str, Tensor]:
         """Ids and masks of the texts behind a prompt, padded on the right."""
         max_length = self.query_max_length if task == "query" else self.max_seq_length
-        ids, firsts = self.tokenize_exactly([(prompt or "") + text for text in inputs], len(prompt or ""), max_length)
+        ids, firsts = self.tokenize_exactly(inputs, prompt or "", max_length)
         lengths_N = torch.tensor([len(row) for row in ids])
         position_L = torch.arange(int(lengths_N.max()))
         attention_NL = position_L < lengths_N[:, None]
@@ -98,18 +102,16 @@ class TextTransformer(nn.Module):
             "pooling_mask": attention_NL & (position_L >= torch.tensor(firsts)[:, None]),
         }
 
-    def tokenize_exactly(
-        self, joined: list[str], prompt_length: int, max_length: int
-    ) -> tuple[list[list[int]], list[int]]:
+    def tokenize_exactly(self, texts: Sequence[str], prompt: str, max_length: int) -> tuple[list[list[int]], list[int]]:
         """Ids of each text behind its prompt, and the index of its first token that enters the pooling.
 
         Prompt and text are tokenised as one string. A token that ends within the prompt is left out, and so are the
-        special tokens before it; one that reaches into the text belongs to the text. Where nothing of the text is
-        left, the special tokens after it are pooled, or else the last token.
+        special tokens before it; one that reaches into the text belongs to the text. Another `pooling_rule` may say
+        otherwise. Where nothing of the text is left, the special tokens after it are pooled, or else the last token.
 
         Args:
-            joined: Each text with its prompt in front.
-            prompt_length: Characters of the prompt.
+            texts: Texts without their prompt.
+            prompt: Put in front of each.
             max_length: Most tokens of a text.
         """
         probe = self.tokenizer("a", return_special_tokens_mask=True)
@@ -118,15 +120,24 @@ class TextTransformer(nn.Module):
         closed = self.tokenizer(f"a{self.suffix}")["input_ids"] if self.suffix else probe["input_ids"]
         appended = closed[len(probe["input_ids"]) :]
         appended += [eos] if self.append_eos and probe["input_ids"][-1] != eos else []
-        limit = max_length - len(appended)
+        # By its released count, NV-Embed's end-of-sequence token is text, which truncation may cut off.
+        limit = max_length - (0 if self.pooling_rule == "instruction_count" else len(appended))
+        joined = [prompt + text for text in texts]
         encoded = self.tokenizer(joined, truncation=True, max_length=limit, return_offsets_mapping=True)
+        colon, num_counted = self.tokenizer.convert_tokens_to_ids(":"), len(self.tokenizer.tokenize(prompt))
         ids, firsts = [], []
         for row, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             first, end_of_text = 0, len(row) - num_trailing
-            if not self.pool_prompt and (prompt_length or not self.pool_start):
+            if self.pool_prompt:
+                first = 0
+            elif self.pooling_rule == "after_colon":
+                first = row.index(colon) + 1 if colon in row else 0
+            elif self.pooling_rule == "instruction_count":
+                first = num_counted
+            elif prompt or not self.pool_start:
                 # Special tokens span no characters, so none of them is taken for text.
-                first = next((i for i, (_, end) in enumerate(offsets) if end > prompt_length), end_of_text)
-            ids.append(row + appended or [self._stand_in])
+                first = next((i for i, (_, end) in enumerate(offsets) if end > len(prompt)), end_of_text)
+            ids.append((row + appended)[:max_length] or [self._stand_in])
             firsts.append(min(first, len(ids[-1]) - 1))
         return ids, firsts
 
@@ -156,6 +167,7 @@ class TextTransformer(nn.Module):
             "pool_prompt": self.pool_prompt,
             "suffix": self.suffix,
             "pool_start": self.pool_start,
+            **({"pooling_rule": self.pooling_rule} if self.pooling_rule else {}),
             **({"tapped_layers": self.tapped_layers} if self.tapped_layers else {}),
         }
         Path(output_path, TEXT_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from embeddings.common import OptionError, UserError
+from embeddings.common import OptionError, TextSettings, UserError
 from embeddings.common.randomness import run_seed
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
 from embeddings.models.directory import read_model_directory
@@ -46,6 +46,7 @@ def adapted_embedder(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run_seed(seed))
+        text = TextSettings()
         norm: nn.LayerNorm | None = None
         head: nn.Linear | None = None
         if initial_model is None:
@@ -55,12 +56,12 @@ def adapted_embedder(
             # Its parts and not an embedder, which would tap the backbone for a pooling by attention already.
             model, tokenizer = load_backbone(replace(backbone, name=initial_model, revision=None))
             parts = read_model_directory(resolve_model(initial_model), model, tokenizer)
-            made, norm, head = parts.pooling, parts.norm, parts.head
+            made, norm, head, text = parts.pooling, parts.norm, parts.head, parts.text
             _check_pooling(made, _make_pooling(pooling, made.hidden_size, usual_pooling), initial_model)
         if change is not None:
             model = change(model)
         adapted = model if lora is None else add_lora(model, lora)
-    embedder = Embedder(adapted, tokenizer, made, norm=norm, head=head, normalize=normalize)
+    embedder = Embedder(adapted, tokenizer, made, norm=norm, head=head, normalize=normalize, text=text)
     if backbone.compile:
         compile_layers(embedder.backbone)
     return embedder

@@ -73,6 +73,11 @@ class ContrastiveModule(OptimizedModule):
         gathers = self.loss.gather_across_devices and self.loss.in_batch_negatives != "off"
         return BatchNeeds(self.loss.in_batch_negatives, gathers, *self.made_for)
 
+    @property
+    def text(self) -> TextSettings:
+        """How the model reads its texts."""
+        return self.embedder.text
+
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
         """Check loss, lengths, optimiser and schedule against what the trainer and the data say of themselves.
 
@@ -94,10 +99,13 @@ class ContrastiveModule(OptimizedModule):
         return [(self.embedder, self.embedder.entries)]
 
     def setup(self, stage: str) -> None:
-        """Take the text settings from the data module, so that a saved model encodes as it was trained."""
+        """Take the text settings from the data module, so that a saved model encodes as it was trained.
+
+        What they leave to the model stays: the pooling rule of an imported one.
+        """
         text = getattr(getattr(self.trainer, "datamodule", None), "text", None)
         if isinstance(text, TextSettings):
-            self.embedder.text = text
+            self.embedder.text = text.following(self.embedder.text)
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
         """Vectors of all texts in their order, (N, D) float32, unit norm where the embedder normalises."""

@@ -145,7 +145,10 @@ DECIDING = {
     ),
     "SurrogateFilter": "margin threshold spare_own_negatives",
     "TextDataModule": "sources validation_sources row_length batch_size append_eos sampler seed tokenizer",
-    "TextSettings": "query_max_length document_max_length prompts append_eos pool_prompt suffix pool_start",
+    "TextSettings": (
+        "query_max_length document_max_length prompts append_eos pool_prompt suffix pool_start "
+        "instruction_template pooling_rule"
+    ),
     "TextSource": "name path packages column subset split revision weight",
     "Upcycling": "mode num_experts top_k first every noise",
 }

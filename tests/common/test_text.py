@@ -24,6 +24,28 @@ def test_settings_survive_plain_types():
     assert TextSettings.from_dict(settings.to_dict()) == settings
 
 
+def test_a_pooling_rule_is_written_where_there_is_one_and_taken_from_the_model_where_there_is_none():
+    plain, imported = TextSettings(), TextSettings(pooling_rule="after_colon")
+    assert "pooling_rule" not in plain.to_dict()
+    assert TextSettings.from_dict(imported.to_dict()) == imported
+    assert (plain.following(imported), plain.following(plain)) == (imported, plain)
+    assert TextSettings(pooling_rule="exact").following(imported).pooling_rule == "exact"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"pooling_rule": "by_guess"}, "must be one of exact, after_colon, instruction_count, got 'by_guess'"),
+        ({"pooling_rule": "after_colon", "suffix": " end"}, "knows neither a suffix nor special tokens"),
+        ({"pooling_rule": "instruction_count", "pool_start": False}, "knows neither a suffix nor special tokens"),
+    ],
+)
+def test_a_pooling_rule_that_cannot_apply_is_refused(settings, says):
+    with pytest.raises(OptionError) as error:
+        TextSettings(**settings)
+    assert f"data.text.pooling_rule {says}" in str(error.value)
+
+
 def test_each_role_has_its_length():
     settings = TextSettings(query_max_length=8, document_max_length=16)
     assert (settings.max_length("query"), settings.max_length("document")) == (8, 16)

@@ -312,6 +312,71 @@ def test_special_tokens_before_a_text_can_be_left_out_of_the_pooling(tokenizer: 
     ]
 
 
+@pytest.mark.parametrize("length", [64, 10])
+@pytest.mark.parametrize("prompt", ["", "a: "])
+def test_after_colon_pools_what_stands_behind_the_first_colon(
+    tokenizer: PreTrainedTokenizerFast, prompt: str, length: int
+) -> None:
+    texts = ["the fox", "sum: the fox: 7", "a:", "東京: の", "a b c d e f g h i j k l: m"]
+    colon = tokenizer.convert_tokens_to_ids(":")
+    tokenizer.truncation_side = "right"
+    made = make(tokenizer, query_max_length=length, pooling_rule="after_colon")
+    num_left = 0
+    for text, (ids, mask) in zip(texts, rows_of(made(texts, "query", prompt)), strict=True):
+        assert ids == tokenizer(prompt + text, truncation=True, max_length=length)["input_ids"]
+        seen, expected = colon not in ids, []
+        for token in ids:
+            expected.append(seen)
+            seen = seen or token == colon
+        expected[-1] = True
+        assert mask == expected
+        num_left += expected.count(False)
+    assert num_left > 5
+    assert all(
+        all(mask)
+        for _, mask in rows_of(make(tokenizer, pooling_rule="after_colon", pool_prompt=True)(["a: b"], "query"))
+    )
+
+
+@pytest.mark.parametrize("length", [64, 40])
+@pytest.mark.parametrize("prompt", ["", PROMPTS[0]])
+def test_instruction_count_leaves_out_as_many_tokens_as_the_prompt_has_alone(prompt: str, length: int) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    texts = [*SAMPLES, "the quick brown fox jumps over the lazy dog " * 12]
+    settings = {"append_eos": True, "query_max_length": length}
+    made = make(tokenizer, pooling_rule="instruction_count", **settings)
+    counted = rows_of(made(texts, "query", prompt))
+    for text, (ids, mask) in zip(texts, counted, strict=True):
+        # As released: the end-of-sequence token is text.
+        assert ids == tokenizer(prompt + text + "</s>", truncation=True, max_length=length)["input_ids"]
+        num_left = len(tokenizer.tokenize(prompt)) if prompt else 0
+        assert mask == [index >= num_left for index in range(len(ids))]
+    assert counted[-1][0][-1] != tokenizer.eos_token_id
+    spans = made.spans(texts, "query", prompt)
+    assert [[tokenizer.convert_tokens_to_ids(span.token) for span in row] for row in spans] == [
+        ids for ids, _ in counted
+    ]
+    exact = rows_of(make(tokenizer, **settings)(texts, "query", prompt))
+    differs = [text for text, one, other in zip(texts, counted, exact, strict=True) if one != other]
+    # Before these the prompt's last space is a piece of its own, which is pooled; the last one is cut.
+    assert set(differs) >= ({"é", "🙂 smile", texts[-1]} if prompt else {texts[-1]})
+    assert not {"how do I pad", "x"} & set(differs)
+
+
+def test_instruction_count_still_pools_the_last_of_an_instruction_that_is_all_that_is_left() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    prompt = PROMPTS[0].rstrip()
+    length = len(tokenizer(prompt)["input_ids"]) + 1
+    made = make(tokenizer, query_max_length=length, pooling_rule="instruction_count")
+    assert [mask for _, mask in rows_of(made([""], "query", prompt))] == [[False] * (length - 2) + [True]]
+
+
+def test_a_tokenizer_without_a_colon_cannot_pool_behind_it() -> None:
+    backend = Backend(models.WordLevel({"[UNK]": 0, "x": 1}, unk_token="[UNK]"))
+    with pytest.raises(OptionError, match=r"data\.text\.pooling_rule needs a tokenizer with a token ':'"):
+        make(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"), pooling_rule="after_colon")
+
+
 @pytest.mark.parametrize(("family", "suffix"), [("wordpiece", " end"), ("bpe", "how")])
 def test_a_suffix_that_cannot_be_told_from_a_text_is_refused(family: str, suffix: str) -> None:
     tokenizer = FAMILIES[family]()

@@ -100,6 +100,8 @@ def test_widths_that_vectors_cannot_have_are_one_line(tmp_path: Path, widths: ob
         (MeanPooling(32), {"prompts": {"query": "q: "}}, True),
         (WeightedMeanPooling(32), {"prompts": {"query": "q: "}}, True),
         (MeanPooling(32), {"append_eos": True}, True),
+        (MeanPooling(32), {"pooling_rule": "exact"}, False),
+        (MeanPooling(32), {"pooling_rule": "after_colon"}, True),
         (latent(), {}, True),
     ],
 )

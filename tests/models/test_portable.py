@@ -9,7 +9,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common import TextSettings, instruction_prompt
+from embeddings.common.text import PoolingRule
 from embeddings.data.tokenize import TextTokenizer
+from embeddings.inference import Encoder
 from embeddings.models import Embedder, LatentAttentionPooling, MeanPooling, Pooling, make_bidirectional
 from embeddings.models.directory import PORTABLE_FILES
 from embeddings.models.portable import POOLINGS, TextTransformer
@@ -144,6 +146,39 @@ def test_travelling_tokenisation_is_the_trainings(
     assert torch.equal(features["input_ids"], trained.input_ids_NL)
     assert torch.equal(features["attention_mask"].bool(), trained.attention_mask_NL)
     assert torch.equal(features["pooling_mask"], trained.pooling_mask_NL)
+
+
+@pytest.mark.parametrize("rule", ["exact", "after_colon", "instruction_count"])
+@pytest.mark.parametrize("prompt", ["", QUERY, "naïve café – "])
+@pytest.mark.parametrize("make_tokenizer", TOKENIZERS)
+def test_a_released_pooling_rule_travels_along(make_tokenizer: object, prompt: str, rule: PoolingRule) -> None:
+    tokenizer = make_tokenizer()  # type: ignore[operator]
+    append_eos, texts = tokenizer.eos_token_id is not None, [*TEXTS, "sum: the fox: 7", "a:"]
+    module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, append_eos, pool_prompt=False, pooling_rule=rule)
+    settings = TextSettings(40, 30, append_eos=append_eos, pooling_rule=rule)
+    features = module.preprocess(texts, prompt=prompt, task="query")
+    trained = TextTokenizer(tokenizer, settings)(texts, "query", prompt).padded(pad_token_id=tokenizer.pad_token_id)
+    assert torch.equal(features["input_ids"], trained.input_ids_NL)
+    assert torch.equal(features["pooling_mask"], trained.pooling_mask_NL)
+    # Where truncation leaves the instruction alone, its last token is pooled.
+    cut = TextTransformer(tiny_mistral(), tokenizer, 4, 4, append_eos, pool_prompt=False, pooling_rule=rule)
+    assert cut.preprocess(["x"], prompt=QUERY, task="query")["pooling_mask"].any(1).all()
+
+
+def test_a_released_pooling_rule_is_kept_by_both_who_save_a_directory(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    embedder = decoder(MeanPooling(32), tokenizer, append_eos=True, pooling_rule="instruction_count")
+    embedder.save_pretrained(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+    texts = [text for text in TEXTS if text]
+    for folder in ("model", "again"):
+        ours = Embedder.from_pretrained(tmp_path / folder)
+        assert ours.text == embedder.text
+        vectors = Encoder(ours, precision="float32").encode(texts, role="query")
+        assert abs(theirs.encode_query(texts) - vectors).max() <= 1e-5
+    exact = decoder(MeanPooling(32), tokenizer, append_eos=True)
+    assert abs(Encoder(exact, precision="float32").encode(texts, role="query") - vectors).max() > 1e-3
 
 
 @pytest.mark.parametrize("prompt", ["", "[INST] ", QUERY])

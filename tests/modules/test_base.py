@@ -6,6 +6,7 @@ import torch
 from embeddings.callbacks import GradCacheCallback
 from embeddings.cli.app import run_trainer
 from embeddings.common import ContrastiveStep, InputError, NumericError, OptionError, TextSettings
+from embeddings.models import Embedder
 from embeddings.modules import ContrastiveModule
 from tests.data.rows import write_jsonl
 from tests.helpers.contrastive import relative_error
@@ -21,6 +22,34 @@ def test_a_module_is_a_contrastive_step_and_takes_the_datas_text_settings(tmp_pa
     assert isinstance(module, ContrastiveModule)
     assert isinstance(module, ContrastiveStep)
     assert module.embedder.text == TextSettings(query_max_length=16, document_max_length=16)
+
+
+def test_a_model_that_pools_by_its_releases_rule_is_trained_and_saved_by_it(tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"]["max_steps"] = 1
+    config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
+    start = fit(tmp_path, config, "--trainer.max_steps", "0").model.embedder
+    start.text = TextSettings(pooling_rule="after_colon")
+    start.save_pretrained(tmp_path / "imported")
+    config["model"]["init_args"]["initial_model"] = str(tmp_path / "imported")
+    config["data"]["init_args"]["sources"][0]["query_prompt"] = "a: b "
+    seen = []
+    original = ContrastiveModule.training_step
+
+    def watched(self, batch, batch_idx):
+        seen.append(batch.query)
+        return original(self, batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ContrastiveModule, "training_step", watched)
+        for given, rule, begin in ((None, "after_colon", 3), ("exact", "exact", 4)):
+            config["data"]["init_args"]["text"]["pooling_rule"] = given
+            trained = fit(tmp_path, config)
+            assert trained.model.text.pooling_rule == rule
+            # [CLS] a : b and the text.
+            assert seen.pop().padded().pooling_mask_NL.int().argmax(1).tolist() == [begin] * 8
+            trained.model.embedder.save_pretrained(tmp_path / "ours")
+            assert Embedder.from_pretrained(tmp_path / "ours").text.pooling_rule == rule
 
 
 def test_dropout_is_on_while_training_and_follows_from_the_step(tmp_path):

@@ -163,9 +163,11 @@ def _prepared_words(kind: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _text(config: ReleasedConfig, form: ContextForm) -> TextSettings:
-    """The texts of a version: v2 leaves the prompt of a text out of the pooling."""
+    """The texts of a version: v2 pools what stands behind the first colon."""
     length = config.whole("max_seq_length", 4, default=512)
-    return TextSettings(length, length, dict(PROMPTS), pool_prompt=not form.pools_prompt)
+    if not form.pools_prompt:
+        return TextSettings(length, length, dict(PROMPTS), pool_prompt=True)
+    return TextSettings(length, length, dict(PROMPTS), pooling_rule="after_colon")
 
 
 def _load_layers(embedder: ContextualEmbedder, states: Mapping[str, dict[str, Tensor]]) -> None:

@@ -48,8 +48,8 @@ _WHOLE = (
 def load(folder: Path) -> Imported:
     """The embedding model of a folder.
 
-    Vectors have unit length, as the model card's are. A text keeps its end-of-sequence token under truncation, and a
-    text of which nothing is left has a vector.
+    Vectors have unit length, as the model card's are. Tokens are pooled by the release's own rule, and a text that is
+    cut loses its end-of-sequence token as there; a text of which nothing is left to pool has a vector here.
 
     Raises:
         InputError: If the folder does not hold a whole checkpoint of this family.
@@ -70,6 +70,7 @@ def load(folder: Path) -> Imported:
         prompts={"query": instruction_prompt(INSTRUCTION)},
         append_eos=True,
         pool_prompt=not config.fields.get("is_mask_instruction", True),
+        pooling_rule="instruction_count",
     )
     return Imported(FAMILY, Embedder(backbone, released_tokenizer(folder), pooling, text=text), report)
 

@@ -63,13 +63,15 @@ def encoded(folder: Path, texts: list[str] = TEXTS, role: str = "document", **op
     return torch.from_numpy(np.asarray(encoder.encode(texts, role=role, **options)))
 
 
-def by_library(folder: Path, role: str = "document", context: list[str] | None = None) -> Tensor:
+def by_library(
+    folder: Path, role: str = "document", context: list[str] | None = None, texts: list[str] = TEXTS, **options: Any
+) -> Tensor:
     """The same vectors as sentence-transformers gives them; a test that calls it uses `travelling_code`."""
     model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
     if context is not None:
         model[0].set_context(context, prompt=model.prompts["document"])
     encode = model.encode_query if role == "query" else model.encode_document
-    return torch.from_numpy(encode(TEXTS))
+    return torch.from_numpy(encode(texts, **options))
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:

@@ -187,12 +187,13 @@ def states_v2(state, ids):
 
 
 def vector_v2(state, prefix, ids, colon):
-    """Words are normed before the encoder and within it; what stands after the first colon is pooled."""
+    """Words are normed before the encoder and within it; what stands after the first colon is pooled, or all tokens."""
     second = of_stage(state, "second_stage_model.backbone.")
     words = second["embeddings.tok_embeddings.weight"][ids]
     normed = F.layer_norm(words, (HIDDEN,), second["embeddings.norm.weight"], eps=1e-5)
     states = modernbert_states(second, torch.cat([prefix, normed]))[len(prefix) :]
-    pooled = states[ids.tolist().index(colon) + 1 :].mean(0)
+    is_colon = (ids == colon).nonzero()
+    pooled = (states[int(is_colon[0]) + 1 :] if len(is_colon) else states).mean(0)
     return pooled + two_layers(state, "second_stage_model.output_projection", pooled, F.relu)
 
 
@@ -215,6 +216,16 @@ def test_version_2_gives_the_published_vectors(tmp_path):
 
         assert_same(encoded(tmp_path / "ours", role=role, context=documents), each(TEXTS, vector))
         assert_same(by_library(tmp_path / "ours", role, documents), each(TEXTS, vector))
+    # Without a prompt the text's own first colon counts, and truncation comes before it is looked for.
+    texts = ["the fox", "sum: the fox: 7", "a:", ": b", "the lazy dog " * 40 + ": 7", "fox: " + "the lazy dog " * 40]
+
+    def bare_vector(text):
+        ids = torch.tensor(tokenizer(text, truncation=True, max_length=64)["input_ids"])
+        return vector_v2(state, prefix, ids, colon)
+
+    expected = each(texts, bare_vector)
+    assert_same(encoded(tmp_path / "ours", texts, context=documents, prompt=""), expected)
+    assert_same(by_library(tmp_path / "ours", "document", documents, texts, prompt=""), expected)
     turned = encoded(tmp_path / "ours", context=documents[::-1])
     assert (turned - encoded(tmp_path / "ours", context=documents)).abs().max() > 1e-4
     embedder = load_embedder(tmp_path / "ours")

@@ -1,8 +1,12 @@
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from embeddings.common import InputError
+from embeddings.inference import Encoder
 from embeddings.interop.released.nv_embed import load
 from embeddings.models import BackboneConfig, Embedder, LatentAttentionPooling, LoraSettings
 from embeddings.models.bidirectional import check_bidirectional
@@ -90,10 +94,23 @@ def latent_block(state, x):
     return x + F.linear(inner * F.gelu(gate), *net[2])
 
 
-def released_vector(state, tokenizer, instruction, text):
+# A digit, letters outside the vocabulary and nothing, before which the prompt's last space may stand alone; a long one.
+HARD_TEXTS = [
+    "7 sums",
+    "é 7",
+    "東京 の",
+    "🙂 smile",
+    "",
+    "Query: x",
+    "the quick brown fox jumps over the lazy dog " * 9,
+]
+
+
+def released_vector(state, tokenizer, instruction, text, max_length=4096):
     """As released: the end of sequence is text, and as many tokens as the instruction alone has are not pooled."""
     backbone = {name.removeprefix("embedding_model."): tensor for name, tensor in state.items()}
-    ids = tokenizer(instruction + text + tokenizer.eos_token)["input_ids"]
+    text = instruction + text + tokenizer.eos_token
+    ids = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
     skipped = len(tokenizer.tokenize(instruction)) if instruction else 0
     return latent_block(state, decoder_states(backbone, ids))[skipped:].mean(0)
 
@@ -110,12 +127,48 @@ def test_the_imported_model_gives_the_published_vectors(tmp_path):
         assert_same(by_library(tmp_path / "ours", role), expected)
 
 
+@pytest.mark.usefixtures("travelling_code")
+def test_texts_that_begin_with_no_word_and_texts_that_are_cut_are_pooled_as_released(tmp_path):
+    folder, state, tokenizer = published(tmp_path / "published")
+    model = load(folder).model
+    # Six tokens more than `<s>` and the instruction: long texts lose their end of sequence.
+    longest = len(tokenizer(PROMPT)["input_ids"]) + 6
+    model.text = replace(model.text, query_max_length=longest, document_max_length=9)
+    model.save_pretrained(tmp_path / "ours")
+    for role, prompt, length in (("query", PROMPT, longest), ("document", "", 9)):
+        texts = HARD_TEXTS if prompt else [text for text in HARD_TEXTS if text]
+
+        def vector(text, prompt=prompt, length=length):
+            return released_vector(state, tokenizer, prompt, text, length)
+
+        expected = each(texts, vector)
+        assert_same(encoded(tmp_path / "ours", texts, role), expected)
+        assert_same(by_library(tmp_path / "ours", role, texts=texts), expected)
+        # Exactly pooled they are other vectors.
+        exact = Embedder.from_pretrained(tmp_path / "ours")
+        exact.text = replace(exact.text, pooling_rule="exact")
+        found = torch.from_numpy(Encoder(exact, precision="float32").encode(texts, role=role))
+        assert ((found - expected).abs().amax(1) > 1e-3).sum() >= (3 if prompt else 1)
+
+
+def test_an_instruction_that_is_all_that_truncation_leaves_has_a_vector(tmp_path):
+    folder, _, tokenizer = published(tmp_path / "published")
+    model = load(folder).model
+    prompt = PROMPT.rstrip()
+    length = len(tokenizer(prompt)["input_ids"]) + 1
+    model.text = replace(model.text, query_max_length=length)
+    vector = Encoder(model, precision="float32").encode(["x"], role="query", prompt=prompt)
+    assert np.isfinite(vector).all()
+    assert np.linalg.norm(vector) == pytest.approx(1.0)
+
+
 def test_the_directory_carries_what_the_published_code_sets_when_it_loads(tmp_path):
     folder, _, _ = published(tmp_path / "published")
     load(folder).model.save_pretrained(tmp_path / "ours")
     embedder = Embedder.from_config(BackboneConfig(str(tmp_path / "ours"), dtype="float32"))
     text = embedder.text
     assert (text.append_eos, text.pool_prompt, text.prompts) == (True, False, {"query": PROMPT})
+    assert text.pooling_rule == "instruction_count"
     assert (text.query_max_length, text.document_max_length) == (4096, 4096)
     assert (embedder.tokenizer.padding_side, embedder.tokenizer.pad_token) == ("right", "</s>")
     assert (embedder.backbone.config.sliding_window, embedder.normalize) == (None, True)
@@ -131,6 +184,7 @@ def test_the_imported_model_is_a_start_for_training(tmp_path):
 
     backbone = BackboneConfig(str(tmp_path / "ours"), bidirectional=True)
     module = NVEmbedModule(backbone, pooling, lora=LoraSettings(rank=2), initial_model=str(tmp_path / "ours"))
+    assert module.text.pooling_rule == "instruction_count"
     latents = module.embedder.pooling.latents
     assert torch.equal(latents.detach(), state["latent_attention_model.latents"])
     module.embedder(random_tokens(512, [5, 9]))[:, 0].sum().backward()
