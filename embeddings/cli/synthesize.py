@@ -24,6 +24,8 @@ def synthesize(
     columns: dict[str, str] | None = None,
     suspect_rows: Literal["refuse", "leave_out", "keep"] | None = None,
     templates: Path | None = None,
+    seeds: Path | None = None,
+    num_seeds: int = 4,
     temperature: float | None = 1.0,
     max_answer_tokens: int = 4096,
     token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens",
@@ -62,6 +64,8 @@ def synthesize(
         columns: Column of a field of theirs, for fields whose column has another name.
         suspect_rows: What becomes of records among them that contradict themselves; `refuse` where nothing is given.
         templates: A folder of prompts in place of the package's, by the same names.
+        seeds: The folder of an earlier job by a stronger model, whose records every prompt begins with (MGH, §3.1).
+        num_seeds: How many of its records a prompt begins with.
         temperature: Temperature of sampling; `null` leaves it to the endpoint.
         max_answer_tokens: Most tokens of an answer.
         token_limit_field: Field of a request that says so.
@@ -88,7 +92,7 @@ def synthesize(
     from embeddings.synthesis.regenerate import regenerate_dry_run
     from embeddings.synthesis.regenerate import regenerate_negatives as regenerate
 
-    prompts = Templates(METHODS[method], templates, languages)
+    prompts = Templates(METHODS[method], templates, languages, seeds, num_seeds)
     sampling = Sampling(model, temperature, max_answer_tokens, token_limit_field, json_mode, extra_body or {})
     if judge is not None and method == "nv_embed":
         raise OptionError("judge", judge, "has no effect on nv_embed, which has no levels", "leave it out")
@@ -118,6 +122,7 @@ def synthesize(
                 "num_tasks": num_tasks,
                 "shares": shares,
                 "tasks": tasks,
+                "seeds": seeds,
                 "languages": languages,
                 "method": None if method == "mgh" else method,
             },

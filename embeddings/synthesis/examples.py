@@ -138,7 +138,8 @@ def synthesize(
 
     Source: Pan et al. 2025 (MGH), sections 2.1 and 3.1, Appendix A; Lee et al. 2024 (NV-Embed), arXiv:2405.17428,
         section 4.3, Tables 15 and 16. Differs: the prompts are ours, to the papers' specification; brainstorming
-        prompts show two reference tasks drawn by the seed; MGH's second model with in-context seeds is not there.
+        prompts show two reference tasks drawn by the seed. MGH's second model is a second job, with the first one's
+        folder as the seeds of its `Templates`.
     """
     if max_attempts < 1:
         raise OptionError("max_attempts", max_attempts, "must be >= 1", "3 is the default")

@@ -1,6 +1,7 @@
 """Prompts: templates of the package or of the user, filled with what is drawn by the seed."""
 
 import hashlib
+import json
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations
@@ -9,6 +10,7 @@ from pathlib import Path
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.randomness import derive_seed
 from embeddings.synthesis.categories import MGH, Category, Method
+from embeddings.synthesis.validate import answer_of
 
 _FOLDER = Path(__file__).parent / "templates"
 
@@ -24,15 +26,27 @@ class Templates:
         method: Whose prompts.
         folder: The user's templates; a file that is not there is the package's.
         languages: What `language` is drawn from.
+        seeds: The folder of an earlier job, by a stronger model: every example prompt of a category begins with the
+            same of its records, so that an endpoint may cache them (MGH, §3.1). A category that the earlier job left
+            out has none.
+        num_seeds: Records shown for each category, spread evenly over the earlier job's.
 
     Determinism: a prompt is a pure function of its arguments and the templates.
 
     Raises:
         OptionError: If `folder` is no folder, or languages are given and the method has none.
-        InputError: If a template is not UTF-8, or takes something that it does not get.
+        InputError: If a template is not UTF-8, or takes something that it does not get, or the folder of seeds holds
+            no records, or too few of a category.
     """
 
-    def __init__(self, method: Method, folder: Path | None = None, languages: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        method: Method,
+        folder: Path | None = None,
+        languages: Sequence[str] | None = None,
+        seeds: Path | None = None,
+        num_seeds: int = 4,
+    ) -> None:
         if folder is not None and not folder.is_dir():
             raise OptionError("templates", str(folder), "must be a folder", "leave it out for the package's templates")
         if languages is not None and not method.has_languages:
@@ -50,17 +64,26 @@ class Templates:
             self._read(f"brainstorm_{category.name}.txt", {"examples", "num_tasks"}, ("num_tasks",))
             known = {"task", *category.placeholders, *(["language"] if method.has_languages else [])}
             self._read(f"example_{category.name}.txt", known, ("task",))
+        if num_seeds < 1:
+            raise OptionError("num_seeds", num_seeds, "must be >= 1", "leave seeds out for none")
+        self._seeds: dict[str, str] = {}
+        for category in method.categories:
+            if seeds is not None and (path := seeds / f"{category.name}.jsonl").is_file():
+                self._seeds[category.name] = _seed_block(path, category, num_seeds)
+        if seeds is not None and not self._seeds:
+            raise InputError(str(seeds), f"holds no records of {method.name}", "name the folder of a finished job")
         if method is MGH:
             self._read("negatives.txt", {"query", "positive"}, ("query", "positive"))
 
     @property
     def sha256(self) -> str:
-        """A hash of all templates, of the reference tasks and of the languages."""
+        """A hash of all templates, of the reference tasks, of the languages and of the seeds."""
         digest = hashlib.sha256(repr(self.languages).encode())
         for name, template in sorted(self._texts.items()):
             digest.update(f"{name}\0{template.template}\0".encode())
         for category in self.method.categories:
             digest.update("\n".join(reference_tasks(category)).encode())
+            digest.update(self._seeds.get(category.name, "").encode())
         return digest.hexdigest()
 
     def brainstorm(self, category: Category, seed: int, call: int) -> str:
@@ -74,7 +97,7 @@ class Templates:
     def example(self, category: Category, task: str, seed: int, index: int) -> str:
         """The prompt of one example; its placeholders are drawn by (seed, category, index)."""
         values = {"task": task, **self.drawn(category, seed, index)}
-        return self._texts[f"example_{category.name}.txt"].substitute(values)
+        return self._seeds.get(category.name, "") + self._texts[f"example_{category.name}.txt"].substitute(values)
 
     def drawn(self, category: Category, seed: int, index: int) -> dict[str, str]:
         """The value of each placeholder of one example, each drawn by itself."""
@@ -106,6 +129,19 @@ class Templates:
         if missing := sorted(set(required) - found):
             raise InputError(str(path), f"does not hold ${missing[0]}", "put it where the prompt needs it")
         self._texts[name] = template
+
+
+def _seed_block(path: Path, category: Category, num_seeds: int) -> str:
+    """Some records of a file, each with its task and as the answer that a model would have given."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if len(lines) < num_seeds:
+        raise InputError(str(path), f"holds {len(lines)} records of the {num_seeds} asked for", "lower num_seeds")
+    parts = ["These examples keep to every rule below, each for a task of its own. Do not reuse their texts."]
+    for number in range(num_seeds):
+        record = json.loads(lines[number * len(lines) // num_seeds])
+        answer = json.dumps(answer_of(record, category), ensure_ascii=False, indent=2)
+        parts.append(f"Task: {record['instruction']}\n{answer}")
+    return "\n\n".join(parts) + "\n\n"
 
 
 def reference_tasks(category: Category) -> list[str]:

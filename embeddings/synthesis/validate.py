@@ -1,5 +1,6 @@
 """From an answer's JSON to a training record: the fields, the texts, the levels, and what gives an answer away."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -64,10 +65,12 @@ def read_example(parsed: Parsed, category: Category, task: str, prompt: str, id:
 
     Raises:
         RejectedAnswer: If a field is missing or of a wrong type, a text is empty, unusable or comes twice, the levels
-            are not those asked for, or the query (a label: the text) gives the answer away.
+            are not those asked for, the query is a seed's, or the query (a label: the text) gives the answer away.
     """
     value = _object(parsed.value)
     query = _text(value, category.query_field, prompt)
+    if json.dumps(query, ensure_ascii=False) in prompt:
+        raise RejectedAnswer("copied_seed", query)
     positive = _text(value, category.positive_field, prompt)
     repairs = parsed.repairs
     if category.graded:
@@ -83,6 +86,16 @@ def read_example(parsed: Parsed, category: Category, task: str, prompt: str, id:
         _require_no_leak(query, [positive, *negatives])
     fields = {"id": id, "query": query, "positive": positive, "negatives": _written(negatives, category.graded)}
     return Draft(_usable({**fields, "instruction": category.instruction or task}), repairs)
+
+
+def answer_of(record: Mapping[str, Any], category: Category) -> dict[str, Any]:
+    """The answer that a record was read from: the inverse of `read_example`."""
+    negatives: dict[str, Any] = dict(zip(category.negative_fields, record["negatives"], strict=False))
+    if category.graded:
+        texts = [negative["text"] for negative in record["negatives"]]
+        graded = [{"similarity_level": level, "text": text} for level, text in zip(LEVELS, texts, strict=True)]
+        negatives = {category.negative_fields[0]: graded}
+    return {category.query_field: record["query"], category.positive_field: record["positive"], **negatives}
 
 
 def read_negatives(parsed: Parsed, record: Mapping[str, Any], field: str, prompt: str) -> Draft:

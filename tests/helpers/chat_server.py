@@ -51,6 +51,9 @@ def written(prompt: str, seed: int) -> str:
     """What a model of good will writes to a prompt of the package."""
     if prompt.startswith("Think up"):
         return json.dumps([f"Find texts number {n} about subject {seed}." for n in range(5)])
+    if prompt.startswith("These examples"):
+        # What stands before is the seeds: answers of another model.
+        prompt = re.split(r"\n\}\n\n(?!Task: )", prompt, maxsplit=1)[1]
     graded = re.findall(r'"similarity_level": "(\w+)"', prompt)
     names = re.findall(r'^(?:  |- )"(\w+)":', prompt, re.MULTILINE)
     value: dict[str, Any] = {name: f"{name} of number {seed}" for name in names}

@@ -25,6 +25,13 @@ def test_a_path_without_a_directory_is_refused_without_a_download(name: str) -> 
         resolve_model(name)
 
 
+def test_what_another_run_is_to_write_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(
+        InputError, match=r"^checkpoints/mntp: is not there; make it first, by the line that the config"
+    ):
+        resolve_model("checkpoints/mntp")
+
+
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("")
     with pytest.raises(InputError, match="is no directory"):

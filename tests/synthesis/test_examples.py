@@ -14,11 +14,13 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.randomness import derive_seed
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached, read_records
+from embeddings.synthesis.answers import Parsed, RejectedAnswer
 from embeddings.synthesis.asker import Spending, Traffic
 from embeddings.synthesis.categories import METHODS, MGH, NV_EMBED
 from embeddings.synthesis.client import ChatClient, Sampling
 from embeddings.synthesis.examples import Plan, dry_run, plan_items, synthesize
 from embeddings.synthesis.prompts import Templates
+from embeddings.synthesis.validate import read_example
 from tests.helpers.chat_server import Reply, answers_badly, chat_server
 from tests.synthesis.models import EAGER, FakeClient, contents
 
@@ -49,6 +51,52 @@ def test_every_category_becomes_a_source_that_training_reads(tmp_path, method):
             assert levels == ([1, 2, 3, 4] if category.graded else [0] * len(category.negative_fields))
             assert record.suspicion is None
             assert (record.instruction or "").startswith(category.instruction or "Find texts number ")
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_a_second_models_prompts_begin_with_the_first_ones_records(tmp_path, method):
+    plan = Plan(method, 48, num_tasks=10)
+    run(tmp_path / "first", FakeClient(), plan)
+    seeded = Templates(method, seeds=tmp_path / "first", num_seeds=2)
+    for category in method.categories:
+        alone = Templates(method).example(category, "A task.", 0, 0)
+        block = seeded.example(category, "A task.", 0, 0).removesuffix(alone)
+        # The same records for every example of the category, as answers that read back as those records.
+        assert seeded.example(category, "Another.", 3, 9).startswith(block)
+        lines = (tmp_path / "first" / f"{category.name}.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        shown = [part.partition("\n") for part in block.split("Task: ")[1:]]
+        assert len(shown) == 2
+        for task, _, answer in shown:
+            read = read_example(Parsed(json.loads(answer), ()), category, task, "", "x")
+            assert {**read.fields, "id": "x"} in [{**record, "id": "x"} for record in records]
+    tasks = tmp_path / "first" / "tasks.jsonl"
+    second = FakeClient(sampling=Sampling("another"))
+    report = synthesize(tmp_path / "second", Plan(method, 48), seeded, second, task_file=tasks, traffic=EAGER)
+    assert sum(report.num_records.values()) == 48
+    assert all(request.prompt.startswith("These examples") for request in second.asked)
+    assert seeded.sha256 != Templates(method).sha256
+
+
+def test_a_seed_that_comes_back_is_no_record(tmp_path):
+    run(tmp_path / "first", FakeClient(), Plan(MGH, 24, num_tasks=10))
+    seeded = Templates(MGH, seeds=tmp_path / "first", num_seeds=1)
+    category = MGH.category("sts")
+    prompt = seeded.example(category, "A task.", 0, 0)
+    answer = json.loads(prompt.split("Task: ")[1].partition("\n")[2].partition("\n\n")[0])
+    with pytest.raises(RejectedAnswer, match="copied_seed"):
+        read_example(Parsed(answer, ()), category, "A task.", prompt, "sts-0")
+    assert read_example(Parsed(answer, ()), category, "A task.", "another prompt", "sts-0").fields["query"]
+
+
+def test_seeds_must_be_a_jobs_folder_with_enough_records(tmp_path):
+    run(tmp_path / "first", FakeClient(), Plan(MGH, 24, num_tasks=10))
+    with pytest.raises(InputError, match=r"short_long\.jsonl: holds \d records of the 9 asked for; lower num_seeds"):
+        Templates(MGH, seeds=tmp_path / "first", num_seeds=9)
+    with pytest.raises(InputError, match="holds no records of mgh; name the folder of a finished job"):
+        Templates(MGH, seeds=tmp_path)
+    with pytest.raises(OptionError, match="num_seeds must be >= 1"):
+        Templates(MGH, seeds=tmp_path / "first", num_seeds=0)
 
 
 def test_the_seed_decides_prompts_and_the_index_the_task(tmp_path):
