@@ -18,6 +18,7 @@ def latent_attention(
     role: Literal["document", "query"] = "document",
     head: int | None = None,
     num_latents: int = 24,
+    by_text: bool = False,
 ) -> None:
     """Draw how the tokens of some texts attend to the latents of a model that pools by them, and print it as a table.
 
@@ -30,11 +31,13 @@ def latent_attention(
         role: Whose prompt and length limit hold for the texts.
         head: The head whose attention is shown, from 0; the mean over all of them if left out.
         num_latents: How many latents have a column: the busiest over all texts.
+        by_text: Whether a text is one row, the mean over its tokens, with a column for every latent of every head: the
+            picture of NV-Embed's Fig. 2.
     """
     from embeddings.common import OptionError
     from embeddings.common.text import one_line
     from embeddings.figures import check_output, draw_latent_weights
-    from embeddings.figures.latent_weights import MOST_COLUMNS
+    from embeddings.figures.latent_weights import MOST_COLUMNS, draw_latents_by_text
     from embeddings.inference import Encoder
     from embeddings.inference.latent_weights import latent_pooling, latent_weights
 
@@ -54,6 +57,12 @@ def latent_attention(
             )
     pooling = latent_pooling(embedder)
     total, shown = len(pooling.latents), min(num_latents, len(pooling.latents))
+    if by_text:
+        title = f"{one_line(Path(model).name, 40)}: what its texts attend to"
+        subtitle = "Latent attention, the mean over each text's tokens (NV-Embed, Fig. 2)."
+        draw_latents_by_text(found, title, subtitle, output)
+        print(f"{title}\n{subtitle}\n\nwrote {output}")
+        return
     heads = f"mean of {pooling.num_heads} heads" if head is None else f"head {head} of {pooling.num_heads}"
     title = f"{one_line(Path(model).name, 40)}: what its tokens attend to"
     subtitle = (

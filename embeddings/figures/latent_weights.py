@@ -1,4 +1,4 @@
-"""How the tokens of some texts attend to latents, as heat maps: NV-Embed's Fig. 2, token by token."""
+"""How some texts attend to latents, as heat maps: NV-Embed's Fig. 2, and the same token by token."""
 
 import textwrap
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from embeddings.common import InputError
 from embeddings.data.tokenize import TokenSpan
 from embeddings.figures.glyphs import drawable, installed_fonts, shortened, width
-from embeddings.figures.page import draw_scale, write
+from embeddings.figures.page import draw_scale, write, write_heading
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.shades import BLACK, EDGE, GREY, shades
 from embeddings.inference.latent_weights import LatentWeights
@@ -70,8 +70,8 @@ def draw_latent_weights(
     Raises:
         InputError: If the texts have more tokens than a picture has room for.
         MissingExtraError: If matplotlib is not installed.
-    Source: NV-Embed, appendix D, Fig. 2. Differs: a row a token beside the mean over them, and heads averaged or one of
-        them, where the paper has all heads' latents side by side.
+    Source: NV-Embed, appendix D, Fig. 2. Differs: a row a token, and heads averaged or one of them; for the paper's own
+        picture see `draw_latents_by_text`.
     """
     num_rows = sum(len(weights.spans) + 1 for weights in texts)
     if num_rows > MOST_ROWS:
@@ -108,6 +108,44 @@ def draw_latent_weights(
         _write_statistics(page, weights, latents, left + len(latents) * cell, top)
         top += (len(own) + 1) * _ROW + _ROW + _GAP
     draw_scale(figure, image, left, (page_width, height), "share of a token's attention", 1 / num_latents)
+    write_png(figure, output)
+
+
+def draw_latents_by_text(texts: Sequence[LatentWeights], title: str, subtitle: str, output: Path) -> None:
+    """Draw one heat map: a row a text, a column each latent of each head, the weights averaged over the text's tokens.
+
+    Every latent has its column, in its own order, and the heads stand side by side.
+
+    Args:
+        texts: At least one, of one model.
+        title: The line above all.
+        subtitle: What else is to be known, wrapped over lines.
+        output: The PNG file to write.
+
+    Raises:
+        InputError: If there are more texts than a picture has room for.
+        MissingExtraError: If matplotlib is not installed.
+    Source: NV-Embed, appendix D, Fig. 2: 20 reviews by 4,096 columns, 512 latents in each of 8 heads.
+    """
+    if len(texts) > MOST_ROWS:
+        raise InputError("TEXT", f"are {len(texts)}, and a picture has room for {MOST_ROWS}", "give fewer texts")
+    fonts = installed_fonts()
+    num_heads, num_latents = texts[0].mean_AR.shape
+    rows_NC = np.stack([weights.mean_AR.reshape(-1) for weights in texts])
+    names = [shortened(drawable(weights.text, fonts.known), 2 * _LONGEST_NAME) for weights in texts]
+    figure, axis = pyplot().subplots(figsize=(12, 2.2 + 0.24 * len(texts)), layout="constrained", facecolor="white")
+    # Linear from nothing to the largest weight: most latents get next to nothing of most texts.
+    image = axis.imshow(rows_NC, cmap=shades(), vmin=0.0, aspect="auto", interpolation="nearest")
+    axis.set_yticks(range(len(texts)), labels=names, parse_math=False, family=list(fonts.names), size=_NAME_SIZE)
+    middles = [(head + 0.5) * num_latents - 0.5 for head in range(num_heads)]
+    axis.set_xticks(middles, labels=[f"head {head}" for head in range(num_heads)], size=_NAME_SIZE)
+    axis.set_xlabel(f"{num_latents} latents in each head", size=8.5, color=GREY)
+    axis.tick_params(length=0, colors=BLACK)
+    for head in range(1, num_heads):
+        axis.axvline(head * num_latents - 0.5, color=GREY, linewidth=0.8)
+    scale = figure.colorbar(image, ax=axis, pad=0.01)
+    scale.set_label(f"weight, mean over a text's tokens (even: {1 / num_latents:.2%})", size=8.5, color=GREY)
+    write_heading(figure, axis, title, subtitle, 150)
     write_png(figure, output)
 
 

@@ -26,16 +26,28 @@ class LatentWeights:
     Attributes:
         text: Prompt and text as one string, which the spans count in.
         spans: Where each pooled token lies in it, T of them; others, as those of a prompt, attend to nothing.
-        weight_TR: Weight of each latent for each token, (T, R) float32: 1 over the latents.
+        weight_ATR: Weight of each latent for each token in each head, (A, T, R) float32: 1 over the latents.
     """
 
     text: str
     spans: list[TokenSpan]
-    weight_TR: npt.NDArray[np.float32]
+    weight_ATR: npt.NDArray[np.float32]
+
+    @property
+    def weight_TR(self) -> npt.NDArray[np.float32]:
+        """The mean over the heads, (T, R)."""
+        weight_TR: npt.NDArray[np.float32] = self.weight_ATR.mean(axis=0)
+        return weight_TR
+
+    @property
+    def mean_AR(self) -> npt.NDArray[np.float32]:
+        """The mean over the tokens, (A, R): a row of NV-Embed's Fig. 2, the heads side by side."""
+        mean_AR: npt.NDArray[np.float32] = self.weight_ATR.mean(axis=1)
+        return mean_AR
 
     @property
     def mean_R(self) -> npt.NDArray[np.float32]:
-        """The mean over the tokens, (R,): a row of NV-Embed's Fig. 2."""
+        """The mean over the tokens and the heads, (R,)."""
         mean_R: npt.NDArray[np.float32] = self.weight_TR.mean(axis=0)
         return mean_R
 
@@ -54,7 +66,7 @@ def latent_weights(
     Args:
         embedder: The model; it is left as found.
         texts: N texts without their prompts.
-        head: Whose attention, from 0; None for the mean over the heads.
+        head: The one head that is kept, from 0; None for all of them.
         prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name.
         role: Whose length limit holds.
         mini_batch_tokens: Most padded tokens of a mini-batch.
@@ -79,10 +91,10 @@ def latent_weights(
             state_nLH = embedder.backbone(**inputs).last_hidden_state
             for one, state_LH, pooled_L in zip(batch.texts, state_nLH, batch.pooled_nL, strict=True):
                 weight_ATR = pooling.weights(state_LH[pooled_L])
-                weight_TR = weight_ATR.mean(dim=0) if head is None else weight_ATR[head]
+                weight_ATR = weight_ATR if head is None else weight_ATR[head : head + 1]
                 pooled = pooled_L[: len(one.spans)].tolist()
                 own = [span for span, is_pooled in zip(one.spans, pooled, strict=True) if is_pooled]
-                found[one.row] = LatentWeights(one.text, own, weight_TR.float().cpu().numpy())
+                found[one.row] = LatentWeights(one.text, own, weight_ATR.float().cpu().numpy())
     return [found[row] for row in range(len(texts))]
 
 

@@ -55,6 +55,14 @@ def test_a_picture_and_a_table_of_where_each_token_looks(models, tmp_path, capsy
     assert lines[-1] == "wrote latent-attention.png"
 
 
+def test_the_papers_picture_is_a_row_a_text(models, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "by_text.png"
+    assert show(models, "latent", TEXT, "dog", "--by-text", "true", "--output", str(output)) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.splitlines()[0] == "latent: what its texts attend to"
+
+
 def test_a_head_a_prompt_and_the_columns_may_be_chosen(models, drawing, capsys):
     for options in [[], ["--head", "0"], ["--head", "1", "--num-latents", "64"], ["--role", "query"]]:
         assert show(models, "latent", TEXT, *options) == 0

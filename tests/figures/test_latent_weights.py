@@ -5,7 +5,13 @@ from embeddings.common import InputError
 from embeddings.data.tokenize import TokenSpan
 from embeddings.figures import latent_weights
 from embeddings.figures.glyphs import drawable, installed_fonts, width
-from embeddings.figures.latent_weights import MOST_ROWS, busiest_latents, draw_latent_weights, spread
+from embeddings.figures.latent_weights import (
+    MOST_ROWS,
+    busiest_latents,
+    draw_latent_weights,
+    draw_latents_by_text,
+    spread,
+)
 from embeddings.figures.png import pyplot
 from embeddings.inference import LatentWeights
 
@@ -20,7 +26,7 @@ def weights_of(text, rows):
         place += len(word) + 1
     spans.append(TokenSpan("[SEP]", 0, 0, True))
     weight_TR = np.resize(np.array(rows, dtype=np.float32), (len(spans), len(rows[0])))
-    return LatentWeights(text, spans, weight_TR)
+    return LatentWeights(text, spans, weight_TR[None])
 
 
 ONE = weights_of("A $dog$", [[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]])
@@ -45,6 +51,23 @@ def drawn(monkeypatch, tmp_path):
 
 def labels(axis):
     return [[label.get_text() for label in found] for found in (axis.get_xticklabels(), axis.get_yticklabels())]
+
+
+def test_the_papers_picture_has_a_row_a_text_and_a_column_for_each_latent_of_each_head(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(latent_weights, "write_png", lambda figure, output: figures.append(figure))
+    # Two heads, two tokens, three latents: averaged over the tokens by hand.
+    first = LatentWeights("good", [], np.array([[[1, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 1]]], dtype=np.float32))
+    second = LatentWeights("$bad$", [], np.array([[[0, 0, 1]], [[0.5, 0.25, 0.25]]], dtype=np.float32))
+    draw_latents_by_text([first, second], "A title", "about it", tmp_path / "a.png")
+    figures[0].draw_without_rendering()
+    axis = figures[0].axes[0]
+    expected = [[0.5, 0.5, 0, 0, 0, 1], [0, 0, 1, 0.5, 0.25, 0.25]]
+    np.testing.assert_array_equal(np.asarray(axis.images[0].get_array()), expected)
+    assert labels(axis) == [["head 0", "head 1"], ["good", "$bad$"]]
+    pyplot().close(figures[0])
+    with pytest.raises(InputError, match=f"are {MOST_ROWS + 1}, and a picture has room for {MOST_ROWS}"):
+        draw_latents_by_text([first] * (MOST_ROWS + 1), "", "", tmp_path / "a.png")
 
 
 def test_texts_count_alike_in_which_latents_are_the_busiest():
@@ -102,7 +125,7 @@ def test_no_text_leaves_the_page_or_lies_on_another(num_latents, drawn):
 
 def test_a_text_without_spaces_is_shown_as_far_as_it_fits_and_no_letter_is_missing(drawn, recwarn):
     text = "機械学習は人工知能" * 40
-    weights = LatentWeights(text, [TokenSpan(text[:30], 0, 30, False)], np.array([[0.5, 0.5]], np.float32))
+    weights = LatentWeights(text, [TokenSpan(text[:30], 0, 30, False)], np.array([[[0.5, 0.5]]], np.float32))
     page, heat, _ = drawn([weights], 2, "言語: about it")
     known = installed_fonts().known
     caption = page.texts[2].get_text()
