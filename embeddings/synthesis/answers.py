@@ -23,6 +23,7 @@ Reason = Literal[
     "leaked_query",
     "leaked_label",
     "duplicate_query",
+    "copied_seed",
 ]
 
 # What is longer is no answer to any of our prompts, and parsers slow down on it.
