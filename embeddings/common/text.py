@@ -6,9 +6,10 @@ The settings of tokenising are those that training, serving and a saved model di
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import InputError, OptionError
 
 TextRole = Literal["query", "document"]
 # NV-Embed Eq. 2, with the line break and the trailing space of its model card.
@@ -104,6 +105,20 @@ class TextSettings:
 def instruction_prompt(instruction: str, template: str = INSTRUCTION_TEMPLATE) -> str:
     """The prompt of an instruction: the template filled with it."""
     return template.replace("{instruction}", instruction)
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Check that a local folder's tokenizer is its tokenizer.json: the library makes another one of what else is there.
+
+    Raises:
+        InputError: If tokenizer.json is no file, or is missing beside a vocabulary.
+    """
+    file, fix = folder / "tokenizer.json", "take a whole copy, or save the tokenizer again"
+    if file.is_dir():
+        raise InputError(str(file), "is a folder", fix)
+    vocabularies = sorted(path.name for path in folder.glob("vocab*"))
+    if vocabularies and not file.is_file():
+        raise InputError(str(folder), f"holds {vocabularies[0]} and no tokenizer.json", fix)
 
 
 def one_line(message: str, limit: int = 300) -> str:

@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from embeddings.common.log import logger
 from embeddings.common.protocols import BatchNeeds, NeedsBatches
 from embeddings.common.randomness import run_seed
 from embeddings.common.stopping import STOP_SIGNALS
+from embeddings.common.text import check_tokenizer_files
 from embeddings.data.loader import Drawable, ResumableLoader
 from embeddings.data.samplers.base import BatchSampler, SamplerFactory
 from embeddings.data.sources import check_names
@@ -190,6 +192,7 @@ class PlannedDataModule(LightningDataModule):
 
     def _base_tokenizer(self, module: LightningModule | None) -> PreTrainedTokenizerBase:
         if self.tokenizer is not None:
+            check_tokenizer_files(Path(self.tokenizer))
             try:
                 loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
             except (OSError, ValueError) as error:

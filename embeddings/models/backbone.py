@@ -23,13 +23,13 @@ from transformers.utils import logging as transformers_logging
 import embeddings.models.architectures  # noqa: F401 - makes our own known
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import shown
-from embeddings.common.text import one_line
+from embeddings.common.text import check_tokenizer_files, one_line
 from embeddings.models.bidirectional import make_bidirectional_config, require_bidirectional
 from embeddings.models.hub import resolve_model
 from embeddings.models.model_files import read_json, weight_files
 
 DtypeName = Literal["float32", "bfloat16", "auto"]
-_TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken")
 DTYPES: dict[str, torch.dtype | str] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 
 
@@ -263,8 +263,9 @@ def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokeniz
         kind: What reads them: by default the class that they name.
 
     Raises:
-        InputError: If there is none, or it has neither a pad nor an end-of-sequence token.
+        InputError: If there is none, it is not whole, or it has neither a pad nor an end-of-sequence token.
     """
+    check_tokenizer_files(folder)
     if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
         # transformers would make an empty one and go on.
         raise InputError(str(folder), "holds no tokenizer", "save one beside the model")

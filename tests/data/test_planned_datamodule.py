@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 
-from embeddings.common import OptionError
+from embeddings.common import InputError, OptionError
 from embeddings.data import EmbeddingDataModule, SourceConfig, TextDataModule, TextSource
 from embeddings.data.planned_datamodule import PlannedDataModule, start_worker
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger
@@ -107,6 +107,15 @@ def test_a_batch_larger_than_the_data_is_refused(kind: Kind) -> None:
 def test_a_module_without_a_tokenizer_needs_one_named(kind: Kind) -> None:
     with pytest.raises(OptionError, match=r"data\.tokenizer must be given"):
         fit(kind.make(), kind.ledger())
+
+
+def test_a_named_folder_whose_tokenizer_json_is_missing_beside_a_vocabulary_is_one_line(
+    kind: Kind, tmp_path: Path
+) -> None:
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nfox\n")
+    with pytest.raises(InputError, match=r"holds vocab\.txt and no tokenizer\.json; take a whole copy"):
+        fit(kind.make(tokenizer=str(tmp_path / "named")), kind.ledger())
 
 
 def test_a_worker_collects_none_of_its_parents_garbage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,23 @@ def test_a_directory_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
     assert one_line(caught)
 
 
+def test_a_tokenizer_json_that_is_a_folder_or_missing_beside_a_vocabulary_is_one_line(bert: Path) -> None:
+    file = bert / "tokenizer.json"
+    for name in ("vocab.txt", "vocab.json"):
+        (bert / name).write_text('{"[PAD]": 0}')
+        load_backbone(BackboneConfig(str(bert)))
+        kept = file.read_text()
+        file.unlink()
+        with pytest.raises(InputError, match=rf"holds {name} and no tokenizer\.json; take a whole copy"):
+            load_backbone(BackboneConfig(str(bert)))
+        file.mkdir()
+        with pytest.raises(InputError, match=r"tokenizer\.json: is a folder; take a whole copy"):
+            load_backbone(BackboneConfig(str(bert)))
+        file.rmdir()
+        (bert / name).unlink()
+        file.write_text(kept)
+
+
 def test_a_damaged_tokenizer_is_one_line(bert: Path) -> None:
     (bert / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="tokenizer cannot be read") as caught:
