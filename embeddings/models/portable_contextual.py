@@ -6,6 +6,11 @@ A context is set on the first module and holds until another is set:
     model[0].set_context(texts_of_the_corpus)
     vectors = model.encode_document(texts)
 
+Or the context's vectors are given to each call:
+
+    context = model[0].embed_context(texts_of_the_corpus)
+    vectors = model.encode_document(texts, dataset_embeddings=context)
+
 This file travels inside model directories: it imports nothing but torch, transformers (with its safetensors) and the
 siblings that travel with it.
 """
@@ -46,8 +51,12 @@ class ContextualTransformer(TextTransformer):
         slots: Shares the context among the texts.
         soft_prompt: The vectors between context and text.
         has_positions: Whether context vectors have positions.
+        document_prompt: What goes before a context document where nothing else is given.
         text: The arguments of `TextTransformer` past the tokenizer.
     """
+
+    # What `encode` passes on to `forward`.
+    forward_kwargs = ("dataset_embeddings",)
 
     def __init__(
         self,
@@ -57,6 +66,7 @@ class ContextualTransformer(TextTransformer):
         slots: ContextSlots,
         soft_prompt: SoftPrompt,
         has_positions: bool = False,
+        document_prompt: str = "",
         **text: Any,
     ) -> None:
         super().__init__(model, tokenizer, **text)
@@ -64,23 +74,28 @@ class ContextualTransformer(TextTransformer):
         self.slots = slots
         self.soft_prompt = soft_prompt
         self.has_positions = has_positions
+        self.document_prompt = document_prompt
         self.context_MH: Tensor | None = None
 
+    def set_context(self, texts: Sequence[str] | None, prompt: str | None = None) -> None:
+        """Choose the documents that every text is read behind from now on, None for none; see `embed_context`."""
+        self.context_MH = self.embed_context(texts, prompt) if texts else None
+
     @torch.no_grad()
-    def set_context(self, texts: Sequence[str] | None, prompt: str = "") -> None:
-        """Choose the documents that every text is read behind from now on, None for none.
+    def embed_context(self, texts: Sequence[str], prompt: str | None = None) -> Tensor:
+        """The vectors of context documents, (M, H) float32, not normalised.
 
         Args:
             texts: Documents of the corpus, never queries; at most as many as the model has slots. Of each the first
                 tokens are read, as many as in training.
-            prompt: Put before each, as before any document.
+            prompt: Put before each; None for the model's prompt of documents.
 
         Raises:
-            ValueError: If there are more documents than slots.
+            ValueError: If there are none, or more than slots.
         """
-        if texts is None:
-            self.context_MH = None
-            return
+        prompt = self.document_prompt if prompt is None else prompt
+        if not texts:
+            raise ValueError("a context is at least one document")
         if len(texts) > self.slots.num_context:
             raise ValueError(f"this model takes at most {self.slots.num_context} context documents, got {len(texts)}")
         vectors = []
@@ -88,12 +103,25 @@ class ContextualTransformer(TextTransformer):
             features = self.preprocess(texts[start : start + _TEXTS_AT_ONCE], prompt=prompt)
             inputs = [features[name] for name in ("input_ids", "attention_mask", "pooling_mask")]
             vectors.append(self.first_stage(*(tensor.to(self.slots.null_H.device) for tensor in inputs)))
-        self.context_MH = torch.cat(vectors) if vectors else None
+        return torch.cat(vectors)
 
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """The features with the states of the text's tokens added."""
+    def forward(self, features: dict[str, Any], dataset_embeddings: Any = None) -> dict[str, Any]:
+        """The features with the states of the text's tokens added.
+
+        Args:
+            features: What `preprocess` gave.
+            dataset_embeddings: What `embed_context` gave, (M, H), or None for the context that was set.
+
+        Raises:
+            ValueError: If the vectors are too many, of another width, or all of unit length: those of texts.
+        """
         ids_NL, attention_NL = features["input_ids"], features["attention_mask"].bool()
-        context_MH = None if self.context_MH is None else self.context_MH.to(ids_NL.device)
+        context_MH = self.context_MH
+        if dataset_embeddings is not None:
+            context_MH = torch.as_tensor(dataset_embeddings, dtype=torch.float32)
+            if (context_MH.norm(dim=-1) - 1).abs().max() < 1e-3:
+                raise ValueError("dataset_embeddings must be what model[0].embed_context(documents) gives")
+        context_MH = None if context_MH is None else context_MH.to(ids_NL.device)
         context_NJH = self.slots(context_MH, len(ids_NL))
         state_NLH = states_behind_context(
             self.model, context_NJH, self.soft_prompt(), ids_NL, attention_NL, self.has_positions
@@ -134,7 +162,10 @@ class ContextualTransformer(TextTransformer):
         parts = _context_parts(backbone, settings)
         _load(context_layers(*parts), model_name_or_path, CONTEXT_WEIGHTS, first_where)
         text = json.loads(read_text(model_name_or_path, TEXT_FILE, where))
-        return cls(model, tokenizer, *parts, has_positions=settings.get("has_positions", False), **text)
+        described = json.loads(read_text(model_name_or_path, "config_sentence_transformers.json", where))
+        prompt = (described.get("prompts") or {}).get("document") or ""
+        has_positions = settings.get("has_positions", False)
+        return cls(model, tokenizer, *parts, has_positions=has_positions, document_prompt=prompt, **text)
 
 
 class ResidualHead(nn.Module):

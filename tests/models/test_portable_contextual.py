@@ -6,6 +6,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from embeddings.common import TextSettings
+from embeddings.inference import Encoder
 from embeddings.models import ContextualEmbedder
 from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextForm
 from embeddings.models.directory import PORTABLE_FILES
@@ -51,7 +52,7 @@ def test_sentence_transformers_reads_a_released_form_as_the_model_does(tmp_path:
     embedder.save_pretrained(tmp_path)
     again = ContextualEmbedder.from_pretrained(tmp_path)
     theirs = SentenceTransformer(str(tmp_path), device="cpu", trust_remote_code=True)
-    theirs[0].set_context(CORPUS, prompt="d: ")
+    theirs[0].set_context(CORPUS)
     vectors = torch.from_numpy(theirs.encode_query(TEXTS))
     with torch.no_grad():
         for model in (embedder, again):
@@ -62,6 +63,42 @@ def test_sentence_transformers_reads_a_released_form_as_the_model_does(tmp_path:
     with torch.no_grad():
         other = plain(read(plain.tokenizer, TEXTS, "q: "), plain.embed_context(read(plain.tokenizer, CORPUS, "d: ")))
     assert (vectors - other).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("folder", ["model", "again"])
+def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path: Path, folder: str) -> None:
+    settings = TextSettings(prompts={"query": QUERY, "document": DOCUMENT})
+    tiny_contextual(text=settings).save_pretrained(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    if folder == "again":
+        theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+        theirs = SentenceTransformer(str(tmp_path / "again"), device="cpu", trust_remote_code=True)
+    encoder = Encoder.from_pretrained(str(tmp_path / folder), precision="float32", device="cpu")
+    context = theirs[0].embed_context(CORPUS)
+    assert abs(context.numpy() - encoder.encode_context(CORPUS)).max() <= 1e-5
+    for role, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
+        expected = encoder.encode(TEXTS, role=role, context=CORPUS)
+        theirs[0].set_context(None)
+        assert abs(encode(TEXTS) - expected).max() > 1e-4
+        for given in (context, context.numpy()):
+            assert abs(encode(TEXTS, dataset_embeddings=given) - expected).max() <= 1e-5
+        theirs[0].set_context(CORPUS)
+        assert abs(encode(TEXTS) - expected).max() <= 1e-5
+        theirs[0].set_context(CORPUS, prompt="")
+        assert abs(encode(TEXTS) - expected).max() > 1e-4
+        # What is given to a call counts before what was set.
+        assert abs(encode(TEXTS, dataset_embeddings=context) - expected).max() <= 1e-5
+
+
+def test_vectors_that_are_no_context_are_refused(tmp_path: Path) -> None:
+    tiny_contextual().save_pretrained(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    with pytest.raises(ValueError, match=r"must be what model\[0\].embed_context\(documents\) gives"):
+        theirs.encode(TEXTS, dataset_embeddings=theirs.encode(CORPUS))
+    with pytest.raises(ValueError, match="context must be at most 5 vectors of width 32"):
+        theirs.encode(TEXTS, dataset_embeddings=torch.zeros(6, 32))
+    with pytest.raises(ValueError, match="at least one document"):
+        theirs[0].embed_context([])
 
 
 @torch.no_grad()

@@ -69,7 +69,7 @@ def by_library(
     """The same vectors as sentence-transformers gives them; a test that calls it uses `travelling_code`."""
     model = SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
     if context is not None:
-        model[0].set_context(context, prompt=model.prompts["document"])
+        model[0].set_context(context)
     encode = model.encode_query if role == "query" else model.encode_document
     return torch.from_numpy(encode(texts, **options))
 
