@@ -112,7 +112,7 @@ DECIDING = {
     "BackboneConfig": "name revision bidirectional dtype dropout",
     "BlendedBatchSampler": "proportions steps_per_epoch num_replicas rank temperature",
     "CDEModule": "backbone first_stage_backbone context loss optimizer schedule initial_model normalize seed",
-    "ClusteredBatchSampler": "clusters order num_replicas rank",
+    "ClusteredBatchSampler": "clusters order across_ranks num_replicas rank",
     "ContextSettings": (
         "num_context max_length include_negatives dropout_fraction num_soft_prompts residual_projection"
     ),
@@ -123,7 +123,7 @@ DECIDING = {
     "HomogeneousBatchSampler": "proportions temperature num_replicas rank",
     "InfoNCE": (
         "temperature learnable_temperature in_batch_negatives directions gather_across_devices similarity "
-        "false_negative_filter"
+        "false_negative_filter mask_same_text mask_same_class"
     ),
     "LatentAttentionPooling": "num_latents num_heads head_dim paper_literal zero_init_residual",
     "LoadBalancing": "coefficient normalization z_coefficient",

@@ -1,6 +1,8 @@
 """The NV-Embed configs hold the paper's hyperparameters and parse as what they configure."""
 
 import importlib
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,24 @@ def test_data_configs_parse_as_what_they_configure(stage: int, num_sources: int,
         assert all(prompt.startswith("Instruct: ") and prompt.endswith("\nQuery: ") for prompt in prompts)
     assert text == TextSettings(query_max_length=512, document_max_length=512, append_eos=True)
     assert init_args["num_negatives"] == 7
+
+
+def test_table_5_by_label_is_the_second_stages_file_after_the_edit_that_it_names(tmp_path: Path) -> None:
+    path = CONFIGS / "data" / "nv_embed_stage2.yaml"
+    (line,) = (line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#   sed "))
+    command = shlex.split(line.removeprefix("#").split(" > ")[0].replace("THIS_FILE", str(path)))
+    edited = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (tmp_path / "by_label.yaml").write_text(edited, encoding="utf-8")
+    by_example, by_label = (
+        {source["name"]: SourceConfig(**source) for source in read(file)["data"]["init_args"]["sources"]}
+        for file in (path, tmp_path / "by_label.yaml")
+    )
+    assert by_example.keys() == by_label.keys()
+    changed = [name for name, source in by_label.items() if source != by_example[name]]
+    assert len(changed) == 16
+    for name in changed:
+        assert (by_example[name].conversion, by_label[name].conversion) == ("class_by_example", "class_by_label")
+        assert by_label[name].label_texts == {}
 
 
 def _made(sources: list[SourceConfig], text: TextSettings) -> tuple[list[SourceConfig], TextSettings]:
