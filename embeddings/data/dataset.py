@@ -93,8 +93,8 @@ class SourceDataset:
         }
         if not found:
             return
-        fixes = []
-        if mapping := ", ".join(f"{field}: {name}" for name, field in found.items() if field):
+        fixes, first = [], {field: name for name, field in reversed(found.items()) if field}
+        if mapping := ", ".join(f"{field}: {name}" for field, name in first.items()):
             fixes.append(f"to use one, map it: columns: {{{mapping}}}")
         if "" in found.values():
             fixes.append("a score counts with conversion: sts alone")

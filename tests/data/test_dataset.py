@@ -229,6 +229,14 @@ def test_columns_that_look_like_a_field_are_named_in_one_line(form, tmp_path, ca
     assert mapped[RowDraw(2, 0)].negatives == (Negative("n 2"),)
 
 
+def test_of_several_columns_for_one_field_the_first_is_suggested(tmp_path, caplog):
+    row = {**pairs(1)[0], "negative_1": "n", "negative_2": "m"}
+    dataset(tmp_path, [row]).warn_of_unused_columns(2)
+    assert caplog.messages == [
+        "source source: columns not used: negative_1, negative_2; to use one, map it: columns: {negatives: negative_1}"
+    ]
+
+
 def test_columns_that_are_used_or_not_asked_for_are_not_named(tmp_path, caplog):
     dataset(tmp_path, [{**pairs(1)[0], "negative": "n", "title": "t"}]).warn_of_unused_columns(0)
     rows = [{"anchor": "q", "positive": "p", "negative": ["n"], "score": None}]
