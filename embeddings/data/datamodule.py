@@ -1,9 +1,6 @@
 """The data of a run, as Lightning asks for it."""
 
-from dataclasses import replace
-
 from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from embeddings.common.fileio import check_manifest
 from embeddings.common.text import TextSettings
@@ -157,12 +154,5 @@ class EmbeddingDataModule(PlannedDataModule):
         plan = self._make_plan(self.sizes)
         plan.identify(self.mixture.identities)
         if self.trainer is not None:
-            plan.set_run(self._run_length(len(plan)))
+            plan.set_run(RunLength.of(self.trainer, len(plan)))
         return plan
-
-    def _run_length(self, batches_per_epoch: int) -> RunLength:
-        run = RunLength.of(self.trainer, batches_per_epoch)
-        callbacks = getattr(self.trainer, "callbacks", [])
-        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
-            return replace(run, accumulate_grad_batches=None)
-        return run

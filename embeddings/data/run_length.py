@@ -1,6 +1,7 @@
 """How long a run is, in batches and in optimiser steps, as its trainer counts them."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 
@@ -26,7 +27,8 @@ class RunLength:
         """The length of a Lightning trainer's run over a plan with so many batches of one rank in an epoch."""
         taken = batches_taken(trainer, batches_per_epoch)
         total_steps = run_steps(trainer, batches_per_epoch)
-        return cls(taken, trainer.accumulate_grad_batches, total_steps, bool(trainer.fast_dev_run))
+        accumulated = trainer.accumulate_grad_batches if _accumulation_scheduler(trainer) is None else None
+        return cls(taken, accumulated, total_steps, bool(trainer.fast_dev_run))
 
     def step_of(self, epoch: int, batch: int) -> int:
         """The optimiser step, from 0, that a batch of an epoch is part of: `global_step` while the batch is trained on.
@@ -51,6 +53,34 @@ def run_steps(trainer: Any, batches_per_epoch: int | None) -> int | None:
     """
     ends = [int(trainer.max_steps)] if trainer.max_steps > 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and batches_per_epoch is not None:
-        steps_per_epoch = -(-batches_taken(trainer, batches_per_epoch) // trainer.accumulate_grad_batches)
-        ends.append(trainer.max_epochs * steps_per_epoch)
+        taken, scheduler = batches_taken(trainer, batches_per_epoch), _accumulation_scheduler(trainer)
+        changes = [0] if scheduler is None else [epoch for epoch in scheduler.epochs if epoch < trainer.max_epochs]
+        # From one change of the accumulation to the next all epochs have equally many steps.
+        ends.append(
+            sum(
+                (end - start) * -(-taken // accumulated_batches(trainer, start))
+                for start, end in pairwise([*changes, trainer.max_epochs])
+            )
+        )
     return min(ends, default=None)
+
+
+def accumulated_batches(trainer: Any, epoch: int) -> int:
+    """The batches of one optimiser step in an epoch, which a `GradientAccumulationScheduler` may change."""
+    scheduler = _accumulation_scheduler(trainer)
+    return int(trainer.accumulate_grad_batches if scheduler is None else scheduler.get_accumulate_grad_batches(epoch))
+
+
+def batches_since_step(trainer: Any) -> int:
+    """The batches whose gradients are accumulated and wait for the optimiser step."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    progress = epoch_loop.batch_progress.current
+    # An epoch's last batch ends a step, whatever the number of its batches.
+    ends_epoch = progress.processed == progress.ready and epoch_loop._num_ready_batches_reached()
+    return 0 if ends_epoch else int(progress.processed % trainer.accumulate_grad_batches)
+
+
+def _accumulation_scheduler(trainer: Any) -> Any:
+    """Lightning's `GradientAccumulationScheduler` among the trainer's callbacks, by its method."""
+    callbacks = getattr(trainer, "callbacks", [])
+    return next((one for one in callbacks if hasattr(one, "get_accumulate_grad_batches")), None)

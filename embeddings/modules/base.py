@@ -158,6 +158,7 @@ class ContrastiveModule(OptimizedModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the text settings beside the weights."""
+        super().on_save_checkpoint(checkpoint)
         checkpoint["text_settings"] = self.embedder.text.to_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

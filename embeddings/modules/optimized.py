@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from embeddings.common import InputError, NumericError, OptionError
 from embeddings.common.distributed import reduce_int
 from embeddings.common.randomness import derive_seed, run_seed
-from embeddings.data.run_length import run_steps
+from embeddings.data.planned_datamodule import PlannedDataModule
+from embeddings.data.run_length import accumulated_batches, batches_since_step, run_steps
 from embeddings.models.layers import is_compiled
 from embeddings.training.optim import parameter_groups, state_per_weight
 from embeddings.training.schedule import Schedule
@@ -41,7 +42,9 @@ class OptimizedModule(L.LightningModule):
 
     def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int | None) -> None:
         super().__init__()
-        self._optimizer = optimizer
+        # Inside a function, which a deep copy of the module shares: a config's factory holds its parser, which cannot
+        # be copied, and callbacks that average weights copy the module.
+        self._optimizer: OptimizerFactory = lambda groups: optimizer(groups)
         self._schedule = schedule
         self._seed = run_seed(seed)
 
@@ -78,6 +81,10 @@ class OptimizedModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Switch dropout on: Lightning leaves modes as they are, and a model that was loaded is in evaluation mode."""
         self.train()
+
+    def on_train_start(self) -> None:
+        """Set the epoch's accumulation: its scheduler does so as an epoch begins, which a resumed run has behind it."""
+        self.trainer.accumulate_grad_batches = accumulated_batches(self.trainer, self.current_epoch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Seed the step's random choices from what the step is, not from what ran before."""
@@ -128,6 +135,17 @@ class OptimizedModule(L.LightningModule):
         scheduler = self._schedule.scheduler(optimizer, self._trainer_steps())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Have a checkpoint within an accumulation resume at its first batch: accumulated gradients are not saved."""
+        num_batches = batches_since_step(self.trainer)
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if num_batches and isinstance(data, PlannedDataModule):
+            loops = checkpoint["loops"]["fit_loop"]
+            _set_back(loops, num_batches)
+            states = loops["state_dict"].get("combined_loader", [])
+            for loader in (checkpoint[type(data).__qualname__]["loader"], *states):
+                loader["delivered"] -= num_batches
+
     def state_per_weight(self) -> float:
         """How many numbers the optimiser keeps for each that it trains."""
         return state_per_weight(self._optimizer)
@@ -166,3 +184,17 @@ class OptimizedModule(L.LightningModule):
         """Optimiser steps of the run, None where the trainer sets no end."""
         batches = getattr(getattr(self.trainer, "datamodule", None), "batches_per_epoch", None)
         return run_steps(self.trainer, batches)
+
+
+def _set_back(fit_loop: dict[str, Any], num_batches: int) -> None:
+    """Set the state of Lightning's loops back to where the last optimiser step had ended, so many batches before."""
+    batches = fit_loop["epoch_loop.batch_progress"]
+    for counts in (batches["total"], batches["current"]):
+        last = counts["processed"] - num_batches
+        # At the end of a step's last batch, as `ModelCheckpoint` saves: `completed` is one behind.
+        counts.update(ready=last, started=last, processed=last, completed=last - 1)
+    batches["is_last_batch"] = False
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    cleared = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["zero_grad"]
+    for counts in (cleared["total"], cleared["current"]):
+        counts.update({name: count - 1 for name, count in counts.items()})

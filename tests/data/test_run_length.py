@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
 from embeddings.data.run_length import RunLength, run_steps
@@ -37,6 +38,12 @@ def trainer(**changes: Any) -> Any:
 )
 def test_the_steps_of_a_run_end_with_whatever_ends_first(changes: Any, batches: Any, expected: int | None) -> None:
     assert run_steps(trainer(**changes), batches) == expected
+
+
+def test_the_steps_of_a_run_whose_accumulation_changes_are_counted_epoch_by_epoch() -> None:
+    changing = [GradientAccumulationScheduler({1: 2, 2: 3, 7: 5})]
+    assert run_steps(trainer(max_epochs=5, callbacks=changing), 10) == 10 + 5 + 3 * 4
+    assert RunLength.of(trainer(max_epochs=5, callbacks=changing), 10).accumulate_grad_batches is None
 
 
 def test_a_run_takes_over_what_the_trainer_says() -> None:

@@ -9,11 +9,14 @@ from torch import Tensor, nn
 
 from embeddings.cli.app import run_trainer
 from embeddings.common import InputError, NumericError, OptionError
+from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.models import Embedder, layers
 from embeddings.modules import ContrastiveModule, MaskedLMModule
 from embeddings.modules.optimized import OptimizedModule
 from embeddings.training.schedule import Schedule
 from tests.helpers.runs import float16_on_cpu, run_config, write_config
+from tests.modules.moe_modules import moe_config
+from tests.reliability.kills import CLOCK, differences
 
 CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 40}}
 
@@ -81,6 +84,63 @@ def test_a_gradient_that_is_no_number_in_one_of_several_accumulated_batches_stop
     config["trainer"] |= {"accumulate_grad_batches": 2, "callbacks": list(callbacks)}
     with pytest.raises(NumericError, match="gradient is inf at step 1: no update was made"):
         changes(tmp_path, config, batch=2)
+
+
+class Stopped(Exception):
+    """What ends a run in place of a kill."""
+
+
+class SaveAndStop(L.Callback):
+    """Writes `cut.ckpt` after so many batches and stops; without a number, `whole.ckpt` when the run ends."""
+
+    def __init__(self, folder: str, after: int | None = None) -> None:
+        self.folder, self.after = Path(folder), after
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.total.processed == self.after:
+            trainer.save_checkpoint(self.folder / "cut.ckpt")
+            raise Stopped
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.folder / "whole.ckpt")
+
+
+def differences_after_a_stop(folder: Path, config: dict[str, Any], after: int) -> list[str]:
+    """Where a run that is stopped after so many batches and resumed differs from one that is not."""
+
+    def fit(*words: str, stop: int | None = None) -> dict[str, Any]:
+        stopping = {"class_path": f"{__name__}.SaveAndStop", "init_args": {"folder": str(folder), "after": stop}}
+        callbacks = [*config["trainer"]["callbacks"], stopping]
+        options = {"callbacks": callbacks, "logger": False, "enable_checkpointing": False}
+        given = config | {"trainer": config["trainer"] | options}
+        run_trainer(["fit", "--config", write_config(folder, given), *words])
+        content = read_checkpoint(folder / "whole.ckpt")
+        return {name: value for name, value in content.items() if name not in CLOCK}
+
+    whole = fit()
+    with pytest.raises(Stopped):
+        fit(stop=after)
+    assert read_checkpoint(folder / "cut.ckpt")["global_step"] < whole["global_step"]
+    return differences(fit("--ckpt_path", str(folder / "cut.ckpt")), whole)
+
+
+# Within the first, a middle and an epoch's last, shorter accumulation, at an epoch's end and in the second epoch.
+@pytest.mark.parametrize("after", [1, 4, 7, 8, 10])
+def test_a_run_stopped_within_an_accumulation_resumes_to_the_same_bits(after: int, tmp_path: Path) -> None:
+    config = moe_config(tmp_path)
+    config["trainer"] |= {"accumulate_grad_batches": 3, "max_steps": 6, "callbacks": [CACHE]}
+    assert differences_after_a_stop(tmp_path, config, after) == []
+
+
+@pytest.mark.filterwarnings("ignore:When using `Trainer.accumulate_grad_batches")
+@pytest.mark.parametrize("after", [8, 10, 11, 22])
+def test_a_run_whose_accumulation_changes_resumes_to_the_same_bits(after: int, tmp_path: Path) -> None:
+    config = run_config(tmp_path, dropout=0.1)
+    changing = {"class_path": "lightning.pytorch.callbacks.GradientAccumulationScheduler"}
+    changing["init_args"] = {"scheduling": {0: 1, 1: 2, 2: 3}}
+    config["trainer"] |= {"max_epochs": 3, "max_steps": -1, "callbacks": [changing]}
+    assert differences_after_a_stop(tmp_path, config, after) == []
+    assert read_checkpoint(tmp_path / "whole.ckpt")["global_step"] == 8 + 4 + 3
 
 
 @pytest.mark.parametrize(("batches", "accumulate", "limit", "steps"), [(8, 1, 1.0, 16), (8, 3, 1.0, 6), (8, 1, 5, 10)])

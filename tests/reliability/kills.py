@@ -1,9 +1,9 @@
 """Kill training at random times and go on, until it ends: `python -m tests.reliability.kills [--count 100] [--seed 0]`.
 
-Runs of every method, plain and under GradCache, with and without a worker process, are killed (SIGKILL, the whole
-group) after a random time, again and again. Each ends with the bits of a run that nobody killed: weights, optimiser,
-schedule, loader and random state. The ledger that each step's rows and loss were written to has every step of the plan,
-and the last entry of a step is the uninterrupted run's: no example is lost, none is there twice.
+Runs of every method, plain and under GradCache, with accumulated batches, with none to two worker processes, are killed
+(SIGKILL, the whole group) after a random time, again and again. Each ends with the bits of a run that nobody killed:
+weights, optimiser, schedule, loader and random state. The ledger that each step's rows and loss were written to has
+every step of the plan, and the last entry of a step is the uninterrupted run's: no example is lost, or there twice.
 
 Children are forked from a process that has imported everything, so that a start takes half a second.
 """
@@ -37,6 +37,18 @@ CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"
 KEEP = {
     "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
     "init_args": {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0},
+}
+# Batches of one optimiser step: the same number in all epochs, or from one epoch on another.
+ACCUMULATIONS: dict[str, dict[str, Any]] = {
+    "moe, accumulated": {"accumulate_grad_batches": 2, "callbacks": [CACHE]},
+    "nv-embed, changing accumulation": {
+        "callbacks": [
+            {
+                "class_path": "lightning.pytorch.callbacks.GradientAccumulationScheduler",
+                "init_args": {"scheduling": {0: 1, 1: 3, 2: 2}},
+            }
+        ]
+    },
 }
 # What follows from when a run took place, and not from what it computed.
 CLOCK = ("callbacks", "run_config")
@@ -76,7 +88,17 @@ def configs() -> dict[str, Callable[[Path], dict[str, Any]]]:
         "moe": moe_config,
         "cde": lambda folder: cde_config(folder, dropout=0.1),
         "masked language model": lambda folder: language_config(folder, "mlm"),
+        "moe, accumulated": moe_config,
+        "nv-embed, changing accumulation": lambda folder: run_config(folder, dropout=0.1),
     }
+
+
+def chosen(run_number: int) -> tuple[str, bool, int]:
+    """The method of a run, whether it is under GradCache, and its workers: each comes with each in turn."""
+    methods = list(configs())
+    method = methods[run_number % len(methods)]
+    has_cache = method != "masked language model" and method not in ACCUMULATIONS
+    return method, bool(run_number // len(methods) % 2) and has_cache, run_number % 3
 
 
 def killed_config(
@@ -87,7 +109,9 @@ def killed_config(
     config = configs()[method](folder)
     ledger: dict[str, Any] = {"class_path": f"{__package__}.kills.Ledger"}
     ledger["init_args"] = {"path": str(folder / "ledger.jsonl"), "seconds": seconds}
-    config["trainer"] |= {"max_steps": STEPS, "callbacks": [ledger, keep, *([CACHE] if cached else [])]}
+    accumulation = ACCUMULATIONS.get(method, {"callbacks": []})
+    callbacks = [ledger, keep, *([CACHE] if cached else []), *accumulation["callbacks"]]
+    config["trainer"] |= {**accumulation, "max_steps": STEPS, "callbacks": callbacks}
     config["data"]["init_args"]["num_workers"] = num_workers
     return config
 
@@ -180,8 +204,7 @@ def kill(count: int, seed: int) -> int:
     torch.set_num_threads(1)
     chance, kills, runs, wrong = random.Random(seed), 0, 0, 0
     while kills < count:
-        method = list(configs())[runs % 5]
-        cached, num_workers = bool(runs // 5 % 2) and method != "masked language model", runs % 2
+        method, cached, num_workers = chosen(runs)
         with tempfile.TemporaryDirectory() as folder:
             made, found = kill_until_done(Path(folder), method, cached, num_workers, chance, min(8, count - kills))
         kills, runs, wrong = kills + made, runs + 1, wrong + bool(found)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tests.callbacks.preempted_runs import fake_scontrol
-from tests.reliability.kills import configs, differences, final_state, killed_config, ledger, run, start_child
+from tests.reliability.kills import chosen, differences, final_state, killed_config, ledger, run, start_child
 
 SIGNALS = ([10], [15], [10, 15], [15, 15])
 # One checkpoint at the end alone: whatever lies there before was written because of a signal.
@@ -65,8 +65,8 @@ def signal_runs(count: int, seed: int) -> int:
     chance, sent, runs, wrong, places = random.Random(seed), 0, 0, 0, Counter[str]()
     path = os.environ["PATH"]
     while sent < count:
-        method = list(configs())[runs % 5]
-        cached, num_workers = bool(runs // 5 % 2) and method != "masked language model", 1
+        method, cached, _ = chosen(runs)
+        num_workers = 1
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             whole = killed_config(folder / "whole", method, cached, num_workers, 0.0, KEEP)
