@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import ModernBertConfig, NomicBertConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, TextSettings
-from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
+from embeddings.interop.released.checkpoint import Assumed, ReleasedConfig, ReleasedWeights, released_tokenizer
 from embeddings.interop.released.fill import Imported, empty_model, filled_model, take_parts
 from embeddings.interop.released.key_map import KeyMap, Published
 from embeddings.interop.released.nomic_bert import LEFT, PROMPTS
@@ -23,7 +23,7 @@ from embeddings.models.second_stage import ContextSlots, ResidualProjection, Sof
 FAMILY = "cde-small"
 _FIRST, _SECOND = "first_stage_model.embedder.", "second_stage_model.backbone."
 _NULL = "second_stage_model.sequence_dropout_null_embedding"
-# Both backbones have heads of this width; their other fields lie in no file of the checkpoint.
+# Both published backbones have heads of this width.
 _HEAD_WIDTH = 64
 _FORMS = {
     "nomic": ContextForm(adds_pooled=False),
@@ -31,8 +31,11 @@ _FORMS = {
 }
 
 
-def load(folder: Path) -> Imported:
+def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The contextual model of a folder.
+
+    Its files name the backbones and hold their tensors, but no config of theirs: heads, rotation, windows and epsilon
+    are those of the published backbones, unless the user says otherwise.
 
     cde-small-v1 is read as it was trained: words at their positions, context vectors at none. What either version does
     to the second stage's words alone, and not to context and soft prompt, is worked into the table of words: v1 adds
@@ -41,7 +44,7 @@ def load(folder: Path) -> Imported:
     Raises:
         InputError: If the folder does not hold a whole checkpoint of this family.
     """
-    config = ReleasedConfig(folder / "config.json")
+    config = ReleasedConfig(folder / "config.json", assumed=assumed)
     config.require(
         transductive_tokens_per_document=1,
         embedding_output_dim=None,
@@ -53,10 +56,10 @@ def load(folder: Path) -> Imported:
     if kind == "nomic":
         config.require(disable_transductive_rotary_embedding=True)
     num_context, form = config.whole("transductive_corpus_size"), _FORMS[kind]
-    parts = _empty_parts(kind, weights, tokenizer, num_context)
+    parts = _empty_parts(kind, config, weights, tokenizer, num_context)
     left = tuple(f"{stage}{name}" for stage in (_FIRST, _SECOND) for name in LEFT)
     states, report = take_parts(KeyMap(FAMILY, _names(kind), left), weights, parts)
-    states["second"] = _prepared_words(kind, states["second"])
+    states["second"] = _prepared_words(parts["second"].config, states["second"])
     embedder = ContextualEmbedder(
         filled_model(parts["first"], states["first"]),
         filled_model(parts["second"], states["second"]),
@@ -72,10 +75,15 @@ def load(folder: Path) -> Imported:
 
 
 def _empty_parts(
-    kind: str, weights: ReleasedWeights, tokenizer: PreTrainedTokenizerBase, num_context: int
+    kind: str,
+    config: ReleasedConfig,
+    weights: ReleasedWeights,
+    tokenizer: PreTrainedTokenizerBase,
+    num_context: int,
 ) -> dict[str, Any]:
     """All modules of the model without any numbers, by the names that the key map gives them."""
-    first, second = (empty_model(_backbone_config(kind, weights, prefix, tokenizer)) for prefix in (_FIRST, _SECOND))
+    pad = tokenizer.pad_token_id
+    first, second = (empty_model(_backbone_config(kind, config, weights, at, pad)) for at in (_FIRST, _SECOND))
     size = int(second.config.hidden_size)
     num_soft_prompts = _shape(weights, "second_stage_model.prompt_projection.2.weight")[0] // size
     with torch.device("meta"):
@@ -109,27 +117,61 @@ def _shape(weights: ReleasedWeights, name: str) -> tuple[int, ...]:
 
 
 def _backbone_config(
-    kind: str, weights: ReleasedWeights, prefix: str, tokenizer: PreTrainedTokenizerBase
+    kind: str, config: ReleasedConfig, weights: ReleasedWeights, prefix: str, pad_token_id: Any
 ) -> PretrainedConfig:
-    """The config of one stage's encoder: sizes by its tensors, all else as published for that encoder."""
+    """The config of one stage's encoder: sizes by its tensors, all else assumed as published for that encoder.
+
+    Raises:
+        InputError: If the heads do not divide the width.
+    """
     is_nomic = kind == "nomic"
     words = "embeddings.word_embeddings.weight" if is_nomic else "embeddings.tok_embeddings.weight"
     layers, inner = ("encoder.layers", "mlp.fc11") if is_nomic else ("layers", "mlp.Wi")
     rows, width = _shape(weights, f"{prefix}{words}")
     found = [name for name in weights.shapes if name.startswith(f"{prefix}{layers}.")]
+    num_layers = len({name.removeprefix(f"{prefix}{layers}.").partition(".")[0] for name in found})
     common = {
         "vocab_size": rows,
         "hidden_size": width,
-        "num_attention_heads": max(width // _HEAD_WIDTH, 1),
-        "num_hidden_layers": len({name.removeprefix(f"{prefix}{layers}.").partition(".")[0] for name in found}),
-        "pad_token_id": tokenizer.pad_token_id,
+        "num_attention_heads": _num_heads(config, width),
+        "num_hidden_layers": num_layers,
+        "pad_token_id": pad_token_id,
     }
     inner_width = _shape(weights, f"{prefix}{layers}.0.{inner}.weight")[0]
     if not is_nomic:
-        return ModernBertConfig(**common, intermediate_size=inner_width // 2)
-    types = _shape(weights, f"{prefix}embeddings.token_type_embeddings.weight")[0]
-    rope = {"rope_type": "default", "rope_theta": 1000.0}
-    return NomicBertConfig(**common, intermediate_size=inner_width, type_vocab_size=types, rope_parameters=rope)
+        every = config.assume("global_attn_every_n_layers", 3)
+        thetas: dict[Any, float] = {
+            "full_attention": config.assume_number("global_rope_theta", 160000.0),
+            "sliding_attention": config.assume_number("local_rope_theta", 10000.0),
+        }
+        return ModernBertConfig(
+            **common,
+            intermediate_size=inner_width // 2,
+            max_position_embeddings=config.assume("max_position_embeddings", 8192),
+            norm_eps=config.assume_number("norm_eps", 1e-5),
+            local_attention=config.assume("local_attention", 128),
+            layer_types=["sliding_attention" if n % every else "full_attention" for n in range(num_layers)],
+            rope_parameters={kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
+        )
+    return NomicBertConfig(
+        **common,
+        intermediate_size=inner_width,
+        type_vocab_size=_shape(weights, f"{prefix}embeddings.token_type_embeddings.weight")[0],
+        max_position_embeddings=config.assume("max_position_embeddings", 2048),
+        layer_norm_eps=config.assume_number("layer_norm_eps", 1e-12),
+        rope_parameters={"rope_type": "default", "rope_theta": config.assume_number("rope_theta", 1000.0)},
+    )
+
+
+def _num_heads(config: ReleasedConfig, width: int) -> int:
+    """The heads that share a width, each of whose parts is rotated in halves."""
+    usual = width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 0
+    heads = config.assume("num_attention_heads", usual)
+    if heads < 1 or width % (2 * heads):
+        shares = f"{heads} heads" if heads else f"heads of {_HEAD_WIDTH} numbers"
+        what = f"states no number of heads, and {shares} cannot share a width of {width} in even parts"
+        raise InputError(str(config.path), what, "give it by --assume.num_attention_heads")
+    return heads
 
 
 def _names(kind: str) -> dict[str, str | Published]:
@@ -147,24 +189,24 @@ def _names(kind: str) -> dict[str, str | Published]:
     }
 
 
-def _prepared_words(kind: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _prepared_words(config: PretrainedConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The second stage with what is done to its words before the encoder done in the table of words.
 
     In training, v1's encoder adds no token type to inputs that are vectors, which transformers' does: its table is zero
     here.
     """
-    if kind == "nomic":
+    if not isinstance(config, ModernBertConfig):
         words, types = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"
         return {**state, words: state[words] + state[types][0], types: torch.zeros_like(state[types])}
     words, norm = "embeddings.tok_embeddings.weight", state["embeddings.norm.weight"]
     table = state[words].float()
-    normed = F.layer_norm(table, table.shape[1:], norm.float(), eps=ModernBertConfig().norm_eps)
+    normed = F.layer_norm(table, table.shape[1:], norm.float(), eps=config.norm_eps)
     return {**state, words: normed.to(state[words].dtype)}
 
 
 def _text(config: ReleasedConfig, form: ContextForm) -> TextSettings:
     """The texts of a version: v2 pools what stands behind the first colon."""
-    length = config.whole("max_seq_length", 4, default=512)
+    length = config.assume("max_seq_length", 512, least=4)
     if not form.pools_prompt:
         return TextSettings(length, length, dict(PROMPTS), pool_prompt=True)
     return TextSettings(length, length, dict(PROMPTS), pooling_rule="after_colon")

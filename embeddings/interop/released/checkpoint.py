@@ -1,5 +1,6 @@
 """What a published checkpoint consists of: config.json, tensors and tokenizer, read without running anything of it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from embeddings.common import InputError
+from embeddings.common import InputError, OptionError
 from embeddings.common.errors import shown
 from embeddings.common.text import one_line
 from embeddings.models.backbone import read_tokenizer
@@ -17,6 +18,45 @@ _ONE_SOURCE = "take config.json and weights from one checkpoint"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
+class Assumed:
+    """The numbers that a model needs and no file of its checkpoint states.
+
+    Args:
+        given: What the user says they are, by name.
+
+    Attributes:
+        values: What was taken, by name: the user's, or else what the published models have.
+    """
+
+    def __init__(self, given: Mapping[str, float] | None = None) -> None:
+        self._given = dict(given or {})
+        self.values: dict[str, float] = {}
+
+    def take(self, name: str, usual: float) -> float:
+        """The number of a name, of the type of the usual one.
+
+        Raises:
+            OptionError: If the user's is none above 0, or not whole where the usual one is.
+        """
+        value = self._given.get(name, usual)
+        if name in self._given and (not value > 0 or (isinstance(usual, int) and value != int(value))):
+            kind = "a whole number" if isinstance(usual, int) else "a number"
+            raise OptionError(f"assume.{name}", value, f"must be {kind} above 0", f"the published models have {usual}")
+        self.values[name] = type(usual)(value)
+        return self.values[name]
+
+    def check_all_taken(self) -> None:
+        """Refuse numbers that were given and not asked for.
+
+        Raises:
+            OptionError: If there is one.
+        """
+        for name in self._given.keys() - self.values.keys():
+            rule = "is stated by the checkpoint, or unknown"
+            fix = f"it leaves open {', '.join(self.values)}" if self.values else "it leaves no number open"
+            raise OptionError(f"assume.{name}", self._given[name], rule, fix)
+
+
 class ReleasedConfig:
     """The fields of a published config.json, or of an object inside it.
 
@@ -24,13 +64,17 @@ class ReleasedConfig:
         path: The file.
         fields: What it holds; None to read it.
         prefix: Where inside the file the fields are, for messages.
+        assumed: Where `assume` notes what the file does not state; None for a note that nobody reads.
 
     Raises:
         InputError: If the file is missing or damaged.
     """
 
-    def __init__(self, path: Path, fields: dict[str, Any] | None = None, prefix: str = "") -> None:
+    def __init__(
+        self, path: Path, fields: dict[str, Any] | None = None, prefix: str = "", assumed: Assumed | None = None
+    ) -> None:
         self.path = path
+        self.assumed = Assumed() if assumed is None else assumed
         self.fields: dict[str, Any] = read_json(path) if fields is None else fields
         self._prefix = prefix
 
@@ -43,7 +87,7 @@ class ReleasedConfig:
         value = self.fields.get(name)
         if not isinstance(value, dict):
             raise self._error(name, "an object")
-        return ReleasedConfig(self.path, value, f"{self._prefix}{name}.")
+        return ReleasedConfig(self.path, value, f"{self._prefix}{name}.", self.assumed)
 
     def whole(self, name: str, least: int = 1, default: int | None = None) -> int:
         """A field that is a whole number.
@@ -66,6 +110,21 @@ class ReleasedConfig:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._error(name, "a number")
         return value
+
+    def assume(self, name: str, usual: int, least: int = 1) -> int:
+        """A whole number that the file may leave open: then the user's, or what the published models have.
+
+        Raises:
+            InputError: If the file states none, or one below `least`.
+            OptionError: If the user's is impossible.
+        """
+        if self.fields.get(name) is None:
+            return int(self.assumed.take(name, usual))
+        return self.whole(name, least)
+
+    def assume_number(self, name: str, usual: float) -> float:
+        """The same of any number."""
+        return self.assumed.take(name, usual) if self.fields.get(name) is None else float(self.number(name))
 
     def require(self, **values: Any) -> None:
         """Check that fields which decide the arithmetic have the one value that is known here, or are left out.

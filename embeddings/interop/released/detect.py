@@ -25,8 +25,8 @@ def folders_of(folder: Path, base: Sequence[str] = ()) -> list[Path]:
     return [*adapters, decoder]
 
 
-def loader_of(folder: Path, base: Sequence[str] = ()) -> Callable[[Path], Imported]:
-    """What loads the checkpoint of a folder.
+def loader_of(folder: Path, base: Sequence[str] = ()) -> Callable[..., Imported]:
+    """What loads the checkpoint of a folder: called with it, and with `assumed` as in `ReleasedConfig`.
 
     Args:
         folder: Where its files lie.

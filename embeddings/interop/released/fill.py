@@ -1,6 +1,7 @@
 """Models of a config, filled with the tensors of a published checkpoint."""
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,14 @@ class Imported(NamedTuple):
         model: The model, which can be saved as a directory.
         report: What became of its tensors.
         used_as: The published model whose card decides more than the files do (see `usage`), or None.
+        assumed: Numbers that no file states, and what was taken for them (see `Assumed`).
     """
 
     family: str
     model: Embedder | LanguageModel
     report: KeyReport
     used_as: str | None = None
+    assumed: Mapping[str, float] = MappingProxyType({})
 
 
 def empty_model(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:

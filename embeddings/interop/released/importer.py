@@ -1,14 +1,16 @@
 """From a published checkpoint to a model directory of this library."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.log import logger
 from embeddings.common.text import one_line
+from embeddings.interop.released.checkpoint import Assumed
 from embeddings.interop.released.detect import folders_of, loader_of
 from embeddings.interop.released.fill import Imported
 from embeddings.interop.released.licence import stated_licence
@@ -26,13 +28,14 @@ def import_released(
     revision: str | None = None,
     base: Sequence[str] = (),
     known_as: str | None = None,
+    assume: Mapping[str, float] | None = None,
 ) -> Imported:
     """Write a published checkpoint as a model directory, whole or not at all; no code of it runs.
 
     Beside the model lies a record of which published tensor each of its tensors came from, and what was left, and an
     embedding model's card; both are in the directory before it is put in its place. The record's `revision` is the
     commit that was read, wherever the Hub named one. Where a published card uses the vectors in a way that the files do
-    not state (see `USAGES`), the model does so by itself.
+    not state (see `USAGES`), the model does so by itself. Numbers that no file states are in the record too.
 
     Args:
         source: A directory or Hub id.
@@ -40,10 +43,12 @@ def import_released(
         revision: Commit, tag or branch of a Hub id.
         base: What an adapter adapts, where its own files do not say it; see `llm2vec.load`.
         known_as: The published name of a model whose directory has another; see `usage_name`.
+        assume: Numbers that no file states, by name, in place of those of the published models; see `Assumed`.
 
     Raises:
         InputError: If the checkpoint cannot be had, is of no known family, or is not whole.
-        OptionError: If the output is a file, the source itself or what it adapts, or `known_as` is another model.
+        OptionError: If the output is a file, the source itself or what it adapts, `known_as` is another model, or a
+            number is given that the checkpoint does not leave open.
     """
     require_folder_or_nothing(output)
     check_name(known_as)
@@ -53,11 +58,11 @@ def import_released(
     if target.resolve() in [read.resolve() for read in folders]:
         rule = "must not be the source or its base, which it would replace"
         raise OptionError("output", str(output), rule, "name a new folder")
-    imported = _used(_load(folder, base), source, known_as)
+    imported = _used(_load(folder, base, Assumed(assume)), source, known_as)
     revision = origin_of(folder).commit or revision
     bases = [origin_of(read)._asdict() for read in folders[1:]]
-    record = {"source": source, "revision": revision, "base": bases, "family": imported.family}
-    record |= {"used_as": imported.used_as}
+    record: dict[str, Any] = {"source": source, "revision": revision, "base": bases, "family": imported.family}
+    record |= {"used_as": imported.used_as, "assumed": dict(imported.assumed)}
     # The model's write is whole by itself; in a folder around it, record and card come into place with the model.
     with replaced_folder(target) as new:
         imported.model.save_pretrained(new)
@@ -81,10 +86,12 @@ def _used(imported: Imported, source: str, known_as: str | None) -> Imported:
     return imported
 
 
-def _load(folder: Path, base: Sequence[str]) -> Imported:
+def _load(folder: Path, base: Sequence[str], assumed: Assumed) -> Imported:
     """The model of a folder; each architecture checks the fields of a config in its own way."""
     try:
-        return loader_of(folder, base)(folder)
+        imported = loader_of(folder, base)(folder, assumed=assumed)
+        assumed.check_all_taken()
+        return imported._replace(assumed=assumed.values)
     except UserError:
         raise
     except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, StrictDataclassError) as error:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from embeddings.common import InputError, OptionError, TextSettings
-from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
+from embeddings.interop.released.checkpoint import Assumed, ReleasedConfig, ReleasedWeights, released_tokenizer
 from embeddings.interop.released.fill import Imported, names_in
 from embeddings.interop.released.key_map import KeyMap, KeyReport
 from embeddings.models.backbone import load_model
@@ -40,7 +40,7 @@ TEMPLATES = {
 }
 
 
-def load(folder: Path, base: Sequence[str] = ()) -> Imported:
+def load(folder: Path, base: Sequence[str] = (), assumed: Assumed | None = None) -> Imported:
     """The embedding model of an adapter, merged into what it adapts: a decoder, or one with other adapters merged.
 
     Vectors are the mean over the text's own tokens and what the template puts behind it, of unit length. The published
@@ -50,13 +50,14 @@ def load(folder: Path, base: Sequence[str] = ()) -> Imported:
         folder: The adapter.
         base: Directories or Hub ids of what it adapts, the outermost first; what is not named is taken from the
             adapters' own files. An adapter that was trained on a merged one names only the decoder: name both.
+        assumed: What is taken for the longest text, where no file states it.
 
     Raises:
         InputError: If an adapter or the decoder is not whole, or one is of a kind that is not known here.
         OptionError: If more is named than there are adapters.
     """
     adapters, decoder = adapter_chain(folder, base)
-    settings = _settings(folder)
+    settings = _settings(folder, assumed)
     unused: list[str] = []
     names = ReleasedWeights(decoder).shapes
     model = load_model(decoder, make_bidirectional=True, unused=unused)
@@ -66,7 +67,7 @@ def load(folder: Path, base: Sequence[str] = ()) -> Imported:
         report |= merge_adapter(model, adapter)
     innermost = ReleasedConfig(adapters[-1] / ADAPTER_CONFIG)
     template = TEMPLATES.get(str(innermost.fields.get("base_model_name_or_path")), Template("", ""))
-    length = settings.whole("max_length", 4)
+    length = settings.assume("max_length", 512, least=4)
     text = TextSettings(
         query_max_length=length,
         document_max_length=length,
@@ -167,11 +168,11 @@ def adapter_chain(folder: Path, base: Sequence[str]) -> tuple[list[Path], Path]:
     return adapters, found
 
 
-def _settings(folder: Path) -> ReleasedConfig:
+def _settings(folder: Path, assumed: Assumed | None) -> ReleasedConfig:
     """The published settings of texts and pooling, or the published code's own where there are none."""
     path = folder / "llm2vec_config.json"
-    defaults = {"pooling_mode": "mean", "max_length": 512, "skip_instruction": True}
+    defaults = {"pooling_mode": "mean", "skip_instruction": True}
     given = ReleasedConfig(path).fields if path.is_file() else {}
-    settings = ReleasedConfig(path, defaults | given)
+    settings = ReleasedConfig(path, defaults | given, assumed=assumed)
     settings.require(pooling_mode="mean")
     return settings

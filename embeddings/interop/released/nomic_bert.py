@@ -105,4 +105,4 @@ def longest_text(config: ReleasedConfig) -> int | None:
 
 
 def _trained_positions(config: ReleasedConfig) -> int:
-    return config.whole("max_trained_positions", default=2048)
+    return config.assume("max_trained_positions", 2048)

@@ -8,7 +8,7 @@ from transformers import AutoModelForMaskedLM, NomicBertConfig, PreTrainedTokeni
 from embeddings.common import InputError
 from embeddings.common.errors import shown
 from embeddings.common.log import logger
-from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
+from embeddings.interop.released.checkpoint import Assumed, ReleasedConfig, ReleasedWeights, released_tokenizer
 from embeddings.interop.released.fill import Imported, empty_model, filled_model
 from embeddings.interop.released.key_map import KeyMap, KeyReport, Published
 from embeddings.interop.released.nomic_bert import (
@@ -28,7 +28,7 @@ _GATES = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}
 _HEAD = "cls.predictions."
 
 
-def load(folder: Path) -> Imported:
+def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The embedding model of a folder, or the masked language model where it holds one.
 
     The layer norm of v1.5's vectors is stated by no file, and so no part of the model yet: see `usage`.
@@ -36,7 +36,7 @@ def load(folder: Path) -> Imported:
     Raises:
         InputError: If the folder does not hold a whole checkpoint of this family.
     """
-    config = ReleasedConfig(folder / "config.json")
+    config = ReleasedConfig(folder / "config.json", assumed=assumed)
     tokenizer = released_tokenizer(folder)
     ours, weights = dense_config(config, tokenizer), ReleasedWeights(folder)
     prefix = LANGUAGE_MODEL if any(name.startswith(LANGUAGE_MODEL) for name in weights.shapes) else ""

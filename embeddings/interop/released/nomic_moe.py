@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
+from embeddings.interop.released.checkpoint import Assumed, ReleasedConfig, ReleasedWeights, released_tokenizer
 from embeddings.interop.released.fill import Imported, empty_model, filled_model
 from embeddings.interop.released.key_map import KeyMap, Published
 from embeddings.interop.released.nomic_bert import LEFT, PROMPTS, encoder_fields, encoder_names
@@ -15,13 +15,13 @@ FAMILY = "Nomic's encoder with experts"
 _MLP = "encoder.layers.{n}.mlp."
 
 
-def load(folder: Path) -> Imported:
+def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The embedding model of a folder.
 
     Raises:
         InputError: If the folder does not hold a whole checkpoint of this family.
     """
-    config = ReleasedConfig(folder / "config.json")
+    config = ReleasedConfig(folder / "config.json", assumed=assumed)
     tokenizer = released_tokenizer(folder)
     empty = empty_model(moe_config(config, tokenizer))
     state, report = KeyMap(FAMILY, _names(), LEFT).take(ReleasedWeights(folder), empty.state_dict())

@@ -8,7 +8,7 @@ from transformers import MistralConfig, PretrainedConfig
 
 from embeddings.common import TextSettings
 from embeddings.common.text import instruction_prompt
-from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
+from embeddings.interop.released.checkpoint import Assumed, ReleasedConfig, ReleasedWeights, released_tokenizer
 from embeddings.interop.released.fill import Imported, empty_model, filled_model, take_parts
 from embeddings.interop.released.key_map import KeyMap
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
@@ -45,7 +45,7 @@ _WHOLE = (
 )
 
 
-def load(folder: Path) -> Imported:
+def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The embedding model of a folder.
 
     Vectors have unit length, as the model card's are. Tokens are pooled by the release's own rule, and a text that is
@@ -54,7 +54,7 @@ def load(folder: Path) -> Imported:
     Raises:
         InputError: If the folder does not hold a whole checkpoint of this family.
     """
-    config = ReleasedConfig(folder / "config.json")
+    config = ReleasedConfig(folder / "config.json", assumed=assumed)
     config.require(padding_side="right", add_eos=True, mask_type="b")
     empty = empty_model(_backbone_config(config.part("text_config")))
     with torch.device("meta"):
@@ -64,9 +64,10 @@ def load(folder: Path) -> Imported:
     pooling.load_state_dict(states["pooling"], assign=True)
     backbone = filled_model(empty, states["backbone"])
     check_bidirectional(backbone)
+    length = config.assume("max_seq_length", MAX_LENGTH, least=4)
     text = TextSettings(
-        query_max_length=MAX_LENGTH,
-        document_max_length=MAX_LENGTH,
+        query_max_length=length,
+        document_max_length=length,
         prompts={"query": instruction_prompt(INSTRUCTION)},
         append_eos=True,
         pool_prompt=not config.fields.get("is_mask_instruction", True),

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, TextSettings
-from embeddings.interop.released.checkpoint import ReleasedWeights
+from embeddings.interop.released.checkpoint import Assumed, ReleasedWeights
 from embeddings.interop.released.fill import Imported, names_in
 from embeddings.interop.released.key_map import KeyReport
 from embeddings.models.backbone import load_model, load_tokenizer
@@ -20,8 +20,10 @@ FAMILY = "a sentence-transformers directory"
 _NO_LIMIT = 512
 
 
-def load(folder: Path) -> Imported:
+def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The embedding model of a folder; transformers itself renames the tensors of its architectures.
+
+    Its files state every number, so none is assumed.
 
     Raises:
         InputError: If a file is missing or damaged, a module is none of ours, or the folder is a contextual model that

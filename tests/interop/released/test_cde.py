@@ -1,4 +1,5 @@
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from embeddings.cli.main import main
 from embeddings.common import InputError
 from embeddings.interop.released import import_released
 from embeddings.interop.released.cde import load
+from embeddings.interop.released.checkpoint import Assumed
 from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.models.contextual import load_embedder
 from embeddings.modules import CDEModule
@@ -232,6 +234,42 @@ def test_version_2_gives_the_published_vectors(tmp_path):
     null = state["second_stage_model.sequence_dropout_null_embedding"]
     assert torch.equal(embedder.slots.null_H.detach(), null)
     assert (embedder.slots.dropout_fraction, embedder.text.query_max_length) == (0.005, 64)
+
+
+def test_numbers_that_no_file_states_are_said_kept_and_can_be_given(tmp_path, capsys):
+    folder, _, _ = published_v2(tmp_path / "published")
+    line = ["import", "--source", str(folder), "--output", str(tmp_path / "ours")]
+    assert main(line) == 0
+    usual = {"num_attention_heads": 2, "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0}
+    usual |= {"local_rope_theta": 10000.0, "max_position_embeddings": 8192, "norm_eps": 1e-5, "local_attention": 128}
+    assert json.loads((tmp_path / "ours" / "import.json").read_text())["assumed"] == usual
+    said = "assumed, since no file states it: num_attention_heads 2, global_attn_every_n_layers 3, "
+    said += "global_rope_theta 160000, local_rope_theta 10000, max_position_embeddings 8192, norm_eps 1e-05, "
+    said += "local_attention 128; "
+    assert f"{said}--assume.NAME gives another\n" in capsys.readouterr().out
+    numbers = ["--assume.num_attention_heads", "4", "--assume.local_attention", "6", "--assume.local_rope_theta", "500"]
+    assert main([*line[:-1], str(tmp_path / "other"), *numbers]) == 0
+    for stage in (".", "0_Context"):
+        config = json.loads((tmp_path / "other" / stage / "config.json").read_text())
+        assert (config["num_attention_heads"], config["local_attention"]) == (4, 6)
+        assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == 500.0
+    assert (encoded(tmp_path / "ours") - encoded(tmp_path / "other")).abs().max() > 1e-3
+    for given, says in (
+        (["--assume.num_attention_heads", "3"], "3 heads cannot share a width of 128 in even parts"),
+        (["--assume.max_seq_length", "9"], "assume.max_seq_length is stated by the checkpoint, or unknown, got 9"),
+    ):
+        capsys.readouterr()
+        assert main([*line[:-1], str(tmp_path / "none"), *given]) == 2
+        assert says in capsys.readouterr().err
+        assert not (tmp_path / "none").exists()
+
+
+def test_a_width_that_no_usual_heads_divide_needs_their_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 96)
+    folder, _, _ = published_v2(tmp_path / "published")
+    with pytest.raises(InputError, match="heads of 64 numbers cannot share a width of 96 in even parts; give it"):
+        load(folder)
+    assert load(folder, Assumed({"num_attention_heads": 3})).model.backbone.config.num_attention_heads == 3
 
 
 def test_the_imported_model_is_a_start_for_training(tmp_path):

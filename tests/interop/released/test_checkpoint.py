@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from embeddings.common import InputError
-from embeddings.interop.released.checkpoint import ReleasedConfig, ReleasedWeights, released_tokenizer
+from embeddings.common import InputError, OptionError
+from embeddings.interop.released.checkpoint import Assumed, ReleasedConfig, ReleasedWeights, released_tokenizer
 from tests.helpers.tiny import sentencepiece_tokenizer
 
 
@@ -21,6 +21,35 @@ def test_fields_are_read_as_what_they_are(tmp_path):
     assert (found.part("inner").whole("size", 0), found.part("inner").number("rate")) == (0, 0.5)
     # A switch that is off may be written as null, or not at all.
     found.require(size=3, flag=False, absent=7, inner={"size": 0, "rate": 0.5})
+
+
+def test_a_number_that_no_file_states_is_the_users_or_the_usual_one_and_is_noted(tmp_path):
+    assumed = Assumed({"heads": 8.0, "theta": 500})
+    (tmp_path / "config.json").write_text('{"size": 3, "inner": {"size": 4}, "window": null}')
+    found = ReleasedConfig(tmp_path / "config.json", assumed=assumed)
+    assert (found.assume("size", 7), found.part("inner").assume("size", 7)) == (3, 4)
+    assert (found.assume("heads", 12), found.part("inner").assume("window", 128)) == (8, 128)
+    assert (found.assume_number("theta", 1000.0), found.assume_number("eps", 1e-5)) == (500.0, 1e-5)
+    assert assumed.values == {"heads": 8, "window": 128, "theta": 500.0, "eps": 1e-5}
+    assert [type(value) for value in assumed.values.values()] == [int, int, float, float]
+    assumed.check_all_taken()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"heads": 0}, r"assume\.heads must be a whole number above 0, got 0; the published models have 12"),
+        ({"heads": 2.5}, r"assume\.heads must be a whole number above 0, got 2\.5"),
+        ({"theta": float("nan")}, r"assume\.theta must be a number above 0"),
+        ({"size": 4}, r"assume\.size is stated by the checkpoint, or unknown, got 4; it leaves open heads, theta"),
+    ],
+)
+def test_a_number_that_cannot_be_assumed_is_one_line(given, says, tmp_path):
+    assumed = Assumed(given)
+    (tmp_path / "config.json").write_text('{"size": 3}')
+    found = ReleasedConfig(tmp_path / "config.json", assumed=assumed)
+    with pytest.raises(OptionError, match=says):
+        found.assume("size", 7), found.assume("heads", 12), found.assume_number("theta", 1.0), assumed.check_all_taken()
 
 
 @pytest.mark.parametrize(

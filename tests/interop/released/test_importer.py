@@ -141,7 +141,7 @@ def test_what_was_imported_can_be_imported_again(tmp_path):
 
 @pytest.mark.parametrize("error", [KeyError("None"), IndexError("no row"), AttributeError("no such field")])
 def test_whatever_a_config_meets_in_an_architecture_is_one_line(error, tmp_path, monkeypatch):
-    def load(folder):
+    def load(folder, assumed):
         raise error
 
     folder, _, _ = nomic_folder(tmp_path / "published", DENSE)
