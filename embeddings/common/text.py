@@ -4,7 +4,7 @@ The settings of tokenising are those that training, serving and a saved model di
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -100,6 +100,14 @@ class TextSettings:
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """The settings that `to_dict` wrote."""
         return cls(**fields)
+
+
+def in_context_prompt(prompt: str, examples: Sequence[tuple[str, str, str]]) -> str:
+    """A prompt behind solved examples of its task, each (its own prompt, its query, a document that answers it).
+
+    Source: Li et al. 2024 (bge-en-icl), arXiv:2409.15700, whose layout this follows with the line `Response:`.
+    """
+    return "".join(f"{own}{query}\nResponse: {document}\n\n" for own, query, document in examples) + prompt
 
 
 def instruction_prompt(instruction: str, template: str = INSTRUCTION_TEMPLATE) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from embeddings.common.errors import OptionError
 from embeddings.common.fileio import text_hash
 from embeddings.common.randomness import derive_seed
+from embeddings.common.text import in_context_prompt
 from embeddings.common.types import ContrastiveBatch
 from embeddings.data.examples import Example
 from embeddings.data.tokenize import TextTokenizer
@@ -20,6 +21,10 @@ class ContrastiveCollator:
     Of an example's positives one is drawn by its draw key; of its negatives the first, hardest ones are taken, fewer
     where it has fewer. An example without a prompt of its own gets the text settings' prompt of that role.
 
+    With in-context examples, other pairs of the batch stand solved before a query, as part of its prompt: pairs of the
+    same source, as many as its draw key says, from none to `num_in_context_examples`, and fewer where they would fill
+    more than half of the query's length.
+
     Determinism: a batch is a pure function of its examples; neither rank nor worker enters.
 
     Args:
@@ -27,14 +32,27 @@ class ContrastiveCollator:
         num_negatives: Most hard negatives of a query, >= 0. NV-Embed uses 7.
         surrogate_width: Width of the surrogate's vectors that examples may carry, None where none does. It decides for
             every batch of a run alike, so that ranks agree on what they gather.
+        num_in_context_examples: Most solved examples before a query, >= 0; bge-en-icl uses 5.
 
     Raises:
-        OptionError: If num_negatives is negative.
+        OptionError: If a number is negative.
+    Source: in-context examples: Li et al. 2024 (bge-en-icl), arXiv:2409.15700, which draws them from the batch. MGH's
+        Table 2 has such a variant and does not describe it.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, num_negatives: int, surrogate_width: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        num_negatives: int,
+        surrogate_width: int | None = None,
+        num_in_context_examples: int = 0,
+    ) -> None:
         if num_negatives < 0:
             raise OptionError("data.num_negatives", num_negatives, "must be >= 0", "0 trains on pairs alone")
+        if num_in_context_examples < 0:
+            rule = "must be >= 0"
+            raise OptionError("data.num_in_context_examples", num_in_context_examples, rule, "bge-en-icl uses 5")
+        self.num_in_context_examples = num_in_context_examples
         self.tokenizer, self.num_negatives, self.surrogate_width = tokenizer, num_negatives, surrogate_width
 
     def __call__(self, examples: Sequence[Example]) -> ContrastiveBatch:
@@ -49,6 +67,8 @@ class ContrastiveCollator:
             labels.extend(example.negative_labels[: len(negatives)] or [-1] * len(negatives))
         prompts = self.tokenizer.settings.prompts
         query_prompts = [e.query_prompt or prompts.get("query", "") for e in examples]
+        if self.num_in_context_examples:
+            query_prompts = self._with_examples(examples, query_prompts, candidates)
         document_prompts = [examples[owner].document_prompt or prompts.get("document", "") for owner in owners]
         surrogate_query_BS, surrogate_candidate_CS = self._surrogates(examples, chosen, len(candidates))
         return ContrastiveBatch(
@@ -68,6 +88,21 @@ class ContrastiveCollator:
             surrogate_candidate_CS=surrogate_candidate_CS,
             negative_level=examples[0].level,
         )
+
+    def _with_examples(
+        self, examples: Sequence[Example], prompts: Sequence[str], positives: Sequence[str]
+    ) -> list[str]:
+        """Each query's prompt behind solved examples of its source."""
+        limit, found = self.tokenizer.settings.max_length("query") // 2, []
+        for place, example in enumerate(examples):
+            others = [i for i, e in enumerate(examples) if e.source == example.source and e.query != example.query]
+            others.sort(key=lambda other: derive_seed(example.draw, "in_context", other))
+            count = derive_seed(example.draw, "num_in_context") % (self.num_in_context_examples + 1)
+            solved = [(prompts[other], examples[other].query, positives[other]) for other in others[:count]]
+            while solved and self.tokenizer.num_tokens(in_context_prompt(prompts[place], solved)) > limit:
+                solved.pop()
+            found.append(in_context_prompt(prompts[place], solved))
+        return found
 
     def _surrogates(
         self, examples: Sequence[Example], chosen: Sequence[int], num_candidates: int

@@ -36,6 +36,7 @@ class EmbeddingDataModule(PlannedDataModule):
         cache_dir: Where converted sources are kept, or None for the default.
         seed: Decides the order of the rows and every random choice in a batch; None for the run's (`seed_everything`).
         tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
+        num_in_context_examples: Most solved examples of the batch before a query (see `ContrastiveCollator`).
 
     Distributed: needs Trainer(use_distributed_sampler=False): the plan slices the ranks itself.
     Raises:
@@ -53,9 +54,12 @@ class EmbeddingDataModule(PlannedDataModule):
         cache_dir: str | None = None,
         seed: int | None = None,
         tokenizer: str | None = None,
+        num_in_context_examples: int = 0,
     ) -> None:
         super().__init__(sources, batch_size, sampler, num_workers, cache_dir, seed, tokenizer)
         check_least("num_negatives", num_negatives, 0)
+        check_least("num_in_context_examples", num_in_context_examples, 0)
+        self.num_in_context_examples = num_in_context_examples
         self.sources, self.text = sources, with_source_prompts(text or TextSettings(), sources)
         self.num_negatives = num_negatives
         self._mixture: Mixture | None = None
@@ -147,7 +151,9 @@ class EmbeddingDataModule(PlannedDataModule):
         Raises:
             OptionError: If there are fewer rows than one global batch, or the checkpoint is of another plan.
         """
-        collator = ContrastiveCollator(self.text_tokenizer(), self.num_negatives, self.mixture.surrogate_width)
+        collator = ContrastiveCollator(
+            self.text_tokenizer(), self.num_negatives, self.mixture.surrogate_width, self.num_in_context_examples
+        )
         return self._make_loader(self.mixture, self._plan(), collator)
 
     def _plan(self) -> BatchSampler:

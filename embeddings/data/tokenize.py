@@ -14,6 +14,9 @@ from embeddings.common.errors import OptionError
 from embeddings.common.text import TextRole, TextSettings
 from embeddings.common.types import TokenBatch
 
+# Prompts that are known to leave room; where they hold examples there are as many as queries.
+MAX_CHECKED_PROMPTS = 10_000
+
 
 class TokenSpan(NamedTuple):
     """Where a token lies in its text.
@@ -124,6 +127,9 @@ class TextTokenizer:
         if prompts is None:
             prompts = self.settings.prompts.get(role, "")
         each = [prompts] * num_texts if isinstance(prompts, str) else list(prompts)
+        if len(self._checked_prompts) > MAX_CHECKED_PROMPTS:
+            self._checked_prompts.clear()
+            self._prompt_lengths.clear()
         for prompt in set(each):
             self.check_prompt(prompt, role)
         self._backend.enable_truncation(self.settings.max_length(role) - self._num_reserved, direction="right")
@@ -162,11 +168,16 @@ class TextTokenizer:
             return
         self._backend.no_truncation()
         self._prompt_lengths[prompt] = len(self._backend.encode(prompt, add_special_tokens=False))
-        num_tokens = len(self._backend.encode(prompt)) + self._num_reserved
+        num_tokens = self.num_tokens(prompt)
         if num_tokens >= limit:
             rule = f"must exceed the {num_tokens} tokens of the prompt {prompt[:40]!r} and its special tokens"
             raise OptionError(f"data.text.{role}_max_length", limit, rule, "raise it or shorten the prompt")
         self._checked_prompts.add((prompt, limit))
+
+    def num_tokens(self, text: str) -> int:
+        """Tokens of a text, the special ones around it included, however long it is."""
+        self._backend.no_truncation()
+        return len(self._backend.encode(text)) + self._num_reserved
 
 
 def suffix_ids(backend: Tokenizer, suffix: str) -> list[int]:

@@ -3,16 +3,18 @@
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.text import TextSettings, in_context_prompt
 
 # NV-Embed Table 13 and MGH Table 8; each file names its source.
 PUBLISHED = {"nv-embed": "instructions_nv_embed.json", "mgh": "instructions_mgh.json"}
 _LAYOUT = 'write {"instructions": {"SciFact": "…", "STS": "…"}}'
+_EXAMPLES_LAYOUT = 'write {"examples": {"SciFact": [{"query": "…", "document": "…"}]}} beside the instructions'
 
 
 @dataclass(frozen=True)
@@ -22,19 +24,36 @@ class Instructions:
     Attributes:
         name: Where they are from, with a hash of what they say: two tables of one name are told apart.
         texts: The instruction by a task's name, or by a type of tasks that share one (`STS`).
+        examples: Solved examples by the same names, each a query and a document that answers it, that stand before the
+            task's queries (bge-en-icl; MGH, Table 2, "w/ icl").
     """
 
     name: str
     texts: dict[str, str]
+    examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
     def of(self, task: str, kind: str) -> str | None:
         """The instruction of a task, or of its type; a later version (`.v2`) has that of the first. None if none."""
+        name = self._known(task, kind)
+        return None if name is None else self.texts[name]
+
+    def prompt(self, task: str, kind: str, text: TextSettings) -> str | None:
+        """The prompt of a task for a model with these settings: its instruction behind its examples. None if none."""
+        name = self._known(task, kind)
+        if name is None:
+            return None
+        prompt = text.instruction_prompt(self.texts[name])
+        return in_context_prompt(prompt, [(prompt, *pair) for pair in self.examples.get(name, [])])
+
+    def _known(self, task: str, kind: str) -> str | None:
         names = (task, re.sub(r"\.v\d+$", "", task), kind)
-        return next((self.texts[name] for name in names if name in self.texts), None)
+        return next((name for name in names if name in self.texts), None)
 
     @classmethod
     def read(cls, source: str) -> Self:
         """A published table by its name, or a JSON file: `{"instructions": {"SciFact": "…", "STS": "…"}}`.
+
+        A file may hold `{"examples": {"SciFact": [{"query": "…", "document": "…"}]}}` beside them.
 
         Raises:
             OptionError: If there is neither a table nor a file of this name.
@@ -49,13 +68,29 @@ class Instructions:
             known = ", ".join(PUBLISHED)
             raise OptionError("instructions", source, f"must be a table ({known}) or a JSON file", "name one of them")
         try:
-            texts = json.loads(content)["instructions"]
+            fields = json.loads(content)
+            texts, examples = fields["instructions"], fields.get("examples", {})
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(source, "holds no object `instructions`", _LAYOUT) from None
         if not isinstance(texts, dict) or not texts or not all(_is_text(text) for text in texts.values()):
             raise InputError(source, "an instruction is empty or no text", _LAYOUT)
-        digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
-        return cls(f"{path.stem}-{digest[:8]}", texts)
+        solved = _pairs(source, examples, texts)
+        said = [texts, solved] if solved else texts
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        return cls(f"{path.stem}-{digest[:8]}", texts, solved)
+
+
+def _pairs(source: str, examples: Any, texts: dict[str, str]) -> dict[str, list[tuple[str, str]]]:
+    """The examples of a file, checked."""
+    if not isinstance(examples, dict) or not all(isinstance(pairs, list) for pairs in examples.values()):
+        raise InputError(source, "its examples are no object of lists", _EXAMPLES_LAYOUT)
+    for name, pairs in examples.items():
+        if name not in texts:
+            raise InputError(source, f"has examples of {name!r} and no instruction", "write one, or take them out")
+        for pair in pairs:
+            if not isinstance(pair, dict) or not all(_is_text(pair.get(key)) for key in ("query", "document")):
+                raise InputError(source, f"an example of {name!r} lacks a query or a document", _EXAMPLES_LAYOUT)
+    return {name: [(pair["query"], pair["document"]) for pair in pairs] for name, pairs in examples.items()}
 
 
 def _is_text(value: object) -> bool:

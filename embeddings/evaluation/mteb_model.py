@@ -38,15 +38,15 @@ class TaskEncoder:
         prompt_name: Which of the model's prompts goes before queries, or before every text of a task without roles.
 
     Attributes:
-        instruction: What the task's queries, or all its texts where it knows no roles, are encoded with in place of the
-            model's own prompts; None for these. Whoever runs a task sets it.
+        instruction_prompt: What the task's queries, or all its texts where it knows no roles, are encoded with in place
+            of the model's own prompts; None for these. Whoever runs a task sets it.
         width: How many of the first numbers of each vector are compared. Whoever runs a task sets it.
         folder: Where vectors are kept to be cut to the next width, or None where there is one alone.
     """
 
     def __init__(self, encoder: Encoder, meta: "ModelMeta", prompt_name: str | None = None) -> None:
         self.encoder, self.mteb_model_meta, self.prompt_name = encoder, meta, prompt_name
-        self.instruction: str | None = None
+        self.instruction_prompt: str | None = None
         self.width = encoder.embedding_dim
         self.folder: Path | None = None
 
@@ -96,8 +96,8 @@ class TaskEncoder:
     def _prompt(self, task: "TaskMetadata", prompt_type: Any) -> str:
         text = self.encoder.embedder.text
         if prompt_type != "document":
-            if self.instruction is not None:
-                return text.instruction_prompt(self.instruction)
+            if self.instruction_prompt is not None:
+                return self.instruction_prompt
             if self.prompt_name is not None:
                 return text.prompt(self.prompt_name, "query")
         return task_prompt(text.prompts, task.name, task.type, None if prompt_type is None else str(prompt_type))

@@ -161,8 +161,9 @@ def _run(
 ) -> None:
     """Run a task at some widths and write its results, those of its parts as soon as they are there."""
     name, table = task.metadata.name, settings.instructions
-    adapted.instruction = None if table is None else table.of(name, task.metadata.type)
-    if table is not None and adapted.instruction is None:
+    text = adapted.encoder.embedder.text
+    adapted.instruction_prompt = None if table is None else table.prompt(name, task.metadata.type, text)
+    if table is not None and adapted.instruction_prompt is None:
         logger.warning("%s: no instruction for this task in %s; the model's own prompts hold", name, table.name)
     whole = task if isinstance(task, AbsTaskAggregate) else None
     for part in _parts(task):

@@ -13,6 +13,7 @@ from embeddings.common import TextSettings
 from embeddings.data.sources import SourceConfig
 from embeddings.models import AnchorTokenPooling, Embedder
 from embeddings.modules import MGHCurriculumModule
+from embeddings.synthesis.categories import MGH
 from tests.configs.test_nv_embed_configs import flat
 from tests.configs.test_nv_embed_tables import CONFIGS, read
 from tests.data.rows import graded, write_jsonl
@@ -37,6 +38,17 @@ def test_the_method_holds_table_5() -> None:
     assert {key: config[key] for key in PAPER} == PAPER
 
 
+def test_public_data_alone_have_fewer_steps_and_an_output_of_their_own() -> None:
+    both, public = (flat(read(CONFIGS / "methods" / name)) for name in ("mgh.yaml", "mgh_public.yaml"))
+    assert {key for key in both | public if both.get(key) != public.get(key)} == {
+        "trainer.max_steps",
+        "trainer.callbacks+",
+    }
+    assert public["trainer.max_steps"] == 1000
+    with_examples = read(CONFIGS / "data" / "mgh_in_context.yaml")["data"]["init_args"]
+    assert with_examples == {"text": {"query_max_length": 2048}, "num_in_context_examples": 5}
+
+
 def test_the_scale_holds_table_5_and_a_run_is_one_pass_over_the_papers_data() -> None:
     scale = read(CONFIGS / "scales" / "h100x1_batch64.yaml")
     batch_size, accumulate = scale["data"]["init_args"]["batch_size"], scale["trainer"]["accumulate_grad_batches"]
@@ -53,9 +65,12 @@ def test_the_data_holds_the_curriculum_and_the_instructions_of_table_7() -> None
     assert (text.suffix, text.prompts["document"]) == (" [/INST]", "[INST] ")
     assert text.instruction_prompt("Find it") == "[INST] Instruct: Find it\nQuery: "
     sources = [SourceConfig(**fields) for fields in init_args["sources"]]
-    # Wang et al.'s fourteen sets and the synthetic records, which carry their own instructions.
-    assert len(sources) == 15
-    assert [source.name for source in sources if source.instruction is None] == ["synthetic"]
+    # Wang et al.'s fourteen sets; the synthetic records carry their own instructions.
+    assert len(sources) == 14
+    assert not any(source.instruction is None for source in sources)
+    (synthetic,) = read(CONFIGS / "data" / "mgh_synthetic.yaml")["data"]["init_args"]["sources+"]
+    assert SourceConfig(**synthetic).instruction is None
+    assert len(synthetic["path"]) == len(MGH.categories)
     assert all(source.in_batch_negatives for source in sources)
     prompts = {source.name: source.query_prompts(text) for source in sources}
     assert len(prompts["nli"]) == len(prompts["quora"]) == 2

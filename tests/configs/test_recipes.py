@@ -31,6 +31,15 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
         assert (printed["data"]["init_args"]["batch_size"], printed["trainer"]["devices"]) == (16, 8)
         assert printed["data"]["init_args"]["num_negatives"] == 7
         check_nv_embed_sources(name, printed["data"]["init_args"]["sources"])
+    if name.startswith("mgh") and name != "mgh_docstrings":
+        # Tables 1 and 2: with the synthetic records, without, and with solved examples before queries.
+        data, names = printed["data"]["init_args"], [s["name"] for s in printed["data"]["init_args"]["sources"]]
+        facts = (len(names), "synthetic" in names, data["num_in_context_examples"], printed["trainer"]["max_steps"])
+        expected = {"67.0": (15, True, 0, 1600), "65.87": (14, False, 0, 1000), "66.43": (14, False, 5, 1000)}
+        assert facts == expected[RECIPES[name]["paper_value"]]
+        assert printed["model"]["init_args"]["backbone"]["name"] == "checkpoints/mntp"
+        assert data["text"]["suffix"] == " [/INST]"
+        assert data["text"]["query_max_length"] == (2048 if "in_context" in name else 512)
     if name.startswith("moe") and name != "moe_docstrings":
         check_moe(name, printed)
     asked = []

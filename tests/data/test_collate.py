@@ -47,6 +47,51 @@ def examples() -> list[Example]:
     ]
 
 
+def test_solved_examples_of_the_same_source_stand_before_a_query() -> None:
+    batch = [
+        Example(row=row, draw=row, source=row % 2, query=query, positives=(document,), query_prompt="find ")
+        for row, (query, document) in enumerate(
+            [("fox", "the fox"), ("sum", "two"), ("dog", "lazy dog"), ("pad", "one")]
+        )
+    ]
+    collate = ContrastiveCollator(TextTokenizer(TOKENIZER, TextSettings(query_max_length=64)), 0, None, 1)
+    plain = make(0, query_max_length=64)
+    counts, pairs = set(), {0: 2, 1: 3, 2: 0, 3: 1}
+    for draw in range(20):
+        drawn = [replace(example, draw=derive_seed(draw, example.row)) for example in batch]
+        assert torch.equal(collate(drawn).query.input_ids_T, collate(drawn).query.input_ids_T)
+        for row, text in enumerate(texts_of(collate(drawn).query)):
+            count = derive_seed(drawn[row].draw, "num_in_context") % 2
+            other = batch[pairs[row]]
+            solved = f"find {other.query}\nResponse: {other.positives[0]}\n\n" * count
+            expected = plain.tokenizer([drawn[row].query], "query", f"{solved}find ")
+            assert text == texts_of(expected)[0]
+            counts.add(count)
+        # What is pooled is the query alone.
+        assert texts_of(collate(drawn).query, pooled_only=True) == texts_of(plain(drawn).query, pooled_only=True)
+        assert torch.equal(collate(drawn).candidate.input_ids_T, plain(drawn).candidate.input_ids_T)
+    assert counts == {0, 1}
+
+
+def test_solved_examples_leave_half_of_the_length_to_the_query() -> None:
+    batch = [
+        Example(
+            row=row, draw=row, source=0, query=f"fox {'the ' * row}", positives=("lazy dog " * 5,), query_prompt="find "
+        )
+        for row in range(12)
+    ]
+    collate = ContrastiveCollator(TextTokenizer(TOKENIZER, TextSettings(query_max_length=64)), 0, None, 50)
+    lengths = []
+    for place, prompt in enumerate(collate._with_examples(batch, ["find "] * 12, ["lazy dog " * 5] * 12)):
+        assert collate.tokenizer.num_tokens(prompt) <= 32
+        assert prompt.endswith("find ")
+        assert batch[place].query not in prompt.split("\n")[0] or place == 0
+        lengths.append(prompt.count("Response:"))
+    assert max(lengths) == 1
+    with pytest.raises(OptionError, match="num_in_context_examples must be >= 0"):
+        ContrastiveCollator(collate.tokenizer, 0, None, -1)
+
+
 def texts_of(tokens: TokenBatch, pooled_only: bool = False) -> list[str]:
     lengths = tokens.lengths_N.tolist()
     pairs = zip(tokens.input_ids_T.split(lengths), tokens.pooling_mask_T.split(lengths), strict=True)
