@@ -12,12 +12,13 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForTextEncoding,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 from transformers.utils import logging as transformers_logging
 
 import embeddings.models.architectures  # noqa: F401 - makes our own known
@@ -140,7 +141,7 @@ def load_model(
     new_head: bool = False,
     unused: list[str] | None = None,
 ) -> PreTrainedModel:
-    """The Hugging Face model of a local folder, without a pooling layer.
+    """The Hugging Face model of a local folder, without a pooling layer; of an encoder with a decoder, the encoder.
 
     Args:
         folder: Where its files lie.
@@ -169,7 +170,9 @@ def load_model(
     options["ignore_mismatched_sizes"] = True  # so that they are reported by name; below they are refused
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    if auto_class is AutoModel and _has_pooling_layer(model_config):
+    if auto_class is AutoModel and _is_encoder_of_two(model_config):
+        auto_class, model_config.is_encoder_decoder = AutoModelForTextEncoding, False
+    elif auto_class is AutoModel and _has_pooling_layer(model_config):
         options["add_pooling_layer"] = False
     try:
         with quiet_transformers():
@@ -306,6 +309,14 @@ def _has_pooling_layer(config: PretrainedConfig) -> bool:
         return False
     kind: Any = MODEL_MAPPING[type(config)]
     return "add_pooling_layer" in inspect.signature(kind).parameters
+
+
+def _is_encoder_of_two(config: PretrainedConfig) -> bool:
+    """Whether the architecture is an encoder with a decoder whose encoder embeds texts alone (T5, as in GTR)."""
+    if type(config) not in MODEL_FOR_TEXT_ENCODING_MAPPING:
+        return False
+    kind: Any = MODEL_FOR_TEXT_ENCODING_MAPPING[type(config)]
+    return bool(kind.__name__.endswith("EncoderModel"))
 
 
 @contextmanager

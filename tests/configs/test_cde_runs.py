@@ -4,19 +4,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from embeddings.cli.app import run_trainer
+from embeddings.cli.main import main
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached
 from embeddings.inference import Encoder
-from embeddings.models import ContextualEmbedder
+from embeddings.models import ContextualEmbedder, Embedder, MeanPooling
 from embeddings.modules import CDEModule
 from tests.configs.test_nv_embed_tables import CONFIGS
 from tests.data.cluster_folders import write_clusters
 from tests.data.surrogates import write_surrogates
 from tests.helpers.runs import backbone_folder, write_config, write_pairs
+from tests.helpers.tiny import tiny_t5, wordpiece_tokenizer
 
 NUM_PAIRS = 12
 
@@ -95,3 +99,19 @@ def test_the_supervised_phase_starts_from_what_the_unsupervised_one_exported(
     vectors = encoder.encode(["the quick fox", "a lazy dog"], role="query")
     assert np.abs(np.linalg.norm(vectors, axis=1) - 1).max() <= 1e-5
     assert np.abs(vectors[0] - vectors[1]).max() > 1e-3
+
+
+def test_the_command_that_clusters_runs_as_the_config_writes_it(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    comment = (CONFIGS / "data" / "cde_unsupervised.yaml").read_text().split("\ndata:")[0].replace("#", "")
+    start = comment.index("python main.py cluster")
+    line = comment[start : comment.index("\n\n", start)].replace("\\\n", " ").replace("${EMBED_TRAIN_DATA}", "data")
+    words = line.split()
+    monkeypatch.chdir(tmp_path)
+    head = torch.nn.Linear(32, 32, bias=False)
+    gtr = Embedder(tiny_t5(), wordpiece_tokenizer(), MeanPooling(32), head=head)
+    gtr.save_pretrained(words[words.index("--model") + 1])
+    (tmp_path / "data" / "cde_unsupervised").mkdir(parents=True)
+    pairs = {"query": [f"pad {row}" for row in range(513)], "positive": [f"the dog {row}" for row in range(513)]}
+    pq.write_table(pa.table(pairs), tmp_path / "data" / "cde_unsupervised" / "reddit.parquet")
+    assert main(words[2:]) == 0
+    assert "wrote 2 clusters of 513 rows to data/cde_unsupervised/clusters/reddit" in capsys.readouterr().out

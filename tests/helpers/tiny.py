@@ -1,7 +1,17 @@
 """A tiny world built in code: random backbones of the real architectures, and one tokenizer of each family."""
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import BertConfig, BertModel, MistralConfig, MistralModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertModel,
+    MistralConfig,
+    MistralModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+    T5Model,
+)
 from transformers.trainer_utils import set_seed
 
 TEXTS = [
@@ -112,6 +122,15 @@ def tiny_mistral(seed: int = 0, hidden_size: int = 32) -> PreTrainedModel:
         sliding_window=16,
     )
     return MistralModel(config).eval()
+
+
+def tiny_t5(with_decoder: bool = False) -> PreTrainedModel:
+    """A two-layer random T5 encoder in float32, maybe with its decoder, in evaluation mode."""
+    set_seed(0)
+    config = T5Config(
+        vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, is_encoder_decoder=True
+    )
+    return (T5Model if with_decoder else T5EncoderModel)(config).eval()
 
 
 def save_backbone(folder: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> str:

@@ -3,6 +3,7 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -10,10 +11,11 @@ from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm,
 from torch.nn import Identity
 
 from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.inference import Encoder
 from embeddings.models import ClsPooling, Embedder, LatentAttentionPooling, MeanPooling, WeightedMeanPooling
 from embeddings.models import Pooling as OurPooling
 from embeddings.models.directory import pooling_name, replaced_folder
-from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
+from tests.helpers.tiny import save_backbone, tiny_bert, tiny_t5, wordpiece_tokenizer
 from tests.models.reading import random_tokens, read
 
 TOKENS = random_tokens(384, [7, 3, 12])
@@ -126,6 +128,35 @@ def test_a_directory_that_sentence_transformers_wrote_loads(tmp_path: Path, mode
     texts = ["how do I pad", "the quick brown fox jumps over the lazy dog " * 3, "z"]
     vectors = ours(read(ours.tokenizer, texts, "find: ", 20, pool_prompt=True))
     assert (vectors - torch.from_numpy(theirs.encode_query(texts))).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("published", ["float32", "float16", "with decoder"])
+@torch.no_grad()
+def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_path: Path, published: str) -> None:
+    save_backbone(str(tmp_path / "backbone"), tiny_t5(), wordpiece_tokenizer())
+    transformer = Transformer(str(tmp_path / "backbone"), max_seq_length=400)
+    dense = Dense(32, 24, bias=False, activation_function=Identity())
+    theirs = SentenceTransformer(modules=[transformer, Pooling(32, "mean"), dense, Normalize()], device="cpu")
+    if published == "float16":
+        theirs.half()
+    theirs.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    if published == "with decoder":
+        whole = tiny_t5(with_decoder=True)
+        whole.load_state_dict(tiny_t5().state_dict(), strict=False)
+        whole.save_pretrained(tmp_path / "model")
+    edit(tmp_path / "model/config.json", is_encoder_decoder=True)
+    texts = ["how do I pad", "", "z", "the quick brown fox jumps over the lazy dog " * 60, "one length " * 70]
+    encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32", device="cpu")
+    ours = encoder.encode(texts)
+    assert (encoder.embedder.longest_text, ours.shape) == (None, (5, 24))
+    # Texts alone and texts beside longer ones: padding does not count, and positions go on beyond the last bucket.
+    for expected in (theirs.float().encode(texts), np.stack([theirs.encode(text) for text in texts])):
+        assert np.abs(ours - expected).max() <= 1e-5
+    assert np.abs(ours[0] - ours[3]).max() > 1e-2
+    encoder.embedder.save_pretrained(tmp_path / "again")
+    again = Encoder.from_pretrained(str(tmp_path / "again"), precision="float32", device="cpu").encode(texts)
+    assert np.abs(again - ours).max() <= 1e-6
+    assert np.abs(SentenceTransformer(str(tmp_path / "again"), device="cpu").encode(texts) - ours).max() <= 1e-5
 
 
 @torch.no_grad()
