@@ -31,6 +31,8 @@ def cluster(
     negatives: bool = False,
     query_prompt_name: str | None = None,
     document_prompt_name: str | None = None,
+    query_prompt: str | None = None,
+    document_prompt: str | None = None,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     seed: int = 0,
     shard_size: int = 65_536,
@@ -69,6 +71,9 @@ def cluster(
             them; clusters are the same either way.
         query_prompt_name: Which of the model's prompts goes before each query.
         document_prompt_name: Which goes before each document.
+        query_prompt: What goes before each query, in place of one of the model's prompts, such as `"query: "`; a
+            record's own instruction takes the place of `{instruction}`.
+        document_prompt: What goes before each document.
         precision: Format of matrix products of the model.
         seed: Decides every random choice.
         shard_size: Records that are assigned at once.
@@ -77,6 +82,7 @@ def cluster(
         num_tasks: How many processes share the work.
     """
     from embeddings.common import OptionError
+    from embeddings.common.text import choose_prompt
     from embeddings.data import SourceConfig
     from embeddings.data.cache import open_cached, record_place
     from embeddings.mining.clusters import CLUSTER_SIZE, ClusterSettings, cluster_pairs, require_free
@@ -105,10 +111,14 @@ def cluster(
     encoded = EncodedTexts(query_vectors, document_vectors)
     if features == "bm25" and (model is not None or vectors is not None or encoded != EncodedTexts()):
         raise OptionError("features", features, "uses neither model nor vectors", "leave them out")
-    prompts = {"query_prompt_name": query_prompt_name, "document_prompt_name": document_prompt_name}
+    prompts = {
+        "query_prompt_name": choose_prompt("query_prompt", query_prompt_name, query_prompt),
+        "document_prompt_name": choose_prompt("document_prompt", document_prompt_name, document_prompt),
+    }
     for name, value in (("negatives", negatives or None), *prompts.items()):
         if features == "bm25" and value is not None:
-            raise OptionError(name, value, "has no effect on words, which need no vectors", "leave it out")
+            option = name.removesuffix("_name") if isinstance(value, dict) else name
+            raise OptionError(option, value, "has no effect on words, which need no vectors", "leave it out")
     load_faiss(gpu)
     config = SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows)
     source = open_cached(config)

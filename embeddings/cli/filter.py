@@ -28,6 +28,8 @@ def filter_records(
     document_vectors: Path | None = None,
     query_prompt_name: str | None = None,
     document_prompt_name: str | None = None,
+    query_prompt: str | None = None,
+    document_prompt: str | None = None,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     seed: int = 0,
     shard_size: int = 65_536,
@@ -63,6 +65,9 @@ def filter_records(
         document_vectors: The same of documents.
         query_prompt_name: Which of the model's prompts goes before each query.
         document_prompt_name: Which goes before each document.
+        query_prompt: What goes before each query, in place of one of the model's prompts, such as `"query: "`; a
+            record's own instruction takes the place of `{instruction}`.
+        document_prompt: What goes before each document.
         precision: Format of matrix products.
         seed: Seed of which records are compared with each other.
         shard_size: Records of a shard.
@@ -70,6 +75,7 @@ def filter_records(
         num_tasks: How many processes share the work.
     """
     from embeddings.common import OptionError
+    from embeddings.common.text import choose_prompt
     from embeddings.data import SourceConfig
     from embeddings.inference import Encoder
     from embeddings.mining.decontaminate import Decontaminator
@@ -79,7 +85,10 @@ def filter_records(
 
     task = ArrayTask.resolve(task_index, num_tasks)
     top_k = 2 if model is not None and top_k is None else top_k
-    prompts = (query_prompt_name, document_prompt_name)
+    prompts = (
+        choose_prompt("query_prompt", query_prompt_name, query_prompt),
+        choose_prompt("document_prompt", document_prompt_name, document_prompt),
+    )
     given = (top_k, vectors, query_vectors, document_vectors, *prompts)
     if model is None and (segment_by != "source" or any(value is not None for value in given)):
         rule = "must be given for top_k, segment_by, vectors and prompts to take effect"

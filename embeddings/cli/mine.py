@@ -29,6 +29,8 @@ def mine(
     gpu: bool = False,
     query_prompt_name: str | None = None,
     document_prompt_name: str | None = None,
+    query_prompt: str | None = None,
+    document_prompt: str | None = None,
     columns: dict[str, str] | None = None,
     conversion: Literal["pairs", "sts"] = "pairs",
     min_score: float | None = None,
@@ -69,6 +71,9 @@ def mine(
         gpu: Whether faiss searches on the first GPU.
         query_prompt_name: Which of the model's prompts goes before each query.
         document_prompt_name: Which goes before each document.
+        query_prompt: What goes before each query, in place of one of the model's prompts, such as `"query: "`; a
+            record's own instruction takes the place of `{instruction}`.
+        document_prompt: What goes before each document.
         columns: Column of a field, for fields whose column has another name.
         conversion: What the input holds: `pairs`, records with `query` and `positive`; `sts`, rows with `sentence1`,
             `sentence2` and `score`, of which each pair of a high score becomes two records, one in each direction.
@@ -84,6 +89,7 @@ def mine(
         task_index: Which of several processes this is, from 0; a SLURM array's task by itself.
         num_tasks: How many processes share the work.
     """
+    from embeddings.common.text import choose_prompt
     from embeddings.data import SourceConfig
     from embeddings.data.records import NUM_LEVELS
     from embeddings.inference import Encoder
@@ -96,6 +102,10 @@ def mine(
     def load(name: str) -> Encoder:
         return Encoder.from_pretrained(name, precision=precision, show_progress=True)
 
+    prompts = (
+        choose_prompt("query_prompt", query_prompt_name, query_prompt),
+        choose_prompt("document_prompt", document_prompt_name, document_prompt),
+    )
     models = [model] if isinstance(model, str) else model
     encoded = _encoded_texts(query_vectors, document_vectors, len(models))
     load_faiss(gpu)
@@ -105,7 +115,7 @@ def mine(
     report = mine_negatives(
         SourceConfig("input", input, conversion, columns=columns or {}, suspect_rows=suspect_rows, min_score=min_score),
         output,
-        Teachers(models, load, query_prompt_name, document_prompt_name, encoded),
+        Teachers(models, load, *prompts, encoded),
         NegativeRules(num_negatives, margin, absolute_margin, first_rank, last_rank, choice, seed),
         search=SearchOptions(index, num_probes, num_lists, gpu, seed),
         levels=None if levels is None else LevelRules(levels, judged, str(judgments)),

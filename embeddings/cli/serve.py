@@ -16,6 +16,7 @@ def encode(
     input: Path,
     output: Path,
     prompt_name: str | None = None,
+    prompt: str | None = None,
     role: Literal["document", "query"] = "document",
     columns: dict[str, str] | None = None,
     precision: PrecisionName = "auto",
@@ -38,6 +39,7 @@ def encode(
         input: A JSONL file (`.gz` too) or Parquet file with `text`, and `_id` and `title` where there are any.
         output: The folder to write: `vectors-*.npy`, `documents-*.jsonl`, `manifest.json`.
         prompt_name: Which of the model's prompts goes before each text; the one of the role's name where none is given.
+        prompt: What goes before each text, in place of one of the model's prompts, such as `"query: "`.
         role: Whose prompt and length limit hold for the texts.
         columns: Column of `text`, `_id` or `title`, where it has another name: `{text: query}`.
         precision: Format of matrix products; `auto` is bfloat16 where the hardware has it. `int8`, on a processor, is
@@ -57,16 +59,18 @@ def encode(
         tokenizer_workers: Processes that tokenise ahead of the devices; if left out one for each GPU, and on a
             processor none.
     """
+    from embeddings.common.text import choose_prompt
     from embeddings.inference import encode_corpus, parse_devices
     from embeddings.inference.vector_formats import bytes_per_vector
 
+    chosen = choose_prompt("prompt", prompt_name, prompt)
     names = () if devices is None else parse_devices(devices)
     encoder = _encoder(model, precision, dimensions, *names[:1])
     if tokenizer_workers is None:
         tokenizer_workers = 0 if encoder.device.type == "cpu" else max(1, len(names))
     drawn = _draw(encoder, context, context_size, context_seed)
     _warn_without_context(encoder, drawn is not None, "--context")
-    texts: dict[str, Any] = {"prompt_name": prompt_name, "role": role, "columns": columns}
+    texts: dict[str, Any] = {"prompt_name": chosen, "role": role, "columns": columns}
     texts["context"] = None if drawn is None else drawn.encoded(encoder)
     kept: dict[str, Any] = {"shard_size": shard_size, "vector_format": vector_format}
     folder = encode_corpus(encoder, input, output, **texts, **kept, devices=names, tokenizer_workers=tokenizer_workers)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypedDict, get_args
 
 from embeddings.common.errors import InputError, OptionError
 
@@ -15,6 +15,23 @@ TextRole = Literal["query", "document"]
 # NV-Embed Eq. 2, with the line break and the trailing space of its model card.
 INSTRUCTION_TEMPLATE = "Instruct: {instruction}\nQuery: "
 PoolingRule = Literal["exact", "after_colon", "instruction_count"]
+# Where a given prompt holds this, a record's own instruction stands in its place.
+INSTRUCTION = "{instruction}"
+
+
+class GivenPrompt(TypedDict):
+    """A prompt that is given as a text, in place of one of the model's; manifests hold it as it is.
+
+    Attributes:
+        text: What is put before each text, empty for nothing. A record's own instruction takes the place of
+            `{instruction}`, in jobs that encode the queries of records.
+    """
+
+    text: str
+
+
+# One of the model's prompts by its name, a given one, or None for the one named like the role.
+PromptChoice = str | GivenPrompt | None
 
 
 @dataclass(frozen=True)
@@ -70,14 +87,19 @@ class TextSettings:
         """Most tokens of a text in this role."""
         return self.query_max_length if role == "query" else self.document_max_length
 
-    def prompt(self, name: str | None, role: TextRole) -> str:
-        """The prompt of this name; without a name the one named like the role, or none where there is no such prompt.
+    def prompt(self, name: PromptChoice, role: TextRole) -> str:
+        """The prompt of this name, or the one given; without either the one named like the role, or none.
 
         Raises:
-            OptionError: If there is no prompt of this name.
+            OptionError: If there is no prompt of this name, or a given one wants the instruction of a record.
         """
         if name is None:
             return self.prompts.get(role, "")
+        if isinstance(name, dict):
+            if INSTRUCTION in name["text"]:
+                rule = f"may hold {INSTRUCTION} only where it goes before the queries of records"
+                raise OptionError("prompt", name["text"], rule, "write the instruction itself")
+            return name["text"]
         if name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
             raise OptionError("prompt_name", name, f"must name a prompt of the model ({known})", "leave it out")
@@ -145,3 +167,21 @@ def one_line(message: str, limit: int = 300) -> str:
 def printable(text: str) -> str:
     """A text with what a terminal would obey as escapes."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def choose_prompt(option: str, name: str | None, text: str | None) -> PromptChoice:
+    """The prompt that two options choose, by its name or as a text.
+
+    Args:
+        option: Name of the option of the text; the other one ends in `_name`.
+        name: One of the model's prompts, or None.
+        text: The prompt itself, or None.
+
+    Raises:
+        OptionError: If both are given.
+    """
+    if text is None:
+        return name
+    if name is not None:
+        raise OptionError(option, text, f"excludes {option}_name", "give one of the two")
+    return GivenPrompt(text=text)

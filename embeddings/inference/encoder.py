@@ -16,7 +16,7 @@ from tqdm import tqdm
 from embeddings.common.errors import InputError, NumericError, OptionError
 from embeddings.common.freed_memory import keep_freed_memory
 from embeddings.common.mini_batches import plan_mini_batches
-from embeddings.common.text import TextRole
+from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import PaddedTokens, TokenBatch
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.context import Context
@@ -154,7 +154,7 @@ class Encoder:
     def encode(
         self,
         texts: Sequence[str] | TokenisedTexts,
-        prompt_name: str | None = None,
+        prompt_name: PromptChoice = None,
         context: Context | Sequence[str] | None = None,
         role: TextRole | None = None,
         prompt: str | None = None,
@@ -163,8 +163,8 @@ class Encoder:
 
         Args:
             texts: Any number of texts, empty ones too; or what `preparation` made of them, prompt and length included.
-            prompt_name: Which of the model's prompts goes before each text; None for the one named like the role, or
-                none where the model has no such prompt.
+            prompt_name: Which of the model's prompts goes before each text, or a given one (`GivenPrompt`); None for
+                the one named like the role, or none where the model has no such prompt.
             context: What a contextual model takes beside the texts, and others refuse: a context that was chosen
                 (see `choose_context`), or its documents, which are encoded anew in each call; None for no context.
             role: Whose length limit holds; None for `query` under the prompt of that name, else `document`.
@@ -196,7 +196,7 @@ class Encoder:
         return vector_ND if row_N is None else vector_ND[row_N]
 
     def preparation(
-        self, prompt_name: str | None = None, role: TextRole | None = None, prompt: str | None = None
+        self, prompt_name: PromptChoice = None, role: TextRole | None = None, prompt: str | None = None
     ) -> TextPreparation:
         """What this encoder does to texts before its model; see `encode` for the arguments and errors."""
         role = role or ("query" if prompt_name == "query" else "document")

@@ -19,7 +19,7 @@ from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
 from embeddings.common.log import logger
-from embeddings.common.text import TextRole
+from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.worker_processes import spread
 from embeddings.inference.context import CONTEXT_FILE, Context
 from embeddings.inference.corpus import Document, read_corpus
@@ -141,7 +141,7 @@ def encode_corpus(
     corpus: str | PathLike[str],
     output: str | PathLike[str],
     *,
-    prompt_name: str | None = None,
+    prompt_name: PromptChoice = None,
     role: TextRole = "document",
     columns: Mapping[str, str] | None = None,
     shard_size: int = SHARD_SIZE,
@@ -160,7 +160,8 @@ def encode_corpus(
         encoder: The model.
         corpus: A corpus file (see `read_corpus`).
         output: The folder to write.
-        prompt_name: Prompt put before each document, None for the model's prompt of the role's name if it has one.
+        prompt_name: Name of the model's prompt put before each document, or a given prompt; None for the model's prompt
+            of the role's name if it has one.
         role: Whose length limit and prompt hold: `query` for a file of queries.
         columns: Column of a field of the file (see `read_corpus`), for fields whose column has another name.
         shard_size: Documents of a shard: what a kill costs at most.
@@ -214,7 +215,9 @@ def _corpus_fields(corpus: str | PathLike[str], columns: Mapping[str, str] | Non
     return {"corpus_sha256": file_sha256(corpus), "columns": named, "num_documents": num_documents}
 
 
-def _model_fields(encoder: Encoder, prompt_name: str | None, role: TextRole, context: Context | None) -> dict[str, Any]:
+def _model_fields(
+    encoder: Encoder, prompt_name: PromptChoice, role: TextRole, context: Context | None
+) -> dict[str, Any]:
     """What a manifest says of how texts became vectors."""
     return {
         "model_sha256": embedder_sha256(encoder),
@@ -254,7 +257,7 @@ class _ShardMaker:
 
     shards: VectorShards
     corpus: str
-    prompt_name: str | None
+    prompt_name: PromptChoice
     role: TextRole
     context: Context | None
     mini_batch_tokens: int

@@ -13,7 +13,7 @@ from embeddings.common.errors import InputError
 from embeddings.common.file_lock import file_lock
 from embeddings.common.fileio import atomic_path, check_manifest, text_hash
 from embeddings.common.log import logger
-from embeddings.common.text import TextRole
+from embeddings.common.text import PromptChoice, TextRole
 from embeddings.inference.vector_folder import VectorFolder
 from embeddings.mining.jobs import load_shard
 from embeddings.mining.pair_index import BLOCK, Int64s, equal_hashes
@@ -31,7 +31,7 @@ class EncodedTexts:
     queries: Path | None = None
     documents: Path | None = None
 
-    def open(self, role: TextRole, prompt_name: str | None, model: Mapping[str, Any]) -> "EncodedFolder | None":
+    def open(self, role: TextRole, prompt_name: PromptChoice, model: Mapping[str, Any]) -> "EncodedFolder | None":
         """The folder of queries or of documents (see `EncodedFolder.open`)."""
         path = self.queries if role == "query" else self.documents
         return None if path is None else EncodedFolder.open(path, role, prompt_name, model)
@@ -80,13 +80,13 @@ class EncodedFolder:
     identity: dict[str, Any]
 
     @classmethod
-    def open(cls, path: Path, role: TextRole, prompt_name: str | None, model: Mapping[str, Any]) -> Self:
+    def open(cls, path: Path, role: TextRole, prompt_name: PromptChoice, model: Mapping[str, Any]) -> Self:
         """The folder at `path`.
 
         Args:
             path: Where it lies.
             role: Whose length limit and prompt its texts must have been encoded with.
-            prompt_name: The prompt's name as it was given, None for the role's own.
+            prompt_name: The prompt as it was chosen, None for the role's own.
             model: What its manifest must say of the model: hash, precision and width.
 
         Raises:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.file_lock import file_lock
 from embeddings.common.fileio import atomic_path, file_sha256, write_manifest_file
+from embeddings.common.text import PromptChoice
 from embeddings.data.cache import CachedSource, open_cached, read_records
 from embeddings.data.languages import read_languages
 from embeddings.data.near_duplicates import NearDuplicates, Shingle
@@ -56,8 +57,8 @@ class FilterRules:
         seed: Seed of which records share a segment.
         segment_by: Whether all records of the source may share a segment, or only those of one `language`, a field that
             every record then needs. Nomic cuts segments per language.
-        query_prompt_name: Prompt before each query that is judged for consistency, None for the model's `query` prompt
-            if it has one.
+        query_prompt_name: Name of the prompt before each query that is judged for consistency, or a given prompt; None
+            for the model's `query` prompt if it has one.
         document_prompt_name: The same for documents.
 
     Raises:
@@ -71,8 +72,8 @@ class FilterRules:
     segment_size: int = SEGMENT_SIZE
     seed: int = 0
     segment_by: SegmentBy = "source"
-    query_prompt_name: str | None = None
-    document_prompt_name: str | None = None
+    query_prompt_name: PromptChoice = None
+    document_prompt_name: PromptChoice = None
 
     def __post_init__(self) -> None:
         if self.near_duplicates is not None:
@@ -283,7 +284,7 @@ def _manifest_fields(
 ) -> dict[str, Any]:
     """What decides the file's bytes."""
     # Files of before there was a choice say nothing of it, and are as good.
-    unsaid = {("segment_by", "source"), *((name, None) for name in _PROMPTS)}
+    unsaid = [("segment_by", "source"), *((name, None) for name in _PROMPTS)]
     chosen = {name: value for name, value in asdict(rules).items() if (name, value) not in unsaid}
     return {
         "kind": "filtered pairs",

@@ -16,6 +16,7 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.file_lock import file_lock
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest_file
 from embeddings.common.log import logger
+from embeddings.common.text import PromptChoice
 from embeddings.data.cache import CachedSource, open_cached, read_records
 from embeddings.data.records import Record
 from embeddings.data.sources import SourceConfig
@@ -55,7 +56,8 @@ class Teachers:
     Args:
         models: Their names, as `load` takes them.
         load: Gives the encoder of a name. One of them is kept at a time.
-        query_prompt_name: Prompt put before each query, None for a model's `query` prompt if it has one.
+        query_prompt_name: Name of the prompt put before each query, or a given prompt (see `encode_pairs`); None for a
+            model's `query` prompt if it has one.
         document_prompt_name: The same for documents.
         encoded: What each of them has encoded already, in their order; none at all where nothing has been.
 
@@ -65,8 +67,8 @@ class Teachers:
 
     models: Sequence[str]
     load: "Callable[[str], Encoder]"
-    query_prompt_name: str | None = None
-    document_prompt_name: str | None = None
+    query_prompt_name: PromptChoice = None
+    document_prompt_name: PromptChoice = None
     encoded: Sequence[EncodedTexts] = ()
 
     def __post_init__(self) -> None:

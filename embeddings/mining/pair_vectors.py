@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.directions import CHECKED, require_directions
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import check_manifest
-from embeddings.common.text import TextRole
+from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, instruction_prompt
 from embeddings.data.cache import CachedSource
 from embeddings.inference.model_digest import embedder_sha256
 from embeddings.inference.search import unit_rows
@@ -85,8 +85,8 @@ def encode_pairs(
     index: PairIndex | None = None,
     corpus: str | os.PathLike[str] | None = None,
     negatives: bool = False,
-    query_prompt_name: str | None = None,
-    document_prompt_name: str | None = None,
+    query_prompt_name: PromptChoice = None,
+    document_prompt_name: PromptChoice = None,
     shard_size: int = SHARD_SIZE,
     encoded: EncodedTexts | None = None,
     task: ArrayTask | None = None,
@@ -105,7 +105,8 @@ def encode_pairs(
         index: The source's index where it is there already, as for a second model; None to make `index/`.
         corpus: A file of more documents (see `index_pairs`), or None; belongs to the index.
         negatives: Whether the rows' negatives are documents too (see `index_pairs`); belongs to the index.
-        query_prompt_name: Prompt put before each query, None for the model's `query` prompt if it has one.
+        query_prompt_name: Name of the prompt put before each query, or a given prompt, in which each row's own
+            instruction takes the place of `{instruction}`; None for the model's `query` prompt if it has one.
         document_prompt_name: The same for documents.
         shard_size: Vectors of a shard: what a kill costs at most.
         encoded: Folders that `encode` wrote with the same model: a text that lies there keeps that vector.
@@ -113,7 +114,8 @@ def encode_pairs(
 
     Raises:
         InputError: If the source holds no pairs, a vector is zero, or the folder holds something else, or was made
-            with other options; or if an encoded folder was made in another way, or holds none of the texts.
+            with other options; or if an encoded folder was made in another way, or holds none of the texts; or if the
+            prompt holds `{instruction}` and a row has none.
         OptionError: If `shard_size` is not positive, or a prompt is not the model's.
     """
     if shard_size < 1:
@@ -126,7 +128,8 @@ def encode_pairs(
     sides = []
     for role, prompt_name in zip(_FOLDERS, (query_prompt_name, document_prompt_name), strict=True):
         # A prompt that the model does not have is found before anything is written.
-        encoder.encode([""], prompt_name, role=role)
+        wants = role == "query" and _wants_instruction(prompt_name)
+        encoder.encode([""], _filled(prompt_name, _longest_instruction(source)) if wants else prompt_name, role=role)
         sides.append(_Side(role, prompt_name, (encoded or EncodedTexts()).open(role, prompt_name, model)))
     index = index or index_pairs(source, Path(folder) / "index", corpus, negatives)
     places = ((Path(folder) / side.name, side.num_rows(index)) for side in sides)
@@ -182,7 +185,7 @@ class _Side:
     """The queries of a source or its documents, and how they are encoded."""
 
     role: TextRole
-    prompt_name: str | None
+    prompt_name: PromptChoice
     encoded: EncodedFolder | None
 
     @property
@@ -202,6 +205,17 @@ class _Side:
 
     def text(self, index: PairIndex, row: int) -> str:
         return index.query_text(row) if self.role == "query" else index.document_text(row)
+
+    def prompts(self, index: PairIndex, rows: list[int]) -> Iterator[tuple[PromptChoice, list[int]]]:
+        """The prompts of some rows, each with the places among these rows that it is for."""
+        if not _wants_instruction(self.prompt_name):
+            yield self.prompt_name, list(range(len(rows)))
+            return
+        places: dict[str, list[int]] = {}
+        for place, row in enumerate(index.source.table.rows(rows)):
+            places.setdefault(row.instruction, []).append(place)
+        for instruction, found in places.items():
+            yield _filled(self.prompt_name, instruction), found
 
     def found(self, index: PairIndex, folder: Path) -> FoundVectors | None:
         if self.encoded is None:
@@ -224,7 +238,37 @@ def _encode_shard(
     vector_ND = np.empty((len(rows), shards.embedding_dim), np.float32)
     left_n = np.arange(len(rows)) if found is None else found.fill(vector_ND, rows)
     if len(left_n):
-        texts = [side.text(index, rows[place]) for place in left_n.tolist()]
-        vector_ND[left_n] = encoder.encode(texts, side.prompt_name, role=side.role)
+        left = [rows[place] for place in left_n.tolist()]
+        for prompt, places in side.prompts(index, left):
+            texts = [side.text(index, left[place]) for place in places]
+            vector_ND[left_n[places]] = encoder.encode(texts, prompt, role=side.role)
     require_directions(vector_ND, f"{side.name} of {index.source.folder.name}", rows.start)
     save_vectors(path, unit_rows(vector_ND))
+
+
+def _wants_instruction(prompt: PromptChoice) -> bool:
+    """Whether a record's own instruction belongs in a prompt."""
+    return isinstance(prompt, dict) and INSTRUCTION in prompt["text"]
+
+
+def _filled(prompt: PromptChoice, instruction: str) -> GivenPrompt:
+    """A given prompt with an instruction in it."""
+    assert isinstance(prompt, dict)
+    return GivenPrompt(text=instruction_prompt(instruction, prompt["text"]))
+
+
+def _longest_instruction(source: CachedSource) -> str:
+    """The longest instruction of the rows, which all have one.
+
+    Raises:
+        InputError: If a row has none.
+    """
+    longest = ""
+    for start in range(0, len(source.table), SHARD_SIZE):
+        block = source.table.rows(range(start, min(start + SHARD_SIZE, len(source.table))))
+        for row, stored in enumerate(block, start):
+            if not stored.instruction:
+                what = f"has no instruction to put in the place of {INSTRUCTION} in the query prompt"
+                raise InputError(f"row {row}", what, "give each record one, or write it in the prompt")
+            longest = max(longest, stored.instruction, key=len)
+    return longest

@@ -87,17 +87,17 @@ def test_named_prompts_go_before_the_texts_and_vectors_of_other_prompts_are_refu
     monkeypatch.chdir(tmp_path)
     write_pairs(tmp_path / "pairs.jsonl", 12)
     tiny_embedder(prompts={"query": "a ", "ask": "quick fox ", "tell": "lazy dog "}).save_pretrained(tmp_path / "model")
-    given, encode = set(), Encoder.encode
+    given, encode = [], Encoder.encode
 
     def spy(self, texts, prompt_name=None, *args, **options):
-        given.add((options.get("role"), prompt_name))
+        given.append((options.get("role"), prompt_name))
         return encode(self, texts, prompt_name, *args, **options)
 
     monkeypatch.setattr(Encoder, "encode", spy)
     line = ["cluster", "--input", "pairs.jsonl", "--model", "model", "--cluster_size", "4", "--num_iterations", "2"]
     prompts = ["--query-prompt-name", "ask", "--document-prompt-name", "tell"]
     assert main([*line, "--output", "one", "--vectors", "shared", *prompts]) == 0
-    assert given == {("query", "ask"), ("document", "tell")}
+    assert given == [("query", "ask"), ("document", "tell")] * 2
     for folder, name in (("queries", "ask"), ("documents", "tell")):
         assert json.loads((tmp_path / "shared" / folder / "manifest.json").read_text())["prompt_name"] == name
     manifest = json.loads((tmp_path / "one" / "manifest.json").read_text())
@@ -108,6 +108,11 @@ def test_named_prompts_go_before_the_texts_and_vectors_of_other_prompts_are_refu
     assert "prompt_name" in capsys.readouterr().err.strip().splitlines()[-1]
     assert content(tmp_path / "shared" / "queries") == before
     assert not (tmp_path / "two").exists()
+    texts = ["--query-prompt", "quick fox ", "--document-prompt", "lazy dog "]
+    assert main([*line, "--output", "given", *texts]) == 0
+    manifest = json.loads((tmp_path / "given" / "manifest.json").read_text())
+    assert manifest["query_prompt_name"] == {"text": "quick fox "}
+    assert (tmp_path / "given" / "cluster_ids.npy").read_bytes() == (tmp_path / "one" / "cluster_ids.npy").read_bytes()
     assert main([*line, "--output", "two", "--query-prompt-name", "none"]) == 2
     assert "prompt_name must name a prompt of the model (ask, query, tell)" in capsys.readouterr().err
 
@@ -132,6 +137,8 @@ def test_tasks_share_the_work(pairs, tmp_path, capsys):
         (["--features", "bm25", "--model", "MODEL"], "uses neither model nor vectors"),
         (["--features", "bm25", "--negatives", "true"], "negatives has no effect on words"),
         (["--features", "bm25", "--query-prompt-name", "query"], "query_prompt_name has no effect on words"),
+        (["--features", "bm25", "--query-prompt", "query: "], "query_prompt has no effect on words"),
+        (["--model", "MODEL", "--memory_gib", "1e-9"], "memory_gib must be at least"),
         (["--model", "MODEL", "--negatives", "true", "--input", "bare.jsonl"], "no row has negatives"),
         (["--features", "bm25", "--input", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--features", "bm25", "--output", "taken"], "something else lies there already"),

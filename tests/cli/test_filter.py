@@ -131,6 +131,7 @@ def test_segments_by_a_column_of_languages(model, tmp_path, capsys, monkeypatch)
             ["--input", "good.jsonl", "--query-prompt-name", "query"],
             "model must be given for top_k, segment_by, vectors",
         ),
+        (["--input", "good.jsonl", "--query-prompt", "query: "], "model must be given for top_k, segment_by, vectors"),
         (
             ["--input", "good.jsonl", "--model", "MODEL", "--document-prompt-name", "no"],
             "must name a prompt of the model",

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,43 @@ def write_judged(folder, judged):
     (folder / "judged" / "qrels" / "train.tsv").write_text("\n".join(lines) + "\n")
 
 
+def test_a_teacher_without_prompts_takes_those_given(mine, model, tmp_path, capsys):
+    """E5's prefixes, which its directory does not name."""
+    given = ["--query-prompt", "query: ", "--document-prompt", "passage: "]
+    assert mine("--num-negatives", "3", "--margin", "null", *given, "--vectors", "vectors") == 0
+    manifest = json.loads(Path("mined.manifest.json").read_text())
+    assert (manifest["query_prompt_name"], manifest["document_prompt_name"]) == (
+        {"text": "query: "},
+        {"text": "passage: "},
+    )
+    named = Embedder.from_pretrained(model)
+    named.text = replace(named.text, prompts={"query": "query: ", "document": "passage: "})
+    named.save_pretrained(tmp_path / "named")
+    options = ["--num-negatives", "3", "--margin", "null", "--output", "named.parquet", "--vectors", "of_named"]
+    assert mine(*options, models=str(tmp_path / "named")) == 0
+    assert pq.read_table("named.parquet").equals(pq.read_table("mined.parquet"))
+    for side in ("queries", "documents"):
+        found, expected = (np.load(Path(folder, side, "vectors-00000.npy")) for folder in ("vectors", "of_named"))
+        np.testing.assert_array_equal(found, expected)
+    capsys.readouterr()
+    assert mine("--output", "other.parquet", "--vectors", "vectors", *given[2:]) == 2
+    assert "field 'prompt_name' is {'text': 'query: '}, expected None" in capsys.readouterr().err
+
+
+def test_vectors_that_encode_made_with_a_given_prompt_serve_a_job_with_that_prompt(mine, model, capsys, monkeypatch):
+    encode = ["encode", "--model", model, "--input", "pairs.jsonl", "--precision", "float32"]
+    line = [*encode, "--role", "query", "--columns", "{text: query}", "--output", "q", "--prompt", "query: "]
+    assert main(line) == 0
+    assert json.loads(Path("q/manifest.json").read_text())["prompt_name"] == {"text": "query: "}
+    assert main([*encode, "--columns", "{text: positive}", "--output", "d", "--prompt", ""]) == 0
+    taken = ["--query-vectors", "q", "--document-vectors", "d", "--precision", "float32"]
+    capsys.readouterr()
+    assert mine(*taken) == 2
+    assert "field 'prompt_name' is {'text': 'query: '}, expected None" in capsys.readouterr().err
+    encode_nothing_more(monkeypatch)
+    assert mine(*taken, "--query-prompt", "query: ", "--document-prompt", "") == 0
+
+
 def test_array_tasks_share_the_work_and_the_last_one_reports(mine, capsys, monkeypatch):
     options = ["--num-negatives", "3", "--margin", "null", "--shard-size", "5"]
     assert mine(*options, "--task-index", "1", "--num-tasks", "2") == 0
@@ -176,6 +214,9 @@ BAD = [
     (["--corpus", "bad.jsonl"], "bad.jsonl:1"),
     (["--input", "nowhere.jsonl"], "nowhere.jsonl"),
     (["--query-prompt-name", "nope"], "prompt_name"),
+    (["--query-prompt-name", "query", "--query-prompt", "query: "], "query_prompt excludes query_prompt_name"),
+    (["--query-prompt", "Instruct: {instruction}"], "row 0: has no instruction"),
+    (["--document-prompt", "{instruction}: "], "prompt may hold {instruction} only where"),
     (["--model", "nowhere"], "nowhere"),
 ]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from embeddings.common import OptionError, TextSettings, instruction_prompt
-from embeddings.common.text import one_line
+from embeddings.common.text import choose_prompt, one_line
 
 
 def test_the_instruction_prompt_is_the_templates_text():
@@ -62,6 +62,18 @@ def test_a_prompt_is_named_or_the_roles_or_none():
     assert (settings.prompt(None, "query"), settings.prompt(None, "document")) == ("q: ", "")
     with pytest.raises(OptionError, match=r"^prompt_name must name a prompt of the model \(query, task\), got 'tsk'"):
         settings.prompt("tsk", "query")
+
+
+def test_a_given_prompt_stands_in_place_of_a_named_one():
+    settings = TextSettings(prompts={"query": "q: "})
+    assert settings.prompt({"text": "query: "}, "query") == "query: "
+    assert settings.prompt({"text": ""}, "query") == ""
+    with pytest.raises(OptionError, match=r"^prompt may hold \{instruction\} only where it goes before the queries"):
+        settings.prompt({"text": "Instruct: {instruction}"}, "query")
+    assert choose_prompt("query_prompt", "name", None) == "name"
+    assert choose_prompt("query_prompt", None, "query: ") == {"text": "query: "}
+    with pytest.raises(OptionError, match="query_prompt excludes query_prompt_name"):
+        choose_prompt("query_prompt", "name", "query: ")
 
 
 def test_what_a_terminal_would_obey_is_written_as_an_escape():

@@ -133,10 +133,10 @@ def test_a_finished_file_is_left_as_it_is_and_other_rules_are_refused(tmp_path):
 
 
 def test_named_prompts_go_before_what_is_judged_and_belong_to_the_rules(tmp_path, monkeypatch):
-    given = set()
+    given = []
 
     def spy(self, texts, prompt_name=None, *args, **options):
-        given.add((options.get("role"), prompt_name))
+        given.append((options.get("role"), prompt_name))
         return directions(self, texts)
 
     monkeypatch.setattr(Encoder, "encode", spy)
@@ -145,9 +145,12 @@ def test_named_prompts_go_before_what_is_judged_and_belong_to_the_rules(tmp_path
     options = {"encoder": Encoder(tiny_embedder(prompts={"ask": "a ", "tell": "b "})), "vectors": tmp_path / "vectors"}
     rules = FilterRules(top_k=2, query_prompt_name="ask", document_prompt_name="tell")
     filter_pairs(config, tmp_path / "kept.parquet", rules, **options)
-    assert given == {("query", "ask"), ("document", "tell")}
+    assert given == [("query", "ask"), ("document", "tell")] * 2
     manifest = json.loads((tmp_path / "kept.manifest.json").read_text())
     assert (manifest["rules"]["query_prompt_name"], manifest["rules"]["document_prompt_name"]) == ("ask", "tell")
+    e5 = FilterRules(top_k=2, query_prompt_name={"text": "query: "}, document_prompt_name={"text": "passage: "})
+    filter_pairs(config, tmp_path / "e5.parquet", e5, encoder=options["encoder"])
+    assert json.loads((tmp_path / "e5.manifest.json").read_text())["rules"]["query_prompt_name"] == {"text": "query: "}
     with pytest.raises(InputError, match="field 'rules'"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(top_k=2), **options)
     with pytest.raises(InputError, match="field 'prompt_name'"):

@@ -1,5 +1,7 @@
 """The vectors of pairs are those of their texts, in shards, whoever made them."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -108,6 +110,34 @@ def test_prompts_are_chosen_by_name_and_a_wrong_one_writes_nothing(encoder, tmp_
     vectors = encode_pairs(encoder, pairs, tmp_path / "out", document_prompt_name="other")
     expected = unit(encoder.encode([ROWS[0]["positive"][0]], "other", role="document"))
     np.testing.assert_allclose(vectors.document_shards.load(0)[:1], expected, atol=1e-5)
+
+
+def test_each_rows_own_instruction_stands_in_the_prompt_of_its_query(encoder, tmp_path):
+    tasks = ["find the dog", "jumps", "find the dog", "one length"]
+    rows = [{"query": f"fox {row}", "positive": f"dog {row}", "instruction": task} for row, task in enumerate(tasks)]
+    prompt = {"text": "Instruct: {instruction}\nQuery: "}
+    vectors = encode_pairs(
+        encoder, source(tmp_path, rows), tmp_path / "out", query_prompt_name=prompt, document_prompt_name={"text": ""}
+    )
+    for row, (record, task) in enumerate(zip(rows, tasks, strict=True)):
+        query = encoder.encode([record["query"]], role="query", prompt=f"Instruct: {task}\nQuery: ")
+        np.testing.assert_allclose(vectors.query_shards.take(np.array([row])), unit(query), atol=1e-5)
+        document = encoder.encode([record["positive"]], role="document", prompt="")
+        np.testing.assert_allclose(vectors.document_shards.take(np.array([row])), unit(document), atol=1e-5)
+    manifest = json.loads((tmp_path / "out" / "queries" / "manifest.json").read_text())
+    assert manifest["prompt_name"] == prompt
+    with pytest.raises(InputError, match="field 'prompt_name' is"):
+        encode_pairs(encoder, source(tmp_path, rows), tmp_path / "out", query_prompt_name={"text": "query: "})
+
+
+def test_an_instruction_that_a_row_lacks_or_a_document_wants_is_refused(encoder, tmp_path):
+    rows = [{"query": "fox", "positive": "dog", "instruction": "find"}, {"query": "lazy", "positive": "over"}]
+    pairs = source(tmp_path, rows)
+    with pytest.raises(InputError, match=r"^row 1: has no instruction .* in the query prompt; give each record one"):
+        encode_pairs(encoder, pairs, tmp_path / "out", query_prompt_name={"text": "{instruction}: "})
+    with pytest.raises(OptionError, match=r"may hold \{instruction\} only where it goes before the queries"):
+        encode_pairs(encoder, pairs, tmp_path / "out", document_prompt_name={"text": "{instruction}: "})
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_text_without_direction_is_named(encoder, tmp_path, monkeypatch):
