@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -194,10 +195,11 @@ def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
     Raises:
         InputError: If no run is done, the metric was never logged, or the path cannot be written.
     """
-    from embeddings.cli.sweep_results import result_table, results_of, seed_table, write_results
+    from embeddings.cli.sweep_results import logged_metric, result_table, results_of, seed_table, write_results
     from embeddings.figures import check_output, draw_sweep
 
     names = short_names(plan.points)
+    plan = replace(plan, metric=logged_metric(runs, plan.metric))
     found = results_of(runs, plan.metric, file)
     print(result_table(found, names, plan.metric))
     num_done = sum(result.status == "done" for result in found)

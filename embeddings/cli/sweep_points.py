@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -19,6 +20,8 @@ from embeddings.common import InputError
 Point = dict[str, Any]
 
 SEED_KEY = "seed_everything"
+# Each point becomes a folder, and all of them a table; more are a slip, and would not fit in memory.
+MOST_POINTS = 100_000
 # Each run has its own folder, logger and checkpoint to go on from.
 OWN_KEYS = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.logger")
 
@@ -32,7 +35,7 @@ _CLASS_PATH = re.compile(r"(?:\w+\.)+[A-Z]\w*")
 
 @dataclass(frozen=True)
 class Metric:
-    """What points are compared by.
+    """What points are compared by; where a file says nothing, `train/loss` stands in for a default never logged.
 
     Args:
         column: A column of a run's `metrics.csv`.
@@ -79,7 +82,7 @@ def read_sweep(path: Path) -> Sweep:
     parameter, leave the values that there were.
 
     Raises:
-        InputError: If the file is no sweep; the message names the key.
+        InputError: If the file is no sweep, or has more than 100,000 points; the message names the key.
         ConfigError: If the recipe is unknown.
     """
     content = _mapping(path)
@@ -197,6 +200,7 @@ def _points(path: Path, content: Mapping[str, Any]) -> list[Point]:
         raise InputError(where, f"must map config keys to values, got {parameters!r}", "name at least one key")
     if method == "grid":
         lists = [_values(f"{where}.{key}", values) for key, values in parameters.items()]
+        _check_number(where, math.prod(map(len, lists)))
         return [dict(zip(parameters, values, strict=True)) for values in itertools.product(*lists)]
     return _drawn(path, content, parameters)
 
@@ -217,7 +221,7 @@ def _values(where: str, values: Any) -> list[Any]:
 
 def _check_unlike(where: str, values: Sequence[Any]) -> None:
     texts = [_plain_text(where, value) for value in values]
-    twice = [text for text in texts if texts.count(text) > 1]
+    twice = [text for text, count in Counter(texts).items() if count > 1]
     if twice:
         raise InputError(where, f"holds {twice[0]} twice", "leave one out")
 
@@ -234,6 +238,7 @@ def _drawn(path: Path, content: Mapping[str, Any], parameters: Mapping[str, Any]
     num_runs, seed = content.get("num_runs"), content.get("seed", 0)
     if not isinstance(num_runs, int) or isinstance(num_runs, bool) or num_runs < 1:
         raise InputError(f"{path}: num_runs", f"must be a whole number >= 1, got {num_runs!r}", "say how many to draw")
+    _check_number(f"{path}: num_runs", num_runs)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise InputError(f"{path}: seed", f"must be a whole number, got {seed!r}", "try 0")
     for key, source in parameters.items():
@@ -247,6 +252,12 @@ def _drawn(path: Path, content: Mapping[str, Any], parameters: Mapping[str, Any]
         {key: _draw(source, random.Random(f"{seed}/{index}/{key}").random()) for key, source in parameters.items()}
         for index in range(num_runs)
     ]
+
+
+def _check_number(where: str, num_points: int) -> None:
+    if num_points > MOST_POINTS:
+        what = f"makes {num_points} points, more than {MOST_POINTS}"
+        raise InputError(where, what, "vary less, or draw fewer points with method: random")
 
 
 def _check_range(where: str, source: Mapping[str, Any]) -> None:

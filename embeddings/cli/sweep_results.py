@@ -38,6 +38,13 @@ class Result:
         return self.last if metric.value == "last" else self.best
 
 
+def logged_metric(runs: Sequence[Run], metric: Metric) -> Metric:
+    """The metric; the training loss where it is the default, which no run has logged (a run without evaluation)."""
+    columns = {column for run in runs for column in (run.record() or {"metrics": {}})["metrics"]}
+    is_absent = metric == Metric() and metric.column not in columns
+    return Metric("train/loss", "min") if is_absent and "train/loss" in columns else metric
+
+
 def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
     """The results of a sweep's runs, the best first and the missing ones last.
 

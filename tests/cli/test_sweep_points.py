@@ -136,6 +136,11 @@ RANDOM = {"method": "random", "num_runs": 2}
         ({"parameters": {"a": [{DATE: 1}, {1: 1, "b": 2}]}}, r"parameters\.a: .* cannot be given to fit"),
         ({"method": "list", "parameters": [{"a": DATE}]}, r"parameters: {'a': .*} cannot be given to fit"),
         (RANDOM | {"parameters": {"a": [DATE]}}, r"parameters\.a: .* cannot be given to fit"),
+        (
+            {"parameters": {f"a{key}": list(range(10)) for key in range(10)}},
+            "makes 10000000000 points, more than 100000",
+        ),
+        (RANDOM | {"num_runs": 10**10, "parameters": {"a": [1]}}, "num_runs: makes 10000000000 points"),
         ({"parameters": {"a b": [1]}}, "point 0: 'a b' is no config key"),
         ({"parameters": {"trainer.logger": [True]}}, "trainer.logger is what a sweep gives every run itself"),
         ({"parameters": {"trainer.default_root_dir": ["x"]}}, "is what a sweep gives"),

@@ -1,10 +1,12 @@
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
+from embeddings.cli.sweep import collect
 from embeddings.cli.sweep_points import Metric, Sweep, short_names
-from embeddings.cli.sweep_results import result_table, results_of, seed_table, write_results
+from embeddings.cli.sweep_results import logged_metric, result_table, results_of, seed_table, write_results
 from embeddings.cli.sweep_runs import runs_of
 from embeddings.common import InputError
 
@@ -77,6 +79,21 @@ def test_a_metric_that_no_run_has_lists_those_there_are(made, tmp_path):
         results_of(runs, Metric("val/y"), tmp_path / "tried.yaml")
     finish(runs[4], 1.0, 1.0, 1.0, column="val/y")
     assert numbers(results_of(runs, Metric("val/y"), tmp_path))[0] == 4
+
+
+def test_the_training_loss_stands_in_for_a_default_metric_that_no_run_has_logged(made, tmp_path, capsys):
+    runs, _ = made
+    assert logged_metric(runs, Metric()) == Metric()
+    plan = Sweep("tried", "method", (), ({},), "grid", tuple(run.point for run in runs))
+    with pytest.raises(InputError, match="no run has logged 'val/ndcg_at_10'"):
+        collect(plan, runs, tmp_path / "r.csv", tmp_path / "tried.yaml")
+    finish(runs[4], 0.2, 0.1, 0.9, column="train/loss")
+    collect(plan, runs, tmp_path / "r.csv", tmp_path / "tried.yaml")
+    lines = capsys.readouterr().out.splitlines()
+    assert "train/loss last" in lines[0]
+    assert lines[1].split()[:5] == ["4", "Cls", "1", "0.2000", "0.1000"]
+    with pytest.raises(InputError, match="no run has logged 'val/y'"):
+        collect(replace(plan, metric=Metric("val/y")), runs, tmp_path / "r.csv", tmp_path / "tried.yaml")
 
 
 def test_a_key_that_a_point_leaves_out_is_a_dash(tmp_path):
