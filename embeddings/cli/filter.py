@@ -22,6 +22,7 @@ def filter_records(
     decontaminate_documents: bool = True,
     bm25_threshold: float | None = None,
     columns: dict[str, str] | None = None,
+    conversion: Literal["pairs", "class_by_example", "class_by_label", "binary_by_label"] = "pairs",
     suspect_rows: Literal["refuse", "leave_out", "keep"] = "refuse",
     vectors: Path | None = None,
     query_vectors: Path | None = None,
@@ -43,7 +44,7 @@ def filter_records(
     are compared with each other alone with `--segment-by language`.
 
     Args:
-        input: A file, a glob, a list of these, or `hub:organisation/name`, of records with `query` and `positive`.
+        input: A file, a glob, a list of these, or `hub:organisation/name`, of what `conversion` says.
         output: The Parquet file to write; `NAME.manifest.json` and the folder of work lie beside it.
         model: A model directory or Hub id that judges consistency; no model, no such rule.
         top_k: Keep a pair whose document is among this many nearest to its query; 2 where a model is given.
@@ -58,6 +59,8 @@ def filter_records(
             evaluation share one corpus by design.
         bm25_threshold: Share of an evaluation text's BM25 weight from which a text is similar to it, up to 1.
         columns: Column of a field, for fields whose column has another name.
+        conversion: What the input holds: `pairs`, records with `query` and `positive`; the others, rows with `text` and
+            `label`, for which there are the rules on copies and on evaluation texts.
         suspect_rows: What becomes of records that contradict themselves.
         vectors: Folder of the input's vectors by the same model, written where they are not there yet.
         query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it by their text
@@ -102,7 +105,7 @@ def filter_records(
         folders = decontaminate if isinstance(decontaminate, list) else [decontaminate]
         decontaminator = Decontaminator(evaluation_texts(folders, decontaminate_documents), bm25_threshold)
     report = filter_pairs(
-        SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows),
+        SourceConfig("input", input, conversion, columns=columns or {}, suspect_rows=suspect_rows),
         output,
         rules,
         decontaminator=decontaminator,

@@ -1,4 +1,4 @@
-"""Training records written to a Parquet file that is a source again."""
+"""Training records, or texts with their classes, written to a Parquet file that is a source again."""
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError
-from embeddings.data.records import Record
+from embeddings.data.records import LABELLED_FIELDS, LabelledText, Record
 from embeddings.data.table import Table
 
 # Records of a row group: as many are in memory at once.
@@ -42,10 +42,21 @@ def write_records(path: Path, records: Iterable[Record], graded: bool) -> int:
         records: What to write; `GROUP_ROWS` of them are in memory at a time.
         graded: Whether the negatives have levels (`has_levels`).
     """
-    count, remaining = 0, iter(records)
-    with pq.ParquetWriter(path, record_schema(graded), compression="zstd") as writer:
+    return _write_rows(path, (_fields(record, graded) for record in records), record_schema(graded))
+
+
+def write_labelled_texts(path: Path, texts: Iterable[LabelledText]) -> int:
+    """Write texts and their classes, each as text, to a Parquet file (`text`, `label`); see `write_records`."""
+    schema = pa.schema([(name, pa.string()) for name in LABELLED_FIELDS])
+    return _write_rows(path, (text._asdict() for text in texts), schema)
+
+
+def _write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema) -> int:
+    """Write rows with these columns; returns their number."""
+    count, remaining = 0, iter(rows)
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         while group := list(islice(remaining, GROUP_ROWS)):
-            writer.write_table(record_table(group, graded))
+            writer.write_table(pa.Table.from_pylist(group, schema))
             count += len(group)
     return count
 

@@ -63,7 +63,8 @@ class Decontaminator:
     for itself, each token counted once (`BM25.coverage`): the share of the evaluation text's weight that the training
     text holds, from 0 to 1 whatever the length of the texts. Like is compared with like, since a document covers every
     question that it answers. Evaluation texts of fewer than `LEAST_TOKENS` different tokens are compared for equality
-    alone. Negatives are not looked at: to push a text away from a query gives nothing away.
+    alone. Negatives are not looked at: to push a text away from a query gives nothing away. A labelled text counts as a
+    query, whatever its class.
 
     Args:
         evaluation: The evaluation texts, which stay in memory with an index of their words.
@@ -102,7 +103,7 @@ class Decontaminator:
         sides = ((row_N, [record.query for record in records]), (owner_P, positives))
         if self.bm25_threshold is not None:
             for (owner_P, texts), index in zip(sides, self._indexes, strict=True):
-                if index is not None:
+                if index is not None and texts:
                     is_similar_P = index.coverage(texts) >= self.bm25_threshold - _ROUNDING
                     verdict_N[owner_P[is_similar_P]] = SIMILAR
         for owner_P, texts in sides:
@@ -131,10 +132,10 @@ def find_contaminated(
     shard_size: int = SHARD_ROWS,
     task: ArrayTask | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """For each record of a source of pairs, whether it resembles an evaluation text (see `Decontaminator`).
+    """For each record of a source, whether it resembles an evaluation text (see `Decontaminator`).
 
     Args:
-        source: A converted source of pairs.
+        source: A converted source of pairs, or of labelled texts.
         folder: The folder to work in.
         rule: What the model is to be evaluated on, and how near is too near.
         shard_size: Records of a shard.

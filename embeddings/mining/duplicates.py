@@ -33,9 +33,10 @@ def find_duplicates(
     shard_size: int = SHARD_ROWS,
     task: ArrayTask | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """For each record of a source of pairs, whether it is a copy (or a near-copy) of an earlier one that stays.
+    """For each record of a source, whether it is a copy (or a near-copy) of an earlier one that stays.
 
-    A copy has the query and the positives of the other, but for outer white space; its negatives do not matter. A
+    A copy has the query and the positives of the other, but for outer white space; its negatives do not matter. Of
+    labelled texts, a copy has the other's text and class, and near-copies are not looked for. A
     near-copy has a query near the other's *and* positives near the other's: two questions about one document are two
     records. Case does not matter to near-copies. Every candidate is checked on its whole text, so nothing goes that is
     not a copy by this rule; of the near-copies that lie at the threshold itself 1 in 4,000 may stay.
@@ -43,7 +44,7 @@ def find_duplicates(
     Keys are made shard by shard and kept in `folder`; the comparison that follows is one process's.
 
     Args:
-        source: A converted source of pairs.
+        source: A converted source of pairs, or of labelled texts.
         folder: The folder to work in.
         near_duplicates: Least Jaccard similarity of near-copies, 0.5 to 1; None for copies alone.
         shingle: What near-copies are compared by: runs of 3 words, or of 5 characters.
@@ -124,7 +125,9 @@ def _column(job: ShardedJob, key: int) -> npt.NDArray[np.uint32]:
 
 
 def _pair(record: StoredRow) -> list[str]:
-    """The texts that make two records copies."""
+    """The texts that make two records copies: query and positives, or a labelled text and its class."""
+    if not record.positives:
+        return [record.query.strip(), f"class {record.label}"]
     return [record.query.strip(), *(text.strip() for text in record.positives)]
 
 

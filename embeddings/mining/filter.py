@@ -16,8 +16,8 @@ from embeddings.common.text import PromptChoice
 from embeddings.data.cache import CachedSource, open_cached, read_records
 from embeddings.data.languages import read_languages
 from embeddings.data.near_duplicates import NearDuplicates, Shingle
-from embeddings.data.record_files import has_levels, write_records
-from embeddings.data.records import Record
+from embeddings.data.record_files import has_levels, write_labelled_texts, write_records
+from embeddings.data.records import LabelledText, Record
 from embeddings.data.sources import SourceConfig
 from embeddings.inference.model_digest import embedder_sha256
 from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segment_size
@@ -125,17 +125,18 @@ def filter_pairs(
     """Write the records of a source that stay, with all their fields and in their order, to a Parquet file.
 
     The file is a source again (`query`, `positive`, `negatives` with levels where they have some, `instruction`,
-    `label`, `score`, `id`, `language`; other columns are left behind). Beside `NAME.parquet` lies `NAME.manifest.json`,
-    and the folder `NAME.parquet.work`, which may be deleted once the file is there: keys and vectors in shards,
-    `languages.npy` where segments are cut by language, and `reasons.npy`, which holds for each record the number of the
-    rule that took it out, from 1, and 0 for none.
+    `label`, `score`, `id`, `language`; of labelled texts `text` and `label`; other columns are left behind). Beside
+    `NAME.parquet` lies `NAME.manifest.json`, and the folder `NAME.parquet.work`, which may be deleted once the file is
+    there: keys and vectors in shards, `languages.npy` where segments are cut by language, and `reasons.npy`, which
+    holds for each record the number of the rule that took it out, from 1, and 0 for none.
 
     A killed run goes on at the first shard that is not whole; the last step, one pass over the source, begins anew. The
     tasks of an array share the shards, and one of them writes the file: all ways lead to the same bytes. A finished
     file made from the same inputs is left as it is.
 
     Args:
-        config: A source of pairs.
+        config: A source of pairs, or of labelled texts (`class_by_example` and the others), which have no documents:
+            for these there are the rules on copies and on evaluation texts.
         output: The file to write.
         rules: Which records go.
         decontaminator: What the model is to be evaluated on, or None for no such rule.
@@ -261,8 +262,14 @@ def _asked(
     Raises:
         OptionError: If there are none, or what one needs is missing or of no use.
     """
+    if config.conversion == "sts":
+        raise config.fault(
+            "conversion", config.conversion, "holds no records to keep", "filter pairs or labelled texts"
+        )
     if config.conversion != "pairs":
-        raise config.fault("conversion", config.conversion, "holds no records to keep", "filter the pairs it is for")
+        for name in ("near_duplicates", "top_k"):
+            if (value := getattr(rules, name)) is not None:
+                raise OptionError(name, value, "compares documents, which labelled texts have not", "leave it out")
     if rules.top_k is not None and encoder is None:
         raise OptionError("top_k", rules.top_k, "needs a model to judge by", "give --model, or leave top_k out")
     if encoder is not None and rules.top_k is None:
@@ -328,7 +335,10 @@ def _write(
     with atomic_path(work / REASONS) as temporary:
         save_array(temporary, reason_N)
     with atomic_path(report.output) as temporary:
-        count = write_records(temporary, _kept(config, source, reason_N), graded)
+        if source.classes is None:
+            count = write_records(temporary, _kept(config, source, reason_N), graded)
+        else:
+            count = write_labelled_texts(temporary, _kept_texts(source, reason_N))
         assert count == report.num_kept
         facts = {"removed": report.removed, "num_kept": count, "output_sha256": file_sha256(temporary)}
         # The file comes last: where it lies, its manifest does too.
@@ -339,3 +349,9 @@ def _kept(config: SourceConfig, source: CachedSource, reason_N: npt.NDArray[np.u
     for row, record in enumerate(read_records(config, source)):
         if reason_N[row] == KEPT:
             yield record
+
+
+def _kept_texts(source: CachedSource, reason_N: npt.NDArray[np.uint8]) -> Iterator[LabelledText]:
+    for row in np.flatnonzero(reason_N == KEPT).tolist():
+        stored = source.table.row(row)
+        yield LabelledText(stored.query, source.labels[stored.label])

@@ -107,7 +107,7 @@ def encode_pairs(
         negatives: Whether the rows' negatives are documents too (see `index_pairs`); belongs to the index.
         query_prompt_name: Name of the prompt put before each query, or a given prompt, in which each row's own
             instruction takes the place of `{instruction}`; None for the model's `query` prompt if it has one.
-        document_prompt_name: The same for documents.
+        document_prompt_name: The same for documents, which have no instruction.
         shard_size: Vectors of a shard: what a kill costs at most.
         encoded: Folders that `encode` wrote with the same model: a text that lies there keeps that vector.
         task: Which shards are this process's; None for all.

@@ -6,14 +6,24 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from lightning.pytorch import Trainer
 
 from embeddings.cli.filter import evaluation_texts
 from embeddings.cli.main import main
+from embeddings.data import EmbeddingDataModule, SourceConfig
 from embeddings.inference import Encoder
+from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger
 from tests.data.rows import pairs, write_jsonl
 from tests.helpers.runs import write_retrieval_folder
+from tests.helpers.tiny import wordpiece_tokenizer
 from tests.inference.models import encode_nothing_more, tiny_embedder
 from tests.mining.filter_world import topic_vectors
+
+EMOTIONS = [
+    {"text": f"i feel so {word} about the {thing} of today", "label": label}
+    for label, word in enumerate(("happy", "gloomy"))
+    for thing in ("weather", "journey", "letter")
+]
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +200,48 @@ def test_a_vector_without_direction_is_named_and_no_file_is_written(
     assert main([*line, "--output", "kept.parquet"]) == 2
     assert f"{role}/vectors-00000.npy:4: the vector is {kind}" in capsys.readouterr().err.strip().splitlines()[-1]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+@pytest.mark.parametrize("conversion", ["class_by_example", "class_by_label", "binary_by_label"])
+def test_labelled_texts_lose_those_of_evaluation_sets_and_are_a_source_again(conversion, tmp_path, monkeypatch, capsys):
+    """NV-Embed §4.2: Emotion by BM25, and the clustering sets by equality, against their own test texts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
+    tested = {"text": "I feel so happy about the weather of today!", "label": "joy"}
+    folder_of(tmp_path / "evaluation" / "emotion", "test", [tested, {"text": "never seen before", "label": "fear"}])
+    folder_of(tmp_path / "evaluation" / "emotion", "train", [{**EMOTIONS[1], "label": "joy"}, EMOTIONS[3]])
+    grouped = [{"text": EMOTIONS[5]["text"].upper(), "label": 1}, {"text": "another", "label": 2}]
+    folder_of(tmp_path / "evaluation" / "clustering", "test", grouped)
+    similar = {"text": "today i feel so very happy about all of the weather", "label": 0}
+    same_text = {**EMOTIONS[1], "label": 1}
+    write_jsonl(tmp_path / "train.jsonl", [*EMOTIONS, EMOTIONS[1], same_text, similar])
+    line = ["filter", "--input", "train.jsonl", "--output", "kept.parquet", "--conversion", conversion]
+    assert main([*line, "--decontaminate", "evaluation", "--bm25-threshold", "0.9"]) == 0
+    removed = json.loads((tmp_path / "kept.manifest.json").read_text())["removed"]
+    assert removed == {"copies": 1, "equal to an evaluation text": 2, "similar to an evaluation text": 1}
+    kept = [{**row, "label": str(row["label"])} for row in (*EMOTIONS[1:5], same_text)]
+    assert pq.read_table("kept.parquet").to_pylist() == kept
+    texts = {} if conversion == "class_by_example" else {"label_texts": {"0": "joy", "1": "sadness"}}
+    data = EmbeddingDataModule(
+        [SourceConfig("emotion", "kept.parquet", conversion, **texts)], batch_size=2, num_negatives=1
+    )
+    module = Ledger(lambda batch: batch.row_B.tolist(), wordpiece_tokenizer())
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    Trainer(accelerator="cpu", max_epochs=1, enable_progress_bar=False, **quiet).fit(module, data)
+    assert len({row for rows in module.rows for row in rows}) == 4
+
+
+@pytest.mark.parametrize("options", [["--near-duplicates", "0.8"], ["--top-k", "2", "--model", "MODEL"]])
+def test_rules_on_documents_are_refused_for_labelled_texts(options, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "train.jsonl", EMOTIONS)
+    line = ["filter", "--input", "train.jsonl", "--output", "kept.parquet", "--conversion", "class_by_example"]
+    assert main([*line, *(model if word == "MODEL" else word for word in options)]) == 2
+    assert "compares documents, which labelled texts have not" in capsys.readouterr().err
+    assert not (tmp_path / "kept.parquet.work").exists()

@@ -324,9 +324,9 @@ def test_sources_and_options_that_do_not_fit_are_refused(tmp_path):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), encoder=Encoder(tiny_embedder()))
     with pytest.raises(OptionError, match="shard_size must be >= 1, got 0"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), shard_size=0)
-    labelled = SourceConfig("a", config.path, conversion="class_by_label")
+    scored = SourceConfig("a", config.path, conversion="sts")
     with pytest.raises(OptionError, match="holds no records to keep"):
-        filter_pairs(labelled, tmp_path / "kept.parquet", FilterRules())
+        filter_pairs(scored, tmp_path / "kept.parquet", FilterRules())
     mixed = [*pairs(2), {**pairs(1)[0], "negatives": ["n"]}, {**pairs(1)[0], "negatives": [{"text": "n", "level": 1}]}]
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", mixed)))
     with pytest.raises(InputError, match="some negatives have a level and others have none"):
