@@ -117,8 +117,8 @@ def cluster(
     }
     for name, value in (("negatives", negatives or None), *prompts.items()):
         if features == "bm25" and value is not None:
-            option = name.removesuffix("_name") if isinstance(value, dict) else name
-            raise OptionError(option, value, "has no effect on words, which need no vectors", "leave it out")
+            option, given = (name[:-5], value["text"]) if isinstance(value, dict) else (name, value)
+            raise OptionError(option, given, "has no effect on words, which need no vectors", "leave it out")
     load_faiss(gpu)
     config = SourceConfig("input", input, columns=columns or {}, suspect_rows=suspect_rows)
     source = open_cached(config)
