@@ -47,16 +47,19 @@ class BackboneConfig:
         revision: Commit, tag or branch of a Hub id.
         bidirectional: Turn a decoder's causal mask off (NV-Embed §3.1); every layer is checked, at start-up or, with an
             attention that only a GPU has, in the first step. An encoder stays as it is.
-        dtype: Dtype of the weights; "auto" is the checkpoint's own.
+        dtype: Dtype of the weights; "auto" is the checkpoint's own. Half precision is for weights that stay, under
+            LoRA: what is trained is in float32, and `trainer.precision: bf16-mixed` makes the products bfloat16.
         attn_implementation: "eager", "sdpa", "flash_attention_2", …; None is transformers' choice.
         gradient_checkpointing: Recompute each layer in the backward pass: less memory, a third more time.
         dropout: Probability for all of the model's dropout, attention's included; None is the checkpoint's own.
+        num_layers: Take the first so many layers of the checkpoint, such as six of NomicBERT's twelve (CDE §5); None
+            for all. What is saved has as many.
         compile: Compile each layer with torch.compile, which takes minutes at the start of a run; it changes how the
             numbers are rounded, not what is computed. Layers with experts stay as they are, and those whose attention
             a pooling reads.
 
     Raises:
-        OptionError: If dropout is outside 0 to 1, or the attention is code of a repository.
+        OptionError: If dropout is outside 0 to 1, there is no layer, or the attention is code of a repository.
     """
 
     name: str
@@ -66,12 +69,15 @@ class BackboneConfig:
     attn_implementation: str | None = None
     gradient_checkpointing: bool = False
     dropout: float | None = None
+    num_layers: int | None = None
     compile: bool = False
 
     def __post_init__(self) -> None:
         check_attention(self.attn_implementation, "backbone")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise OptionError("backbone.dropout", self.dropout, "must be >= 0 and < 1", "0 switches it off")
+        if self.num_layers is not None and self.num_layers < 1:
+            raise OptionError("backbone.num_layers", self.num_layers, "must be >= 1", "leave it out for all")
 
 
 def check_attention(name: str | None, owner: str) -> None:
@@ -116,6 +122,7 @@ def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTo
         config.attn_implementation,
         make_bidirectional=config.bidirectional,
         dropout=config.dropout,
+        num_layers=config.num_layers,
     )
     if config.bidirectional:
         require_bidirectional(model)
@@ -137,6 +144,7 @@ def load_model(
     attn_implementation: str | None = None,
     make_bidirectional: bool = False,
     dropout: float | None = None,
+    num_layers: int | None = None,
     auto_class: Any = AutoModel,
     new_head: bool = False,
     unused: list[str] | None = None,
@@ -149,12 +157,14 @@ def load_model(
         attn_implementation: As in `BackboneConfig`.
         make_bidirectional: Whether a decoder's causal mask is turned off.
         dropout: As in `BackboneConfig`.
+        num_layers: As in `BackboneConfig`.
         auto_class: What chooses the model's class: `AutoModel`, or one that puts a head on it.
         new_head: Whether weights that the checkpoint lacks outside the backbone are left random.
         unused: A list to add the names of tensors to that the model has no use for.
 
     Raises:
-        OptionError: If dropout is asked of a model that has none.
+        OptionError: If dropout is asked of a model that has none, more layers than there are, or an attention that
+            cannot be had.
         InputError: If a file is missing or damaged, or the weights do not fit the config; where some are missing, a
             `MissingWeightsError`.
     """
@@ -163,6 +173,8 @@ def load_model(
         make_bidirectional_config(model_config)
     if dropout is not None:
         _set_dropout(model_config, dropout)
+    if num_layers is not None:
+        _take_layers(model_config, num_layers)
     check_flex(model_config, attn_implementation)
     _check_weights(folder)
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
@@ -293,6 +305,19 @@ def _set_dropout(config: PretrainedConfig, dropout: float) -> None:
         raise OptionError("backbone.dropout", dropout, f"does not exist in {config.model_type}", "leave it out")
     for name in names:
         setattr(config, name, dropout)
+
+
+def _take_layers(config: PretrainedConfig, num_layers: int) -> None:
+    """Have a config say that the model has the first so many of its layers, also where it lists them one by one."""
+    total = int(config.num_hidden_layers)
+    if num_layers > total:
+        raise OptionError("backbone.num_layers", num_layers, f"must be <= {total}, the model's", "leave it out for all")
+    for name, value in list(vars(config).items()):
+        if "layer" in name and isinstance(value, list) and len(value) == total:
+            setattr(config, name, value[:num_layers])
+    if getattr(config, "moe_layers", None):
+        config.moe_layers = [layer for layer in config.moe_layers if layer < num_layers]
+    config.num_hidden_layers = num_layers
 
 
 def _dropouts(config: PretrainedConfig) -> dict[str, float]:

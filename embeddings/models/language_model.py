@@ -93,6 +93,7 @@ def load_language_model(
         config.attn_implementation,
         make_bidirectional=config.bidirectional,
         dropout=config.dropout,
+        num_layers=config.num_layers,
         auto_class=auto_class,
         new_head=new_head,
     )

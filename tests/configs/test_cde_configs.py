@@ -24,6 +24,7 @@ PAPER = {
     "model.init_args.schedule.warmup_steps": (1000,) * 4,
     "model.init_args.schedule.decay": ("linear",) * 4,
     "model.init_args.loss.init_args.temperature": (0.02,) * 4,
+    "model.init_args.backbone.name": ("checkpoints/nomic-bert-2048",) * 4,
     "model.init_args.context.num_context": (64, 64, 512, 512),
     "model.init_args.context.dropout_fraction": (0.005,) * 4,
 }
@@ -42,7 +43,11 @@ def test_methods_hold_section_5(name: str) -> None:
 @pytest.mark.parametrize(
     ("other", "name", "differs"),
     [
-        ("cde_unsupervised", "cde_small", {"backbone.name", "backbone.gradient_checkpointing", "context.num_context"}),
+        (
+            "cde_unsupervised",
+            "cde_small",
+            {"backbone.num_layers", "backbone.gradient_checkpointing", "context.num_context"},
+        ),
         ("cde_unsupervised", "cde_supervised", {"initial_model"}),
         ("cde_small", "cde_small_supervised", {"initial_model"}),
     ],
@@ -65,6 +70,7 @@ def test_a_method_is_built_on_a_tiny_stand_in(name: str, tmp_path: Any) -> None:
     config = {"model": method(name)["model"]}
     init_args = config["model"]["init_args"]
     init_args["backbone"]["name"] = backbone_folder(tmp_path / "backbone", dropout=0.1)
+    assert init_args["backbone"].pop("num_layers", 12) == (6 if "small" in name else 12), "§5"
     init_args["context"]["num_context"] = 8
     if "initial_model" in init_args:
         start = {**init_args, "initial_model": None}

@@ -46,7 +46,7 @@ def write_small(folder: Path) -> None:
             "enable_model_summary": False,
             "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs"}},
         },
-        "model": {"init_args": {"backbone": {"name": backbone_folder(folder / "backbone")}}},
+        "model": {"init_args": {"backbone": {"name": backbone_folder(folder / "backbone"), "num_layers": 1}}},
         "data": {
             "class_path": "embeddings.data.EmbeddingDataModule",
             "init_args": {

@@ -1,15 +1,17 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from jsonargparse import ArgumentParser
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, MambaConfig, MambaModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, MambaConfig, MambaModel, PreTrainedTokenizerFast
 
 from embeddings.common import InputError, OptionError
 from embeddings.models import BackboneConfig, FromScratch, load_backbone
 from embeddings.models.from_scratch import new_model
+from embeddings.models.layers import layers
 from tests.helpers.tiny import (
     bpe_tokenizer,
     save_backbone,
@@ -228,3 +230,36 @@ def test_an_attention_that_is_not_installed_is_one_line_of_its_option(bert: Path
         OptionError, match=rf"^backbone\.attn_implementation cannot be had: .*, got '{name}'; set it to sdpa"
     ):
         load_backbone(BackboneConfig(str(bert), attn_implementation=name))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bert", "nomic_bert", "qwen2"])
+def test_the_first_layers_are_taken_and_saved(tmp_path: Path, name: str) -> None:
+    """The six layers of NomicBERT that CDE's small setting has; a decoder lists what each of its layers is."""
+    options = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} if name == "qwen2" else {}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+    if name == "qwen2":
+        sizes["num_key_value_heads"] = 2
+    torch.manual_seed(0)
+    whole = AutoModel.from_config(AutoConfig.for_model(name, vocab_size=384, pad_token_id=0, **sizes, **options))
+    folder = save_backbone(str(tmp_path / "whole"), whole.eval(), wordpiece_tokenizer())
+    model, tokenizer = load_backbone(BackboneConfig(folder, num_layers=3))
+    assert len(list(layers(model))) == model.config.num_hidden_layers == 3
+    ids = torch.arange(3, 23)[None]
+    states = []
+    list(layers(whole))[2].register_forward_hook(lambda *call: states.append(call[2]))
+    whole(ids)
+    seen: list[Any] = []
+    list(layers(model))[2].register_forward_hook(lambda *call: seen.append(call[2]))
+    found = model(ids).last_hidden_state
+    last, expected = (value[0] if isinstance(value, tuple) else value for value in (seen[0], states[0]))
+    assert torch.equal(last, expected)
+    again, _ = load_backbone(BackboneConfig(save_backbone(str(tmp_path / "again"), model, tokenizer)))
+    assert torch.equal(again(ids).last_hidden_state, found)
+
+
+def test_a_number_of_layers_that_cannot_be_is_one_line(bert: Path) -> None:
+    with pytest.raises(OptionError, match=r"backbone\.num_layers must be >= 1, got 0"):
+        BackboneConfig("a", num_layers=0)
+    with pytest.raises(OptionError, match=r"backbone\.num_layers must be <= 2, the model's, got 3"):
+        load_backbone(BackboneConfig(str(bert), num_layers=3))
