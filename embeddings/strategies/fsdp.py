@@ -22,7 +22,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     """Cuts weights, gradients and optimiser state over all ranks; a layer is whole only while it is computed.
 
     For a model that with its optimiser does not fit on one device. The gradient is that of DDP; precision is the
-    trainer's, as everywhere. A module says in `configure_model` what is cut (see `training.sharding.shard`).
+    trainer's, as everywhere, and under `bf16-mixed` the layers' matrices are gathered in bfloat16. A module says in
+    `configure_model` what is sharded (see `training.sharding.shard`).
 
     A checkpoint is one file with whole tensors, as a single process writes it: it goes on under any strategy and on any
     number of ranks. The first rank's memory has to hold it.

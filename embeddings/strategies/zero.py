@@ -39,6 +39,8 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     one_file_checkpoints = True
     checks_gradients = True
+    # Under bf16-mixed and 16-mixed the engine's optimiser has the weights in float32 beside the model's own.
+    keeps_float32_weights = True
 
     def __init__(
         self,

@@ -4,31 +4,57 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from embeddings.models.experts import Experts
 from embeddings.models.layers import layers
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, entries: Sequence[str] = ()) -> None:
+def shard(
+    module: nn.Module, mesh: DeviceMesh, entries: Sequence[str] = (), product_dtype: torch.dtype | None = None
+) -> None:
     """Shard a module: each of its repeated layers for itself, and what is left as one group.
 
     A layer's weights are gathered when its forward or backward begins and freed after it; its gradient is averaged over
     the ranks, and scattered, by every backward.
 
+    With a `product_dtype` the matrices of the layers are cast before they are gathered, which halves what is sent, and
+    the gradients are averaged in float32. Autocast would cast them after, to the same values; only the bias that
+    experts share is rounded too. What autocast leaves in float32 (norms, routers) is a group of its own, gathered as it
+    is.
+
     Args:
         module: The module, whose calls are its forward; it becomes an `FSDPModule` in place.
         mesh: The ranks, one dimension.
         entries: Methods beside `forward` that use its weights.
+        product_dtype: What autocast computes products in, None without autocast.
     """
     make_contiguous(module)
     for layer in layers(module):
-        fully_shard(layer, mesh=mesh)
+        if product_dtype is None:
+            fully_shard(layer, mesh=mesh)
+            continue
+        for part in _float32_parts(layer):
+            fully_shard(part, mesh=mesh)
+        policy = MixedPrecisionPolicy(product_dtype, torch.float32, cast_forward_inputs=False)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh)
     for entry in entries:
         register_fsdp_forward_method(module, entry)
+
+
+def _float32_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost parts with float32 weights none of which is of a product under autocast."""
+    for part in module.children():
+        weights = list(part.parameters())
+        if any(isinstance(inner, nn.Linear | Experts) for inner in part.modules()):
+            yield from _float32_parts(part)
+        elif any(weight.dtype == torch.float32 for weight in weights):
+            yield part
 
 
 def make_contiguous(module: nn.Module) -> None:

@@ -1,10 +1,15 @@
+from functools import partial
+
+import lightning as L
 import pytest
 import torch
 
 from embeddings.common import OptionError, TokenBatch
 from embeddings.models import BackboneConfig, LoraSettings, MeanPooling
 from embeddings.modules import NVEmbedModule
+from embeddings.training.schedule import Schedule
 from tests.helpers.runs import backbone_folder
+from tests.strategies.fits import batches, train
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +74,39 @@ def test_another_pooling_than_the_initial_models_is_refused(mistral, tmp_path):
     NVEmbedModule(BackboneConfig(mistral)).embedder.save_pretrained(tmp_path / "one")
     with pytest.raises(OptionError, match=r"model\.pooling must be what .*LatentAttentionPooling"):
         NVEmbedModule(BackboneConfig(mistral), MeanPooling, initial_model=str(tmp_path / "one"))
+
+
+def changed_share(mistral, precision, **options):
+    """The share of the backbone's numbers that 20 steps at 2e-5 change, and the dtype of its weights."""
+    backbone = BackboneConfig(mistral, bidirectional=True, **options)
+    learn = {"optimizer": partial(torch.optim.Adam, lr=2e-5), "schedule": Schedule(warmup_steps=0, decay="constant")}
+    make = partial(NVEmbedModule, backbone, MeanPooling, seed=0, **learn)
+    start = dict(make().to(torch.bfloat16 if precision == "bf16-true" else None).named_parameters())
+    after = train(make, batches("nv-embed", None), "auto", 1, 20, precision=precision)
+    assert after.keys() == start.keys()
+    # Of a vocabulary few words occur.
+    names = [name for name in start if "layers" in name and start[name].dim() == 2]
+    assert len(names) == 14
+    changed = sum(int((after[name] != start[name]).sum()) for name in names)
+    return changed / sum(start[name].numel() for name in names), after[names[0]].dtype
+
+
+def test_a_backbone_trained_whole_has_float32_weights_which_small_updates_reach(mistral):
+    share, dtype = changed_share(mistral, "bf16-mixed")
+    assert share > 0.99
+    assert dtype == torch.float32
+
+
+def test_whole_training_in_bfloat16_is_refused_unless_the_precision_says_so(mistral):
+    with pytest.raises(OptionError, match=r"backbone\.dtype loses most updates .*, got 'bfloat16'; set float32 with"):
+        changed_share(mistral, "bf16-mixed", dtype="bfloat16")
+    share, dtype = changed_share(mistral, "bf16-true", dtype="bfloat16")
+    assert dtype == torch.bfloat16
+    assert share < 0.9
+
+
+def test_beside_a_bfloat16_base_the_adapters_are_in_float32(mistral):
+    module = NVEmbedModule(BackboneConfig(mistral, dtype="bfloat16"), MeanPooling, lora=LoraSettings(rank=4))
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
+    assert {weight.dtype for weight in trained} == {torch.float32}
+    module._check_precision(L.Trainer(accelerator="cpu", precision="bf16-mixed", logger=False))

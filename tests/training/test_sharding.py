@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from embeddings.training.sharding import layers, make_contiguous, shard, sharded_like, whole_parameters, whole_state
 from tests.helpers.tiny import tiny_bert
+from tests.models.moe import padded_ids, tiny_moe
 
 
 @pytest.fixture
@@ -94,3 +95,31 @@ def test_a_state_is_put_together_and_cut_again(mesh: DeviceMesh) -> None:
     assert set(whole_state(state, keep=False)["weights"].values()) == {None}
     again = sharded_like(whole["weights"], state["weights"])
     assert all(torch.equal(again[name].full_tensor(), value) for name, value in whole["weights"].items())
+
+
+def test_under_autocast_matrices_are_gathered_in_its_dtype_and_norms_and_routers_as_they_are(mesh: DeviceMesh) -> None:
+    model, (ids_NL, mask_NL) = tiny_moe(), padded_ids()
+    plain = tiny_moe()
+    shard(model, mesh, product_dtype=torch.bfloat16)
+    dtypes: dict[str, torch.dtype] = {}
+
+    def remember(part: nn.Module, *_: object) -> None:
+        dtypes.update(
+            {type(part).__name__.removeprefix("FSDP"): value.dtype for value in part.parameters(recurse=False)}
+        )
+
+    for layer in layers(model):
+        for part in layer.modules():
+            part.register_forward_hook(remember)
+    with torch.autocast("cpu", torch.bfloat16):
+        states = [made(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state for made in (model, plain)]
+    half, full = torch.bfloat16, torch.float32
+    assert dtypes == {"Linear": half, "Experts": half, "LayerNorm": full, "Router": full}
+    # The experts' shared bias is rounded with their matrices; without experts the values are the same.
+    torch.testing.assert_close(*states, rtol=0.02, atol=0.02)
+    bert = tiny_bert()
+    shard(bert, mesh, product_dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        states = [made(ids_NL, mask_NL.long()).last_hidden_state for made in (bert, tiny_bert())]
+    assert torch.equal(*states)
+    assert {parameter.dtype for parameter in bert.parameters()} == {full}
