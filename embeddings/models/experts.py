@@ -3,7 +3,8 @@
 This file travels inside model directories: it imports nothing but torch and the siblings that travel with it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -27,10 +28,10 @@ class ExpertWeights(NamedTuple):
     """What a back end computes with, in the dtype it computes in.
 
     Attributes:
-        w1_XFH: Each expert's first matrix, (X, F, H).
+        w1_XFH: Each expert's first matrix, (X, F, H), or (X, 2F, H) where it is gated.
         w2_XFH: Each expert's second matrix, (X, F, H).
-        bias_XF: Each expert's bias after the first matrix, (X, F), or None.
-        activation: What follows the first matrix.
+        bias_XF: Each expert's bias after the first matrix, as many numbers as that has rows, or None.
+        activation: What follows the first matrix, the gate included.
     """
 
     w1_XFH: Tensor
@@ -42,10 +43,30 @@ class ExpertWeights(NamedTuple):
 Backend = Callable[[Tensor, Routing, ExpertWeights], Tensor]
 
 
+class Gate(nn.Module):
+    """act(g) * u of numbers g and u that lie end to end, (…, 2F) to (…, F).
+
+    Args:
+        activation: What the gate's half passes.
+    """
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, both: Tensor) -> Tensor:
+        """The gated half."""
+        gate, value = both.chunk(2, dim=-1)
+        return self.activation(gate) * value
+
+
 class Experts(nn.Module):
     """X MLPs of one shape; a token's output is the weighted sum of its K experts' and one bias that all share.
 
         y = b2 + sum over a token's experts e of  weight_e * act(x W1_e^T + b1_e) W2_e
+
+    A gated MLP (SwiGLU, GeGLU) has its gate's matrix G and the other one U laid end to end as W1, and
+    act(x G^T) * x U^T in the place of act(x W1^T).
 
     Dropless: however uneven the load, every token passes all of its experts.
 
@@ -56,9 +77,10 @@ class Experts(nn.Module):
         inner_bias: Whether each expert has a bias b1; the released model has none.
         activation: What follows the first matrix, GELU as released.
         backend: How the sum is computed: `grouped_experts` or `loop_experts`, which give the same values.
+        gated: Whether each expert is a gated MLP.
 
-    Weight layout: `w1` and `w2` are (X, F, H). The released checkpoint's, (X F, H) expert after expert, are these with
-        the first two dimensions laid end to end; its `bias` is `bias2`.
+    Weight layout: `w1` and `w2` are (X, F, H), a gated `w1` (X, 2F, H), the gate first. The released checkpoint's,
+        (X F, H) expert after expert, are these with the first two dimensions laid end to end; its `bias` is `bias2`.
     Precision: products in the states' dtype or autocast's, the weighted sum in float32 (float64 where the states are).
     Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §3.2 and §4.3, and the released code. Differs: `inner_bias`.
     """
@@ -71,13 +93,15 @@ class Experts(nn.Module):
         inner_bias: bool = False,
         activation: Activation = F.gelu,
         backend: Backend | None = None,
+        gated: bool = False,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation = Gate(activation) if gated else activation
         self.backend = grouped_experts if backend is None else backend
-        self.w1 = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
+        num_rows = intermediate_size * (2 if gated else 1)
+        self.w1 = nn.Parameter(torch.empty(num_experts, num_rows, hidden_size))
         self.w2 = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
-        self.bias1 = nn.Parameter(torch.empty(num_experts, intermediate_size)) if inner_bias else None
+        self.bias1 = nn.Parameter(torch.empty(num_experts, num_rows)) if inner_bias else None
         self.bias2 = nn.Parameter(torch.empty(hidden_size))
         self.reset_parameters()
 
@@ -99,11 +123,41 @@ class Experts(nn.Module):
         device = token_TH.device.type
         # No grouped product is on autocast's list, so its casts are made here, alike for every back end.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else token_TH.dtype
-        bias_XF = None if self.bias1 is None else self.bias1.to(dtype)
-        weights = ExpertWeights(self.w1.to(dtype), self.w2.to(dtype), bias_XF, self.activation)
+        bias_XF = None if self.bias1 is None else _cast(self.bias1, dtype)
+        weights = ExpertWeights(_cast(self.w1, dtype), _cast(self.w2, dtype), bias_XF, self.activation)
         with torch.autocast(device, enabled=False):
             sum_TH = self.backend(token_TH.to(dtype), routing, weights)
             return (sum_TH + self.bias2).to(dtype)
+
+
+_casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] | None = None
+
+
+@contextmanager
+def shared_casts() -> Iterator[None]:
+    """Inside, experts' weights are cast to autocast's dtype once, as autocast does for the products on its list.
+
+    For one training step, in which the weights do not change: the mini-batches and their kept graphs then share one
+    copy of each weight, and each graph's backward reaches the weight itself through it.
+    """
+    global _casts
+    before, _casts = _casts, {}
+    try:
+        yield
+    finally:
+        _casts = before
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if _casts is None or weight.dtype == dtype:
+        return weight.to(dtype)
+    owner, version, cast = _casts.get((id(weight), dtype), (None, 0, weight))
+    if owner is not weight or version != weight._version:
+        # With a graph even where this pass has none: a later pass needs it.
+        with torch.enable_grad():
+            cast = weight.to(dtype)
+        _casts[id(weight), dtype] = (weight, weight._version, cast)
+    return cast
 
 
 def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
@@ -187,7 +241,7 @@ def grouped_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights, produc
 
 def _takes(weights: ExpertWeights) -> bool:
     """Whether torch's grouped product takes such matrices."""
-    _, inner, hidden = weights.w1_XFH.shape
+    _, inner, hidden = weights.w2_XFH.shape
     size = weights.w1_XFH.element_size()
     return weights.w1_XFH.dtype != torch.float64 and inner * size % 16 == 0 and hidden * size % 16 == 0
 

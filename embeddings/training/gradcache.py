@@ -17,6 +17,7 @@ from embeddings.common import (
 )
 from embeddings.common.distributed import is_distributed, reduce_int
 from embeddings.common.mini_batches import take_texts
+from embeddings.models.experts import shared_casts
 from embeddings.training.graph_budget import GraphBudget
 from embeddings.training.graphs import GraphMemory, attach_gradient, graph_leaves
 from embeddings.training.mini_batch_plan import (
@@ -164,17 +165,19 @@ class GradCache:
             LossOutput: `loss` () with the last graph behind it; `terms` detached.
         """
         passes = _TwoPasses(self, step, batch, keeps_last=no_sync is None, syncs_each=syncs_each)
-        if not torch.is_grad_enabled():
-            passes.embed_all()
-            return passes.loss()
-        with no_sync() if no_sync else nullcontext():
-            passes.embed_all()
-            output = passes.loss()
-            passes.find_gradients(output.loss)
-            *early, last = passes.second_order()
-            for visit in early:
-                passes.run_early(visit, output.loss, backward, scale)
-        return LossOutput(passes.last_surrogate(last, output.loss), output.terms)
+        # Sharded weights are whole for one layer at a time, and so are their casts.
+        with nullcontext() if syncs_each else shared_casts():
+            if not torch.is_grad_enabled():
+                passes.embed_all()
+                return passes.loss()
+            with no_sync() if no_sync else nullcontext():
+                passes.embed_all()
+                output = passes.loss()
+                passes.find_gradients(output.loss)
+                *early, last = passes.second_order()
+                for visit in early:
+                    passes.run_early(visit, output.loss, backward, scale)
+            return LossOutput(passes.last_surrogate(last, output.loss), output.terms)
 
 
 @dataclass(slots=True, eq=False)
@@ -266,8 +269,10 @@ class _TwoPasses:
             keeps = with_graphs and self._keeps(stage, index, num_kept)
             random_state, memory = RandomState.capture(self.device), GraphMemory()
             measures = index == 0 and keeps and budget.measures
-            with memory.measured(self.device, self._parameters()) if measures else nullcontext():
+            with memory.measured(self.device, self._parameters) if measures else nullcontext():
                 graph = self._embed(mini_batch, keeps)
+            if measures:
+                memory.leave_out_casts(_tensors(graph).values())
             visits.append(_Visit(mini_batch, random_state, graph if keeps else None))
             self._store(mini_batch, graph)
             if index == 0 and with_graphs:

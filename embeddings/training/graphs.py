@@ -1,12 +1,15 @@
 """Autograd graphs: what they reach, what they hold, and how to hand them a gradient."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 
 def attach_gradient(
@@ -49,17 +52,19 @@ def graph_leaves(root: Tensor) -> list[Tensor]:
     """The leaves that require a gradient and that the graph of `root` reaches, each once."""
     if root.grad_fn is None:
         return [root] if root.requires_grad else []
-    leaves, seen, pending = [], {root.grad_fn}, [root.grad_fn]
-    while pending:
-        node = pending.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves.append(leaf)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return leaves
+    return [node.variable for node in _nodes([root]) if hasattr(node, "variable")]
+
+
+def _nodes(roots: Iterable[Tensor]) -> list[Any]:
+    """The nodes of the graphs of some tensors, each once."""
+    found: list[Any] = list(dict.fromkeys(root.grad_fn for root in roots if root.grad_fn is not None))
+    seen = set(found)
+    for node in found:
+        new = [following for following, _ in node.next_functions if following is not None and following not in seen]
+        new = list(dict.fromkeys(new))
+        seen.update(new)
+        found.extend(new)
+    return found
 
 
 class GraphMemory:
@@ -71,32 +76,54 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self._storages: Counter[int] | None = None
 
     @contextmanager
-    def measured(self, device: torch.device, parameters: Sequence[Tensor]) -> Iterator[None]:
+    def measured(self, device: torch.device, parameters: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
         """Measure the graphs built inside.
 
         On a CUDA device it is what the allocator hands out and does not get back. Elsewhere it is the storages that
-        autograd saves, each once, parameters left out; a checkpointed layer's input is not seen there.
+        autograd saves, each once; a checkpointed layer's input is not seen there. Parameters are left out, and so is
+        what a sharded layer's weights were gathered into, which has been freed by the end.
 
         Args:
             device: Where the graph lives.
-            parameters: Tensors that live anyway.
+            parameters: Gives the tensors that live anyway.
         """
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)
             yield
             self.num_bytes += torch.cuda.memory_allocated(device) - before
             return
-        seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        saved: dict[int, torch.UntypedStorage] = {}
 
-        def count(tensor: Tensor) -> Tensor:
-            """Add a saved tensor's storage, once."""
+        def remember(tensor: Tensor) -> Tensor:
+            """Keep a saved tensor's storage, once."""
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                self.num_bytes += storage.nbytes()
+            saved[storage._cdata] = storage
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
             yield
+        for parameter in parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            saved.pop(local.untyped_storage()._cdata, None)
+        self._storages = Counter(storage.nbytes() for storage in saved.values())
+        self.num_bytes += sum(storage.nbytes() for storage in saved.values())
+
+    def leave_out_casts(self, roots: Iterable[Tensor]) -> None:
+        """Take weights that were cast to another dtype off the bytes: under autocast all graphs of a step share them.
+
+        Args:
+            roots: What was computed while measured, with its graph.
+        """
+        for node in _nodes(roots):
+            if node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable"):
+                (made,) = node._input_metadata
+                size = math.prod(made.shape) * made.dtype.itemsize
+                if self._storages is not None:
+                    # Not every cast is saved; a saved one is known by its size.
+                    if self._storages[size] == 0:
+                        continue
+                    self._storages[size] -= 1
+                self.num_bytes -= size

@@ -1,6 +1,7 @@
 """The step that GradCache reproduces in mini-batches: every text embedded at once, every graph whole."""
 
 from embeddings.common import ContextualStep, ContrastiveBatch, ContrastiveStep, LossOutput
+from embeddings.models.experts import shared_casts
 from embeddings.training.mini_batch_plan import has_context
 
 
@@ -16,9 +17,10 @@ def plain_step(step: ContrastiveStep, batch: ContrastiveBatch) -> LossOutput:
     Related: `GradCache`, the same loss and gradient within the memory of one mini-batch.
     """
     context = None
-    if has_context(batch):
-        assert isinstance(step, ContextualStep), "a batch with a context needs a step that embeds it"
-        assert batch.context is not None
-        context = step.embed_context(batch.context)
-    query, candidate = step.embed(batch.query, context), step.embed(batch.candidate, context)
+    with shared_casts():
+        if has_context(batch):
+            assert isinstance(step, ContextualStep), "a batch with a context needs a step that embeds it"
+            assert batch.context is not None
+            context = step.embed_context(batch.context)
+        query, candidate = step.embed(batch.query, context), step.embed(batch.candidate, context)
     return step.loss_from_representations(query, candidate, batch)

@@ -1,12 +1,17 @@
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from embeddings.models.experts import Backend, Experts, grouped_experts, loop_experts
+from embeddings.models.experts import Backend, Experts, grouped_experts, loop_experts, shared_casts
 from embeddings.models.moe_layer import MoeMlp
 from embeddings.models.moe_router import Routing
+from embeddings.training.graphs import GraphMemory
 from tests.models.moe import (
     EXPERTS,
     HIDDEN,
@@ -213,3 +218,89 @@ def test_the_weights_are_the_released_ones_in_another_shape() -> None:
     alone = torch.nn.functional.gelu(tokens @ w1[expert].T) @ w2[expert]
     routing = routing_of(torch.full((4, 1), 3))
     torch.testing.assert_close(experts(tokens, routing) - experts.bias2, alone * routing.weight_TK)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of tensors of some shape."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def passes(experts: Experts, shares: bool, recomputes: bool) -> tuple[list[Tensor], list[Tensor], int]:
+    """Outputs and gradients of three mini-batches, the first without a graph, and how often `w1` was cast for them."""
+    routing = routing_of(torch.tensor([[0, 1], [2, 3], [0, 3]]), num_experts=4)
+    outputs, tokens = [], random_tokens(3)
+
+    def run() -> Tensor:
+        return checkpoint(experts, tokens, routing, use_reentrant=False) if recomputes else experts(tokens, routing)
+
+    sharing = shared_casts() if shares else nullcontext()
+    with Casts(experts.w1.shape) as casts, torch.autocast("cpu", torch.bfloat16), sharing:
+        with torch.no_grad():
+            outputs.append(run())
+        outputs += [run(), run()]
+    num_casts = casts.count // 2
+    for output in outputs[1:]:
+        output.float().square().sum().backward()
+    gradients = [weight.grad for weight in experts.parameters()]
+    assert all(gradient is not None and bool(gradient.any()) for gradient in gradients)
+    return outputs, gradients, num_casts
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_step_casts_each_weight_once_with_the_same_values_and_gradients(recomputes: bool) -> None:
+    alone, alone_gradients, num_alone = passes(make_experts(num_experts=4), False, recomputes)
+    shared, shared_gradients, num_shared = passes(make_experts(num_experts=4), True, recomputes)
+    assert (num_alone, num_shared) == (3, 1)
+    for found, expected in zip([*shared, *shared_gradients], [*alone, *alone_gradients], strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_kept_graphs_share_the_casts_and_a_changed_weight_is_cast_anew() -> None:
+    experts, routing = make_experts(num_experts=4), routing_of(torch.tensor([[0, 1], [2, 3]]), num_experts=4)
+    sizes = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for context in (nullcontext(), shared_casts()):
+            with context:
+                memory = GraphMemory()
+                with memory.measured(torch.device("cpu"), experts.parameters):
+                    kept = [experts(random_tokens(2).requires_grad_(), routing) for _ in range(3)]
+                sizes.append(memory.num_bytes)
+                before = kept[0].detach().clone()
+                with torch.no_grad():
+                    experts.w1.mul_(2)
+                assert not torch.equal(experts(random_tokens(2), routing), before)
+    matrices = 2 * (experts.w1.numel() + experts.w2.numel())
+    assert sizes[0] - sizes[1] >= 2 * matrices
+
+
+@pytest.mark.parametrize("num_tokens", [7, 4096])
+def test_gated_experts_have_the_gradients_of_the_loop(num_tokens: int) -> None:
+    """4,096 tokens go expert by expert, each backward computing the gate again."""
+    experts = Experts(HIDDEN, INNER, 4, activation=torch.nn.functional.silu, gated=True)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    assert experts.w1.shape == (4, 2 * INNER, HIDDEN)
+    routing, found = routing_of(torch.arange(2 * num_tokens).view(-1, 2) % 4, num_experts=4), []
+    for backend in (loop_experts, grouped_experts):
+        experts.backend = backend
+        experts.zero_grad()
+        tokens = random_tokens(num_tokens).requires_grad_()
+        output = experts(tokens, routing)
+        output.square().mean().backward()
+        assert all(bool(parameter.grad.any()) for parameter in experts.parameters())
+        found.append([output.detach(), tokens.grad, *(parameter.grad.clone() for parameter in experts.parameters())])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    gate_F, value_F = (tokens[0] @ experts.w1[0].T).chunk(2)
+    by_hand = (torch.nn.functional.silu(gate_F) * value_F) @ experts.w2[0]
+    one_H = Experts.forward(experts, tokens[:1], routing_of(torch.tensor([[0]]), num_experts=4)) - experts.bias2
+    weight = routing_of(torch.tensor([[0]]), num_experts=4).weight_TK[0, 0]
+    torch.testing.assert_close(one_H[0], weight * by_hand, rtol=1e-4, atol=1e-5)

@@ -325,11 +325,27 @@ def test_a_memory_budget_keeps_what_it_holds_and_no_more() -> None:
     step = TinyStep(tiny_bert())
     batch = batch_of([Record([7] * 5, [8] * 5) for _ in range(20)])
     one = GraphMemory()
-    with one.measured(torch.device("cpu"), list(step.parameters())):
+    with one.measured(torch.device("cpu"), step.parameters):
         kept = step.embed(take_texts(batch.query, torch.arange(2)))
     assert kept.vector_ND.requires_grad
     counts = counting_passes(step)
     GradCache(mini_batch_tokens=10, kept_gib=3.5 * one.num_bytes / 2**30).step(step, batch)
+    assert counts == {False: 20 - 3, True: 20}
+
+
+def test_casts_of_weights_are_no_part_of_a_graphs_memory() -> None:
+    """They are made once a step: graphs that fill the budget beside them fit, however large the model."""
+    step, records = TinyStep(tiny_bert(hidden_size=64)), [Record([7] * 5, [8] * 5) for _ in range(20)]
+    batch, one = batch_of(records), GraphMemory()
+    with torch.autocast("cpu", torch.bfloat16):
+        with one.measured(torch.device("cpu"), step.parameters):
+            kept = step.embed(take_texts(batch.query, torch.arange(2)))
+        with_casts = one.num_bytes
+        one.leave_out_casts([kept.vector_ND])
+        graph = one.num_bytes
+        assert 0 < 3 * graph < with_casts
+        counts = counting_passes(step)
+        GradCache(mini_batch_tokens=10, kept_gib=3.5 * graph / 2**30).step(step, batch)
     assert counts == {False: 20 - 3, True: 20}
 
 

@@ -62,7 +62,7 @@ def test_a_tensor_without_a_graph_is_its_own_leaf_if_it_trains(requires_grad: bo
 def test_memory_counts_each_saved_tensor_once_and_no_parameter() -> None:
     weight = nn.Parameter(torch.ones(8, 8))
     memory = GraphMemory()
-    with memory.measured(torch.device("cpu"), [weight]):
+    with memory.measured(torch.device("cpu"), lambda: [weight]):
         hidden: Tensor = torch.ones(4, 8) @ weight
         kept = (hidden * hidden).exp()
     assert kept.requires_grad
@@ -72,6 +72,29 @@ def test_memory_counts_each_saved_tensor_once_and_no_parameter() -> None:
 
 def test_memory_measures_nothing_without_a_graph() -> None:
     memory = GraphMemory()
-    with memory.measured(torch.device("cpu"), []), torch.no_grad():
+    with memory.measured(torch.device("cpu"), list), torch.no_grad():
         torch.ones(4, requires_grad=True).exp()
     assert memory.num_bytes == 0
+
+
+def test_weights_that_autocast_casts_are_told_from_the_graph() -> None:
+    layer, other = nn.Linear(8, 16), nn.Linear(16, 4, bias=False)
+    memory = GraphMemory()
+    weights, autocast = [*layer.parameters(), *other.parameters()], torch.autocast("cpu", torch.bfloat16)
+    with memory.measured(torch.device("cpu"), lambda: weights), autocast:
+        output = other(layer(torch.ones(3, 8)).exp())
+    # Two bytes a number: the first layer's input, what exp gives, and the second matrix; the first is not needed.
+    assert memory.num_bytes == 2 * (3 * 8) + 2 * (3 * 16) + 2 * (16 * 4)
+    memory.leave_out_casts([output])
+    assert memory.num_bytes == 2 * (3 * 8) + 2 * (3 * 16)
+
+
+def test_storage_that_is_freed_or_shows_up_as_a_parameters_is_not_the_graphs() -> None:
+    """As under FSDP2: a layer's weights are gathered for its forward, and then freed or, of the root, kept."""
+    gathered, kept = torch.ones(8, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
+    memory = GraphMemory()
+    with memory.measured(torch.device("cpu"), lambda: [kept]):
+        output = torch.ones(4, 8, requires_grad=True) @ gathered @ kept
+        gathered.untyped_storage().resize_(0)
+    assert output.requires_grad
+    assert memory.num_bytes == 2 * 4 * 8 * 4
