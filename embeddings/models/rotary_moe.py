@@ -2,9 +2,9 @@
 
 The dense rotary encoder is transformers' own `JinaEmbeddingsV3Model`, which is XLM-R with rotary positions: post-norm,
 exact GELU, biases, token types, half-split rotation of the whole head, and a masked-language-model head of XLM-R's
-shape. (Its NomicBert has gated MLPs and no biases, ModernBERT and EuroBERT are pre-norm.) So the dense model needs no
-code of ours: `AutoModel`, `MaskedLMModule` and sentence-transformers read it as it is. This file replaces chosen layers
-by ones with experts, and everything else stays the library's.
+shape. Its NomicBert is that model with gated MLPs and without biases in the layers. (ModernBERT and EuroBERT are
+pre-norm.) So the dense models need no code of ours: `AutoModel`, `MaskedLMModule` and sentence-transformers read them
+as they are. This file replaces chosen layers by ones with experts, and everything else stays the library's.
 
 This file travels inside model directories: it imports nothing but torch, transformers and the siblings that travel
 with it. transformers copies it there itself, since the classes name the automatic class that is to load them.
@@ -26,6 +26,7 @@ from transformers.models.jina_embeddings_v3.modeling_jina_embeddings_v3 import (
     JinaEmbeddingsV3PreTrainedModel,
     JinaEmbeddingsV3RotaryEmbedding,
 )
+from transformers.models.nomic_bert.modeling_nomic_bert import NomicBertAttention, NomicBertLayer
 
 from .experts import Experts
 from .moe_layer import MoeMlp
@@ -42,6 +43,7 @@ class RotaryMoeConfig(JinaEmbeddingsV3Config):  # type: ignore[no-untyped-call]
         renormalize_experts: Whether the K weights of a token are divided by their sum.
         expert_bias: Whether each expert has a bias after its first matrix.
         router_noise: Half the width of the factor that states are multiplied by for the router, in training.
+        gated_mlp: Whether layers are NomicBert's: gated MLPs, experts or not, and no biases.
     """
 
     model_type = "rotary_moe"
@@ -53,6 +55,7 @@ class RotaryMoeConfig(JinaEmbeddingsV3Config):  # type: ignore[no-untyped-call]
     renormalize_experts: bool = False
     expert_bias: bool = False
     router_noise: float = 0.0
+    gated_mlp: bool = False
 
 
 @dataclass
@@ -77,8 +80,11 @@ class RotaryMoeLayer(JinaEmbeddingsV3Layer):  # type: ignore[no-untyped-call]
         super().__init__(config)
         hidden, inner, num_experts = config.hidden_size, config.intermediate_size, config.num_experts
         router = Router(hidden, num_experts, config.experts_per_token, config.renormalize_experts, config.router_noise)
-        experts = Experts(hidden, inner, num_experts, config.expert_bias, ACT2FN[config.hidden_act])
+        activation, gated = ACT2FN[config.hidden_act], config.gated_mlp
+        experts = Experts(hidden, inner, num_experts, config.expert_bias, activation, gated=gated)
         self.mlp = MoeMlp(router, experts)  # type: ignore[assignment]
+        if gated:
+            self.self_attn = NomicBertAttention(config)  # type: ignore[assignment,no-untyped-call]
 
     def forward(  # type: ignore[override]
         self,
@@ -118,7 +124,7 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
     config_class = RotaryMoeConfig
     config: RotaryMoeConfig
     _auto_class = "AutoModel"
-    _no_split_modules = ["JinaEmbeddingsV3Embeddings", "JinaEmbeddingsV3Layer", "RotaryMoeLayer"]  # noqa: RUF012
+    _no_split_modules = ["JinaEmbeddingsV3Embeddings", "JinaEmbeddingsV3Layer", "NomicBertLayer", "RotaryMoeLayer"]  # noqa: RUF012
 
     def __init__(self, config: RotaryMoeConfig) -> None:
         super().__init__(config)
@@ -129,9 +135,8 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
         self.embeddings = JinaEmbeddingsV3Embeddings(config)
         self.rotary_emb = JinaEmbeddingsV3RotaryEmbedding(config)
         sparse = set(config.moe_layers)
-        self.layers = nn.ModuleList(
-            [RotaryMoeLayer(config) if layer in sparse else JinaEmbeddingsV3Layer(config) for layer in layers]
-        )
+        dense: Any = NomicBertLayer if config.gated_mlp else JinaEmbeddingsV3Layer
+        self.layers = nn.ModuleList([RotaryMoeLayer(config) if layer in sparse else dense(config) for layer in layers])
         self.post_init()  # type: ignore[no-untyped-call]
 
     def get_input_embeddings(self) -> nn.Embedding:

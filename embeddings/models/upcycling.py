@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 import JinaEmbeddingsV3Config
+from transformers.models.nomic_bert.configuration_nomic_bert import NomicBertConfig
 
 from embeddings.common import OptionError
 from embeddings.common.distributed import whole_shape
@@ -23,7 +24,8 @@ class Upcycling:
     Args:
         mode: `preserving` keeps the dense biases (the first with each expert, the second shared) and divides a token's
             weights by their sum, so the model's output is the dense one's at the start. `release` is the released
-            model's way: biases dropped, weights as they come, one shared output bias that starts at zero.
+            model's way: biases dropped, weights as they come, one shared output bias that starts at zero. NomicBert's
+            gated MLPs have no biases; the shared output bias starts at zero in both.
         num_experts: Experts of each sparse layer, X. The paper: 8.
         top_k: Experts a token, K. The paper: 2, and 1 in its monolingual study.
         first: Index of the first sparse layer, from 0. The paper: the second layer, 1.
@@ -74,14 +76,14 @@ class Upcycling:
 def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
     """A dense rotary encoder with experts in place of chosen MLPs.
 
-    Each expert is a copy of the layer's MLP, so they differ only once the router has told them apart in training. The
-    router is drawn from N(0, 0.02).
+    Each expert is a copy of the layer's MLP, gated (NomicBert, §7.1) or not, so they differ only once the router has
+    told them apart in training. The router is drawn from N(0, 0.02).
 
     Determinism: the router's weights follow from torch's random state.
 
     Args:
-        dense: A rotary encoder without head (see `embeddings.models.rotary`); it shares the weights that stay as they
-            are with the result and should not be used on.
+        dense: A rotary encoder without head (see `embeddings.models.rotary`), or a NomicBert; it shares the weights
+            that stay as they are with the result and should not be used on.
         settings: Which layers, and how.
 
     Returns:
@@ -90,9 +92,10 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
     Raises:
         OptionError: If the model is another architecture or sparse already, or no layer is chosen.
     """
-    if type(dense.config) is not JinaEmbeddingsV3Config or not hasattr(dense, "layers"):
+    gated = type(dense.config) is NomicBertConfig
+    if not (gated or type(dense.config) is JinaEmbeddingsV3Config) or not hasattr(dense, "layers"):
         rule = "cannot be upcycled" if not isinstance(dense, RotaryMoeModel) else "has experts already"
-        fix = "take a dense rotary encoder: main.py convert makes one of XLM-R or BERT"
+        fix = "take a dense rotary encoder: NomicBert, or what main.py convert makes of XLM-R or BERT"
         raise OptionError("upcycling", dense.config.model_type, rule, fix)
     layers, preserving = settings.layers(dense.config.num_hidden_layers), settings.mode == "preserving"
     fields = dense.config.to_dict()
@@ -104,8 +107,9 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
         num_experts=settings.num_experts,
         experts_per_token=settings.top_k,
         renormalize_experts=preserving,
-        expert_bias=preserving,
+        expert_bias=preserving and not gated,
         router_noise=settings.noise,
+        gated_mlp=gated,
     )
     with torch.device("meta"):
         options: dict[str, Any] = {"attn_implementation": dense.config._attn_implementation, "dtype": dense.dtype}
@@ -113,7 +117,8 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
     assert isinstance(sparse, RotaryMoeModel)
     state = {name: value for name, value in dense.state_dict().items() if not name.startswith("pooler.")}
     for layer in layers:
-        mlp = {kind: state.pop(f"layers.{layer}.mlp.{kind}") for kind in _DENSE}
+        prefix = f"layers.{layer}.mlp."
+        mlp = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
         state |= {f"layers.{layer}.mlp.{name}": value for name, value in _experts_of(mlp, settings).items()}
     sparse.load_state_dict(state, assign=True)
     _take_buffers(sparse, dense)
@@ -151,20 +156,19 @@ def parameter_counts(model: nn.Module) -> ParameterCounts:
     return ParameterCounts(total, total - idle)
 
 
-_DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
-
-
 def _experts_of(mlp: dict[str, Tensor], settings: Upcycling) -> dict[str, Tensor]:
-    """The weights of a sparse MLP whose experts are copies of a dense one."""
+    """The weights of a sparse MLP whose experts are copies of a dense one, of a gated one its two first matrices."""
 
     def copies(weight: Tensor) -> Tensor:
         return weight.expand(settings.num_experts, *weight.shape).clone()
 
-    first, second = mlp["fc1.weight"], mlp["fc2.weight"]
+    gated = "gate_proj.weight" in mlp
+    first = torch.cat([mlp["gate_proj.weight"], mlp["up_proj.weight"]]) if gated else mlp["fc1.weight"]
+    second = mlp["down_proj.weight" if gated else "fc2.weight"]
     router_XH = first.new_empty(settings.num_experts, first.shape[1]).normal_(std=0.02)
     made = {"router.weight": router_XH, "experts.w1": copies(first), "experts.w2": copies(second.T)}
-    if settings.mode == "release":
-        return made | {"experts.bias2": torch.zeros_like(mlp["fc2.bias"])}
+    if gated or settings.mode == "release":
+        return made | {"experts.bias2": second.new_zeros(len(second))}
     return made | {"experts.bias1": copies(mlp["fc1.bias"]), "experts.bias2": mlp["fc2.bias"]}
 
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, XLMRobertaConfig, XLMRobertaModel
+from transformers import NomicBertConfig, NomicBertModel, PreTrainedModel, XLMRobertaConfig, XLMRobertaModel
 from transformers.trainer_utils import set_seed
 
 from embeddings.models.experts import Experts
@@ -84,6 +84,24 @@ def tiny_rotary(seed: int = 0, dropout: float = 0.0, num_layers: int = 2) -> Pre
         if name.startswith("encoder.") and "LayerNorm" not in name:
             nn.init.normal_(parameter, std=0.2)
     return to_rotary(model)
+
+
+def tiny_nomic(seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
+    """A small random NomicBert in float32, in evaluation mode: gated MLPs, no biases, uneven attention."""
+    set_seed(seed)
+    config = NomicBertConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        intermediate_size=64,
+        pad_token_id=0,
+    )
+    model = NomicBertModel(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.startswith("layers.") and "norm" not in name:
+            nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 def tiny_moe(seed: int = 0, dropout: float = 0.0, num_layers: int = 2, **upcycling: object) -> RotaryMoeModel:

@@ -18,9 +18,10 @@ from embeddings.models import Embedder, MeanPooling
 from embeddings.models.backbone import enable_checkpointing
 from embeddings.models.directory import MOE_FILES
 from embeddings.models.rotary_moe import RotaryMoeConfig, RotaryMoeModel
+from embeddings.models.upcycling import Upcycling, upcycle
 from tests.helpers.contrastive import gradient_vector
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
-from tests.models.moe import padded_ids, tiny_moe
+from tests.models.moe import padded_ids, stirred, tiny_moe, tiny_nomic
 from tests.models.reading import read
 
 
@@ -133,14 +134,18 @@ def forget(travelling_code: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
 
 @pytest.mark.parametrize("text", [TextSettings(24, 32, prompts={"query": "a query: "}), None])
-@pytest.mark.parametrize("mode", ["preserving", "release"])
+@pytest.mark.parametrize("mode", ["preserving", "release", "gated"])
 def test_sentence_transformers_gives_equal_vectors_of_an_upcycled_model(
     mode: str, text: TextSettings | None, tmp_path: Path, forget: Callable[[], None]
 ) -> None:
     tokenizer, prompted = wordpiece_tokenizer(), text is not None
     text = text or TextSettings(24, 32)
-    embedder = Embedder(tiny_moe(num_layers=4, mode=mode), tokenizer, MeanPooling(32), text=text).eval()
+    gated = stirred(upcycle(tiny_nomic(num_layers=4), Upcycling(num_experts=4)))
+    sparse = gated if mode == "gated" else tiny_moe(num_layers=4, mode=mode)
+    embedder = Embedder(sparse, tokenizer, MeanPooling(32), text=text).eval()
     embedder.save_pretrained(tmp_path / "model")
+    again = Embedder.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(*(one(read(tokenizer, ["pad the fox", "z"], "", 32)) for one in (again, embedder)))
     assert (tmp_path / "model" / "portable.py").exists() == prompted
     texts = ["pad the fox", "two numbers " * 20, "7 jumps over", "", "z"]
     prompt = text.prompts.get("query", "")
@@ -165,7 +170,7 @@ def test_the_code_of_a_directory_does_not_run_unasked(tmp_path: Path, forget: Ca
 
 
 def test_the_travelling_files_import_nothing_but_torch_transformers_and_each_other() -> None:
-    siblings, standard = {Path(name).stem for name in MOE_FILES}, {"collections", "dataclasses", "typing"}
+    siblings, standard = {Path(name).stem for name in MOE_FILES}, {"collections", "contextlib", "dataclasses", "typing"}
     assert len(MOE_FILES) == 5
     for name in MOE_FILES:
         for node in ast.walk(ast.parse(Path("embeddings/models", name).read_text(encoding="utf-8"))):

@@ -9,7 +9,7 @@ from embeddings.models.rotary import to_rotary
 from embeddings.models.rotary_moe import RotaryMoeLayer
 from embeddings.models.upcycling import Upcycling, parameter_counts, upcycle
 from tests.helpers.tiny import tiny_bert
-from tests.models.moe import padded_ids, tiny_moe, tiny_rotary
+from tests.models.moe import padded_ids, tiny_moe, tiny_nomic, tiny_rotary
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,35 @@ def test_release_drops_the_biases_and_leaves_the_weights_of_a_token_as_they_come
     torch.testing.assert_close(mlp(tokens[None])[0][0], share_T1 * alone, rtol=1e-5, atol=1e-6)
     found = sparse(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
     assert (found - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_gated_mlp_keeps_the_dense_output(top_k: int) -> None:
+    """NomicBert, as in §7.1; in float64, so that nothing but the maths is compared."""
+    dense, (ids, mask) = tiny_nomic(num_layers=4).double(), padded_ids()
+    gate, up, down = (getattr(dense.layers[1].mlp, f"{name}_proj").weight.clone() for name in ("gate", "up", "down"))
+    expected = dense(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
+    sparse = upcycle(dense, Upcycling(num_experts=4, top_k=top_k))
+    output = sparse(input_ids=ids, attention_mask=mask.long())
+    assert (output.last_hidden_state[mask] - expected).abs().max() <= 1e-12
+    assert sparse.config.moe_layers == [1, 3]
+    assert not any(name.endswith("bias1") for name in sparse.state_dict())
+    experts = sparse.layers[1].mlp.experts
+    for expert in range(4):
+        assert torch.equal(experts.w1[expert], torch.cat([gate, up]))
+        assert torch.equal(experts.w2[expert].T, down)
+    counts = parameter_counts(sparse)
+    assert counts.total - counts.active == 2 * (4 - top_k) * 3 * 32 * 64
+
+
+def test_a_gated_mlp_of_the_release_mode_is_weighed_by_the_routers_own_weights() -> None:
+    dense = tiny_nomic()
+    mlp, tokens = dense.layers[1].mlp, torch.randn(5, 32)
+    alone = mlp(tokens)
+    sparse = upcycle(dense, Upcycling("release", num_experts=4)).layers[1].mlp
+    share_T1 = sparse.router(tokens).weight_TK.sum(1, keepdim=True).detach()
+    assert float(share_T1.max()) < 1
+    torch.testing.assert_close(sparse(tokens[None])[0][0], share_T1 * alone, rtol=1e-5, atol=1e-6)
 
 
 def expert_matrices(mlp: MoeMlp) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +156,9 @@ def test_bad_settings_are_named(options: dict[str, object], says: str) -> None:
 
 
 def test_only_a_dense_rotary_encoder_is_upcycled() -> None:
-    with pytest.raises(OptionError, match="upcycling cannot be upcycled, got 'bert'; take a dense rotary encoder"):
+    with pytest.raises(
+        OptionError, match="upcycling cannot be upcycled, got 'bert'; take a dense rotary encoder: NomicBert"
+    ):
         upcycle(tiny_bert(), Upcycling())
     with pytest.raises(OptionError, match="upcycling has experts already, got 'rotary_moe'"):
         upcycle(tiny_moe(), Upcycling())
