@@ -131,7 +131,10 @@ CASES = [
                 pairs({**GOOD, "positive": {"text": "b"}}),
                 "pairs.jsonl:2: positive is an object, expected text or a list of texts",
             ),
-            "a text for a list": (pairs({**GOOD, "negatives": "c"}), "pairs.jsonl:2: negatives"),
+            "a number for a list": (
+                pairs({**GOOD, "negatives": 3}),
+                "pairs.jsonl:2: negatives is a number, expected text or a list",
+            ),
             "a list inside a list": (pairs({**GOOD, "negatives": [["c"]]}), "pairs.jsonl:2: negatives[0] is a list"),
             "a score that is NaN": (
                 pairs({**GOOD, "score": float("nan")}),
