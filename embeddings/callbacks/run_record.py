@@ -72,6 +72,9 @@ class RunRecord(SaveConfigCallback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Note how the run ended before its time; a disk that takes no note hides nothing of it."""
+        if self.log_dir != Path():
+            # Where the command line puts the traceback.
+            exception.run_folder = str(self.log_dir)  # type: ignore[attr-defined]
         with suppress(OSError):
             if isinstance(exception, PreemptedError | KeyboardInterrupt):
                 self._note_end(trainer, "interrupted", getattr(exception, "line", ""))

@@ -1,6 +1,7 @@
 """The commands that train: LightningCLI with our parser, our checks and our record of a run."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -21,20 +22,25 @@ from embeddings.callbacks.step_progress import show_whole_run
 from embeddings.cli.errors import ConfigError, reason, with_fix, with_way_out
 from embeddings.cli.fit_line import check_one_method
 from embeddings.cli.given import Signature, check_names, check_nulls, given_mappings, read_config
-from embeddings.cli.imports import restrict_imports
+from embeddings.cli.imports import check_functions, restrict_imports
 from embeddings.cli.notes import HeldNotes
 from embeddings.cli.recipes import expand_recipe
 from embeddings.cli.resume import AUTO, check_resumable, found_by_auto, keep_on_in_its_folder, show_place
 from embeddings.cli.yaml_files import parse_yaml
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.text import one_line
-from embeddings.strategies.timeout import limit_waiting
+from embeddings.strategies.ranks import set_up_ranks
 
 CKPT_KEYWORDS = ("best", "last", "hpc", AUTO)
 HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
 # What Lightning says of a checkpoint of another model, or of weights alone.
 NO_RESUME = r"Error\(s\) in loading state_dict|.?Trying to restore"
 FLOAT16 = ("16", "16-true", "16-mixed")
+LARGEST_SEED = 2**32 - 1
+# A process takes half a gigabyte before it holds a model.
+DEVICES_PER_CPU = 8
+# Beyond any run: thirty years of a step each millisecond.
+MOST_STEPS = 10**12
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 
@@ -89,6 +95,8 @@ class TrainerCLI(LightningCLI):
         """Parse the arguments given, whatever `sys.argv` holds."""
         self.config = parser.parse_args(args)
         check_given(args, self.config.fit.as_dict())
+        check_functions([*args, *given_mappings(args)], self.config.fit)
+        check_numbers(self.config.fit)
         check_checkpoint(self.config.fit.ckpt_path)
         self.goes_on = self.config.fit.ckpt_path == AUTO
         if self.goes_on:
@@ -144,7 +152,7 @@ class TrainerCLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
         except UserError:
             raise
-        except (MisconfigurationException, TypeError, ValueError) as error:
+        except (MisconfigurationException, ImportError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(refused_option(str(error), self.config.fit.trainer.as_dict())) from error
         precision = str(self.config.fit.trainer.precision)
         if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu":
@@ -152,7 +160,7 @@ class TrainerCLI(LightningCLI):
             raise OptionError("trainer.precision", precision, rule, "bf16-mixed is the other half precision")
         show_whole_run(trainer, callbacks)
         make_checkpoints_durable(trainer)
-        limit_waiting(trainer)
+        set_up_ranks(trainer)
         if self.goes_on and self.config.fit.ckpt_path:
             keep_on_in_its_folder(trainer, self.config.fit.ckpt_path)
         return trainer
@@ -238,7 +246,9 @@ def refused_option(message: str, given: dict[str, Any]) -> str:
         given: All options.
     """
     named = [name for name in given if re.search(rf"\b{name}\b", message)]
-    valued = [name for name in (*HARDWARE_OPTIONS, "max_time") if f"{given.get(name)}" in re.findall(r"\w+", message)]
+    valued = [
+        name for name in (*HARDWARE_OPTIONS, "max_time") if f"{given.get(name)}" in re.findall(r"[\w.=<>]+", message)
+    ]
     shown = (named or valued or HARDWARE_OPTIONS)[:4]
     options = ", ".join(f"trainer.{name}: {given[name]}" for name in shown)
     return f"{options}: {one_line(message, 220).rstrip('. ')}; change it, or leave it out"
@@ -254,6 +264,26 @@ def check_given(argv: Sequence[str], parsed: dict[str, Any]) -> None:
     for given in given_mappings(argv):
         check_names(given, parsed, signature)
     check_nulls(parsed, signature)
+
+
+def check_numbers(given: Namespace) -> None:
+    """Check the numbers that would end in a traceback, or in a run without an end.
+
+    Raises:
+        OptionError: If the seed is none, there are more processes than the machine can hold, or a limit is too far.
+    """
+    if not 0 <= given.seed_everything <= LARGEST_SEED:
+        rule = f"must lie in 0 … {LARGEST_SEED}"
+        raise OptionError("seed_everything", given.seed_everything, rule, "take any number in it")
+    devices, most = given.trainer.devices, DEVICES_PER_CPU * (os.cpu_count() or 1)
+    if str(devices).isdecimal() and int(devices) > most:
+        rule = f"must be at most {DEVICES_PER_CPU} for each CPU core, {most} here"
+        raise OptionError("trainer.devices", devices, rule, "lower it")
+    for name in ("max_steps", "max_epochs"):
+        limit = given.trainer[name]
+        if limit is not None and limit > MOST_STEPS:
+            rule = f"must be at most {MOST_STEPS}"
+            raise OptionError(f"trainer.{name}", limit, rule, "-1 sets no limit")
 
 
 def check_checkpoint(path: str | None) -> None:

@@ -111,7 +111,12 @@ def run_command(name: str, argv: Sequence[str]) -> None:
             check_names(given, {}, signature)
         check_nulls(parsed.as_dict(), signature)
     options = parser.instantiate(parsed)
-    function(**{key: options[key] for key in [*added, *command.positional]})
+    call(function, {key: options[key] for key in [*added, *command.positional]})
+
+
+def call(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Do a command's work; an exception that passes here is none of the command line's (see `errors`)."""
+    function(**options)
 
 
 def _by_position(annotation: Any, may_be_none: bool) -> dict[str, Any]:

@@ -2,16 +2,24 @@
 
 import importlib
 import inspect
+import io
+import os
 import re
+import shlex
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from difflib import get_close_matches
+from typing import IO
 
 from embeddings.cli.imports import may_name
 from embeddings.cli.source_names import parameters_in_source, public_names
 from embeddings.cli.source_types import argument_in_source
 from embeddings.common import NumericError, PreemptedError, UserError
-from embeddings.common.errors import WorkerError
+from embeddings.common.errors import WorkerError, is_panic
+from embeddings.common.slurm import is_first_process, process_rank
 from embeddings.common.text import one_line
 
 EXIT_OK = 0
@@ -26,6 +34,14 @@ INTERRUPTED = "interrupted; finished checkpoints and shards are kept, --ckpt_pat
 _DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (?:is killed by signal: (\w+)|exited unexpectedly)"
 )
+
+# What gloo, NCCL and torch's store say where another rank has ended.
+_LOST_RANK = re.compile(
+    r"[Cc]onnection (?:was likely )?(?:closed|reset)|remote process exited|remote worker|Broken pipe|[Ss]ocket"
+)
+
+# The functions that do a command's work; what is raised outside of them is about what the user wrote.
+_AT_WORK = {("lightning.pytorch.trainer.trainer", "_run_stage"), ("embeddings.cli.commands", "call")}
 
 _KEY = re.compile(r'Parser key "([^"]+)":\s*')
 _EXPECTED = re.compile(r"Expected an? (.+)", re.DOTALL)
@@ -159,11 +175,26 @@ def _parameters(class_path: str) -> list[str]:
 def run_guarded(command: Callable[[], None]) -> int:
     """Run a command and return its exit code.
 
-    A `UserError`, or a file where a folder is needed, ends in one line and code 2, a full disk, a refused path or what
-    a library reports of a file or a connection in one line and code 74, NaN or Inf, or a process of ours that died, in
-    one line and code 70, Ctrl-C in one line and code 130, a stop signal in one line and code 75 or 143. Any other
-    exception is a defect of ours and keeps its traceback.
+    A `UserError`, or a file where a folder is needed, ends in one line and code 2. A full disk, a refused path,
+    standard output that takes no more, and what a library reports of a file or a connection end in one line and code
+    74. NaN or Inf, and a process of ours that died, end in one line and code 70, Ctrl-C in one line and code 130, a
+    stop signal in one line and code 75 or 143. Any other exception ends in one line with its message, and its traceback
+    is in a file that the line names; the code is 2 before the command's work has begun, and 70 afterwards.
     """
+    _prepare_output()
+    try:
+        code = _run(command)
+    except SystemExit:
+        # The parser ends so behind its help.
+        refusal = _unwritten()
+        if refusal is None:
+            raise
+        return _report(_output_line(refusal), EXIT_IO)
+    refusal = _unwritten()
+    return _report(_output_line(refusal), EXIT_IO) if refusal is not None and code == EXIT_OK else code
+
+
+def _run(command: Callable[[], None]) -> int:
     try:
         command()
     except (UserError, NumericError, WorkerError) as error:
@@ -172,7 +203,7 @@ def run_guarded(command: Callable[[], None]) -> int:
         return _report(INTERRUPTED, EXIT_INTERRUPTED)
     except PreemptedError as stop:
         if stop.line:
-            print(f"preempted: {one_line(stop.line, limit=600)}", file=sys.stderr)
+            _say(f"preempted: {one_line(stop.line, limit=600)}")
         return stop.exit_code
     except SystemExit as stop:
         # Lightning turns Ctrl-C into an exit of its own.
@@ -183,14 +214,58 @@ def run_guarded(command: Callable[[], None]) -> int:
         where = _without_suffix(error.filename or "a path")
         return _report(f"{where}: {error.strerror}, so nothing can be written there; name another place", EXIT_INPUT)
     except OSError as error:
-        return _report(_io_line(error), EXIT_IO)
-    except RuntimeError as error:
-        # torch raises it in the main process, wherever that is, as soon as the system tells of the death.
-        dead = _DEAD_WORKER.search(str(error))
-        if dead is None:
+        refusal = _unwritten() if error.filename is None else None
+        return _report(_io_line(error) if refusal is None else _output_line(refusal), EXIT_IO)
+    except Exception as error:
+        return _unforeseen(error)
+    except BaseException as error:
+        if not is_panic(error):
             raise
-        return _report(_dead_worker_line(*dead.groups()), EXIT_INTERNAL)
+        return _unforeseen(error)
     return EXIT_OK
+
+
+def _unforeseen(error: BaseException) -> int:
+    """End a command for an exception that nothing here has foreseen: one line, and a file with the traceback."""
+    # torch raises it in the main process, wherever that is, as soon as the system tells of the death.
+    dead = _DEAD_WORKER.search(str(error))
+    if dead is not None:
+        return _report(_dead_worker_line(*dead.groups()), EXIT_INTERNAL)
+    path = _write_traceback(error)
+    where = f"the traceback is in {path}" if path else "no folder takes its traceback"
+    ranks = sys.modules.get("embeddings.strategies.ranks")
+    if ranks is not None and isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
+        lost = ranks.lost_rank()
+        if lost == "":
+            return EXIT_INTERNAL
+        if lost is not None:
+            return _report(f"{lost}; resume with --ckpt_path, {where}", EXIT_INTERNAL)
+    rank = "" if is_first_process() else f"rank {process_rank()}: "
+    message = one_line(str(error), 300).rstrip(".")
+    kind = type(error).__name__
+    what = f"{message} ({kind})" if message else kind
+    return _report(f"{rank}{what}; {where}", EXIT_INTERNAL if _was_at_work(error) else EXIT_INPUT)
+
+
+def _was_at_work(error: BaseException) -> bool:
+    """Whether an exception comes out of a command's work: training steps, or the function that is the command."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any((frame.f_globals.get("__name__"), frame.f_code.co_name) in _AT_WORK for frame, _ in frames)
+
+
+def _write_traceback(error: BaseException) -> str:
+    """Write an exception's traceback beside the run, or into the temporary folder; returns the file, "" for none."""
+    text = f"{shlex.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"
+    for folder in (getattr(error, "run_folder", None), None):
+        with (
+            suppress(OSError),
+            tempfile.NamedTemporaryFile(
+                "w", prefix="traceback-", suffix=".txt", dir=folder, delete=False, encoding="utf-8", errors="replace"
+            ) as file,
+        ):
+            file.write(text)
+            return file.name
+    return ""
 
 
 def _dead_worker_line(processes: str, signal: str | None) -> str:
@@ -214,5 +289,43 @@ def _without_suffix(path: object) -> str:
 
 
 def _report(message: str, code: int) -> int:
-    print(f"error: {one_line(message, 400)}", file=sys.stderr)
+    _say(f"error: {one_line(message, 500)}")
     return code
+
+
+def _say(line: str) -> None:
+    """Write a line to standard error; where that is full, the exit code alone tells of the end."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _give_up(sys.stderr)
+
+
+def _prepare_output() -> None:
+    """Have the standard streams take any text: what their encoding lacks as an escape, nothing where one is closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it is open as long as the process lives
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _unwritten() -> OSError | None:
+    """Why standard output has not taken all that was printed, None where it has."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _give_up(sys.stdout)
+        return error
+    return None
+
+
+def _output_line(error: OSError) -> str:
+    return f"standard output: {error.strerror}; free its disk or give another, then run the command again"
+
+
+def _give_up(stream: IO[str]) -> None:
+    """Let a stream lead nowhere: Python would fail again as it writes the rest on its way out."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -8,6 +8,7 @@ from embeddings.cli.commands import COMMANDS, run_command
 from embeddings.cli.errors import ConfigError, run_guarded
 from embeddings.cli.fit_line import check_fit_line
 from embeddings.cli.recipes import expand_recipe
+from embeddings.common.slurm import check_variables
 from embeddings.common.stopping import answering_stops
 
 TRAINER_COMMANDS = {"fit": "train a model from configs"}
@@ -43,6 +44,7 @@ def dispatch(argv: list[str]) -> None:
         given = f"got {argv[1]!r}" if argv[1:] else "got nothing"
         raise ConfigError(f"{name}: the next word must be {' or '.join(kinds)}, {given}; {name} --help lists them")
     elif name in TRAINER_COMMANDS:
+        check_variables()
         check_fit_line(expand_recipe(argv))
         with answering_stops():
             from embeddings.cli.app import run_trainer  # Lightning and torch load only for the commands that train

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from embeddings.common import InputError
+from embeddings.common.errors import shown
 
 # Values that aliases may stand for beyond those that are written out: a few lines of them can stand for billions.
 MOST_ALIASED_VALUES = 10_000
@@ -86,6 +87,21 @@ class _PlainLoader(yaml.SafeLoader):
                 problem = "a NUL character" if found[0] == "\0" else "half of a character"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """What a node stands for."""
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:
+            # What looks like a number or a date, or is tagged as one, and has too many digits or is none.
+            raise yaml.MarkedYAMLError(problem=_problem(node, error), problem_mark=node.start_mark) from error
+
+
+def _problem(node: yaml.Node, error: Exception) -> str:
+    what = f"{shown(node.value)} is no {node.tag.rpartition(':')[2]}"
+    return f"{what} ({str(error).partition(';')[0]})" if isinstance(error, ValueError) else what
 
 
 def _check_keys(node: yaml.MappingNode) -> None:

@@ -1,5 +1,10 @@
 """Errors that people cause, and the exit code each one ends a command with."""
 
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -82,6 +87,44 @@ class PreemptedError(SystemExit):
     def __init__(self, line: str, code: int) -> None:
         super().__init__(code)
         self.line, self.exit_code = line, code
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust has panicked; the exception's class cannot be imported, and is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Inside, a panic of a library written in Rust is a RuntimeError.
+
+    What such a library writes to standard error meanwhile, a backtrace of some forty lines, is dropped; whatever else
+    is written there comes afterwards.
+    """
+    try:
+        standard_error = os.dup(2)
+    except OSError:  # it is closed
+        standard_error = -1
+    is_dropped = False
+    with tempfile.TemporaryFile() as held:
+        try:
+            if standard_error >= 0:
+                os.dup2(held.fileno(), 2)
+            yield
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            is_dropped = True
+            raise RuntimeError(str(error)) from error
+        finally:
+            if standard_error >= 0:
+                if sys.stderr is not None:
+                    sys.stderr.flush()
+                os.dup2(standard_error, 2)
+                os.close(standard_error)
+                held.seek(0)
+                if not is_dropped:
+                    os.write(2, held.read())
 
 
 def shown(value: object, most: int = 60) -> str:

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 import embeddings.models.architectures  # noqa: F401 - makes our own known
 from embeddings.common import InputError, OptionError
-from embeddings.common.errors import shown
+from embeddings.common.errors import panics_as_errors, shown
 from embeddings.common.text import check_tokenizer_files, one_line
 from embeddings.models.bidirectional import make_bidirectional_config, require_bidirectional
 from embeddings.models.hub import resolve_model
@@ -285,7 +285,11 @@ def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokeniz
         # transformers would make an empty one and go on.
         raise InputError(str(folder), "holds no tokenizer", "save one beside the model")
     try:
-        tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
+        with panics_as_errors():
+            tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
+            # Some files have the library panic only when a text is read, which would end a loader's worker.
+            with suppress(Exception):
+                tokenizer("a 1 é")
     # A damaged tokenizer.json is reported by the Rust library as a bare Exception.
     except Exception as error:
         raise InputError(str(folder), f"tokenizer cannot be read: {_first_line(error)}", "take a whole copy") from error

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from embeddings.common import ContrastiveBatch, LossOutput
-from embeddings.strategies.timeout import TIMEOUT
+from embeddings.strategies.ranks import TIMEOUT
 from embeddings.training import GradCache
 from embeddings.training.sharding import sharded_like, whole_parameters, whole_state
 

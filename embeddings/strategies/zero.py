@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from embeddings.common import ContrastiveBatch, LossOutput, NumericError, Representations, TokenBatch
 from embeddings.strategies import zero_state
-from embeddings.strategies.timeout import TIMEOUT
+from embeddings.strategies.ranks import TIMEOUT
 from embeddings.training import GradCache
 from embeddings.training.sharding import make_contiguous
 

@@ -1,7 +1,13 @@
 import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from embeddings.cli.commands import call
 from embeddings.cli.errors import reason, run_guarded, with_way_out
 from embeddings.cli.main import main
 from embeddings.common import InputError, NumericError
@@ -49,9 +55,61 @@ def test_what_a_library_says_of_a_file_is_the_line_where_it_gives_no_number(erro
     assert capsys.readouterr().err.startswith(says)
 
 
-def test_a_defect_of_ours_keeps_its_traceback():
-    with pytest.raises(AssertionError):
-        run_guarded(raising(AssertionError("ours")))
+class PanicException(BaseException):
+    """As a library written in Rust raises it."""
+
+
+@pytest.mark.parametrize("error", [AssertionError("ours"), RuntimeError("first\nlast"), PanicException("at once")])
+def test_an_exception_that_nobody_foresaw_is_one_line_and_its_traceback_is_in_a_file(error, capsys):
+    assert run_guarded(raising(error)) == 2
+    words = " ".join(str(error).split())
+    found = re.fullmatch(
+        rf"error: {words} \({type(error).__name__}\); the traceback is in (\S+)\n", capsys.readouterr().err
+    )
+    assert found is not None
+    assert "in command\n    raise error\n" in Path(found[1]).read_text()
+    Path(found[1]).unlink()
+
+
+def test_one_of_a_commands_own_work_is_internal(capsys):
+    assert run_guarded(lambda: call(raising(KeyError("name")), {})) == 70
+    assert "error: 'name' (KeyError); the traceback is in " in capsys.readouterr().err
+
+
+def test_a_traceback_lies_beside_the_run_that_it_ended(tmp_path, capsys):
+    error = KeyError("name")
+    error.run_folder = str(tmp_path)
+    run_guarded(raising(error))
+    (file,) = tmp_path.iterdir()
+    assert str(file) in capsys.readouterr().err
+
+
+def test_another_base_exception_passes():
+    with pytest.raises(GeneratorExit):
+        run_guarded(raising(GeneratorExit()))
+
+
+@pytest.mark.parametrize(
+    ("redirection", "words", "ending"),
+    [
+        (">/dev/full", "print('é')", (74, "error: standard output: No space left on device; free its disk or give ")),
+        (">/dev/full", "print('é', flush=True)", (74, "error: standard output: No space left on device; free its ")),
+        (">/dev/full", "sys.exit(print('é'))", (74, "error: standard output: No space left on device; free its ")),
+        (">/dev/full 2>&1", "print('é')", (74, "")),
+        (">/dev/full 2>&1", "int('x')", (2, "")),
+        ("| true", "print('é' * 10**6)", (74, "error: Broken pipe; ")),
+        (">&-", "sys.stdout.write('é')", (0, "")),
+        ("| cat >&2", "print('é')", (0, "\\xe9")),
+    ],
+)
+def test_standard_output_that_is_ascii_full_or_closed_is_no_traceback(redirection, words, ending):
+    guarded = f"import sys; from embeddings.cli.errors import run_guarded as run; sys.exit(run(lambda: {words}))"
+    script = f'set -o pipefail; {sys.executable} -c "{guarded}" {redirection}'
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, env=environment, text=True)
+    assert ended.returncode == ending[0]
+    assert ended.stderr.startswith(ending[1])
+    assert ended.stderr.count("\n") == bool(ending[1])
 
 
 def test_an_exit_that_lightning_made_of_an_interrupt_is_an_interrupt(capsys):

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.app import check_arguments, run_trainer
 from embeddings.cli.errors import ConfigError
+from embeddings.common import UserError
 from tests.helpers.runs import run_config, write_config
 
 PLACES = {
@@ -62,6 +63,24 @@ def test_nor_by_a_word_of_the_command_line(option, tmp_path):
     file = write_config(tmp_path, run_config(tmp_path))
     with pytest.raises(ConfigError, match=r"a config may not name (os|posix)\.system; name a class of embeddings"):
         run_trainer(["fit", "--config", file, option, "os.system"])
+
+
+@pytest.mark.parametrize(
+    "path", ["embeddings.data.cache.remove_abandoned", "torch.nn.init.zeros_", "embeddings.callbacks.RunHealth.setup"]
+)
+def test_a_callbacks_hook_names_no_function(path, tmp_path, monkeypatch):
+    config = run_config(tmp_path)
+    hook = {"class_path": "lightning.pytorch.callbacks.LambdaCallback", "init_args": {"on_fit_start": path}}
+    config["trainer"]["callbacks"] = [hook]
+    file = write_config(tmp_path, config)
+    with pytest.raises(UserError, match=r"a config may not name the function .*; name a class"):
+        run_trainer(["fit", "--config", file])
+
+
+def test_a_function_that_is_a_classs_own_default_is_none_that_a_config_names(tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.BackboneFinetuning"}]
+    check_arguments(["fit", "--config", write_config(tmp_path, config)])
 
 
 def test_nor_by_a_tag_of_yaml(tmp_path):

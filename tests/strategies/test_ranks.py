@@ -5,7 +5,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from embeddings.strategies import FSDP2Strategy
-from embeddings.strategies.timeout import limit_waiting
+from embeddings.strategies.ranks import set_up_ranks
 
 
 @pytest.mark.parametrize(
@@ -15,11 +15,11 @@ from embeddings.strategies.timeout import limit_waiting
 )
 def test_ranks_wait_ten_minutes_unless_told_otherwise(strategy: object, minutes: int) -> None:
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
-    limit_waiting(trainer)
+    set_up_ranks(trainer)
     assert trainer.strategy._timeout == timedelta(minutes=minutes)
 
 
 def test_a_single_process_waits_for_nobody() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    limit_waiting(trainer)
+    set_up_ranks(trainer)
     assert isinstance(trainer.strategy, SingleDeviceStrategy)
