@@ -33,6 +33,16 @@ def test_what_is_read_is_what_the_safe_loader_reads(text, tmp_path):
         ("a: &a [*a]\n", "it is nested too deep, or an alias holds itself"),
         ("[" * 5000, "it is nested too deep"),
         (bomb(30), "its aliases stand for 4,294,967,230 values; write out what they stand for"),
+        (
+            "a: 1\nb: 2026-13-45\n",
+            "not a YAML file: '2026-13-45' is no timestamp (month must be in 1..12), line 2; mend",
+        ),
+        ("a: !!timestamp x\n", "not a YAML file: 'x' is no timestamp, line 1; mend the line"),
+        ("a: !!bool x\n", "not a YAML file: 'x' is no bool, line 1"),
+        (
+            "a: " + "9" * 5000,
+            "is no int (Exceeds the limit (4300 digits) for integer string conversion: value has 5000",
+        ),
         ("? [a]\n: 1\n", "not a YAML file: found unhashable key, line 1"),
     ],
 )

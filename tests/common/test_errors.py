@@ -1,8 +1,16 @@
+import os
 import pickle
 
 import pytest
 
-from embeddings.common.errors import InputError, MissingExtraError, NumericError, OptionError, UserError
+from embeddings.common.errors import (
+    InputError,
+    MissingExtraError,
+    NumericError,
+    OptionError,
+    UserError,
+    panics_as_errors,
+)
 
 
 def test_input_error_names_place_fault_and_way_out():
@@ -48,3 +56,28 @@ def test_an_error_arrives_from_another_process_as_it_was(error):
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
     assert arrived.args == error.args
+
+
+class PanicException(BaseException):
+    """As a library written in Rust raises it."""
+
+
+def failing(error: BaseException) -> None:
+    with panics_as_errors():
+        os.write(2, b"a note")
+        raise error
+
+
+def test_a_panic_is_an_error_without_its_backtrace(capfd):
+    with pytest.raises(RuntimeError, match=r"^index out of bounds$"):
+        failing(PanicException("index out of bounds"))
+    assert capfd.readouterr().err == ""
+
+
+def test_what_else_is_written_meanwhile_comes_afterwards_and_other_exceptions_pass(capfd):
+    with panics_as_errors():
+        os.write(2, b"a warning")
+    assert capfd.readouterr().err == "a warning"
+    with pytest.raises(KeyboardInterrupt):
+        failing(KeyboardInterrupt())
+    assert capfd.readouterr().err == "a note"

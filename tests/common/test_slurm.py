@@ -1,6 +1,6 @@
 import pytest
 
-from embeddings.common import slurm
+from embeddings.common import UserError, slurm
 from tests.callbacks.preempted_runs import fake_scontrol
 
 NAMES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "RANK", "LOCAL_RANK")
@@ -61,6 +61,14 @@ def test_a_runs_processes_are_counted(environment, number, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert slurm.num_processes() == number
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["first", "-1", "", "1.0", "¹"])
+def test_a_variable_that_is_no_number_is_named(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=rf"^{name} must be a whole number >= 0 in the environment, got "):
+        slurm.num_processes()
 
 
 @pytest.mark.parametrize(("code", "refusal"), [(0, ""), (1, "Invalid job id")])

@@ -263,3 +263,21 @@ def test_a_number_of_layers_that_cannot_be_is_one_line(bert: Path) -> None:
         BackboneConfig("a", num_layers=0)
     with pytest.raises(OptionError, match=r"backbone\.num_layers must be <= 2, the model's, got 3"):
         load_backbone(BackboneConfig(str(bert), num_layers=3))
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "says"),
+    [
+        ("model", {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}, "range end index 2 out of range"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}, "index out of bounds"),
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "chunk size must be non-zero"),
+    ],
+)
+def test_a_tokenizer_that_panics_is_one_line(
+    bert: Path, capfd: pytest.CaptureFixture[str], part: str, value: object, says: str
+) -> None:
+    file = bert / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {part: value}))
+    with pytest.raises(InputError, match=f"tokenizer cannot be read: {says}"):
+        load_backbone(BackboneConfig(str(bert)))
+    assert "panicked" not in capfd.readouterr().err

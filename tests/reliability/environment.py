@@ -154,6 +154,14 @@ CASES = [
                 at("trainer", precision="16-true"),
                 "trainer.precision must not be float16 on a processor, got '16-true'",
             ),
+            "a SLURM variable that is no number": (
+                both(run(), variable("SLURM_PROCID", "first")),
+                "SLURM_PROCID must be a whole number >= 0 in the environment, got 'first'",
+            ),
+            "a job of several tasks that none was started for": (
+                both(run(), variable("SLURM_NTASKS", "2")),
+                "Use `--ntasks-per-node=2` instead",
+            ),
             "packages to trust that are none": (
                 both(run(), variable("EMBED_IMPORTS", "no-package")),
                 "EMBED_IMPORTS=no-package is no list of packages as one imports them",
