@@ -37,7 +37,7 @@ _DEAD_WORKER = re.compile(
 
 # What gloo, NCCL and torch's store say where another rank has ended.
 _LOST_RANK = re.compile(
-    r"[Cc]onnection (?:was likely )?(?:closed|reset)|remote process exited|remote worker|Broken pipe|[Ss]ocket"
+    r"[Cc]onnection (?:was likely )?(?:closed|reset)|remote process exited|remote worker|Broken pipe"
 )
 
 # The functions that do a command's work; what is raised outside of them is about what the user wrote.

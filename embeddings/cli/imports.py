@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -65,7 +64,7 @@ def check_functions(given: Sequence[Any], parsed: Any) -> None:
     Raises:
         UserError: Naming the function.
     """
-    text = json.dumps(given, default=str)
+    text = repr(given)
     for function in _functions(parsed):
         name = getattr(function, "__qualname__", type(function).__name__)
         path = f"{function.__module__}.{name}"

@@ -68,6 +68,7 @@ def lost_rank() -> str | None:
             return f"rank 0, process {_parent}, has ended" if os.environ["LOCAL_RANK"] == "1" else ""
         dead = _dead(_started[-1]) if _started else ""
         if dead:
+            _kill(_started[-1])
             return _tell(dead)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     return "" if is_launched else None
@@ -93,9 +94,14 @@ def _end_with(children: Processes) -> None:
     line = _tell(dead)
     if line:
         print(f"error: {line}; resume with --ckpt_path", file=sys.stderr, flush=True)
+    _kill(children)
+    os._exit(_EXIT_INTERNAL)
+
+
+def _kill(children: Processes) -> None:
+    """End what is left: over NCCL it would wait in a collective for minutes."""
     for child in children:
         child.kill()
-    os._exit(_EXIT_INTERNAL)
 
 
 def _tell(line: str) -> str:

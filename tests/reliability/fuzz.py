@@ -179,7 +179,8 @@ def _outcome(words: list[str]) -> dict[str, Any]:
         return {"code": code, "fault": f"took more than {MOST_SECONDS} s, and then said {errors.getvalue()[-1500:]}"}
     said = errors.getvalue()
     refusals = [line for line in said.splitlines() if line.startswith("error: ")]
-    if code not in ENDINGS or "Traceback" in said:
+    # What nobody foresaw is one line too, which names the file of its traceback.
+    if code not in ENDINGS or "Traceback" in said or "the traceback is in" in said:
         return {"code": code, "fault": said[-3000:]}
     if code and (len(refusals) != 1 or len(refusals[0]) > 400):
         return {"code": code, "fault": f"{len(refusals)} lines of refusal: {said[-1500:]}"}

@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,11 +45,12 @@ def test_a_mutation_changes_its_file() -> None:
     assert sum(changed) > 45
 
 
-def test_a_traceback_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(words: list[str]) -> int:
-        raise KeyError(words[0])
+@pytest.mark.parametrize("guard", [lambda command: command(), run_guarded], ids=["raised", "written to a file"])
+def test_a_traceback_is_found(guard: Callable[..., Any], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise KeyError("name")
 
-    monkeypatch.setattr(fuzz, "main", broken)
+    monkeypatch.setattr(fuzz, "main", lambda words: guard(broken))
     assert "KeyError" in fuzz.run_case(world, 0, 0)["fault"]
 
 
