@@ -60,7 +60,8 @@ class ContextualStep(ContrastiveStep, Protocol):
 
     The plain step is `context = embed_context(batch.context)`, then `ContrastiveStep`'s with
     `embed(tokens, context)`. GradCache runs each stage in mini-batches of its own, so a text's vector may depend on
-    other texts through the context and in no other way.
+    other texts through the context and in no other way. A step whose attribute `trains_context` is false has a first
+    stage without gradient.
     """
 
     def embed_context(self, tokens: TokenBatch) -> Tensor:

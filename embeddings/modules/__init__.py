@@ -1,7 +1,7 @@
 """Floor 4: the methods, one file each."""
 
 from embeddings.modules.base import ContrastiveModule
-from embeddings.modules.cde import CDEModule, ContextSettings
+from embeddings.modules.cde import CDEModule, ContextSettings, FirstStageTraining
 from embeddings.modules.masked_lm import MaskedLMModule
 from embeddings.modules.mgh_curriculum import MGHCurriculumModule
 from embeddings.modules.moe_embed import MoEEmbedModule
@@ -11,6 +11,7 @@ __all__ = [
     "CDEModule",
     "ContextSettings",
     "ContrastiveModule",
+    "FirstStageTraining",
     "MGHCurriculumModule",
     "MaskedLMModule",
     "MoEEmbedModule",

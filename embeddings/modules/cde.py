@@ -1,19 +1,43 @@
 """CDE: two stages, where every text is embedded beside documents of its own batch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+import lightning as L
 import torch
-from torch import Tensor
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
 
-from embeddings.common import ContrastiveBatch, OptionError, Representations, TokenBatch
+from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
+from embeddings.common.distributed import is_distributed
+from embeddings.common.log import logger
 from embeddings.common.mini_batches import take_texts
 from embeddings.common.randomness import derive_seed, run_seed
 from embeddings.losses import InfoNCE
+from embeddings.losses.word_prediction import WordPrediction
 from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
 from embeddings.models.layers import compile_layers
+from embeddings.models.lora import plain_backbone
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory
+from embeddings.training.graphs import attach_gradient
+from embeddings.training.replay import RandomState
 from embeddings.training.schedule import Schedule
+
+Phase = Literal["words", "frozen", "joint"]
+
+# The context's influence is measured once in so many optimiser steps, on so many texts.
+MEASURED_EVERY = 50
+MEASURED_TEXTS = 8
+# Below it the vectors of a context are one vector.
+DEAD_SPREAD = 0.05
+_DIED = (
+    "step %d: the context has died: the cosine between two of its vectors is %.3f, so texts' vectors hardly depend on "
+    "it; have the first stage learn words first and then rest, "
+    "model.first_stage_training={word_steps: N, frozen_steps: null}, or lower the learning rate"
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +70,50 @@ class ContextSettings:
             raise OptionError("model.context.max_length", self.max_length, "must be >= 1", "leave it out for no limit")
 
 
+@dataclass(frozen=True)
+class FirstStageTraining:
+    """How the first stage is trained. The defaults are the paper's: with the second stage, at its rate, all along.
+
+    The contrastive loss can make all context vectors one vector, a soft prompt, before the second stage has learnt to
+    tell them apart; no text's vector then depends on its context. What is here against it is ours: the first stage
+    learns first, by itself, to say what is in a text, and then stays as it is, or moves slowly.
+
+    Args:
+        word_steps: Optimiser steps at the start that train the first stage alone, to predict each text's words from
+            its vector (`WordPrediction`). Their rate rises over a tenth of them to the optimiser's own and decays to
+            zero; the schedule begins after them.
+        frozen_steps: Optimiser steps after those in which the first stage stays as it is; None for the rest of the run.
+        learning_rate_factor: Factor of the first stage's learning rate while it is trained with the second stage.
+
+    Raises:
+        OptionError: If a number is impossible, or the factor has no step to apply to.
+    """
+
+    word_steps: int = 0
+    frozen_steps: int | None = 0
+    learning_rate_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        name = "model.first_stage_training"
+        for option, steps in (("word_steps", self.word_steps), ("frozen_steps", self.frozen_steps)):
+            if steps is not None and steps < 0:
+                raise OptionError(f"{name}.{option}", steps, "must be >= 0", "0 is the paper's")
+        factor = self.learning_rate_factor
+        if not 0.0 < factor < float("inf"):
+            fix = "frozen_steps: null freezes the first stage"
+            raise OptionError(f"{name}.learning_rate_factor", factor, "must be > 0 and finite", fix)
+        if self.frozen_steps is None and factor != 1.0:
+            rule = "has no step to apply to where the first stage is frozen to the end"
+            raise OptionError(f"{name}.learning_rate_factor", factor, rule, "leave it out, or limit frozen_steps")
+
+    def phase(self, step: int) -> Phase:
+        """What optimiser step `step` (0-based) trains: `words` the first stage, `frozen` the second, `joint` both."""
+        if step < self.word_steps:
+            return "words"
+        is_frozen = self.frozen_steps is None or step < self.word_steps + self.frozen_steps
+        return "frozen" if is_frozen else "joint"
+
+
 class CDEModule(ContrastiveModule):
     """Contextual document embeddings on any Hugging Face encoder, or a decoder without its causal mask.
 
@@ -53,6 +121,10 @@ class CDEModule(ContrastiveModule):
     Eq. 5 and 6); queries and documents share the weights, the stages do not. The context of a step is the batch's own
     documents in a random order, the first J of them, and one context serves all texts of the step. Where a batch has
     fewer, null vectors fill the other places. That neighbours share a batch is the sampler's part (§4.1).
+
+    Logged: `train/context_spread`, one minus the mean cosine between the context vectors of a step; and once in 50
+    steps, where no strategy cuts the weights, `train/context_sensitivity`, one minus the mean cosine between texts'
+    vectors behind the step's context and behind the step's before. One warning where the spread falls below 0.05.
 
     Determinism: a step's context follows from (seed, epoch, batch, rank), with GradCache or without.
     Distributed: each rank's context is its own documents, as released. Candidates that are gathered from other ranks
@@ -63,6 +135,7 @@ class CDEModule(ContrastiveModule):
         backbone: The second stage's encoder. The paper starts both stages from NomicBERT.
         first_stage_backbone: The first stage's encoder, of the same tokenizer; None for another copy of `backbone`.
         context: Which documents are context, and how the model reads them.
+        first_stage_training: When and how fast the first stage is trained, and by what; by default as in the paper.
         loss: InfoNCE. The paper uses a temperature of 0.02, and a false-negative filter (Eq. 4).
         optimizer: Makes the optimiser. CDE: Adam with a learning rate of 2e-5.
         schedule: CDE: 1,000 warm-up steps, then linear decay to zero.
@@ -73,7 +146,9 @@ class CDEModule(ContrastiveModule):
             None for the run's (`seed_everything`).
 
     Attributes:
-        read_batch: The batch of the last training step with the context that it was read beside.
+        read_batch: The batch of the last training step with the context that it was read beside; in steps of word
+            prediction its texts as the first stage reads them, without a context.
+        trains_context: Whether the current step trains the first stage.
 
     Raises:
         OptionError: If the backbones do not fit together, the first one has fewer positions than the context's
@@ -92,6 +167,7 @@ class CDEModule(ContrastiveModule):
         backbone: BackboneConfig,
         first_stage_backbone: BackboneConfig | None = None,
         context: ContextSettings = ContextSettings(),
+        first_stage_training: FirstStageTraining = FirstStageTraining(),
         loss: InfoNCE | None = None,
         optimizer: OptimizerFactory = lambda params: torch.optim.Adam(params, lr=2e-5),
         schedule: Schedule = Schedule(warmup_steps=1000),  # noqa: B008 - frozen
@@ -115,28 +191,171 @@ class CDEModule(ContrastiveModule):
         embedder.first_stage.max_length = context.max_length
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
         self.context = context
+        self.first_stage_training = first_stage_training
+        self._phase: Phase = "joint"
+        self._words: WordPrediction | None = None
+        if first_stage_training.word_steps:
+            words: Any = plain_backbone(embedder.backbone).get_input_embeddings()
+            # A copy of its own, since a strategy may cut the table.
+            self._words = WordPrediction(words.weight, embedder.tokenizer.all_special_ids)
+        if first_stage_training.phase(0) == "frozen" and first_stage_training.frozen_steps is None:
+            embedder.first_stage.requires_grad_(False)
+        # The context of this step and of the one before, as vectors.
+        self._context_MH: Tensor | None = None
+        self._previous_context_MH: Tensor | None = None
+        self._has_warned = False
+
+    @property
+    def trains_context(self) -> bool:
+        """Whether the current step trains the first stage."""
+        return self._phase != "frozen"
+
+    def parts_of_own_rate(self) -> Mapping[str, nn.Module]:
+        """The first stage, where it is not trained as the rest is."""
+        return {} if self.first_stage_training == FirstStageTraining() else {"first_stage": self.embedder.first_stage}
+
+    def rate_factor(self, part: str | None, step: int, total_steps: int) -> float:
+        """The share of the peak learning rate: the schedule's from the first contrastive step on; 0 of what rests."""
+        training = self.first_stage_training
+        phase, num_words = training.phase(step), training.word_steps
+        is_first_stage = part == "first_stage"
+        if phase == "words":
+            return Schedule(warmup_steps=num_words // 10).factor(step, num_words) if is_first_stage else 0.0
+        if is_first_stage and phase == "frozen":
+            return 0.0
+        factor = self._schedule.factor(step - num_words, total_steps - num_words)
+        return factor * training.learning_rate_factor if is_first_stage else factor
 
     def embed_context(self, tokens: TokenBatch) -> Tensor:
-        """The first stage's vectors of all documents in their order, (M, H) float32."""
-        return self.embedder.embed_context(tokens.padded(pad_token_id=self.embedder.pad_token_id))
+        """The first stage's vectors of all documents in their order, (M, H) float32; no gradient while it is frozen."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_context):
+            return self.embedder.embed_context(tokens.padded(pad_token_id=self.embedder.pad_token_id))
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """Vectors of all texts beside a context, (M, H) with M <= J, or beside null vectors where it is None."""
+        """Vectors of all texts beside a context, (M, H) with M <= J, or beside null vectors where it is None.
+
+        In steps of word prediction: the first stage's vectors of the texts.
+        """
+        if self._phase == "words":
+            return Representations(self.embed_context(tokens))
+        self._context_MH = None if context is None else context.detach()
         return Representations(self.embedder(tokens.padded(pad_token_id=self.embedder.pad_token_id), context))
 
+    def loss_from_representations(
+        self, query: Representations, candidate: Representations, batch: ContrastiveBatch
+    ) -> LossOutput:
+        """The contrastive loss of a whole batch, or that of predicting its texts' words."""
+        if self._phase != "words":
+            return super().loss_from_representations(query, candidate, batch)
+        assert self._words is not None
+        towers = (batch.query, batch.candidate)
+        texts = TokenBatch(
+            torch.cat([tokens.input_ids_T for tokens in towers]),
+            torch.cat([tokens.pooling_mask_T for tokens in towers]),
+            torch.cat([tokens.lengths_N for tokens in towers]),
+        )
+        loss: Tensor = self._words(torch.cat([query.vector_ND, candidate.vector_ND]), texts)
+        return LossOutput(loss, {"word_loss": loss.detach()})
+
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
-        """The loss of one batch beside its own documents."""
-        context, num_extra = self.choose_context(batch, batch_idx), self.embedder.num_extra_tokens
-        self.read_batch = replace(batch, context=context, num_extra_tokens=num_extra)
-        return super().training_step(self.read_batch, batch_idx)
+        """The loss of one batch beside its own documents, or of predicting its texts' words."""
+        self._phase = self.first_stage_training.phase(self.global_step)
+        if self._phase == "words":
+            query, candidate = self._documents(batch.query), self._documents(batch.candidate)
+            self.read_batch = replace(batch, query=query, candidate=candidate)
+        else:
+            context, num_extra = self.choose_context(batch, batch_idx), self.embedder.num_extra_tokens
+            self.read_batch = replace(batch, context=context, num_extra_tokens=num_extra)
+        loss = super().training_step(self.read_batch, batch_idx)
+        if self._phase != "words":
+            self._watch_context(batch)
+        if is_distributed() and not self._cuts_weights:
+            # DDP waits for a gradient of every parameter.
+            loss = attach_gradient(loss, [loss], [torch.ones_like(loss)], self._resting())
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Leave the stage that is not trained as it is: no gradient, no decay, and no change of the optimiser's state.
+
+        ZeRO keeps gradients of its own; there a learning rate of zero does it.
+        """
+        for parameter in self._resting():
+            parameter.grad = None
+        super().on_before_optimizer_step(optimizer)
 
     def choose_context(self, batch: ContrastiveBatch, batch_idx: int) -> TokenBatch:
         """The context of a step: at most J of the batch's documents, in random order."""
         seed = derive_seed(self._seed, "context", self.current_epoch, batch_idx, self.global_rank)
         num_documents = len(batch.candidate if self.context.include_negatives else batch.query)
         order = torch.randperm(num_documents, generator=torch.Generator().manual_seed(seed))
-        documents = take_texts(batch.candidate, order[: self.embedder.num_context], self.context.max_length)
-        return documents if self.context.max_length is None else _pool_somewhere(documents)
+        return self._documents(batch.candidate, order[: self.embedder.num_context])
+
+    def _documents(self, tokens: TokenBatch, rows: Tensor | None = None) -> TokenBatch:
+        """Some texts, or all, as the first stage reads them."""
+        if self.context.max_length is None:
+            return tokens if rows is None else take_texts(tokens, rows)
+        return _pool_somewhere(
+            take_texts(tokens, torch.arange(len(tokens)) if rows is None else rows, self.context.max_length)
+        )
+
+    def _resting(self) -> list[nn.Parameter]:
+        """The trainable parameters that the current step leaves as they are."""
+        if self._phase == "joint":
+            return []
+        first = set(self.embedder.first_stage.parameters())
+        return [p for p in self.parameters() if p.requires_grad and (p in first) == (self._phase == "frozen")]
+
+    @property
+    def _cuts_weights(self) -> bool:
+        strategy = self.trainer.strategy
+        return isinstance(strategy, ModelParallelStrategy) or getattr(strategy, "shards_weights", False)
+
+    def _check_schedule(self, trainer: L.Trainer, steps: int | None) -> None:
+        super()._check_schedule(trainer, steps)
+        num_words, total_steps = self.first_stage_training.word_steps, self._schedule.total_steps or steps
+        if trainer.fast_dev_run or total_steps is None or not num_words:  # type: ignore[attr-defined]
+            return
+        if num_words + self._schedule.warmup_steps >= total_steps:
+            rule = f"must leave more than the schedule's warm-up of the run's {total_steps} optimiser steps"
+            raise OptionError("model.first_stage_training.word_steps", num_words, rule, "lower it or train longer")
+
+    @torch.no_grad()
+    def _watch_context(self, batch: ContrastiveBatch) -> None:
+        """Log what is left of the context's influence, and warn once where nothing is."""
+        context_MH, before_MH = self._context_MH, self._previous_context_MH
+        self._previous_context_MH = context_MH
+        if context_MH is None or len(context_MH) < 2:
+            return
+        found = {"context_spread": context_spread(context_MH)}
+        is_measured = (self.global_step + 1) % MEASURED_EVERY == 0
+        if is_measured and before_MH is not None and not self._cuts_weights:
+            found["context_sensitivity"] = self._sensitivity(batch, context_MH, before_MH)
+        self.log_dict({f"train/{name}": value for name, value in found.items()}, batch_size=len(batch))
+        if is_measured and not self._has_warned and found["context_spread"] < DEAD_SPREAD:
+            self._has_warned = True
+            logger.warning(_DIED, self.global_step, 1.0 - float(found["context_spread"]))
+
+    def _sensitivity(self, batch: ContrastiveBatch, context_MH: Tensor, other_MH: Tensor) -> Tensor:
+        """One minus the mean cosine between some texts' vectors behind one context and behind another, ()."""
+        tokens = take_texts(batch.query, torch.arange(min(len(batch), MEASURED_TEXTS)))
+        state = RandomState.capture(context_MH.device)
+        own_ND = self.embed(tokens, context_MH).vector_ND
+        with state.replayed():
+            other_ND = self.embed(tokens, other_MH).vector_ND
+        return 1.0 - F.cosine_similarity(own_ND.float(), other_ND.float(), dim=-1).mean()
+
+
+def context_spread(context_MH: Tensor) -> Tensor:
+    """One minus the mean cosine between two different vectors, () float32: 0 where all point one way.
+
+    Args:
+        context_MH: At least two vectors, (M, H).
+    """
+    unit_MH = F.normalize(context_MH.float(), dim=-1)
+    num_vectors = len(unit_MH)
+    # |sum of unit vectors|^2 counts each pair twice and each vector with itself.
+    others = unit_MH.sum(dim=0).square().sum() - unit_MH.square().sum()
+    return 1.0 - others / (num_vectors * (num_vectors - 1))
 
 
 def _pool_somewhere(tokens: TokenBatch) -> TokenBatch:

@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -80,6 +80,14 @@ class OptimizedModule(L.LightningModule):
         """The modules that hold the weights, and of each the methods beside `forward` that use them."""
         raise NotImplementedError
 
+    def parts_of_own_rate(self) -> Mapping[str, nn.Module]:
+        """The modules inside whose learning rate `rate_factor` tells from the rest's, by name."""
+        return {}
+
+    def rate_factor(self, part: str | None, step: int, total_steps: int) -> float:
+        """The share of the peak learning rate at an optimiser step, for a part of its own or, where None, the rest."""
+        return self._schedule.factor(step, total_steps)
+
     def on_fit_start(self) -> None:
         """Switch dropout on: Lightning leaves modes as they are, and a model that was loaded is in evaluation mode."""
         self.train()
@@ -134,7 +142,7 @@ class OptimizedModule(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimiser over trainable parameters and its schedule, stepped once an optimiser step."""
         optimizer = self._make_optimizer()
-        scheduler = self._schedule.scheduler(optimizer, self._trainer_steps())
+        scheduler = self._schedule.scheduler(optimizer, self._trainer_steps(), self.rate_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -183,7 +191,7 @@ class OptimizedModule(L.LightningModule):
             )
 
     def _make_optimizer(self) -> Optimizer:
-        groups, fix = parameter_groups(self), "the method configs hold usual values"
+        groups, fix = parameter_groups(self, self.parts_of_own_rate()), "the method configs hold usual values"
         try:
             optimizer = self._optimizer(groups)
         except ValueError as error:

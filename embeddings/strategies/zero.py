@@ -190,6 +190,7 @@ class _ThroughEngine(nn.Module):
     def __init__(self, engine: nn.Module, module: Any) -> None:
         super().__init__()
         self.engine, self.module = engine, module
+        self.trains_context = getattr(module, "trains_context", True)
 
     def embed_context(self, tokens: TokenBatch) -> Tensor:
         vector_MH: Tensor = self.engine(tokens, is_context=True)[0]

@@ -49,8 +49,8 @@ class GradCache:
 
     A `ContextualStep` over a batch with a context has two stages. The first pass runs them in order, and the vectors
     of the first are a leaf that every mini-batch of the second reads; the second pass runs them in reverse, so that
-    the leaf has the gradient of both towers when the first stage is handed it. A stage that is not trained costs
-    nothing but its recomputation.
+    the leaf has the gradient of both towers when the first stage is handed it. A second stage that is not trained
+    costs nothing but its recomputation; a first stage that is not (`trains_context` of the step is false) runs once.
 
     Args:
         mini_batch_tokens: Most padded tokens of a mini-batch, a text's context included. A longer text is alone.
@@ -202,6 +202,8 @@ class _TwoPasses:
         self.syncs_each = syncs_each
         self.device = batch.query.device
         self.stages = engine.plan_stages(batch)
+        # The first stage whose mini-batches have a second pass.
+        self.first_trained = int(len(self.stages) > 1 and not getattr(step, "trains_context", True))
         self.num_kept: list[int] = []
         self.visits: list[list[_Visit]] = []
         self.towers: dict[int, Representations] = {}
@@ -219,7 +221,8 @@ class _TwoPasses:
         for stage in range(len(self.stages)):
             self._embed_stage(stage)
             for leaf in self._leaves():
-                leaf.requires_grad_(torch.is_grad_enabled() and leaf.is_floating_point())
+                is_trained = leaf is not self.context or self.first_trained == 0
+                leaf.requires_grad_(torch.is_grad_enabled() and leaf.is_floating_point() and is_trained)
 
     def loss(self) -> LossOutput:
         """The loss of the whole batch."""
@@ -231,14 +234,15 @@ class _TwoPasses:
         with torch.autocast(self.device.type, enabled=False):
             gradients = torch.autograd.grad(loss, list(leaves), allow_unused=True, materialize_grads=True)
         self.gradient_of = dict(zip(leaves, gradients, strict=True))
-        if self.context is not None:
+        if self.context in self.gradient_of:
             # Many mini-batches will add to it.
             gradient = self.gradient_of[self.context]
             self.gradient_of[self.context] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
     def second_order(self) -> list[_Visit]:
         """From the last stage to the first; of each the kept graphs before the others, whose memory they free."""
-        return [visit for visits in reversed(self.visits) for visit in sorted(visits, key=lambda v: v.graph is None)]
+        trained = self.visits[self.first_trained :]
+        return [visit for visits in reversed(trained) for visit in sorted(visits, key=lambda v: v.graph is None)]
 
     def run_early(self, visit: _Visit, loss: Tensor, backward: Backward, scale: float) -> None:
         """The second pass of any mini-batch but the last."""
@@ -262,7 +266,8 @@ class _TwoPasses:
         return attach_gradient(loss, [*outputs, *of_loss], [*gradients, *of_loss.values()], missing)
 
     def _embed_stage(self, stage: int) -> None:
-        plan, budget, with_graphs = self.stages[stage], self.engine.budget, torch.is_grad_enabled()
+        plan, budget = self.stages[stage], self.engine.budget
+        with_graphs = torch.is_grad_enabled() and stage >= self.first_trained
         num_kept = budget.num_kept(self.stages, self.num_kept) if with_graphs else 0
         visits: list[_Visit] = []
         for index, mini_batch in enumerate(plan):
@@ -342,7 +347,7 @@ class _TwoPasses:
         """Whether a mini-batch keeps its graph where the first `num_kept` of its stage may."""
         if index < len(self.stages[stage]) - 1:
             return index < num_kept
-        if stage == 0 and not self.keeps_last:
+        if stage == self.first_trained and not self.keeps_last:
             # Its backward ends the step, and the wrapper must see its forward outside `no_sync`.
             return False
         # Beside graphs that fill a memory budget the last one has no room, unless it was counted.

@@ -1,6 +1,6 @@
 """Parameter groups for an optimiser, and what it keeps of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -8,11 +8,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
+def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = None) -> list[dict[str, Any]]:
     """The trainable parameters in two groups: matrices, and vectors and scalars without weight decay.
 
     Biases, norm weights and temperatures are pulled to zero by weight decay without any gain, so their group sets
     `weight_decay` to 0; the matrices take the optimiser's own value.
+
+    Args:
+        module: The module.
+        parts: Modules inside it that get two groups each of their own, whose `part` is the name; the other parameters
+            are in groups without it.
 
     Raises:
         ValueError: If nothing is trainable.
@@ -20,13 +25,15 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
         raise ValueError("no parameter is trainable: the whole model is frozen")
-    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trainable if parameter.ndim < 2]
+    part_of = {parameter: name for name, part in (parts or {}).items() for parameter in part.parameters()}
     groups: list[dict[str, Any]] = []
-    if matrices:
-        groups.append({"params": matrices})
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
+    for name in (None, *(parts or {})):
+        own = [parameter for parameter in trainable if part_of.get(parameter) == name]
+        options = {} if name is None else {"part": name}
+        if matrices := [parameter for parameter in own if parameter.ndim >= 2]:
+            groups.append({"params": matrices, **options})
+        if vectors := [parameter for parameter in own if parameter.ndim < 2]:
+            groups.append({"params": vectors, "weight_decay": 0.0, **options})
     return groups
 
 

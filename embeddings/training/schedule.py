@@ -1,6 +1,7 @@
 """Learning-rate schedules keyed to optimiser steps."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,6 +9,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from embeddings.common.errors import OptionError
+
+# The share of the peak rate at a step of so many, for the part that a parameter group names.
+PartFactor = Callable[[str | None, int, int], float]
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,22 @@ class Schedule:
         left = max(0.0, (total_steps - step) / max(1, total_steps - self.warmup_steps))
         return left if self.decay == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
 
-    def scheduler(self, optimizer: Optimizer, trainer_steps: int | None) -> LambdaLR:
+    def scheduler(
+        self, optimizer: Optimizer, trainer_steps: int | None, part_factor: PartFactor | None = None
+    ) -> LambdaLR:
         """The schedule as a PyTorch scheduler that is stepped once an optimiser step.
 
         Args:
             optimizer: Whose learning rates are the peak.
             trainer_steps: The trainer's optimiser steps, used where `total_steps` is None.
+            part_factor: Takes the place of `factor`; its first argument is a group's `part`, None where it has none.
         """
         steps = self._length(trainer_steps) or self.warmup_steps + 1
-        return LambdaLR(optimizer, lambda step: self.factor(step, steps))
+
+        def of_group(part: str | None) -> Callable[[int], float]:
+            return lambda step: self.factor(step, steps) if part_factor is None else part_factor(part, step, steps)
+
+        return LambdaLR(optimizer, [of_group(group.get("part")) for group in optimizer.param_groups])
 
     def check(self, trainer_steps: int | None) -> None:
         """Check that the run has an end to decay towards, and that the warm-up comes before it.

@@ -25,6 +25,7 @@ from embeddings.models import BackboneConfig, LoraSettings, Upcycling
 from embeddings.modules import (
     CDEModule,
     ContextSettings,
+    FirstStageTraining,
     MaskedLMModule,
     MGHCurriculumModule,
     MoEEmbedModule,
@@ -53,6 +54,13 @@ class SharedContext(CDEModule):
         return take_texts(batches("cde", None)[0].candidate, torch.arange(5))
 
 
+class WordsAlone(SharedContext):
+    """Its only step predicts words, which a run of it would be refused for."""
+
+    def _check_schedule(self, trainer: L.Trainer, steps: int | None) -> None:
+        """Nothing: what is tested is a step."""
+
+
 def write_models(folder: Path) -> None:
     """What `methods` loads."""
     backbone_folder(folder / "bert")
@@ -78,6 +86,20 @@ def methods(folder: Path) -> dict[str, Make]:
         "mgh": partial(MGHCurriculumModule, decoder, lora=lora, **contrastive),
         "moe": partial(MoEEmbedModule, BackboneConfig(dense), upcycling=Upcycling(num_experts=4), **contrastive),
         "cde": partial(SharedContext, BackboneConfig(bert), context=ContextSettings(num_context=5), **contrastive),
+        "cde, words": partial(
+            WordsAlone,
+            BackboneConfig(bert),
+            context=ContextSettings(num_context=5),
+            first_stage_training=FirstStageTraining(word_steps=1),
+            **contrastive,
+        ),
+        "cde, frozen": partial(
+            SharedContext,
+            BackboneConfig(bert),
+            context=ContextSettings(num_context=5),
+            first_stage_training=FirstStageTraining(frozen_steps=1),
+            **contrastive,
+        ),
         "language model": partial(MaskedLMModule, "causal", BackboneConfig(causal), **options),
     }
 

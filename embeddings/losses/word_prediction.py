@@ -1,0 +1,94 @@
+"""A bag of words as a target: how well a text's vector tells the words of the text."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from embeddings.common import TokenBatch
+from embeddings.common.distributed import is_distributed
+from embeddings.losses.similarity import working_dtype
+
+# Texts whose products with the whole vocabulary are in memory at once.
+_TILE = 256
+# The logit of each word of a text whose vector is the sum of its words' vectors, were these orthogonal.
+_LOGIT = 3.0
+# What a word counts that no text had so far.
+_UNSEEN = 0.01
+
+
+class WordPrediction(nn.Module):
+    """The cross entropy between a text's distinct tokens, each weighted alike, and a softmax over the vocabulary.
+
+    The logit of token v is 3 sqrt(W) cos(text's vector, v's row of a fixed table) + log(texts so far that had v), W
+    being the text's distinct tokens: no vector has a higher cosine than 1 / sqrt(W) with all of W orthogonal rows.
+    What is frequent everywhere is known without the vector, and rows are centred over the vocabulary: so what all
+    vectors share predicts nothing and takes length from what does. Only the direction counts, which is all that an
+    encoder with a layer norm behind its inputs sees.
+
+    Args:
+        table_VH: A vector for each token id, (V, H) float: the word embeddings of whatever reads the vectors. Copied.
+        special_ids: Tokens that are no target, such as [CLS].
+
+    Attributes:
+        count_V: Texts so far that had each token, (V,) float32; a checkpoint keeps it.
+
+    Distributed: the counts are of all ranks' texts, one all-reduce a call; the mean is of a rank's own.
+    Source: ours; neither the CDE paper nor its release has it.
+    """
+
+    def __init__(self, table_VH: Tensor, special_ids: Iterable[int]) -> None:
+        super().__init__()
+        table_VH = table_VH.detach().float()
+        # No buffers: DDP sends those around at every step.
+        self.table_VH = F.normalize(table_VH - table_VH.mean(dim=0), dim=-1)
+        self.is_word_V = torch.ones(len(table_VH), dtype=torch.bool)
+        self.is_word_V[list(special_ids)] = False
+        self.count_V: Tensor
+        self.register_buffer("count_V", torch.zeros(len(table_VH)))
+
+    def forward(self, vector_NH: Tensor, tokens: TokenBatch) -> Tensor:
+        """The mean cross entropy, (), over the texts that have a target; their words are counted first.
+
+        Args:
+            vector_NH: A vector for each text, (N, H) float.
+            tokens: The texts, whose tokens that enter the pooling are the targets.
+
+        Precision: float32, float64 where the vectors are. At most 256 texts' logits are in memory; the backward
+            computes them again.
+        """
+        device, num_texts = vector_NH.device, len(tokens)
+        self.table_VH, self.is_word_V = self.table_VH.to(device), self.is_word_V.to(device)
+        text_T = torch.repeat_interleave(torch.arange(num_texts, device=device), tokens.lengths_N.to(device))
+        is_target_T = tokens.pooling_mask_T & self.is_word_V[tokens.input_ids_T]
+        distinct_2W: Tensor = torch.stack([text_T, tokens.input_ids_T])[:, is_target_T]
+        text_W, word_W = torch.unique(distinct_2W, dim=1)
+        count_N = torch.bincount(text_W, minlength=num_texts)
+        self._count(word_W)
+        with torch.autocast(device.type, enabled=False):
+            unit_NH = F.normalize(vector_NH.to(working_dtype(vector_NH)), dim=-1)
+            prior_V = (self.count_V + _UNSEEN).log().masked_fill(~self.is_word_V, -torch.inf).to(unit_NH.dtype)
+            scaled_NH = _LOGIT * count_N.to(unit_NH.dtype).sqrt()[:, None] * unit_NH
+            logit_W = (scaled_NH[text_W] * self.table_VH[word_W].to(unit_NH.dtype)).sum(dim=1) + prior_V[word_W]
+            mean_N = torch.zeros_like(unit_NH[:, 0]).index_add(0, text_W, logit_W) / count_N.clamp(min=1)
+            tiles = [
+                checkpoint(self._log_sum, tile_nH, prior_V, use_reentrant=False, preserve_rng_state=False)
+                for tile_nH in torch.split(scaled_NH, _TILE)
+            ]
+            has_target_N = count_N > 0
+            loss_N = torch.where(has_target_N, torch.cat(tiles) - mean_N, 0.0)
+            return loss_N.sum() / has_target_N.sum().clamp(min=1)
+
+    def _count(self, word_W: Tensor) -> None:
+        """Count the words of the ranks' texts, each once a text."""
+        new_V = torch.bincount(word_W, minlength=len(self.count_V)).to(self.count_V.dtype)
+        if is_distributed():
+            torch.distributed.all_reduce(new_V)
+        self.count_V += new_V
+
+    def _log_sum(self, scaled_nH: Tensor, prior_V: Tensor) -> Tensor:
+        """The logarithm of the sum of all words' exponentials, (n,)."""
+        logit_nV = scaled_nH @ self.table_VH.T.to(scaled_nH.dtype) + prior_V
+        return logit_nV.logsumexp(dim=1)
