@@ -221,16 +221,17 @@ def test_the_weights_are_the_released_ones_in_another_shape() -> None:
 
 
 class Casts(TorchDispatchMode):
-    """Counts the casts of tensors of some shape."""
+    """Counts the casts of tensors of some shape to bfloat16."""
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()
         self.shape, self.count = shape, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
         if function is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
-            self.count += 1
-        return function(*args, **(kwargs or {}))
+            self.count += options.get("dtype") is torch.bfloat16
+        return function(*args, **options)
 
 
 def passes(experts: Experts, shares: bool, recomputes: bool) -> tuple[list[Tensor], list[Tensor], int]:

@@ -12,13 +12,16 @@ from embeddings.common import ContrastiveStep, LossOutput, NumericError, OptionE
 from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE, LoadBalancing, load_balancing_loss
 from embeddings.models import BackboneConfig, LoraSettings, RotaryMoeModel, Upcycling
-from embeddings.models.experts import loop_experts
+from embeddings.models.experts import Experts, loop_experts
 from embeddings.models.moe_router import Router
 from embeddings.modules import MoEEmbedModule
 from embeddings.training import GradCache
 from embeddings.training.plain_step import plain_step
 from tests.helpers.contrastive import gradient_vector, random_batch, relative_error
 from tests.helpers.runs import write_config
+from tests.helpers.tiny import save_backbone, wordpiece_tokenizer
+from tests.models.moe import tiny_nomic
+from tests.models.test_experts import Casts
 from tests.modules.moe_modules import dense_folder, direct_gradient, moe_config, moe_module
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -179,6 +182,32 @@ def test_upcycling_starts_at_the_dense_twin(dense: str) -> None:
         for options in ({"load_balancing": None}, {"upcycling": Upcycling()})
     ]
     assert (vectors[0] - vectors[1]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_casts_the_experts_weights_once(dense: str, checkpointing: bool) -> None:
+    module, batch = moe_module(dense, checkpointing), random_batch(6, 2)
+    (shape,) = {part.w1.shape for part in module.modules() if isinstance(part, Experts)}
+    engine = GradCache(mini_batch_tokens=40, kept_fraction=0.5)
+    assert len(engine.plan(batch)) > 3
+    for run in (engine.forward_backward, plain_step):
+        with Casts(shape) as casts, torch.autocast("cpu", torch.bfloat16):
+            run(module, batch)
+        # Both matrices have this shape; a recomputation in a backward outside the step's autocast is not counted.
+        assert casts.count == 2
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_nomic_bert_is_upcycled_and_trained_like_any(tmp_path: Path, checkpointing: bool) -> None:
+    """§7.1: gated experts, one a token; GradCache has the plain step's gradient, kept graphs or not."""
+    folder = save_backbone(str(tmp_path), tiny_nomic(), wordpiece_tokenizer())
+    module = moe_module(folder, checkpointing, top_k=1).double()
+    output, expected = plain(module)
+    for engine in (GradCache(mini_batch_tokens=40), GradCache(mini_batch_tokens=40, kept_fraction=0.5)):
+        module.zero_grad()
+        found = engine.step(module, random_batch(6, 2, seed=3))
+        torch.testing.assert_close(found.loss, output.loss.detach())
+        assert relative_error(gradient_vector(module), expected) < 1e-10
 
 
 def test_with_lora_experts_and_routers_stay_as_they_are(dense: str) -> None:
