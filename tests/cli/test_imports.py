@@ -66,7 +66,7 @@ def test_nor_by_a_word_of_the_command_line(option, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["embeddings.data.cache.remove_abandoned", "torch.nn.init.zeros_", "embeddings.callbacks.RunHealth.setup"]
+    "path", ["embeddings.data.staging.remove_abandoned", "torch.nn.init.zeros_", "embeddings.callbacks.RunHealth.setup"]
 )
 def test_a_callbacks_hook_names_no_function(path, tmp_path, monkeypatch):
     config = run_config(tmp_path)
