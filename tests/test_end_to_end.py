@@ -9,7 +9,6 @@ import torch
 
 from embeddings.cli.app import run_trainer
 from embeddings.cli.main import main
-from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached
 from tests.helpers.runs import run_config, write_config, write_retrieval_folder
@@ -72,9 +71,10 @@ def test_train_score_save_search_and_evaluate(kind, tmp_path, capsys):
         assert part in text
     assert (tmp_path / "exported" / "curves.png").read_bytes() == b"picture"
     from embeddings.inference import Encoder
+    from embeddings.modules import NVEmbedModule
 
-    cli.model.load_state_dict(read_checkpoint(last)["state_dict"])
-    trained = Encoder(cli.model.embedder, precision="float32").encode(["pad the fox", "two"])
+    module = NVEmbedModule.load_from_checkpoint(last)
+    trained = Encoder(module.embedder, precision="float32").encode(["pad the fox", "two"])
     exported = Encoder.from_pretrained(str(tmp_path / "exported"), precision="float32").encode(["pad the fox", "two"])
     assert np.abs(trained - exported).max() <= 1e-5
 

@@ -26,6 +26,7 @@ def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:
     if not path or not Path(path).is_file():
         return trainer.global_step
     state = trainer.strategy.checkpoint_io.load_checkpoint(path)
+    module.on_load_checkpoint(state)
     if cuts_weights(trainer):
         trainer.strategy.load_model_state_dict(state)
     else:

@@ -51,8 +51,11 @@ def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
     halves = precision in ("bf16-true", "16-true")
     state: Any = getattr(module, "state_per_weight", None)
     per_weight = 0.0 if state is None else state()
+    left_out: set[str] = getattr(module, "frozen_names", set)()
     total = 0.0
-    for value in (*module.parameters(), *module.buffers()):
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if name in left_out:
+            continue
         size = 2 if halves and value.is_floating_point() else value.itemsize
         total += value.numel() * size * (1 + per_weight * value.requires_grad)
     return int(total)

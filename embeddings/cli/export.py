@@ -7,9 +7,6 @@ from typing import Any, Literal
 
 from embeddings.cli.errors import reason
 from embeddings.common import InputError, OptionError
-from embeddings.common.text import one_line
-
-ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
 
 
 def export(
@@ -17,7 +14,7 @@ def export(
     output: Path,
     scores: Path | None = None,
     licence: str | None = None,
-    format: Literal["torch", "onnx", "onnx-int8"] = "torch",
+    format: Literal["torch", "onnx", "onnx-int8", "adapter"] = "torch",
 ) -> None:
     """Write the model of a training checkpoint: a sentence-transformers directory, or a language model's directory.
 
@@ -33,12 +30,14 @@ def export(
         licence: The model's licence for the card, as the Hub names it (`apache-2.0`).
         format: `onnx` writes the backbone's graph too, as `onnx/model.onnx`, where sentence-transformers looks for it;
             for models that load without code of their own. `onnx-int8` writes that and, beside it, the same graph with
-            its linear layers in int8, as `onnx/model_qint8_avx512_vnni.onnx`.
+            its linear layers in int8, as `onnx/model_qint8_avx512_vnni.onnx`. `adapter` writes the LoRA matrices
+            unmerged too, as `adapter/` in peft's layout; the model itself has them merged either way.
     """
     from embeddings.cli.card_facts import facts_of_checkpoint, read_scores, run_folder
     from embeddings.common.checkpoint_file import read_checkpoint
     from embeddings.interop.onnx_graph import check_onnx
-    from embeddings.models.directory import replaced_folder, require_folder_or_nothing
+    from embeddings.models.directory import ADAPTER_FOLDER, replaced_folder, require_folder_or_nothing
+    from embeddings.models.lora import save_adapters
     from embeddings.models.model_card import CURVES_FILE, keeps_card, write_model_card
 
     require_folder_or_nothing(output)
@@ -58,13 +57,20 @@ def export(
         module.save_pretrained(output)
         print(f"wrote {output}")
         return
-    if format != "torch":
+    if format == "adapter" and embedder.frozen_base is None:
+        rule = "needs LoRA matrices on a model that has files of its own"
+        raise OptionError("format", format, rule, "leave it out: the model directory holds all weights")
+    if format in ("onnx", "onnx-int8"):
         check_onnx(embedder)
     output, run = output.expanduser(), run_folder(checkpoint)
     lines = [f"wrote {output}"]
     with replaced_folder(output) as new:
         embedder.save_pretrained(new)
-        if format != "torch":
+        if format == "adapter":
+            base = embedder.frozen_base.origin()
+            save_adapters(embedder.backbone, new / ADAPTER_FOLDER, base.name, base.commit)
+            lines.append(f"wrote {output / ADAPTER_FOLDER}: LoRA matrices for peft, of {base.name}")
+        elif format != "torch":
             lines += write_graphs(new, output, with_int8=format == "onnx-int8")
         if (run / CURVES_FILE).is_file():
             shutil.copyfile(run / CURVES_FILE, new / CURVES_FILE)
@@ -93,50 +99,8 @@ def trained_module(state: dict[str, Any], checkpoint: Path) -> Any:
         InputError: If the checkpoint does not say how it is built, or it is none of those that train a model, or its
             weights do not fit.
     """
-    from embeddings.modules.base import ContrastiveModule
-    from embeddings.modules.masked_lm import MaskedLMModule
+    from embeddings.modules.optimized import configured_module, set_weights
 
-    config = state.get("run_config")
-    if not isinstance(config, dict) or "model" not in config:
-        raise InputError(str(checkpoint), "holds no run_config", "export a checkpoint that `main.py fit` wrote")
-    module = build_module(config["model"], checkpoint)
-    if not isinstance(module, ContrastiveModule | MaskedLMModule):
-        raise InputError(str(checkpoint), f"holds a {type(module).__name__}, which trains no model", "export another")
-    try:
-        module.load_state_dict(state["state_dict"])
-        module.on_load_checkpoint(state)
-    except (KeyError, RuntimeError, TypeError) as error:
-        what = f"its content does not fit its config: {one_line(str(error), 100)}"
-        raise InputError(str(checkpoint), what, "export another") from error
+    module = configured_module(state, str(checkpoint), explain=reason)
+    set_weights(module, state, str(checkpoint))
     return module
-
-
-def build_module(model: dict[str, Any], checkpoint: Path) -> Any:
-    """The module that a `model:` section describes.
-
-    Raises:
-        InputError: If the section names a class that a checkpoint may not make, or makes no module.
-    """
-    from jsonargparse import ArgumentError, ArgumentParser
-    from lightning import LightningModule
-
-    for class_path in class_paths(model):
-        if not class_path.startswith(ALLOWED_CLASSES):
-            raise InputError(str(checkpoint), f"asks for the class {class_path}", "load it only by a config you wrote")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LightningModule, "model")
-    try:
-        return parser.instantiate(parser.parse_object({"model": model})).model
-    except (ArgumentError, TypeError) as error:
-        what = f"its config makes no model: {one_line(reason(str(error)), 120)}"
-        raise InputError(str(checkpoint), what, "export it with the version that wrote it") from error
-
-
-def class_paths(value: Any) -> list[str]:
-    """Every `class_path` inside nested plain types."""
-    if isinstance(value, dict):
-        found = [value["class_path"]] if isinstance(value.get("class_path"), str) else []
-        return found + [path for item in value.values() for path in class_paths(item)]
-    if isinstance(value, list):
-        return [path for item in value for path in class_paths(item)]
-    return []

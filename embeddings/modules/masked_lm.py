@@ -17,6 +17,7 @@ from embeddings.models import BackboneConfig, LoraSettings
 from embeddings.models.bidirectional import check_causal
 from embeddings.models.document_mask import check_separation, window
 from embeddings.models.from_scratch import FromScratch
+from embeddings.models.hub import FrozenBase, resolve_model
 from embeddings.models.language_model import HeadSettings, LanguageModel, load_language_model
 from embeddings.models.layers import compile_layers
 from embeddings.models.lora import plain_backbone
@@ -83,6 +84,8 @@ class MaskedLMModule(OptimizedModule):
             _check_model(model, objective, separate_documents)
             causal = objective == "causal"
             self.language_model = LanguageModel(model, tokenizer, causal, lora, head.train_beside_lora)
+        if backbone is not None and lora is not None:
+            self.frozen_base = FrozenBase(backbone.name, resolve_model(backbone.name, backbone.revision))
         if backbone is not None and backbone.compile:
             compile_layers(self.language_model.backbone)
         if not causal and masking is None:

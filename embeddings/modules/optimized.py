@@ -4,10 +4,11 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
+from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -16,16 +17,26 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from embeddings.common import InputError, NumericError, OptionError
+from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.distributed import reduce_int
 from embeddings.common.randomness import derive_seed, run_seed
+from embeddings.common.text import one_line
 from embeddings.data.planned_datamodule import PlannedDataModule
 from embeddings.data.run_length import accumulated_batches, batches_since_step, run_steps
+from embeddings.models.hub import FrozenBase
 from embeddings.models.layers import is_compiled
+from embeddings.models.lora import frozen_weights
 from embeddings.training.optim import parameter_groups, state_per_weight
 from embeddings.training.schedule import Schedule
 from embeddings.training.sharding import shard
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
+
+# What a checkpoint may name to be made of: nothing that it asks for runs any other code.
+ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
+
+# Where a checkpoint holds weights: the second where Lightning's `WeightAveraging` puts its average into the first.
+_WEIGHTS = ("state_dict", "current_model_state")
 
 
 class OptimizedModule(L.LightningModule):
@@ -47,6 +58,7 @@ class OptimizedModule(L.LightningModule):
         self._optimizer: OptimizerFactory = lambda groups: optimizer(groups)
         self._schedule = schedule
         self._seed = run_seed(seed)
+        self.frozen_base: FrozenBase | None = None
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
         """Check optimiser and schedule against what the trainer and the data say of themselves.
@@ -146,7 +158,16 @@ class OptimizedModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Have a checkpoint within an accumulation resume at its first batch: accumulated gradients are not saved."""
+        """Leave out the weights that the files of a frozen base hold, and gradients that are being accumulated.
+
+        A checkpoint within an accumulation resumes at its first batch.
+        """
+        left_out = self.frozen_names()
+        for key in _WEIGHTS if left_out else ():
+            if key in checkpoint:
+                checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name not in left_out}
+        if self.frozen_base is not None and self.trainer.is_global_zero:
+            checkpoint["frozen_base"] = self.frozen_base.to_dict()
         num_batches = batches_since_step(self.trainer)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         if num_batches and isinstance(data, PlannedDataModule):
@@ -155,6 +176,58 @@ class OptimizedModule(L.LightningModule):
             states = loops["state_dict"].get("combined_loader", [])
             for loader in (checkpoint[type(data).__qualname__]["loader"], *states):
                 loader["delivered"] -= num_batches
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the frozen base's weights, which this module has from its files, beside those of a checkpoint.
+
+        Raises:
+            InputError: If the checkpoint was trained on other weights.
+        """
+        saved = checkpoint.get("frozen_base")
+        if saved is None or self.frozen_base is None:
+            return
+        self.frozen_base.check(saved)
+        own, names = self.state_dict(), self.frozen_names()
+        for key in _WEIGHTS:
+            if key in checkpoint:
+                checkpoint[key] = {**{name: own[name] for name in names}, **checkpoint[key]}
+
+    def frozen_names(self) -> set[str]:
+        """The weights that a checkpoint leaves out, since the files of a frozen base hold them."""
+        return frozen_weights(self) if self.frozen_base is not None else set()
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **arguments: Any,
+    ) -> Self:
+        """The module of a checkpoint with its weights.
+
+        Args:
+            checkpoint_path: A file that `fit` wrote.
+            map_location: The device, None for the CPU.
+            hparams_file: Not used: a checkpoint has its configuration inside.
+            strict: Whether the weights must be those that the module has; None for yes.
+            weights_only: Changes nothing: reading a checkpoint never runs code.
+            arguments: All arguments of the module; without any, the configuration that `fit` has put inside.
+
+        Raises:
+            InputError: If it is no checkpoint of such a module.
+        """
+        if hparams_file is not None:
+            raise OptionError("hparams_file", hparams_file, "is not used", "leave it out, or give the arguments")
+        content, path = read_checkpoint(checkpoint_path), os.fspath(checkpoint_path)
+        module = cls(**arguments) if arguments else configured_module(content, path)
+        if not isinstance(module, cls):
+            rule = f"holds a {type(module).__name__}, not a {cls.__name__}"
+            raise InputError(path, rule, f"call {type(module).__name__}.load_from_checkpoint")
+        set_weights(module, content, path, strict=strict is not False)
+        return module if map_location is None else module.to(map_location)
 
     def state_per_weight(self) -> float:
         """How many numbers the optimiser keeps for each that it trains."""
@@ -209,6 +282,59 @@ class OptimizedModule(L.LightningModule):
         """Optimiser steps of the run, None where the trainer sets no end."""
         batches = getattr(getattr(self.trainer, "datamodule", None), "batches_per_epoch", None)
         return run_steps(self.trainer, batches)
+
+
+def configured_module(content: Mapping[str, Any], source: str, explain: Callable[[str], str] = str) -> OptimizedModule:
+    """The module that the configuration inside a checkpoint makes, without the checkpoint's weights.
+
+    Args:
+        content: The checkpoint.
+        source: Its file.
+        explain: Makes a reason of what the parser says.
+
+    Raises:
+        InputError: If there is none, it makes nothing that trains a model, or it names a class that it may not.
+    """
+    config = content.get("run_config")
+    if not isinstance(config, dict) or "model" not in config:
+        raise InputError(source, "holds no run_config", "give one that `main.py fit` wrote, or the module's arguments")
+    for class_path in class_paths(config["model"]):
+        if not class_path.startswith(ALLOWED_CLASSES):
+            raise InputError(source, f"asks for the class {class_path}", "load it only by a config you wrote")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(L.LightningModule, "model")
+    try:
+        module = parser.instantiate(parser.parse_object({"model": config["model"]})).model
+    except (ArgumentError, TypeError) as error:
+        what = f"its config makes no model: {one_line(explain(str(error)), 120)}"
+        raise InputError(source, what, "load it with the version that wrote it") from error
+    if not isinstance(module, OptimizedModule):
+        raise InputError(source, f"holds a {type(module).__name__}, which trains no model", "give another")
+    return module
+
+
+def set_weights(module: OptimizedModule, content: dict[str, Any], source: str, strict: bool = True) -> None:
+    """Give a module the weights of a checkpoint, those of a frozen base from its files.
+
+    Raises:
+        InputError: If they are of another module, or the base has other weights.
+    """
+    try:
+        module.on_load_checkpoint(content)
+        module.load_state_dict(content["state_dict"], strict=strict)
+    except (KeyError, RuntimeError, TypeError) as error:
+        what = f"its content does not fit its config: {one_line(str(error), 100)}"
+        raise InputError(source, what, "give another") from error
+
+
+def class_paths(value: Any) -> list[str]:
+    """Every `class_path` inside nested plain types."""
+    if isinstance(value, dict):
+        found = [value["class_path"]] if isinstance(value.get("class_path"), str) else []
+        return found + [path for item in value.values() for path in class_paths(item)]
+    if isinstance(value, list):
+        return [path for item in value for path in class_paths(item)]
+    return []
 
 
 def _set_back(fit_loop: dict[str, Any], num_batches: int) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from embeddings.callbacks.checkpoint_room import check_checkpoint_room, checkpoint_bytes
 from embeddings.cli.app import run_trainer
 from embeddings.cli.main import main
+from embeddings.modules.optimized import configured_module
 from tests.helpers.disks import fake_disk
 from tests.helpers.runs import run_config, write_config
 
@@ -55,6 +56,15 @@ def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(
     for resumed in ("best", str(elsewhere)):
         with pytest.raises(OSError, match="No space left"):
             check_checkpoint_room(cli.trainer, cli.model, resumed)
+
+
+def test_the_frozen_base_of_lora_takes_no_room(tmp_path: Path) -> None:
+    module = configured_module({"run_config": run_config(tmp_path, "mistral")}, "config")
+    trained = sum(4 * parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    buffers = sum(buffer.numel() * buffer.itemsize for buffer in module.buffers())
+    assert checkpoint_bytes(module) == 3 * trained + buffers  # AdamW keeps two numbers a weight
+    module.frozen_base = None
+    assert checkpoint_bytes(module) > 4 * trained
 
 
 def test_a_run_that_keeps_no_checkpoint_here_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:

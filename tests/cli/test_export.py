@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 
 from embeddings.cli.app import run_trainer
-from embeddings.cli.export import build_module, class_paths
 from embeddings.cli.main import main
-from embeddings.common import InputError
+from embeddings.models.backbone import load_model
 from tests.helpers.checkpoints import save
 from tests.helpers.runs import run_config, write_config
 
@@ -17,32 +17,6 @@ def refused(path, capsys, output, *words):
     assert main(["export", "--checkpoint", str(path), "--output", str(output), *words]) == 2
     assert not output.exists()
     return capsys.readouterr().err
-
-
-def test_every_class_path_of_nested_types_is_found():
-    config = {"class_path": "a.B", "init_args": {"x": [{"class_path": "c.D"}, 3], "y": {"class_path": "e.F"}}}
-    assert class_paths(config) == ["a.B", "c.D", "e.F"]
-
-
-@pytest.mark.parametrize(
-    ("model", "says"),
-    [
-        ({"class_path": "embeddings.modules.Nothing"}, "module 'embeddings.modules' has no attribute 'Nothing'"),
-        (
-            {"class_path": "embeddings.modules.NVEmbedModule", "init_args": {"colour": "red"}},
-            "Option 'colour' is not accepted",
-        ),
-        ({"class_path": "embeddings.modules.NVEmbedModule", "init_args": {}}, "backbone"),
-    ],
-)
-def test_a_config_that_makes_no_module_is_one_line(model, says):
-    with pytest.raises(InputError) as caught:
-        build_module(model, Path("x.ckpt"))
-    line = str(caught.value)
-    assert line.startswith("x.ckpt: its config makes no model: ")
-    assert says in line
-    assert len(line) <= 200
-    assert "\n" not in line
 
 
 def test_a_checkpoint_cannot_make_foreign_classes(tmp_path, capsys):
@@ -156,3 +130,37 @@ def test_a_card_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")]) == 74
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 74
     assert content(tmp_path / "out") == before
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, capsys):
+    config = run_config(tmp_path, "mistral")
+    config["trainer"]["max_steps"] = 3
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
+    out, base = tmp_path / "out", config["model"]["init_args"]["backbone"]["name"]
+    words = ["export", "--checkpoint", str(checkpoint), "--output", str(out)]
+    assert main([*words, "--format", "adapter"]) == 0
+    assert f"wrote {out / 'adapter'}: LoRA matrices for peft, of {base}\n" in capsys.readouterr().out
+    assert sorted(path.name for path in (out / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    tokens = {"input_ids": torch.arange(5, 25).view(2, 10), "attention_mask": torch.ones(2, 10, dtype=torch.long)}
+    plain = load_model(Path(base), torch.float32, make_bidirectional=True)
+    with torch.no_grad():
+        untrained = plain(**tokens).last_hidden_state
+        found = PeftModel.from_pretrained(plain, out / "adapter").eval()(**tokens).last_hidden_state
+        trained = cli.model.embedder.backbone.eval()(**tokens).last_hidden_state
+        merged = load_model(out, torch.float32)(**tokens).last_hidden_state
+    assert torch.equal(found, trained)
+    assert (found - untrained).abs().max() > 1e-3
+    torch.testing.assert_close(merged, trained, rtol=0, atol=1e-5)
+    assert main(words) == 0
+    assert not (out / "adapter").exists()
+    del config["model"]["init_args"]["lora"]
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
+    assert "format needs LoRA matrices on a model" in refused(
+        checkpoint, capsys, tmp_path / "no", "--format", "adapter"
+    )

@@ -5,7 +5,15 @@ import torch
 from torch import nn
 
 from embeddings.common import InputError
-from embeddings.models.model_files import load_weights, read_json, save_weights, weight_files, write_json
+from embeddings.models.model_files import (
+    load_weights,
+    read_json,
+    save_weights,
+    weight_files,
+    weights_checksum,
+    write_json,
+)
+from tests.helpers.tiny import tiny_bert
 
 
 def test_json_comes_back(tmp_path: Path) -> None:
@@ -47,3 +55,19 @@ def test_the_files_of_weights_are_the_one_there_is_or_the_shards_of_an_index(tmp
         write_json(index, {"weight_map": damaged})
         with pytest.raises(InputError, match=r"name \.safetensors files beside it alone"):
             weight_files(tmp_path)
+
+
+def test_a_checksum_of_weights_does_not_depend_on_their_files(tmp_path: Path) -> None:
+    model = tiny_bert()
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "several", max_shard_size="60KB")
+    assert len(weight_files(tmp_path / "several")) > 1
+    checksum = weights_checksum(tmp_path / "one")
+    assert weights_checksum(tmp_path / "several") == checksum
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3, 2] += 1e-6
+    model.save_pretrained(tmp_path / "other")
+    assert weights_checksum(tmp_path / "other") != checksum
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(InputError, match=r"model\.safetensors: cannot be read: "):
+        weights_checksum(tmp_path / "other")

@@ -8,15 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.cli.app import run_trainer
+from embeddings.cli.errors import reason
+from embeddings.cli.main import main
 from embeddings.common import InputError, NumericError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
-from embeddings.models import Embedder, layers
-from embeddings.modules import ContrastiveModule, MaskedLMModule
-from embeddings.modules.optimized import OptimizedModule
+from embeddings.models import BackboneConfig, Embedder, layers
+from embeddings.models.lora import frozen_weights
+from embeddings.modules import ContrastiveModule, MaskedLMModule, MGHCurriculumModule, NVEmbedModule
+from embeddings.modules.optimized import OptimizedModule, class_paths, configured_module
 from embeddings.training.schedule import Schedule
+from tests.helpers.checkpoints import save
 from tests.helpers.runs import float16_on_cpu, run_config, write_config
+from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_mistral
+from tests.modules.language_runs import language_config
 from tests.modules.moe_modules import moe_config
 from tests.reliability.kills import CLOCK, differences
+
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:Checkpoint directory")
 
 CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 40}}
 
@@ -185,3 +193,118 @@ def test_a_compiled_run_goes_on_and_is_exported_as_a_plain_one(tmp_path: Path, m
     again = Embedder.from_pretrained(tmp_path / "model")
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=1e-5)
+
+
+def test_a_checkpoint_of_lora_leaves_the_frozen_base_out_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    config = run_config(tmp_path, "mistral", dropout=0.1)
+    assert differences_after_a_stop(tmp_path, config, after=2) == []
+    content = read_checkpoint(tmp_path / "whole.ckpt")
+    folder = config["model"]["init_args"]["backbone"]["name"]
+    assert (content["frozen_base"]["name"], content["frozen_base"]["commit"]) == (folder, None)
+    module = NVEmbedModule.load_from_checkpoint(tmp_path / "whole.ckpt")
+    names, frozen = set(module.state_dict()), frozen_weights(module)
+    assert content["state_dict"].keys() == names - frozen
+    assert {name.split(".")[1] for name in names - frozen} == {"backbone", "pooling"}
+    assert len(frozen) > 10
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained <= content["state_dict"].keys()
+
+
+@pytest.mark.parametrize("objective", ["mlm", "mntp"])
+def test_a_language_model_with_lora_leaves_it_out_too(objective: str, tmp_path: Path) -> None:
+    config = language_config(tmp_path, objective, lora={"rank": 4})
+    config["trainer"]["max_steps"] = 4
+    assert differences_after_a_stop(tmp_path, config, after=2) == []
+    content = read_checkpoint(tmp_path / "whole.ckpt")
+    assert any(".lora_A." in name for name in content["state_dict"])
+    assert not any(".base_layer." in name for name in content["state_dict"])
+
+
+def stopped_run(folder: Path, **changes: Any) -> tuple[dict[str, Any], Path]:
+    """The config of a run with LoRA, and its last checkpoint."""
+    config = run_config(folder, "mistral")
+    config["model"]["init_args"] |= changes
+    stopping = {"class_path": f"{__name__}.SaveAndStop", "init_args": {"folder": str(folder)}}
+    config["trainer"] |= {"callbacks": [stopping], "max_steps": 2}
+    run_trainer(["fit", "--config", write_config(folder, config)])
+    config["trainer"] |= {"callbacks": [], "max_steps": 3}
+    return config, folder / "whole.ckpt"
+
+
+def test_a_base_of_other_weights_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, checkpoint = stopped_run(tmp_path)
+    torch.manual_seed(9)
+    name = config["model"]["init_args"]["backbone"]["name"]
+    save_backbone(name, tiny_mistral(seed=9), sentencepiece_tokenizer())
+    says = f"error: {name}: has other weights than {name} when the checkpoint's LoRA matrices were trained on it; "
+    for words in (
+        ["fit", "--config", write_config(tmp_path, config), "--ckpt_path", str(checkpoint)],
+        ["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")],
+    ):
+        capsys.readouterr()
+        assert main(words) == 2
+        assert f"\n{says}" in f"\n{capsys.readouterr().err}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_holds_everything_loads_as_well(tmp_path: Path) -> None:
+    config, checkpoint = stopped_run(tmp_path)
+    content = read_checkpoint(checkpoint)
+    whole = NVEmbedModule.load_from_checkpoint(checkpoint).state_dict()
+    del content["frozen_base"]
+    path = save(content | {"state_dict": whole}, tmp_path / "full.ckpt")
+    run_trainer(["fit", "--config", write_config(tmp_path, config), "--ckpt_path", path])
+    again = NVEmbedModule.load_from_checkpoint(path).state_dict()
+    assert [name for name in whole if not torch.equal(whole[name], again[name])] == []
+
+
+def test_a_module_is_loaded_by_the_config_in_its_checkpoint_or_by_its_arguments(tmp_path: Path) -> None:
+    config, checkpoint = stopped_run(tmp_path)
+    found = ContrastiveModule.load_from_checkpoint(checkpoint, map_location="cpu")
+    assert type(found) is NVEmbedModule
+    module = configured_module({"run_config": config}, "config")
+    assert isinstance(module, NVEmbedModule)
+    options = {"pooling": type(module.embedder.pooling), "lora": None}
+    with pytest.raises(InputError, match="its content does not fit its config"):
+        NVEmbedModule.load_from_checkpoint(checkpoint, backbone=backbone_of(config), **options)
+    with pytest.raises(InputError, match=r"holds a NVEmbedModule, not a MGHCurriculumModule; call NVEmbedModule\.load"):
+        MGHCurriculumModule.load_from_checkpoint(checkpoint)
+    content = read_checkpoint(checkpoint)
+    del content["run_config"]
+    path = save(content, tmp_path / "bare.ckpt")
+    with pytest.raises(InputError, match="holds no run_config; give one that `main"):
+        NVEmbedModule.load_from_checkpoint(path)
+    line = Line()
+    line.layer.weight.data.fill_(3.0)
+    path = save({"state_dict": line.state_dict()}, tmp_path / "line.ckpt")
+    assert torch.equal(Line.load_from_checkpoint(path, lr=0.5).layer.weight, line.layer.weight)
+
+
+def backbone_of(config: dict[str, Any]) -> BackboneConfig:
+    return BackboneConfig(**config["model"]["init_args"]["backbone"])
+
+
+def test_every_class_path_of_nested_types_is_found():
+    config = {"class_path": "a.B", "init_args": {"x": [{"class_path": "c.D"}, 3], "y": {"class_path": "e.F"}}}
+    assert class_paths(config) == ["a.B", "c.D", "e.F"]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"class_path": "embeddings.modules.Nothing"}, "module 'embeddings.modules' has no attribute 'Nothing'"),
+        (
+            {"class_path": "embeddings.modules.NVEmbedModule", "init_args": {"colour": "red"}},
+            "Option 'colour' is not accepted",
+        ),
+        ({"class_path": "embeddings.modules.NVEmbedModule", "init_args": {}}, "backbone"),
+    ],
+)
+def test_a_config_that_makes_no_module_is_one_line(model, says):
+    with pytest.raises(InputError) as caught:
+        configured_module({"run_config": {"model": model}}, "x.ckpt", explain=reason)
+    line = str(caught.value)
+    assert line.startswith("x.ckpt: its config makes no model: ")
+    assert says in line
+    assert len(line) <= 200
+    assert "\n" not in line
