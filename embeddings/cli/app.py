@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
+import torch
 from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
+from jsonargparse.typing import register_type
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -30,6 +32,9 @@ from embeddings.cli.yaml_files import parse_yaml
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.text import one_line
 from embeddings.strategies.ranks import set_up_ranks
+
+# A device is a default of some of Lightning's callbacks, and has to be written with the config.
+register_type(torch.device, deserializer_exceptions=(RuntimeError, TypeError))
 
 CKPT_KEYWORDS = ("best", "last", "hpc", AUTO)
 HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")

@@ -137,5 +137,7 @@ class ResumableLoader(ShieldedLoader):
         Raises:
             OptionError: If the plan is not the one that was saved; the message names the first field that differs.
         """
-        self.batch_sampler.check_same_plan(state["plan"])
+        # At the very beginning no batch of another plan has been trained on: a search for a batch size resumes there.
+        if state["epoch"] or state["delivered"]:
+            self.batch_sampler.check_same_plan(state["plan"])
         self.batch_sampler.resume(state["epoch"], state["delivered"])

@@ -9,6 +9,7 @@ from typing import Any, Self
 import lightning as L
 import torch
 from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from embeddings.models.hub import FrozenBase
 from embeddings.models.layers import is_compiled
 from embeddings.models.lora import frozen_weights
 from embeddings.training.optim import parameter_groups, state_per_weight
-from embeddings.training.schedule import Schedule
+from embeddings.training.schedule import Schedule, scale_rates
 from embeddings.training.sharding import shard
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
@@ -59,6 +60,18 @@ class OptimizedModule(L.LightningModule):
         self._schedule = schedule
         self._seed = run_seed(seed)
         self.frozen_base: FrozenBase | None = None
+        self._found_rate: float | None = None
+
+    @property
+    def lr(self) -> float:
+        """The peak learning rate of the first parameter group; one that a `LearningRateFinder` sets scales them all."""
+        if self._found_rate is not None:
+            return self._found_rate
+        return float(self._make_optimizer().param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        self._found_rate = rate
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
         """Check optimiser and schedule against what the trainer and the data say of themselves.
@@ -70,6 +83,7 @@ class OptimizedModule(L.LightningModule):
         """
         self._check_strategy(trainer)
         self._check_precision(trainer)
+        self._check_callbacks(trainer)
         self._check_compiler(trainer)
         self._make_optimizer()
         if trainer.max_steps > 0 or trainer.max_epochs == -1:
@@ -107,6 +121,10 @@ class OptimizedModule(L.LightningModule):
     def on_train_start(self) -> None:
         """Set the epoch's accumulation: its scheduler does so as an epoch begins, which a resumed run has behind it."""
         self.trainer.accumulate_grad_batches = accumulated_batches(self.trainer, self.current_epoch)
+        if self._found_rate is not None:
+            # Lightning has set the optimiser's rate and not the schedule's, which would go back with the next step.
+            for config in self.trainer.lr_scheduler_configs:
+                scale_rates(config.scheduler, self._found_rate)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Seed the step's random choices from what the step is, not from what ran before."""
@@ -255,6 +273,13 @@ class OptimizedModule(L.LightningModule):
                 "set float32 with trainer.precision bf16-mixed, or add lora; bf16-true trains in bfloat16 all the same"
             )
             raise OptionError("model.backbone.dtype", half.pop(), rule, fix)
+
+    def _check_callbacks(self, trainer: L.Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning):
+                rule = "would train weights that the optimiser and its schedule do not have from the first step"
+                fix = "leave it out; lora trains little of the backbone"
+                raise OptionError("trainer.callbacks", type(callback).__name__, rule, fix)
 
     def _check_compiler(self, trainer: L.Trainer) -> None:
         name = os.environ.get("CXX", "g++")

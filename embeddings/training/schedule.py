@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -87,3 +87,18 @@ class Schedule:
                 "model.schedule.total_steps", None, "must be known to decay", "set trainer.max_steps or max_epochs"
             )
         return total_steps
+
+
+def scale_rates(scheduler: Any, peak: float) -> None:
+    """Have a `LambdaLR` go on with other rates: the peak of the first parameter group, and of the others in proportion.
+
+    Args:
+        scheduler: The schedule, at any step.
+        peak: The rate of the first group where its factor is 1.
+    """
+    scale = peak / scheduler.base_lrs[0]
+    scheduler.base_lrs = [rate * scale for rate in scheduler.base_lrs]
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    for group, rate, factor in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, factors, strict=True):
+        group.update(initial_lr=rate, lr=rate * factor)
+    scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

@@ -1,8 +1,9 @@
 import pytest
 import torch
+from torch import nn
 
 from embeddings.common import OptionError
-from embeddings.training.schedule import Schedule
+from embeddings.training.schedule import Schedule, scale_rates
 
 
 def test_warm_up_is_linear_and_wastes_no_step():
@@ -62,3 +63,16 @@ def test_a_decay_without_an_end_is_refused():
         Schedule().check(None)
     Schedule(decay="constant").check(None)
     Schedule(total_steps=60).check(None)
+
+
+def test_rates_are_scaled_together_wherever_the_schedule_is() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.5}], lr=1.0)
+    scheduler = Schedule(warmup_steps=4, decay="constant").scheduler(optimizer, 8)
+    optimizer.step()
+    scheduler.step()
+    scale_rates(scheduler, 0.2)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.05])  # the second of four steps
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.15, 0.075])
