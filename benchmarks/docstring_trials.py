@@ -35,7 +35,7 @@ from embeddings.inference import Context, Encoder, sample_context
 from embeddings.losses import InfoNCE, SurrogateFilter
 from embeddings.mining import ClusterSettings, VectorFeatures, cluster_pairs, encode_pairs
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
-from embeddings.modules import CDEModule, ContextSettings, NVEmbedModule
+from embeddings.modules import CDEModule, ContextSettings, FirstStageTraining, NVEmbedModule
 from embeddings.modules.base import ContrastiveModule
 from embeddings.training.schedule import Schedule
 
@@ -81,6 +81,26 @@ class Recipe(TrainingRecipe):
         )
 
 
+@dataclass(frozen=True)
+class WordsFirst(Recipe):
+    """A contextual recipe whose first stage learns words before its first contrastive step, and is frozen from then on.
+
+    Args:
+        word_steps: Steps of word prediction, beside the others; the warm-up has them where there is one.
+    """
+
+    word_steps: int = 60
+
+    def tiny(self) -> Self:
+        """The same over a few short texts, to see that it works."""
+        return replace(super().tiny(), word_steps=1)
+
+    @property
+    def steps_here(self) -> int:
+        """The steps of word prediction of this training: none behind a warm-up."""
+        return 0 if self.warmup_steps else self.word_steps
+
+
 def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> list[Scores]:
     """Train and score by each recipe with each seed; arguments as of `run_recipes`."""
     recipes = sized(chosen, recipes)
@@ -92,7 +112,8 @@ def run(chosen: Namespace, experiment: str, recipes: Mapping[str, Recipe]) -> li
 
 def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model."""
-    world, recipe = World(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
+    kind = WordsFirst if "word_steps" in trial.settings else Recipe
+    world, recipe = World(work, tiny), kind(**trial.settings)  # type: ignore[arg-type]
     start = time.perf_counter()
     module = train(world, recipe, trial.seed)
     seconds = time.perf_counter() - start
@@ -144,7 +165,8 @@ class World:
         if not recipe.warmup_steps:
             return None
         kind = "contextual" if recipe.contextual else "biencoder"
-        return str(self.folder / f"start-{kind}-{recipe.warmup_steps}-{recipe.learning_rate}")
+        words = f"-words-{recipe.word_steps}" if isinstance(recipe, WordsFirst) else ""
+        return str(self.folder / f"start-{kind}-{recipe.warmup_steps}-{recipe.learning_rate}{words}")
 
     def domains(self) -> dict[str, RetrievalFolder]:
         """The held-out packages, each a corpus of its own with its queries."""
@@ -229,7 +251,8 @@ def train(world: World, recipe: Recipe, seed: int, export: str | None = None) ->
     """Train a model by a recipe; with `export` it is written there as a model directory."""
     module = module_of(world, recipe, seed)
     callbacks = [] if export is None else [ExportModel(export)]
-    fit(world, module, data_of(world, recipe, seed), recipe.num_steps, callbacks)
+    num_steps = recipe.num_steps + (recipe.steps_here if isinstance(recipe, WordsFirst) else 0)
+    fit(world, module, data_of(world, recipe, seed), num_steps, callbacks)
     return module
 
 
@@ -282,6 +305,8 @@ def module_of(world: World, recipe: Recipe, seed: int) -> ContrastiveModule:
         "seed": seed,
     }
     if recipe.contextual:
+        if isinstance(recipe, WordsFirst):
+            options["first_stage_training"] = FirstStageTraining(word_steps=recipe.steps_here, frozen_steps=None)
         return CDEModule(context=ContextSettings(num_context=recipe.num_context), **options)
     return NVEmbedModule(pooling=MeanPooling, **options)
 
