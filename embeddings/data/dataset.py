@@ -93,7 +93,11 @@ class SourceDataset:
         }
         if not found:
             return
-        fixes, first = [], {field: name for name, field in reversed(found.items()) if field}
+        fixes: list[str] = []
+        first: dict[str, str] = {}
+        for name, field in found.items():
+            if field:
+                first.setdefault(field, name)
         if mapping := ", ".join(f"{field}: {name}" for field, name in first.items()):
             fixes.append(f"to use one, map it: columns: {{{mapping}}}")
         if "" in found.values():
