@@ -1,5 +1,10 @@
 """What holds for every file of the house."""
 
+import ast
+import configparser
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -17,10 +22,47 @@ def test_every_source_file_has_its_mirror_test():
 
 
 def test_no_file_names_a_path_of_a_machine():
-    import re
-
     files = [p for p in ROOT.rglob("*") if p.suffix in {".py", ".yaml", ".md", ".cfg"} and ".venv" not in p.parts]
     files = [p for p in files if not {"checkpoints", "data", ".cache"} & set(p.relative_to(ROOT).parts[:1])]
     assert len(files) > 60
     pattern = re.compile(r"(?<![\w.])/(?:home|root|work|mnt|Users)/\w")
     assert [str(p) for p in files if p != Path(__file__) and pattern.search(p.read_text(encoding="utf-8"))] == []
+
+
+# Modules whose distribution has another name.
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "pyyaml", "faiss": "faiss-cpu"}
+# What torch brings where it has CUDA.
+BROUGHT_BY_TORCH = {"triton"}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The modules that a file imports, at its top, inside a function, or by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield str(node.module)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if called in ("require", "import_module", "find_spec"):
+                yield str(node.args[0].value)
+
+
+def names(requirements: str) -> set[str]:
+    """The distributions of a list of requirements."""
+    lines = [line.strip() for line in requirements.splitlines()]
+    return {re.split(r"[\[<>=~! ]", line)[0].lower() for line in lines if line and not line.startswith("#")}
+
+
+def test_what_is_imported_is_what_is_required():
+    sources = list((ROOT / "embeddings").rglob("*.py"))
+    assert len(sources) > 100
+    found = {name.partition(".")[0] for path in sources for name in imported(ast.parse(path.read_text("utf-8")))}
+    found -= {*sys.stdlib_module_names, "embeddings", *BROUGHT_BY_TORCH}
+    distributions = {DISTRIBUTIONS.get(name, name).lower() for name in found}
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    required = names(config["options"]["install_requires"])
+    optional = set().union(*(names(extra) for name, extra in config["options.extras_require"].items() if name != "dev"))
+    assert len(required) > 15
+    assert required == distributions - optional
