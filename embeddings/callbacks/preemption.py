@@ -15,12 +15,13 @@ from embeddings.common.stopping import answer, stop_request
 
 
 class Preemption(L.Callback):
-    """Ends training when SIGUSR1 or SIGTERM says so, and has SLURM queue the job again.
+    """Ends training when SIGUSR1, SIGTERM or Ctrl-C says so, and has SLURM queue the job again after the first two.
 
     The handler only notes the signal. At the end of an optimiser step, after all other callbacks have seen it, the
     ranks agree, write one checkpoint (`last.ckpt` beside the run's others, or over its own), and leave with a
     `PreemptedError`; the first has `scontrol requeue` called before, once, where SLURM runs it. A run that has taken
-    its last step is let finish. The step is logged; a validation loop that is due after it is left out.
+    its last step is let finish. The step is logged; a validation loop that is due after it is left out. A second Ctrl-C
+    ends the run where it is, without a checkpoint.
 
     Lightning's own handlers, which save and speak to the other ranks from inside, are never put in place. The command
     line has this callback in every run.
@@ -76,6 +77,8 @@ class Preemption(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Give the signals back."""
+        if isinstance(exception, KeyboardInterrupt):
+            write_none_on_exception(trainer)
         self._give_back()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

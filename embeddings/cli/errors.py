@@ -28,7 +28,7 @@ EXIT_INTERNAL = 70
 EXIT_IO = 74
 EXIT_INTERRUPTED = 130
 
-INTERRUPTED = "interrupted; finished checkpoints and shards are kept, --ckpt_path resumes from a checkpoint"
+INTERRUPTED = "interrupted; finished files and shards are kept"
 
 
 _DEAD_WORKER = re.compile(
@@ -203,7 +203,8 @@ def _run(command: Callable[[], None]) -> int:
         return _report(INTERRUPTED, EXIT_INTERRUPTED)
     except PreemptedError as stop:
         if stop.line:
-            _say(f"preempted: {one_line(stop.line, limit=600)}")
+            how = "interrupted" if stop.exit_code == EXIT_INTERRUPTED else "preempted"
+            _say(f"{how}: {one_line(stop.line, limit=600)}")
         return stop.exit_code
     except SystemExit as stop:
         # Lightning turns Ctrl-C into an exit of its own.

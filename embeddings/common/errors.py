@@ -81,7 +81,8 @@ class PreemptedError(SystemExit):
 
     Args:
         line: What was kept and how to go on, for standard error; empty on ranks that leave it to the first.
-        code: 75 where the job is queued again or the signal says that it will be, 143 after a plain SIGTERM.
+        code: 75 where the job is queued again or the signal says that it will be, 130 after Ctrl-C, 143 after a plain
+            SIGTERM.
     """
 
     def __init__(self, line: str, code: int) -> None:

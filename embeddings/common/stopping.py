@@ -11,10 +11,11 @@ from typing import Any
 from embeddings.common.errors import PreemptedError
 from embeddings.common.slurm import is_first_process, job_id, num_processes, requeue
 
-# SLURM's usual warning before the time limit (`--signal`), and what pre-emption and most other schedulers send.
-STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+# SLURM's usual warning before the time limit (`--signal`), what pre-emption and most other schedulers send, and Ctrl-C.
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 EXIT_RESUMABLE = 75
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
@@ -25,6 +26,9 @@ class StopRequest:
     is set it only notes the signal, and training looks here between two steps. One of several ranks notes it from the
     beginning: the others would wait for it, and the first may be ended while it asks for a place in the queue.
 
+    A second Ctrl-C ends the process at once. One that ignores Ctrl-C from the beginning, as a shell's background jobs
+    do, goes on ignoring it.
+
     Attributes:
         first: The first signal, 0 as long as there is none.
         deferred: Whether signals are noted only.
@@ -33,16 +37,18 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.first, self.deferred, self.listening = 0, False, False
-        self._process = 0
+        self._process, self._num_interrupts = 0, 0
         self._previous: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
         """Begin anew: no signal so far, and neither is deferred. Off the main thread nothing is heard."""
-        self.first, self.deferred, self._process = 0, False, os.getpid()
+        self.first, self.deferred, self._process, self._num_interrupts = 0, False, os.getpid(), 0
         self._previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOP_SIGNALS}
+        if self._previous[signal.SIGINT] == signal.SIG_IGN:
+            del self._previous[signal.SIGINT]
         self.listening = True
         if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
+            for number in self._previous:
                 signal.signal(number, self._note)
 
     def leave(self, ignored: bool = False) -> None:
@@ -61,11 +67,18 @@ class StopRequest:
             # A forked child is not the run: it ends as it would have without us.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif not self.first:
+            return
+        self._num_interrupts += number == signal.SIGINT
+        if self._num_interrupts > 1:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            raise KeyboardInterrupt
+        if not self.first:
             self.first = number
             self.deferred = self.deferred or num_processes() > 1
             if not self.deferred:
                 raise PreemptedError("", exit_code(number, requeued=False))
+            if number == signal.SIGINT and is_first_process():
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
 
 stop_request = StopRequest()
@@ -122,7 +135,8 @@ def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Preempte
         checkpoint: What it goes on from, or None where there is nothing.
         is_first: Whether this is the run's first process, which asks and speaks for all.
     """
-    job = job_id()
+    # Who presses Ctrl-C does not want the job in the queue again.
+    job = None if number == signal.SIGINT else job_id()
     if not is_first:
         return PreemptedError("", exit_code(number, requeued=job is not None))
     refusal = requeue(job) if job else ""
@@ -135,5 +149,7 @@ def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Preempte
 
 
 def exit_code(number: int, requeued: bool) -> int:
-    """75 for a job that is queued again and for a warning that it will be, else 143: nobody has promised to go on."""
+    """75 for a job that is queued again and for a warning that it will be, 130 for Ctrl-C, else 143."""
+    if number == signal.SIGINT:
+        return EXIT_INTERRUPTED
     return EXIT_RESUMABLE if requeued or number == signal.SIGUSR1 else EXIT_TERMINATED

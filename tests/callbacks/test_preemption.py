@@ -102,6 +102,29 @@ def test_a_signal_is_one_checkpoint_one_requeue_and_the_runs_own_exit_code(
     assert steps(tmp_path) == [1, 2, 3]
 
 
+def test_ctrl_c_writes_the_checkpoint_that_a_signal_writes(
+    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, config = scontrol(), preempted_config(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert main(fit_words(tmp_path, signalled(config, step=3, numbers=[int(signal.SIGINT)]))) == 130
+    assert (checkpoints(tmp_path), log.read_text(), steps(tmp_path)) == (["last.ckpt"], "", [1, 2, 3])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("interrupted: ")]
+    assert line.startswith("interrupted: SIGINT: stopped after step 3; resume with --ckpt_path ")
+    assert main(fit_words(tmp_path, config)) == 0
+    assert steps(tmp_path) == list(range(1, STEPS + 1))
+
+
+def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt = int(signal.SIGINT)
+    config = signalled(preempted_config(tmp_path), step=3, numbers=[interrupt, interrupt])
+    assert main(fit_words(tmp_path, config)) == 130
+    assert (checkpoints(tmp_path), steps(tmp_path)) == ([], [1, 2])
+    assert "interrupted" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_run_that_is_stopped_in_two_lives_ends_with_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
     """The second stop is at the end of an epoch; one checkpoint is all there is, and the next takes its place."""
     config = preempted_config(tmp_path)

@@ -36,7 +36,7 @@ def _own_signals(monkeypatch):
         ((143, TERM), 143, "preempted: SIGTERM: stopped at point 0; the same line goes on\n"),
         ((2, USR1), 2, "error: point 0 ended with exit code 2 after SIGUSR1; the same line goes on\n"),
         ((1, TERM), 1, "error: point 0 ended with exit code 1 after SIGTERM; the same line goes on\n"),
-        ((130, INT), 130, "error: point 0 was stopped by SIGINT; the same line goes on\n"),
+        ((130, INT), 130, "interrupted: SIGINT: stopped at point 0; the same line goes on\n"),
         ((129, HUP), 129, "error: point 0 was stopped by SIGHUP; the same line goes on\n"),
     ],
 )

@@ -31,7 +31,7 @@ def import_that_is_interrupted():
     raise ImportError("half a module")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_before_training_ends_the_run_where_it_is(number, code):
     with pytest.raises(PreemptedError) as stop, answering_stops():
         send(number)
@@ -58,7 +58,7 @@ def test_nothing_comes_between_a_stop_and_the_exit():
     with pytest.raises(PreemptedError), answering_stops():
         send(signal.SIGUSR1)
     send(signal.SIGTERM, signal.SIGUSR1)
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == [signal.SIG_IGN] * 2
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == [signal.SIG_IGN] * 3
 
 
 def test_during_training_the_first_signal_is_noted_and_no_more():
@@ -111,3 +111,30 @@ def test_a_rank_that_is_not_the_first_asks_and_says_nothing(monkeypatch, tmp_pat
     monkeypatch.setenv("PATH", str(tmp_path))  # no scontrol here
     assert "scontrol requeue 12 failed" in answer(signal.SIGTERM, "stopped", "a.ckpt", is_first=True).line
     assert answer(signal.SIGTERM, "stopped", "a.ckpt", is_first=False).line == ""
+
+
+def test_ctrl_c_is_noted_once_and_ends_the_process_the_second_time(capfd):
+    with answering_stops():
+        stop_request.deferred = True
+        send(signal.SIGINT)
+        assert stop_request.first == signal.SIGINT
+        assert "Ctrl-C again stops at once" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it():
+    """As a shell's background jobs do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with answering_stops():
+        stop_request.deferred = True
+        send(signal.SIGINT, signal.SIGINT)
+        assert stop_request.first == 0
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_ctrl_c_asks_for_no_place_in_the_queue(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    stop = answer(signal.SIGINT, "stopped", "a.ckpt", is_first=True)
+    assert (stop.line, stop.exit_code) == ("SIGINT: stopped; resume with --ckpt_path a.ckpt", 130)

@@ -145,7 +145,7 @@ def test_two_devices_and_a_tokeniser_write_the_bytes_of_one_process(vector_forma
 @pytest.mark.parametrize(
     ("target", "number", "code", "says"),
     [
-        ("group", signal.SIGINT, 130, "interrupted; finished checkpoints and shards are kept"),
+        ("group", signal.SIGINT, 130, "interrupted; finished files and shards are kept"),
         ("worker", signal.SIGKILL, 70, ", cpu was ended by a signal (SIGKILL); what is finished is kept"),
     ],
 )
