@@ -49,14 +49,39 @@ def check_fit_line(argv: Sequence[str]) -> None:
 def check_one_method(argv: Sequence[str]) -> None:
     """Refuse two configs that each choose a method: the second would inherit the first's nested arguments in silence.
 
+    Refused too is a later list of callbacks that drops those of an earlier config: a run would lose its checkpoints.
+
     Raises:
         InputError: If a config cannot be read.
-        ConfigError: Naming both files.
+        ConfigError: Naming both files, or the one that drops callbacks.
     """
     configs = [config for path in config_paths(argv) for config in configs_of(path)]
     chosen = [path for path, content in configs if _chooses_method(content)]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give one method config a run")
+    _check_callbacks(configs)
+
+
+def _check_callbacks(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    kept: list[str] = []
+    for path, content in configs:
+        trainer = unfolded_once(content).get("trainer")
+        for key, value in unfolded_once(trainer).items() if isinstance(trainer, Mapping) else ():
+            given = [_class_name(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
+            if key == "callbacks+":
+                kept += given
+            elif key == "callbacks":
+                dropped = [name for name in kept if name not in given]
+                if given and dropped:
+                    way_out = "write callbacks+: to add to them, or callbacks: [] above callbacks+: to drop them"
+                    what = f"trainer.callbacks drops {', '.join(dropped)} of an earlier config"
+                    raise ConfigError(f"{path}: {what}; {way_out}")
+                kept = given
+
+
+def _class_name(callback: Any) -> str:
+    path = callback.get("class_path") if isinstance(callback, Mapping) else callback
+    return str(path).rpartition(".")[2]
 
 
 def _chooses_method(content: Mapping[str, Any]) -> bool:

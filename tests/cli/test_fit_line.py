@@ -358,3 +358,67 @@ def test_torch_is_not_loaded_for_it(tmp_path):
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "[2, 2, 2, 2, 2, 2, 2, 2, 2] False False\n"
     assert ended.stderr.count("\n") == 9
+
+
+def of_callbacks(folder, name, **trainer):
+    return write_config(folder, {"trainer": trainer}, name)
+
+
+def named(*names):
+    return [{"class_path": f"lightning.pytorch.callbacks.{name}"} for name in names]
+
+
+def test_callbacks_of_an_earlier_config_are_not_dropped_unasked(tmp_path):
+    base = of_callbacks(tmp_path, "base.yaml", callbacks=named("ModelCheckpoint", "Timer"))
+    more = of_callbacks(tmp_path, "more.yaml", **{"callbacks+": named("LearningRateMonitor")})
+    mine = of_callbacks(tmp_path, "mine.yaml", callbacks=named("Timer"))
+    with pytest.raises(ConfigError) as error:
+        check_one_method(["fit", "--config", base, "--config", more, "--config", mine])
+    assert str(error.value) == (
+        f"{mine}: trainer.callbacks drops ModelCheckpoint, LearningRateMonitor of an earlier config; "
+        "write callbacks+: to add to them, or callbacks: [] above callbacks+: to drop them"
+    )
+    dotted = write_config(tmp_path, {"trainer.callbacks": named("Timer")}, "dotted.yaml")
+    with pytest.raises(ConfigError, match="drops ModelCheckpoint of"):
+        check_one_method(["fit", "--config", base, "--config", dotted])
+
+
+def test_callbacks_are_dropped_on_request_and_added_by_their_own_key(tmp_path, monkeypatch):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = named("ModelCheckpoint")
+    base = write_config(tmp_path, config, "base.yaml")
+    anew = of_callbacks(tmp_path, "anew.yaml", callbacks=[], **{"callbacks+": named("Timer")})
+    (tmp_path / "anew.yaml").write_text("trainer:\n  callbacks: []\n  callbacks+:\n    - class_path: Timer\n")
+    more = of_callbacks(tmp_path, "more.yaml", **{"callbacks+": named("LearningRateMonitor")})
+    whole = of_callbacks(tmp_path, "whole.yaml", callbacks=named("ModelCheckpoint", "Timer"))
+    for second, kept in (
+        (anew, ["Timer"]),
+        (more, ["ModelCheckpoint", "LearningRateMonitor"]),
+        (whole, ["ModelCheckpoint", "Timer"]),
+    ):
+        found = []
+
+        def note(cli, found=found):
+            found += [type(each).__name__ for each in cli.trainer.callbacks]
+
+        monkeypatch.setattr("embeddings.cli.app.TrainerCLI.before_fit", note)
+        monkeypatch.setattr("lightning.Trainer.fit", lambda *_, **__: None)
+        monkeypatch.setattr("embeddings.cli.app.TrainerCLI.after_fit", lambda cli: None)
+        words = ["fit", "--config", base, "--config", second]
+        check_fit_line(words)
+        from embeddings.cli.app import run_trainer
+
+        run_trainer(words)
+        assert [name for name in found if name in ("ModelCheckpoint", "Timer", "LearningRateMonitor")] == kept
+
+
+def test_the_readmes_own_config_is_accepted_and_keeps_checkpoints(tmp_path):
+    (block,) = re.findall(
+        r"```yaml\n(data:\n.*?name: support.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL
+    )
+    (tmp_path / "mine.yaml").write_text(block, encoding="utf-8")
+    words = ["fit", "--config", str(CONFIGS / "quickstart.yaml"), "--config", str(tmp_path / "mine.yaml")]
+    check_fit_line(words)
+    added = yaml.safe_load(block)["trainer"]["callbacks+"]
+    assert {"ModelCheckpoint", "RunHealth", "ExportModel"} <= {each["class_path"].rpartition(".")[2] for each in added}
+    assert list(yaml.safe_load(block)["trainer"])[-2:] == ["callbacks", "callbacks+"]
