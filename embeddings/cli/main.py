@@ -8,6 +8,7 @@ from embeddings.cli.commands import COMMANDS, run_command
 from embeddings.cli.errors import ConfigError, run_guarded
 from embeddings.cli.fit_line import check_fit_line
 from embeddings.cli.recipes import expand_recipe
+from embeddings.common.log import shown_on_stderr
 from embeddings.common.slurm import check_variables
 from embeddings.common.stopping import answering_stops
 
@@ -22,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0
-    return run_guarded(lambda: dispatch(argv))
+    with shown_on_stderr():
+        return run_guarded(lambda: dispatch(argv))
 
 
 def dispatch(argv: list[str]) -> None:
