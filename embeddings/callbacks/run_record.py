@@ -1,7 +1,9 @@
 """What a run was: its merged config, command, commit, versions and hardware, beside its checkpoints and in them."""
 
+import json
 import shlex
 import subprocess
+import uuid
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
@@ -12,19 +14,26 @@ import lightning as L
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
-from embeddings.common import PreemptedError
+from embeddings.callbacks.run_folder import run_logger
+from embeddings.common import OptionError, PreemptedError
 from embeddings.common.distributed import whole_shape
 from embeddings.common.fileio import installed_versions, write_json
 from embeddings.common.hardware import device_name
+from embeddings.models.directory import require_folder_or_nothing
 from embeddings.models.model_card import TrainingFacts
 from embeddings.models.upcycling import parameter_counts
+
+# In a model directory: the run that wrote it.
+MODEL_RUN_FILE = "training_run.json"
 
 
 class RunRecord(SaveConfigCallback):
     """Writes `config.yaml` and `run.json` into the run's folder, and the config into every checkpoint.
 
-    A checkpoint therefore says by itself how its module is built, which `export` relies on. `run.json` gets an `end`
-    once the run is over, however it is: one without was killed, or is still at work.
+    A checkpoint therefore says by itself how its module is built, which `export` relies on, and of which run it is.
+    `run.json` gets an `end` once the run is over, however it is: one without was killed, or is still at work. A process
+    that resumes a run in its folder keeps the run's `id`, and puts the records of the processes before it into
+    `earlier`.
 
     Args:
         parser: The parser that read the config.
@@ -48,7 +57,11 @@ class RunRecord(SaveConfigCallback):
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write `run.json` beside `config.yaml`, on rank 0."""
+        previous = self._previous(trainer)
+        earlier = [*previous.pop("earlier", []), previous] if previous else []
         self._record = {
+            "id": previous.get("id") or uuid.uuid4().hex,
+            "resumed_from": self.plain_config.get("ckpt_path"),
             "command": shlex.join(["python", *self.command]),
             "commit": git_commit(),
             "world_size": trainer.world_size,
@@ -63,6 +76,7 @@ class RunRecord(SaveConfigCallback):
                 ),
             },
             "source_rows": getattr(getattr(trainer, "datamodule", None), "source_rows", {}),
+            "earlier": earlier,
         }
         write_json(self.log_dir / "run.json", self._record)
 
@@ -82,8 +96,20 @@ class RunRecord(SaveConfigCallback):
                 self._note_end(trainer, "failed", f"{type(exception).__name__}: {exception}")
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put the merged config into the checkpoint, as plain types."""
+        """Put the merged config into the checkpoint, as plain types, and which run it is of."""
         checkpoint["run_config"] = self.plain_config
+        checkpoint["run"] = {"id": self.id, "folder": str(self.log_dir)}
+
+    @property
+    def id(self) -> str:
+        """What tells the run from all others, however often it is resumed; empty where this is not the first rank."""
+        return str(self._record.get("id", ""))
+
+    @staticmethod
+    def of(trainer: L.Trainer) -> "RunRecord | None":
+        """The trainer's record; None where it has none."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        return next((callback for callback in callbacks if isinstance(callback, RunRecord)), None)
 
     def facts(self, num_steps: int) -> TrainingFacts:
         """What a model card says of the run, for weights that have taken so many optimiser steps; on rank 0."""
@@ -94,11 +120,58 @@ class RunRecord(SaveConfigCallback):
         """The merged config as plain types; made once, since training waits for a checkpoint's content."""
         return plain_types(self.parser, self.config)
 
+    def _previous(self, trainer: L.Trainer) -> dict[str, Any]:
+        """What `run.json` says of the run that is resumed in its folder; nothing of a new run."""
+        logger = run_logger(trainer)
+        path = self.log_dir / "run.json"
+        if logger is None or logger.resumed is None or not path.is_file():
+            return {}
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        return found
+
     def _note_end(self, trainer: L.Trainer, how: Literal["finished", "interrupted", "failed"], why: str) -> None:
         # Only rank 0 has a record, and none has one before its folder is known.
         if self._record:
             end = {"time": _now(), "step": trainer.global_step, "how": how, "why": why}
             write_json(self.log_dir / "run.json", {**self._record, "end": end})
+
+
+def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) -> None:
+    """Check the place of a model directory: a model that another run wrote there is not replaced unasked.
+
+    Args:
+        trainer: The run's trainer.
+        output: The directory.
+        option: What names it.
+        replace: Whether another run's model is replaced.
+
+    Raises:
+        OptionError: If another run's model, or something else than a folder, lies there.
+    """
+    require_folder_or_nothing(output)
+    place, logger = Path(output).expanduser(), run_logger(trainer)
+    # Without a record no run can be told from another.
+    if replace or logger is None or RunRecord.of(trainer) is None or not (place / "config.json").is_file():
+        return
+    own = None if logger.resumed is None else _id_in(logger.resumed.folder / "run.json")
+    if own is None or _id_in(place / MODEL_RUN_FILE) != own:
+        fix = f"name another one, or set {option}'s replace: true"
+        raise OptionError(f"{option}.output", output, "must not hold a model of another run", fix)
+
+
+def mark_output(trainer: L.Trainer, folder: Path) -> None:
+    """Write into a model directory which run it is of."""
+    record = RunRecord.of(trainer)
+    if record is not None:
+        write_json(folder / MODEL_RUN_FILE, {"id": record.id, "step": trainer.global_step})
+
+
+def _id_in(path: Path) -> str | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get("id") if isinstance(found, dict) else None
 
 
 def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:

@@ -18,7 +18,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from embeddings.callbacks.checkpoint_room import check_checkpoint_room
 from embeddings.callbacks.durable_checkpoints import make_checkpoints_durable
+from embeddings.callbacks.export_language_model import ExportLanguageModel
+from embeddings.callbacks.export_model import ExportModel
 from embeddings.callbacks.preemption import Preemption
+from embeddings.callbacks.run_folder import keep_metrics, run_logger
 from embeddings.callbacks.run_record import RunRecord, plain_types
 from embeddings.callbacks.step_progress import show_whole_run
 from embeddings.cli.errors import ConfigError, reason, with_fix, with_way_out
@@ -27,19 +30,21 @@ from embeddings.cli.given import Signature, check_names, check_nulls, given_mapp
 from embeddings.cli.imports import check_functions, restrict_imports
 from embeddings.cli.notes import HeldNotes
 from embeddings.cli.recipes import expand_recipe
-from embeddings.cli.resume import AUTO, check_resumable, found_by_auto, keep_on_in_its_folder, show_place
+from embeddings.cli.resume import AUTO, check_resumable, found_by_auto, keep_on_in_its_folder, resumed_run, show_place
 from embeddings.cli.yaml_files import parse_yaml
 from embeddings.common import InputError, OptionError, UserError
+from embeddings.common.slurm import is_first_process
 from embeddings.common.text import one_line
 from embeddings.strategies.ranks import set_up_ranks
 
 # A device is a default of some of Lightning's callbacks, and has to be written with the config.
 register_type(torch.device, deserializer_exceptions=(RuntimeError, TypeError))
 
-CKPT_KEYWORDS = ("best", "last", "hpc", AUTO)
 HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
 # What Lightning says of a checkpoint of another model, or of weights alone.
 NO_RESUME = r"Error\(s\) in loading state_dict|.?Trying to restore"
+# What it says, once metrics are known, of a `monitor` that is none of them; it lists those that are.
+NO_METRIC = "Early stopping conditioned on metric"
 FLOAT16 = ("16", "16-true", "16-mixed")
 LARGEST_SEED = 2**32 - 1
 # A process takes half a gigabyte before it holds a model.
@@ -103,10 +108,6 @@ class TrainerCLI(LightningCLI):
         check_functions([*args, *given_mappings(args)], self.config.fit)
         check_numbers(self.config.fit)
         check_checkpoint(self.config.fit.ckpt_path)
-        self.goes_on = self.config.fit.ckpt_path == AUTO
-        if self.goes_on:
-            run = plain_types(self._parser("fit"), self.config.fit)
-            self.config.fit.ckpt_path = found_by_auto(self.config.fit.trainer.default_root_dir, run)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the config as it is: Lightning would take arguments of the module from the checkpoint."""
@@ -128,7 +129,7 @@ class TrainerCLI(LightningCLI):
         """Have each part check the run while nothing is read, no rank is started and no file is written.
 
         Raises:
-            UserError: If a part refuses it.
+            UserError: If a part refuses it, or another process writes to the folder of the run that is resumed.
             OSError: If the disk has no room for checkpoints.
         """
         for part in (self.datamodule, self.model, *self.trainer.callbacks):  # type: ignore[attr-defined]
@@ -137,6 +138,15 @@ class TrainerCLI(LightningCLI):
                 check(self.trainer, self.model, self.datamodule)
         check_checkpoint_room(self.trainer, self.model, self.config.fit.ckpt_path)
         show_place(self.datamodule, self.config.fit.ckpt_path)
+        logger = run_logger(self.trainer)
+        if logger is not None and logger.resumed is not None and is_first_process():
+            logger.hold()
+
+    def after_fit(self) -> None:
+        """Say where the run, its model and its metrics lie, and what to do next."""
+        # Not `trainer.log_dir`, for which the other ranks would be waited for.
+        if self.trainer.is_global_zero and run_logger(self.trainer) is not None:
+            print("\n".join(end_lines(self.trainer)))
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the trainer.
@@ -166,9 +176,24 @@ class TrainerCLI(LightningCLI):
         show_whole_run(trainer, callbacks)
         make_checkpoints_durable(trainer)
         set_up_ranks(trainer)
-        if self.goes_on and self.config.fit.ckpt_path:
-            keep_on_in_its_folder(trainer, self.config.fit.ckpt_path)
+        self._choose_folder(trainer)
         return trainer
+
+    def _choose_folder(self, trainer: L.Trainer) -> None:
+        """Find the checkpoint that `auto` stands for, and give the trainer its run's folder."""
+        given, resumed = self.config.fit.ckpt_path, None
+        if given:
+            run = plain_types(self._parser("fit"), self.config.fit)
+            found = given
+            if given == AUTO:
+                batch_size = getattr(self.datamodule, "batch_size", None)
+                ranks = trainer.num_devices * trainer.num_nodes
+                found = found_by_auto(trainer.default_root_dir, run, batch_size and batch_size * ranks)
+                self.config.fit.ckpt_path = self.config_init.fit.ckpt_path = found
+            resumed = resumed_run(found, run, is_auto=given == AUTO) if found else None
+            if found and (resumed or given == AUTO):
+                keep_on_in_its_folder(trainer, found)
+        keep_metrics(trainer, resumed)
 
 
 class Checked(Exception):
@@ -218,6 +243,9 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
     except MisconfigurationException as error:
         raise ConfigError(f"{one_line(str(error), 220)}; change the option, fit --help lists them") from error
     except (RuntimeError, KeyError) as error:
+        if str(error).startswith(NO_METRIC):
+            what = one_line(str(error), 300)
+            raise ConfigError(f"EarlyStopping.monitor: {what}; name a metric that is logged") from error
         if not re.match(NO_RESUME, str(error)):
             raise
         what = one_line(str(error).strip("'\""), 220)
@@ -241,6 +269,29 @@ def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Traine
             auto_configure_optimizers=False,
             args=lists_as_configs(argv),
         )
+
+
+def end_lines(trainer: L.Trainer) -> list[str]:
+    """Where a finished run, its model and its metrics lie, and the next two commands.
+
+    Args:
+        trainer: Its trainer, whose folder is known.
+    """
+    logger = run_logger(trainer)
+    assert logger is not None
+    folder = logger.log_dir
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    models = [callback.output for callback in callbacks if isinstance(callback, ExportModel)]
+    written = models + [callback.output for callback in callbacks if isinstance(callback, ExportLanguageModel)]
+    kept = [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks]
+    if models:
+        following = [f"evaluate --model {models[0]} --data FOLDER", f'search --model {models[0]} --corpus FILE "QUERY"']
+    elif written or not any(kept):
+        following = [f"show curves --run {folder}", f"report {folder}"]
+    else:
+        following = [f"export --checkpoint {next(filter(None, kept))} --output DIR", f"report {folder}"]
+    lines = [f"run: {folder} (metrics.csv, run.json, config.yaml)", *(f"model: {model}" for model in written)]
+    return [*lines, *(f"next: python main.py {words}" for words in following)]
 
 
 def refused_option(message: str, given: dict[str, Any]) -> str:
@@ -297,8 +348,10 @@ def check_checkpoint(path: str | None) -> None:
     Raises:
         ConfigError: If there is no such file, or training cannot go on from it.
     """
-    if path is None or path in CKPT_KEYWORDS or ":" in path:
+    if path is None or path == AUTO or ":" in path:
         return
+    if path in ("best", "last", "hpc"):
+        raise ConfigError(f"--ckpt_path {path}: names no file here; auto takes the newest one, or give a file's path")
     if not Path(path).exists():
         raise ConfigError(f"--ckpt_path {path}: no such file; give a run's last.ckpt, or leave it out to start anew")
     try:

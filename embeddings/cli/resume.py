@@ -1,5 +1,6 @@
-"""Where a run goes on: `--ckpt_path FILE` checked before it begins, and `--ckpt_path auto`."""
+"""Where a run is resumed: `--ckpt_path FILE` checked before it begins, `--ckpt_path auto`, and the run's folder."""
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -13,73 +14,161 @@ from embeddings.common.slurm import is_first_process
 if TYPE_CHECKING:
     import lightning as L
 
+    from embeddings.callbacks.run_folder import ResumedRun
+
 AUTO = "auto"
 
 # What Lightning asks of a checkpoint to go on from; one of the weights alone lacks some.
 _RESUMED = {"pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"}
 
 
-def check_resumable(path: Path, run: Mapping[str, Any] | None = None) -> None:
-    """Read a whole checkpoint, and check that training can go on from it.
+class OtherRunError(InputError):
+    """A checkpoint of another run."""
+
+
+def check_resumable(path: Path, run: Mapping[str, Any] | None = None, global_batch_size: int | None = None) -> None:
+    """Check that training can be resumed from a checkpoint: first by its header, then all of its bytes.
 
     DeepSpeed's checkpoints are folders, and are taken for whole.
 
     Args:
         path: The checkpoint.
         run: The config of the run that it is to be of, as plain types; None for any.
+        global_batch_size: Queries of that run's batch over all ranks; None for any.
 
     Raises:
-        InputError: If it is damaged, none of this library's, one of the weights alone, or of another run.
+        InputError: If it is damaged, none of this library's, or one of the weights alone.
+        OtherRunError: If it is of another run.
     """
-    from embeddings.common.checkpoint_file import inspect_checkpoint
+    from embeddings.common.checkpoint_file import inspect_checkpoint, peek_checkpoint
 
     if path.is_dir():
         return
-    content = inspect_checkpoint(path)
+    content = peek_checkpoint(path)
     missing = ", ".join(sorted(_RESUMED - content.keys()))
     if missing:
         what = f"cannot be gone on from, it holds no {missing}"
         raise InputError(str(path), what, "give a run's last.ckpt, or leave it out to start anew")
-    saved = content.get("run_config")
-    difference = first_difference(saved, run) if isinstance(saved, dict) and run is not None else None
+    difference = None if run is None else _difference(content, run, global_batch_size)
     if difference is not None:
-        raise InputError(str(path), f"is of another run: {difference}", "restore it, or name the file by --ckpt_path")
+        raise OtherRunError(
+            str(path), f"is of another run: {difference}", "restore it, or name the file by --ckpt_path"
+        )
+    inspect_checkpoint(path)
 
 
-def newest_checkpoint(folder: str | Path | None, run: Mapping[str, Any] | None = None) -> str | None:
-    """The newest `*.ckpt` at any depth of a folder from which the run can go on, or None: it then starts anew.
+def newest_checkpoint(
+    folder: str | Path | None, run: Mapping[str, Any] | None = None, global_batch_size: int | None = None
+) -> str | None:
+    """The newest `*.ckpt` at any depth of a folder from which the run can be resumed, or None: it then starts anew.
 
-    One that cannot be used is left out, with one line on standard error; so is one of another run, which was given
-    another model, other data or another seed (see `first_difference`). One that does not say what its run was given
-    is taken.
+    Standard error names each that cannot be used, and the newest one of another run with the number of such. Another
+    run's was given another model, other data, another seed (see `first_difference`) or another global batch. A
+    checkpoint that does not say what its run was given is taken.
 
     Args:
         folder: `trainer.default_root_dir`, which should be this run's alone; None for the working folder.
         run: The run's config as plain types; None where the folder has no other run's checkpoints.
+        global_batch_size: Queries of the run's batch over all ranks; None for any.
     """
     # Lightning's own spelling of the folder, by which it knows a run's folder again.
     root = os.path.normpath(os.path.expanduser(folder or "."))
     found = [path for path in Path(root).rglob("*.ckpt") if path.exists()]
+    others: list[OtherRunError] = []
+    chosen = None
     for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
-            check_resumable(path, run)
+            check_resumable(path, run, global_batch_size)
+        except OtherRunError as error:
+            others.append(error)
         except InputError as error:
-            if is_first_process():
-                print(f"left out: {error}", file=sys.stderr)
+            _say(f"left out: {error}")
         else:
-            return str(path)
-    return None
+            chosen = str(path)
+            break
+    if others:
+        more = f" (and {len(others) - 1} more of other runs)" if len(others) > 1 else ""
+        _say(f"left out: {others[0]}{more}")
+    return chosen
 
 
-def found_by_auto(folder: str | Path | None, run: Mapping[str, Any]) -> str | None:
+def found_by_auto(
+    folder: str | Path | None, run: Mapping[str, Any], global_batch_size: int | None = None
+) -> str | None:
     """What `--ckpt_path auto` stands for (see `newest_checkpoint`).
 
     None is told in one line on standard error, to somebody whose checkpoints lie elsewhere.
     """
-    found = newest_checkpoint(folder, run)
-    if found is None and is_first_process():
-        print(f"nothing to go on from below {Path(folder or '.').resolve()}: the run begins anew", file=sys.stderr)
+    found = newest_checkpoint(folder, run, global_batch_size)
+    if found is None:
+        _say(f"nothing to go on from below {Path(folder or '.').resolve()}: the run begins anew")
     return found
+
+
+def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> "ResumedRun | None":
+    """The run that a checkpoint is of, where it is resumed in its own folder; None where a new folder is made.
+
+    `auto` always resumes in the run's folder. So does a file that was named, if it is the last one of a run that did
+    not finish and that was given the same model, data and seed; any other may be the start of a variant.
+
+    Args:
+        checkpoint: The checkpoint, checked by `check_resumable`.
+        run: The config of the run that resumes it, as plain types.
+        is_auto: Whether `auto` found it.
+    """
+    from embeddings.callbacks.run_folder import ResumedRun
+    from embeddings.common.checkpoint_file import peek_checkpoint
+
+    path = Path(checkpoint)
+    if not path.is_file():
+        return None
+    content = peek_checkpoint(path)
+    folder, step = _folder_of(path, content.get("run")), int(content.get("global_step", 0))
+    if folder is None:
+        return None
+    if not is_auto:
+        end = (_record(folder).get("end") or {}).get("how")
+        steps = [int(peek_checkpoint(other).get("global_step", 0)) for other in path.parent.glob("*.ckpt")]
+        if end == "finished" or step < max(steps) or _difference(content, run, None) is not None:
+            return None
+    return ResumedRun(folder, step)
+
+
+def _difference(content: Mapping[str, Any], run: Mapping[str, Any], global_batch_size: int | None) -> str | None:
+    """The first thing that makes a checkpoint's content one of another run, in words, or None."""
+    saved = content.get("run_config")
+    difference = first_difference(saved, run) if isinstance(saved, dict) else None
+    # The name under which the trainer keeps a data module's state.
+    name = str((run.get("data") or {}).get("class_path")).rpartition(".")[2]
+    plan = (content.get(name) or {}).get("loader", {}).get("plan", {})
+    size = plan.get("global_batch_size")
+    if difference is None and None not in (size, global_batch_size) and size != global_batch_size:
+        difference = f"its batches of all ranks together are of {size}, here of {global_batch_size}"
+    return difference
+
+
+def _folder_of(checkpoint: Path, run: Any) -> Path | None:
+    """The folder of the run that a checkpoint says it is of: where it was, or around the checkpoint if it was moved."""
+    if not isinstance(run, Mapping) or not run.get("id"):
+        return None
+    for folder in (Path(str(run.get("folder"))), *list(checkpoint.parents)[:2]):
+        if _record(folder).get("id") == run["id"]:
+            return folder
+    return None
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """What `run.json` in a folder says; nothing where it is missing or damaged."""
+    try:
+        found = json.loads((folder / "run.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _say(line: str) -> None:
+    if is_first_process():
+        print(line, file=sys.stderr)
 
 
 def show_place(data: Any, checkpoint: str | None) -> None:

@@ -10,6 +10,7 @@ _PARTS = ("seed_everything", "model", "data")
 _FREE = frozenset(
     {
         "attn_implementation",
+        "batch_size",
         "cache_dir",
         "compile",
         "expert_backend",
@@ -28,35 +29,29 @@ def first_difference(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str 
 
     What the checkpoint's run was given as model, data and seed must be given now; nothing is asked of a setting that
     it does not have. Left free are the trainer's settings, what says how or how long to compute (number of workers,
-    size of a tile, the schedule's length …), a source's licence, and with another number of devices the batch size of
-    each.
+    size of a tile, the schedule's length …), a source's licence, and the batch size of a rank: what must be the same is
+    that of all ranks together, which the checkpoint's plan holds.
 
     Args:
         saved: The config of the checkpoint's run, as plain types.
         given: That of the run to go on.
     """
-    free = _FREE if _ranks(saved) == _ranks(given) else _FREE | {"batch_size"}
     draws_seed = given.get("seed_everything") is True
     parts = [name for name in _PARTS if name in saved and not (draws_seed and name == "seed_everything")]
-    return _first("", {name: saved[name] for name in parts}, given, free)
+    return _first("", {name: saved[name] for name in parts}, given)
 
 
-def _ranks(config: Mapping[str, Any]) -> list[Any]:
-    trainer = config.get("trainer")
-    return [trainer.get(name) if isinstance(trainer, Mapping) else None for name in ("devices", "num_nodes")]
+def _is_free(path: str) -> bool:
+    return any(path.endswith(f".{end}") for end in _FREE)
 
 
-def _is_free(path: str, free: frozenset[str]) -> bool:
-    return any(path.endswith(f".{end}") for end in free)
-
-
-def _first(path: str, saved: Any, given: Any, free: frozenset[str]) -> str | None:
+def _first(path: str, saved: Any, given: Any) -> str | None:
     if isinstance(saved, Mapping) and isinstance(given, Mapping):
         named = [(f"{path}.{name}", saved[name], given.get(name)) for name in saved]
-        pairs = [(name.lstrip("."), *both) for name, *both in named if not _is_free(name, free)]
+        pairs = [(name.lstrip("."), *both) for name, *both in named if not _is_free(name)]
     elif isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
         pairs = [(f"{path}[{place}]", *both) for place, both in enumerate(zip(saved, given, strict=True))]
     else:
         return None if saved == given else f"{path} is {shown(saved)} there and {shown(given)} here"
-    found = (_first(name, before, now, free) for name, before, now in pairs)
+    found = (_first(name, before, now) for name, before, now in pairs)
     return next((difference for difference in found if difference is not None), None)

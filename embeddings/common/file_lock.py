@@ -54,6 +54,29 @@ def passing_lock(path: Path) -> Iterator[None]:
             return
 
 
+def process_lock(path: Path) -> TextIOWrapper | None:
+    """An exclusive lock that lasts until this process ends or closes the file; None where another process holds it.
+
+    It is a record lock, which children do not inherit: a loader's worker that outlives its killed parent for some
+    seconds would keep one of the other kind. Where the file system has no locks the file alone is returned.
+
+    Args:
+        path: The lock's file; it is made if there is none, and emptied once the lock is held.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    file = os.fdopen(handle, "r+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            file.close()
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return None
+            raise
+    file.truncate()
+    return file
+
+
 def _opened(path: Path) -> TextIOWrapper:
     # A link to something else is neither followed nor emptied.
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")

@@ -10,8 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from embeddings.common.metrics_file import steps_made
 from embeddings.figures.run_folder import read_run_config, read_run_record, run_parts
-from embeddings.figures.run_metrics import Curve, metrics_path, read_curves, steps_made
+from embeddings.figures.run_metrics import Curve, metrics_path, read_curves
 
 THROUGHPUT = "throughput/"
 
@@ -88,7 +89,7 @@ class RunFacts:
         text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
         parts = run_parts(folder)
         curves = read_curves(folder) if any(metrics_path(part).is_file() for part in parts) else {}
-        return cls(folder, config, text, [_read_part(part) for part in parts], curves)
+        return cls(folder, config, text, [part for each in parts for part in _read_parts(each)], curves)
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -129,16 +130,25 @@ class RunFacts:
         return [_mapping(each.get("init_args")) for each in ours]
 
 
-def _read_part(folder: Path) -> Part:
-    record = read_run_record(folder) if (folder / "run.json").is_file() else {}
-    went_on_from = read_run_config(folder).get("ckpt_path")
+def _read_parts(folder: Path) -> list[Part]:
+    """The processes that wrote into a folder, the earliest first; what went wrong with numbers is the last one's."""
+    last = read_run_record(folder) if (folder / "run.json").is_file() else {}
+    earlier = last.get("earlier")
+    records = [_mapping(record) for record in (earlier if isinstance(earlier, list) else [])]
+    found = [Part(folder, record, _resumed_from(record), []) for record in records]
+    resumed_from = last.get("resumed_from") or read_run_config(folder).get("ckpt_path")
     errors = []
     for path in sorted(folder.glob("numeric-error-rank-*.json")):
         try:
             errors.append(_mapping(json.loads(path.read_bytes())))
         except (ValueError, RecursionError):
             errors.append({})
-    return Part(folder, record, None if went_on_from is None else str(went_on_from), errors)
+    return [*found, Part(folder, last, None if resumed_from is None else str(resumed_from), errors)]
+
+
+def _resumed_from(record: Mapping[str, Any]) -> str | None:
+    path = record.get("resumed_from")
+    return None if path is None else str(path)
 
 
 def _summary(column: str, curve: Curve) -> Summary | None:

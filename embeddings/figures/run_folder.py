@@ -84,8 +84,11 @@ def _wrote(part: Path, checkpoint: Path) -> bool:
 
 
 def _checkpoint(run: Path) -> Path | None:
-    """The checkpoint that a run went on from."""
+    """The checkpoint that a folder's first process resumed from: later ones resumed from its own."""
     path = read_run_config(run).get("ckpt_path") if (run / "config.yaml").is_file() else None
+    earlier = read_run_record(run).get("earlier") if (run / "run.json").is_file() else None
+    if isinstance(earlier, list) and earlier and isinstance(earlier[0], dict):
+        path = earlier[0].get("resumed_from")
     return Path(str(path)) if path else None
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embeddings.common import InputError
-from embeddings.common.metrics_file import read_metrics
+from embeddings.common.metrics_file import METRICS_FILE, read_metrics, steps_made
 from embeddings.figures.run_folder import run_parts
 
 # The steps at which something was logged, and its values.
@@ -15,13 +15,6 @@ LOSS, SCORE = "train/loss", "val/ndcg_at_10"
 _NOTHING: Curve = ([], [])
 _FIX = "give the folder of a run of fit"
 _NO_METRICS = ("step", "epoch")
-# Logged under the number of the step that is being made, from 0; all else under the number of steps made.
-_OF_A_STEP = ("train/", "lr-")
-
-
-def steps_made(column: str, step: int) -> int:
-    """How many optimiser steps were made when a value was measured, by its column and the step it was logged under."""
-    return step + column.startswith(_OF_A_STEP)
 
 
 def read_curve(run: Path, column: str) -> Curve:
@@ -66,7 +59,7 @@ def _cut(column: str, curve: Curve, first: int) -> Curve:
 
 def metrics_path(run: Path) -> Path:
     """Where a process writes what it logs."""
-    return run / "metrics.csv"
+    return run / METRICS_FILE
 
 
 def _read_part(run: Path) -> dict[str, Curve]:

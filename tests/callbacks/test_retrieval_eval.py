@@ -37,7 +37,9 @@ def scored_run(tmp_path, widths=None, trainer=None, words=(), **options):
 def scores_of(trainer):
     with open(Path(trainer.log_dir) / "metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row.get("val/ndcg_at_10")]
-    return {int(row["step"]): float(row["val/ndcg_at_10"]) for row in rows}
+    found = {int(row["step"]): float(row["val/ndcg_at_10"]) for row in rows}
+    assert len(found) == len(rows)
+    return found
 
 
 def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpoint(tmp_path):
@@ -70,7 +72,7 @@ def test_a_resumed_run_does_not_score_the_step_where_it_begins_again(tmp_path):
     assert sorted(scores_of(first.trainer)) == [0, 2]
     options["trainer"]["max_steps"] = 4
     last = scored_run(tmp_path, words=["--ckpt_path", "auto"], **options)
-    assert sorted(scores_of(last.trainer)) == [4]
+    assert sorted(scores_of(last.trainer)) == [0, 2, 4]
 
 
 def test_a_model_of_several_widths_is_scored_at_each_from_one_encoding(tmp_path, monkeypatch):

@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 
@@ -53,7 +54,10 @@ def test_callbacks_of_a_later_config_replace_and_append(tmp_path):
     checkpoint = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"save_last": True}}
     monitor = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}
     first = write_config(tmp_path, config)
-    second = write_config(tmp_path, {"trainer": {"callbacks": [checkpoint]}}, "second.yaml")
+    (tmp_path / "second.yaml").write_text(
+        f"trainer:\n  callbacks: []\n  callbacks+: [{json.dumps(checkpoint)}]\n", encoding="utf-8"
+    )
+    second = str(tmp_path / "second.yaml")
     third = write_config(tmp_path, {"trainer": {"callbacks+": [monitor]}}, "third.yaml")
     cli = run_trainer(["fit", "--config", first, "--config", second, "--config", third])
     assert any(isinstance(callback, LearningRateMonitor) for callback in cli.trainer.callbacks)
@@ -84,3 +88,50 @@ def test_a_run_that_sigterm_ended_is_no_success(tmp_path, capsys):
     config["trainer"]["callbacks"] = [{"class_path": "tests.cli.test_app.Terminate"}]
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 143
     assert "preempted: SIGTERM: stopped after step 2; resume with --ckpt_path" in capsys.readouterr().err
+
+
+def with_callbacks(tmp_path, *callbacks):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [{"class_path": path, "init_args": options} for path, options in callbacks]
+    return ["fit", "--config", write_config(tmp_path, config)]
+
+
+def test_fit_ends_with_where_things_lie_and_the_next_two_commands(tmp_path, capsys):
+    model = str(tmp_path / "model")
+    assert main(with_callbacks(tmp_path, ("embeddings.callbacks.ExportModel", {"output": model}))) == 0
+    written = capsys.readouterr()
+    run = tmp_path / "run" / "tiny" / "version_0"
+    assert written.out.splitlines() == [
+        f"run: {run} (metrics.csv, run.json, config.yaml)",
+        f"model: {model}",
+        f"next: python main.py evaluate --model {model} --data FOLDER",
+        f'next: python main.py search --model {model} --corpus FILE "QUERY"',
+    ]
+    assert f"model directory: {model}" in written.err.splitlines()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_run_without_a_model_directory_ends_with_how_to_get_one(keeps, tmp_path, capsys):
+    words = [*with_callbacks(tmp_path), f"--trainer.enable_checkpointing={str(keeps).lower()}"]
+    assert main(words) == 0
+    run = tmp_path / "run" / "tiny" / "version_0"
+    checkpoint = run / "checkpoints" / "epoch=0-step=4.ckpt"
+    first = f"export --checkpoint {checkpoint} --output DIR" if keeps else f"show curves --run {run}"
+    lines = [f"next: python main.py {words}" for words in (first, f"report {run}")]
+    assert capsys.readouterr().out.splitlines()[1:] == lines
+
+
+@pytest.mark.parametrize("name", ["best", "last", "hpc"])
+def test_a_checkpoint_that_no_file_stands_for_is_refused_at_the_start(name, tmp_path, capsys):
+    assert main([*with_callbacks(tmp_path), f"--ckpt_path={name}"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"error: --ckpt_path {name}: names no file here; auto takes the newest one")
+    assert not (tmp_path / "run").exists()
+
+
+def test_early_stopping_on_an_unknown_metric_is_one_line(tmp_path, capsys):
+    stopping = ("lightning.pytorch.callbacks.EarlyStopping", {"monitor": "val/nothing"})
+    assert main([*with_callbacks(tmp_path, stopping), "--trainer.max_steps=-1", "--trainer.max_epochs=1"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: EarlyStopping.monitor: Early stopping conditioned on metric `val/nothing` which")
+    assert "train/loss" in line

@@ -8,7 +8,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from embeddings.cli.app import run_trainer
-from embeddings.cli.resume import check_resumable, found_by_auto, keep_on_in_its_folder, newest_checkpoint
+from embeddings.cli.resume import (
+    OtherRunError,
+    check_resumable,
+    found_by_auto,
+    keep_on_in_its_folder,
+    newest_checkpoint,
+)
 from embeddings.common import InputError, OptionError
 from tests.helpers.checkpoints import RESUMABLE, damage, save
 from tests.helpers.runs import run_config, write_config, write_pairs
@@ -101,6 +107,38 @@ def test_a_checkpoint_of_another_run_is_passed_over(tmp_path, capsys):
         f"left out: {last}: is of another run: {differs}; restore it, or name the file by --ckpt_path"
     ]
     assert fit("--ckpt_path", last, "--model.init_args.normalize=false", "--trainer.max_steps=3").ckpt_path == last
+
+
+def test_many_checkpoints_of_other_runs_are_one_line(tmp_path, capsys):
+    for step in range(34):
+        save(RESUMABLE | {"run_config": {"seed_everything": 1}}, tmp_path / f"step={step}.ckpt", step)
+    assert newest_checkpoint(tmp_path, {"seed_everything": 2}) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"left out: {tmp_path}/step=33.ckpt: is of another run: seed_everything is 1 there and 2")
+    assert line.endswith(" (and 33 more of other runs)")
+
+
+def test_another_global_batch_is_another_run_and_the_same_one_over_other_ranks_is_not(tmp_path, capsys):
+    """Found by the plan in the checkpoint: 16 may be 16 on one rank or 8 on two."""
+    run = {"data": {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": {"batch_size": 8}}}
+    plan = {"EmbeddingDataModule": {"loader": {"plan": {"global_batch_size": 16}}}}
+    saved = save(RESUMABLE | plan | {"run_config": run}, tmp_path / "last.ckpt")
+    assert newest_checkpoint(tmp_path, run, 16) == saved
+    assert newest_checkpoint(tmp_path, run, 8) is None
+    assert "its batches of all ranks together are of 16, here of 8" in capsys.readouterr().err
+    with pytest.raises(OtherRunError):
+        check_resumable(Path(saved), run, 32)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_auto_begins_anew_beside_a_run_of_another_batch(tmp_path, capsys):
+    config = run_config(tmp_path)
+    words = ["fit", "--config", write_config(tmp_path, config), "--ckpt_path=auto", "--trainer.max_steps=2"]
+    first = run_trainer(words).trainer
+    second = run_trainer([*words, "--data.init_args.batch_size=4"]).trainer
+    assert (second.ckpt_path, second.global_step) == (None, 2)
+    assert first.log_dir != second.log_dir
+    assert "all ranks together are of 8, here of 4" in capsys.readouterr().err
 
 
 def test_checkpoints_go_on_in_the_folder_that_lightning_knows(tmp_path, monkeypatch):

@@ -54,7 +54,6 @@ def changed(**values: Any) -> dict[str, Any]:
         (changed(model__init_args__backbone__name="b"), "model.init_args.backbone.name is 'a' there and 'b' here"),
         (changed(model__init_args__lora={"rank": 4}), "model.init_args.lora is None there and {'rank': 4} here"),
         (changed(model__init_args__schedule__warmup_steps=2), "model.init_args.schedule.warmup_steps is 1 there"),
-        (changed(data__init_args__batch_size=16), "data.init_args.batch_size is 8 there and 16 here"),
         (
             changed(data__init_args__sources__0__path="other.jsonl"),
             "data.init_args.sources[0].path is 'pairs.jsonl' there and 'other.jsonl' here",
@@ -82,6 +81,7 @@ def test_another_model_data_or_seed_is_another_run(given: dict[str, Any], says: 
         changed(model__init_args__new="an option that a later version has"),
         changed(data__init_args__num_workers=2),
         changed(trainer__devices=2),
+        changed(data__init_args__batch_size=16),  # the plan in the checkpoint says what of it must be the same
         changed(trainer__devices=2, data__init_args__batch_size=4),
         changed(trainer__num_nodes=2, data__init_args__batch_size=4),
     ],
@@ -98,14 +98,14 @@ def test_a_checkpoint_that_does_not_say_is_of_no_other_run() -> None:
 # Every option of a method, of data, and of what they are made of. With another value of the first it is the same run.
 FREE = {
     "BackboneConfig": "attn_implementation gradient_checkpointing compile",
-    "EmbeddingDataModule": "num_workers cache_dir",
+    "EmbeddingDataModule": "batch_size num_workers cache_dir",
     "FromScratch": "attn_implementation",
     "HeadSettings": "tile_logits",
     "InfoNCE": "tile_size",
     "MoEEmbedModule": "expert_backend",
     "Schedule": "total_steps",
     "SourceConfig": "licence",
-    "TextDataModule": "num_workers cache_dir",
+    "TextDataModule": "batch_size num_workers cache_dir",
 }
 DECIDING = {
     "AnchorTokenPooling": "axis layers per_head include_first detach by_visible_queries",
@@ -117,7 +117,7 @@ DECIDING = {
         "num_context max_length include_negatives dropout_fraction num_soft_prompts residual_projection"
     ),
     "CurriculumBatchSampler": "inner order fractions level missing_level total_steps num_replicas rank",
-    "EmbeddingDataModule": "sources text batch_size num_negatives sampler seed tokenizer num_in_context_examples",
+    "EmbeddingDataModule": "sources text num_negatives sampler seed tokenizer num_in_context_examples",
     "FromScratch": "tokenizer model_type settings bidirectional",
     "HeadSettings": "new train_beside_lora",
     "HomogeneousBatchSampler": "proportions temperature num_replicas rank",
@@ -144,7 +144,7 @@ DECIDING = {
         "min_score suspect_rows surrogate_vectors"
     ),
     "SurrogateFilter": "margin threshold spare_own_negatives",
-    "TextDataModule": "sources validation_sources row_length batch_size append_eos sampler seed tokenizer",
+    "TextDataModule": "sources validation_sources row_length append_eos sampler seed tokenizer",
     "TextSettings": (
         "query_max_length document_max_length prompts append_eos pool_prompt suffix pool_start "
         "instruction_template pooling_rule"

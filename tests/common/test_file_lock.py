@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from embeddings.common.file_lock import file_lock, passing_lock
+from embeddings.common.file_lock import file_lock, passing_lock, process_lock
 
 COUNT = """
 import sys
@@ -79,3 +79,39 @@ def test_a_file_system_without_locks_has_none(code, is_taken, tmp_path, monkeypa
     else:
         with pytest.raises(OSError, match="no"), passing_lock(tmp_path / "lock"):
             pass
+
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from embeddings.common.file_lock import process_lock
+held = process_lock(Path(sys.argv[1]))
+print(held is not None, flush=True)
+if os.fork() == 0:
+    time.sleep(60)
+time.sleep(60)
+"""
+
+
+def test_a_process_lock_ends_with_its_process_and_not_with_a_child_that_outlives_it(tmp_path):
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, process_group=0) as holder:
+        assert holder.stdout.readline() == b"True\n"
+        assert process_lock(path) is None
+        child = int(subprocess.run(["pgrep", "-P", str(holder.pid)], capture_output=True, text=True).stdout or 0)
+        holder.kill()
+        holder.wait()
+        held = process_lock(path)
+        assert held is not None
+        held.close()
+        if child:
+            os.kill(child, 9)
+
+
+def test_a_process_lock_needs_no_locks_of_the_file_system(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with process_lock(tmp_path / "lock") as file:
+        assert file is not None

@@ -51,7 +51,7 @@ ACCUMULATIONS: dict[str, dict[str, Any]] = {
     },
 }
 # What follows from when a run took place, and not from what it computed.
-CLOCK = ("callbacks", "run_config")
+CLOCK = ("callbacks", "run", "run_config")
 # What a validation has counted: one that a kill cut short is not made up for.
 COUNTED = "/loops/fit_loop/epoch_loop.val_loop"
 
