@@ -1,17 +1,17 @@
 """A model directory at the end of training."""
 
-from dataclasses import replace
+import dataclasses
 from pathlib import Path
 
 import lightning as L
 
 from embeddings.callbacks.best_checkpoint import load_best
 from embeddings.callbacks.embedder_of import embedder_of
-from embeddings.callbacks.run_record import RunRecord
+from embeddings.callbacks.run_record import RunRecord, check_output, mark_output
 from embeddings.callbacks.whole_weights import cuts_weights, whole_weights
 from embeddings.common import TextSettings
 from embeddings.common.log import logger
-from embeddings.models.directory import replaced_folder, require_folder_or_nothing
+from embeddings.models.directory import replaced_folder
 from embeddings.models.model_card import keeps_card, write_model_card
 
 
@@ -21,15 +21,16 @@ class ExportModel(L.Callback):
     With `best` the weights are those of the best checkpoint that a `ModelCheckpoint` kept, not the last ones.
 
     Args:
-        output: The directory to write; one that is there is replaced once the new one is whole.
+        output: The directory to write, once training has ended. A model of the same run that is there is replaced.
         best: Whether to take the best checkpoint where one was kept by a monitored metric: that of the first
             `ModelCheckpoint` that has a `monitor`.
         query_max_length: Most tokens of a query that the written model reads; None for what it was trained with.
         document_max_length: The same of a document.
+        replace: Whether a model of another run is replaced too.
 
     Raises:
-        OptionError: If a length is below 4 tokens or above the positions of the model, or something else than a folder
-            lies at `output`.
+        OptionError: If a length is below 4 tokens or above the positions of the model, or another run's model or
+            something else than a folder lies at `output`.
         UserError: If the module trains no embedder.
     """
 
@@ -39,16 +40,19 @@ class ExportModel(L.Callback):
         best: bool = True,
         query_max_length: int | None = None,
         document_max_length: int | None = None,
+        replace: bool = False,
     ) -> None:
         self.output = output
         self.best = best
+        self.replace = replace
         self.query_max_length = query_max_length
         self.document_max_length = document_max_length
         self._with_lengths(TextSettings())
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
         """Check the place, and that the model has positions for the lengths that it is to be written with."""
-        require_folder_or_nothing(self.output)
+        replace = self.replace or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        check_output(trainer, self.output, "ExportModel", replace)
         embedder, text = embedder_of(module, self), getattr(data, "text", None)
         lengths = self._with_lengths(text if isinstance(text, TextSettings) else embedder.text)
         embedder.check_lengths(lengths, "ExportModel")
@@ -67,17 +71,18 @@ class ExportModel(L.Callback):
         embedder.text = self._with_lengths(embedder.text)
         with whole_weights(trainer):
             if trainer.is_global_zero:
-                records = [callback for callback in trainer.callbacks if isinstance(callback, RunRecord)]  # type: ignore[attr-defined]
-                facts = records[0].facts(num_steps) if records else None
+                record = RunRecord.of(trainer)
+                facts = record.facts(num_steps) if record else None
                 output = Path(self.output).expanduser()
                 with replaced_folder(output) as new:
                     embedder.save_pretrained(new)
+                    mark_output(trainer, new)
                     if not keeps_card(output):
                         write_model_card(new, embedder, facts, name=output.resolve().name)
                 logger.info("model directory: %s", self.output)
 
     def _with_lengths(self, text: TextSettings) -> TextSettings:
-        return replace(
+        return dataclasses.replace(
             text,
             query_max_length=text.query_max_length if self.query_max_length is None else self.query_max_length,
             document_max_length=(

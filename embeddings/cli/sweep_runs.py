@@ -240,7 +240,10 @@ def _moved(part: Any, folder: Path) -> Any:
     places = {name: arguments[name] for name in PLACES if isinstance(arguments.get(name), str)}
     if str(part.get("class_path")).rpartition(".")[2] == "ModelCheckpoint":
         places = {"dirpath": "checkpoints", **places}
-    moved = {name: str(folder / Path(place).name) for name, place in places.items()}
+    moved: dict[str, Any] = {name: str(folder / Path(place).name) for name, place in places.items()}
+    # A run that was cut short after its export, without a checkpoint, begins anew.
+    if str(part.get("class_path")).rpartition(".")[2] in ("ExportModel", "ExportLanguageModel"):
+        moved["replace"] = True
     return {**part, "init_args": {**arguments, **moved}} if moved else part
 
 

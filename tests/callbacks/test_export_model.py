@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
@@ -131,3 +132,26 @@ def test_the_best_checkpoint_is_that_of_the_first_which_monitors(tmp_path):
     found = exported(tmp_path)[name]
     assert torch.equal(found, best[f"embedder.backbone.{name}"])
     assert not torch.equal(found, last[f"embedder.backbone.{name}"])
+
+
+def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
+    run_with_export(tmp_path, best=False)
+    before = exported(tmp_path)
+    words = ["fit", "--config", str(tmp_path / "config.yaml")]
+    with pytest.raises(OptionError) as error:
+        run_trainer([*words, "--seed_everything=5"])
+    assert str(error.value) == (
+        f"ExportModel.output must not hold a model of another run, got '{tmp_path / 'model'}'; "
+        "name another one, or set ExportModel's replace: true"
+    )
+    assert all(torch.equal(value, before[name]) for name, value in exported(tmp_path).items())
+    assert [path.name for path in (tmp_path / "run" / "tiny").iterdir()] == ["version_0"]
+    # The same run, resumed, writes its own model again.
+    trainer = run_trainer([*words, "--ckpt_path=auto", "--trainer.max_steps=5"]).trainer
+    assert trainer.global_step == 5
+    resumed = exported(tmp_path)
+    assert any(not torch.equal(resumed[name], before[name]) for name in before)
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    config["trainer"]["callbacks"][2]["init_args"]["replace"] = True
+    run_trainer(["fit", "--config", write_config(tmp_path, config), "--seed_everything=5"])
+    assert any(not torch.equal(value, resumed[name]) for name, value in exported(tmp_path).items())

@@ -72,7 +72,7 @@ def test_what_a_run_writes_goes_into_its_folder(tmp_path):
     found = value_of(placed(contents, tmp_path), "trainer.callbacks")
     # Where its place changed on resuming, Lightning would forget the best.
     assert found[0]["init_args"] == {"save_last": True, "dirpath": str(tmp_path / "checkpoints")}
-    assert found[1]["init_args"] == {"output": str(tmp_path / "model"), "best": False}
+    assert found[1]["init_args"] == {"output": str(tmp_path / "model"), "best": False, "replace": True}
     assert found[2]["init_args"] == {"dirpath": str(tmp_path / "where")}
     monitor = {"trainer": {"callbacks": [{"class_path": "LearningRateMonitor", "init_args": {"prefix": "x"}}]}}
     assert value_of(placed([*contents, monitor], tmp_path), "trainer.callbacks") is None
@@ -104,7 +104,9 @@ def test_a_date_in_a_config_is_given_as_text(tmp_path):
 def test_a_point_may_give_callbacks_of_its_own(tmp_path):
     export = {"class_path": "ExportModel", "init_args": {"output": "a/b"}}
     (run,) = runs_of(sweep([{"trainer": {"callbacks": ["old"]}}], {"trainer.callbacks": [export]}), tmp_path)
-    assert json.loads(run.words[-1].partition("=")[2]) == [export | {"init_args": {"output": str(run.folder / "b")}}]
+    assert json.loads(run.words[-1].partition("=")[2]) == [
+        export | {"init_args": {"output": str(run.folder / "b"), "replace": True}}
+    ]
 
 
 def test_one_process_at_a_time_has_a_folder(tmp_path):
