@@ -77,8 +77,6 @@ class Preemption(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Give the signals back."""
-        if isinstance(exception, KeyboardInterrupt):
-            write_none_on_exception(trainer)
         self._give_back()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

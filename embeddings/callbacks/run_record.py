@@ -14,6 +14,7 @@ import lightning as L
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
+from embeddings.callbacks.exception_checkpoints import write_none_on_exception
 from embeddings.callbacks.run_folder import run_logger
 from embeddings.common import OptionError, PreemptedError
 from embeddings.common.distributed import whole_shape
@@ -89,6 +90,9 @@ class RunRecord(SaveConfigCallback):
         if self.log_dir != Path():
             # Where the command line puts the traceback.
             exception.run_folder = str(self.log_dir)  # type: ignore[attr-defined]
+        # A second Ctrl-C ends the run at once. Other callbacks that know of it come after those that write checkpoints.
+        if isinstance(exception, KeyboardInterrupt):
+            write_none_on_exception(trainer)
         with suppress(OSError):
             if isinstance(exception, PreemptedError | KeyboardInterrupt):
                 self._note_end(trainer, "interrupted", getattr(exception, "line", ""))

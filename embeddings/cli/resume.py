@@ -128,7 +128,7 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> "Resu
         return None
     if not is_auto:
         end = (_record(folder).get("end") or {}).get("how")
-        steps = [int(peek_checkpoint(other).get("global_step", 0)) for other in path.parent.glob("*.ckpt")]
+        steps = [_step_of(other, content["run"]["id"]) for other in path.parent.glob("*.ckpt")]
         if end == "finished" or step < max(steps) or _difference(content, run, None) is not None:
             return None
     return ResumedRun(folder, step)
@@ -145,6 +145,17 @@ def _difference(content: Mapping[str, Any], run: Mapping[str, Any], global_batch
     if difference is None and None not in (size, global_batch_size) and size != global_batch_size:
         difference = f"its batches of all ranks together are of {size}, here of {global_batch_size}"
     return difference
+
+
+def _step_of(checkpoint: Path, run: str) -> int:
+    """The optimiser steps of a run's checkpoint; -1 of what is none, or another run's."""
+    from embeddings.common.checkpoint_file import peek_checkpoint
+
+    try:
+        content = peek_checkpoint(checkpoint)
+    except (InputError, OSError):
+        return -1
+    return int(content.get("global_step", 0)) if (content.get("run") or {}).get("id") == run else -1
 
 
 def _folder_of(checkpoint: Path, run: Any) -> Path | None:

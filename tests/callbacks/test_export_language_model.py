@@ -59,7 +59,7 @@ def test_a_module_without_a_language_model_and_a_file_in_the_way_are_refused(tmp
 def test_another_runs_language_model_stays(tmp_path: Path) -> None:
     config = language_config(tmp_path, "mlm")
     config["trainer"]["callbacks"] = [export(tmp_path)]
-    words = ["fit", "--config", write_config(tmp_path, config), "--trainer.max_steps=1"]
+    words = ["fit", "--config", write_config(tmp_path, config), "--trainer.max_steps=2"]
     run_trainer(words)
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
     with pytest.raises(OptionError, match="must not hold a model of another run"):
