@@ -369,16 +369,16 @@ def named(*names):
 
 
 def test_callbacks_of_an_earlier_config_are_not_dropped_unasked(tmp_path):
-    base = of_callbacks(tmp_path, "base.yaml", callbacks=named("ModelCheckpoint", "Timer"))
+    base = of_callbacks(tmp_path, "base.yaml", callbacks=named("ModelCheckpoint", "ModelSummary"))
     more = of_callbacks(tmp_path, "more.yaml", **{"callbacks+": named("LearningRateMonitor")})
-    mine = of_callbacks(tmp_path, "mine.yaml", callbacks=named("Timer"))
+    mine = of_callbacks(tmp_path, "mine.yaml", callbacks=named("ModelSummary"))
     with pytest.raises(ConfigError) as error:
         check_one_method(["fit", "--config", base, "--config", more, "--config", mine])
     assert str(error.value) == (
         f"{mine}: trainer.callbacks drops ModelCheckpoint, LearningRateMonitor of an earlier config; "
         "write callbacks+: to add to them, or callbacks: [] above callbacks+: to drop them"
     )
-    dotted = write_config(tmp_path, {"trainer.callbacks": named("Timer")}, "dotted.yaml")
+    dotted = write_config(tmp_path, {"trainer.callbacks": named("ModelSummary")}, "dotted.yaml")
     with pytest.raises(ConfigError, match="drops ModelCheckpoint of"):
         check_one_method(["fit", "--config", base, "--config", dotted])
 
@@ -387,14 +387,14 @@ def test_callbacks_are_dropped_on_request_and_added_by_their_own_key(tmp_path, m
     config = run_config(tmp_path)
     config["trainer"]["callbacks"] = named("ModelCheckpoint")
     base = write_config(tmp_path, config, "base.yaml")
-    anew = of_callbacks(tmp_path, "anew.yaml", callbacks=[], **{"callbacks+": named("Timer")})
-    (tmp_path / "anew.yaml").write_text("trainer:\n  callbacks: []\n  callbacks+:\n    - class_path: Timer\n")
+    anew = of_callbacks(tmp_path, "anew.yaml", callbacks=[], **{"callbacks+": named("ModelSummary")})
+    (tmp_path / "anew.yaml").write_text("trainer:\n  callbacks: []\n  callbacks+:\n    - class_path: ModelSummary\n")
     more = of_callbacks(tmp_path, "more.yaml", **{"callbacks+": named("LearningRateMonitor")})
-    whole = of_callbacks(tmp_path, "whole.yaml", callbacks=named("ModelCheckpoint", "Timer"))
+    whole = of_callbacks(tmp_path, "whole.yaml", callbacks=named("ModelCheckpoint", "ModelSummary"))
     for second, kept in (
-        (anew, ["Timer"]),
+        (anew, ["ModelSummary"]),
         (more, ["ModelCheckpoint", "LearningRateMonitor"]),
-        (whole, ["ModelCheckpoint", "Timer"]),
+        (whole, ["ModelCheckpoint", "ModelSummary"]),
     ):
         found = []
 
