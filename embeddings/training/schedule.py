@@ -96,8 +96,8 @@ def scale_rates(scheduler: Any, peak: float) -> None:
         scheduler: The schedule, at any step.
         peak: The rate of the first group where its factor is 1.
     """
-    scale = peak / scheduler.base_lrs[0]
-    scheduler.base_lrs = [rate * scale for rate in scheduler.base_lrs]
+    first = scheduler.base_lrs[0]
+    scheduler.base_lrs = [peak * (rate / first) for rate in scheduler.base_lrs]
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
     for group, rate, factor in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, factors, strict=True):
         group.update(initial_lr=rate, lr=rate * factor)

@@ -60,7 +60,7 @@ def test_stochastic_weight_averaging_runs_and_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_found_learning_rate_is_the_peak_of_the_schedule(tmp_path: Path) -> None:
-    config = with_callback(tmp_path, "LearningRateFinder", num_training_steps=12, max_lr=0.1)
+    config = with_callback(tmp_path, "LearningRateFinder", num_training_steps=20, max_lr=0.1, early_stop_threshold=None)
     trainer = fit(tmp_path, config).trainer
     finder = next(one for one in trainer.callbacks if type(one).__name__ == "LearningRateFinder")
     found = finder.optimal_lr.suggestion()
