@@ -114,9 +114,12 @@ class TextSettings:
         return self if self.pooling_rule is not None else replace(self, pooling_rule=model.pooling_rule)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types, as a checkpoint or a model directory holds them; a pooling rule only where there is one."""
-        fields = asdict(self)
-        return fields if self.pooling_rule is not None else {k: v for k, v in fields.items() if k != "pooling_rule"}
+        """Plain types, as a checkpoint or a model directory holds them.
+
+        What an earlier version did not know is left out where it is the default: a model's hash stays what it was.
+        """
+        later = {"pooling_rule": None, "instruction_template": INSTRUCTION_TEMPLATE}
+        return {name: value for name, value in asdict(self).items() if name not in later or value != later[name]}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:

@@ -46,6 +46,15 @@ def test_a_pooling_rule_that_cannot_apply_is_refused(settings, says):
     assert f"data.text.pooling_rule {says}" in str(error.value)
 
 
+def test_fields_of_later_versions_are_left_out_where_they_are_the_default():
+    # A model's hash is made of these, and vectors that were written before are known by it.
+    names = {"query_max_length", "document_max_length", "prompts", "append_eos", "pool_prompt", "suffix", "pool_start"}
+    assert set(TextSettings().to_dict()) == names
+    changed = TextSettings(pooling_rule="after_colon", instruction_template="{instruction}: ")
+    assert set(changed.to_dict()) == names | {"pooling_rule", "instruction_template"}
+    assert TextSettings.from_dict(changed.to_dict()) == changed
+
+
 def test_each_role_has_its_length():
     settings = TextSettings(query_max_length=8, document_max_length=16)
     assert (settings.max_length("query"), settings.max_length("document")) == (8, 16)
