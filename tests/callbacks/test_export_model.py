@@ -134,6 +134,7 @@ def test_the_best_checkpoint_is_that_of_the_first_which_monitors(tmp_path):
     assert not torch.equal(found, last[f"embedder.backbone.{name}"])
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
     run_with_export(tmp_path, best=False)
     before = exported(tmp_path)

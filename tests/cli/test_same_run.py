@@ -111,13 +111,17 @@ DECIDING = {
     "AnchorTokenPooling": "axis layers per_head include_first detach by_visible_queries",
     "BackboneConfig": "name revision bidirectional dtype dropout num_layers",
     "BlendedBatchSampler": "proportions steps_per_epoch num_replicas rank temperature",
-    "CDEModule": "backbone first_stage_backbone context loss optimizer schedule initial_model normalize seed",
+    "CDEModule": (
+        "backbone first_stage_backbone context loss optimizer schedule initial_model normalize seed "
+        "first_stage_training"
+    ),
     "ClusteredBatchSampler": "clusters order across_ranks num_replicas rank",
     "ContextSettings": (
         "num_context max_length include_negatives dropout_fraction num_soft_prompts residual_projection"
     ),
     "CurriculumBatchSampler": "inner order fractions level missing_level total_steps num_replicas rank",
     "EmbeddingDataModule": "sources text num_negatives sampler seed tokenizer num_in_context_examples",
+    "FirstStageTraining": "learning_rate_factor frozen_steps word_steps",
     "FromScratch": "tokenizer model_type settings bidirectional",
     "HeadSettings": "new train_beside_lora",
     "HomogeneousBatchSampler": "proportions temperature num_replicas rank",
