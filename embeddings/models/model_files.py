@@ -98,5 +98,5 @@ def weights_checksum(folder: Path) -> str:
                     checksum.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
                     found[name] = checksum.hexdigest()
         except (OSError, SafetensorError) as error:
-            raise InputError(str(file), f"cannot be read: {str(error)[:100]}", _TAKE_ANOTHER) from error
+            raise InputError(str(file), f"cannot be read: {one_line(str(error), 100)}", _TAKE_ANOTHER) from error
     return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True).encode())
