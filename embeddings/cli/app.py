@@ -295,7 +295,7 @@ def end_lines(trainer: L.Trainer) -> list[str]:
 
 
 def refused_option(message: str, given: dict[str, Any]) -> str:
-    """What Lightning says of an option of the trainer, behind its name; behind those of the hardware where it is none.
+    """What Lightning says of an option of the trainer, behind its name; where it is none, behind what was chosen.
 
     Args:
         message: What it says.
@@ -305,9 +305,9 @@ def refused_option(message: str, given: dict[str, Any]) -> str:
     valued = [
         name for name in (*HARDWARE_OPTIONS, "max_time") if f"{given.get(name)}" in re.findall(r"[\w.=<>]+", message)
     ]
-    shown = (named or valued or HARDWARE_OPTIONS)[:4]
-    options = ", ".join(f"trainer.{name}: {given[name]}" for name in shown)
-    return f"{options}: {one_line(message, 220).rstrip('. ')}; change it, or leave it out"
+    chosen = [name for name in HARDWARE_OPTIONS if given.get(name) not in (None, 1, "auto", "cpu")]
+    options = ", ".join(f"trainer.{name}: {given[name]}" for name in (named or valued or chosen)[:4])
+    return f"{options or 'trainer'}: {one_line(message, 220).rstrip('. ')}; change it, or leave it out"
 
 
 def check_given(argv: Sequence[str], parsed: dict[str, Any]) -> None:

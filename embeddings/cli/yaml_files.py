@@ -100,7 +100,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def _problem(node: yaml.Node, error: Exception) -> str:
-    what = f"{shown(node.value)} is no {node.tag.rpartition(':')[2]}"
+    what = f"{shown(node.value, 30)} is no {node.tag.rpartition(':')[2]}"
     return f"{what} ({str(error).partition(';')[0]})" if isinstance(error, ValueError) else what
 
 
