@@ -105,6 +105,8 @@ class ResumableLoader(ShieldedLoader):
         )
         # How many of the batches handed over have not been trained on: whoever trains can say.
         self.in_flight: Callable[[], int] = int
+        # Whether a run's beginning may be resumed by another plan.
+        self.tries_batch_sizes = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches of the present epoch that have not been delivered yet, or else of the next epoch.
@@ -137,7 +139,7 @@ class ResumableLoader(ShieldedLoader):
         Raises:
             OptionError: If the plan is not the one that was saved; the message names the first field that differs.
         """
-        # At the very beginning no batch of another plan has been trained on: a search for a batch size resumes there.
-        if state["epoch"] or state["delivered"]:
+        # A search for a batch size begins each of its trials where the run began, with another plan.
+        if not self.tries_batch_sizes or state["epoch"] or state["delivered"]:
             self.batch_sampler.check_same_plan(state["plan"])
         self.batch_sampler.resume(state["epoch"], state["delivered"])

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -174,6 +175,8 @@ class PlannedDataModule(LightningDataModule):
             worker_init_fn=start_worker,
         )
         self._loader.in_flight = self._in_flight
+        callbacks: Any = [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
+        self._loader.tries_batch_sizes = any(isinstance(callback, BatchSizeFinder) for callback in callbacks)
         if self._pending_state is not None:
             self._loader.load_state_dict(self._pending_state)
             self._pending_state = None

@@ -116,7 +116,10 @@ def test_a_card_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
     config = run_config(tmp_path)
     config["trainer"]["max_steps"] = 2
     config["trainer"]["callbacks"] = [
-        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / "out")}}
+        {
+            "class_path": "embeddings.callbacks.ExportModel",
+            "init_args": {"output": str(tmp_path / "out"), "replace": True},
+        }
     ]
     cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
     before = content(tmp_path / "out")

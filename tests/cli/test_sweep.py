@@ -19,6 +19,10 @@ INT, HUP, USR1, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGT
 TEMPERATURE = "model.init_args.loss.init_args.temperature"
 
 
+class Killed(BaseException):
+    """What no line and no exit code stands for."""
+
+
 class CutShort(L.Callback):
     """Stops a run at an optimiser step, as a kill does."""
 
@@ -26,7 +30,7 @@ class CutShort(L.Callback):
 
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == self.step:
-            raise RuntimeError("cut short")
+            raise Killed
 
 
 @pytest.fixture
@@ -38,7 +42,7 @@ def ran(monkeypatch):
         lines.append(words[2:])
         try:
             return main(list(words[2:]))
-        except RuntimeError:
+        except Killed:
             return 137
 
     monkeypatch.setattr(Relay, "run", run)

@@ -89,8 +89,8 @@ def test_a_recipe_stands_for_its_configs(tmp_path):
     (tmp_path / "s.yaml").write_text("recipe: mgh_h100x1\nparameters: {a: [1]}\n")
     sweep = read_sweep(tmp_path / "s.yaml")
     assert sweep.recipe == "mgh_h100x1"
-    assert [Path(config).stem for config in sweep.configs] == ["base", "mgh", "h100x1_batch64", "mgh"]
-    assert len(sweep.contents) == 4
+    assert [Path(config).stem for config in sweep.configs] == ["base", "mgh", "h100x1_batch64", "mgh", "mgh_synthetic"]
+    assert len(sweep.contents) == 5
     (tmp_path / "s.yaml").write_text("recipe: nope\nparameters: {a: [1]}\n")
     with pytest.raises(ConfigError, match="there is no recipe 'nope'"):
         read_sweep(tmp_path / "s.yaml")

@@ -16,5 +16,5 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_every_public_name_can_be_had():
-    assert len(embeddings.common.__all__) == 16
+    assert len(embeddings.common.__all__) == 18
     assert all(getattr(embeddings.common, name) is not None for name in embeddings.common.__all__)

@@ -26,7 +26,7 @@ def row(**changes):
         ([row(), row(negatives=[])], r"test\.jsonl:2: the query has no negatives; list texts .* as 'negatives'"),
         ([{"query": "q", "positive": ["a"], "negative": ["b"]}], r"test\.jsonl:1: the query has no negatives"),
         ([row(negatives=["b", "a"])], r"test\.jsonl:1: a text is both positive and negative; keep it on one side"),
-        ([row(negatives="b")], r"test\.jsonl:1: negatives is text, expected a list"),
+        ([row(negatives=3)], r"test\.jsonl:1: negatives is a number, expected text or a list"),
         ([row(positive=[])], r"test\.jsonl:1: positive is an empty list"),
         ([row(positive=["a", ""])], r"test\.jsonl:1: positive\[1\] is an empty text"),
         ([row(query=3)], r"test\.jsonl:1: query is a number, expected text"),
