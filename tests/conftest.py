@@ -20,6 +20,10 @@ torch.set_num_threads(1)
 def _quiet_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(0)
+    for name in ("RANK", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        # Lightning sets them where it starts ranks; after the test they are as before it.
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
     # A shell's background jobs begin with Ctrl-C ignored, and Lightning ignores it from the first one on.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -27,8 +27,4 @@ def place(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plac
     monkeypatch.setenv("EMBED_CACHE", "cache")
     for name in [name for name in os.environ if name.startswith("SLURM_") or name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
-    for name in ("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        # Lightning sets them where it starts ranks; after the case they are as before it.
-        monkeypatch.setenv(name, "0")
-        monkeypatch.delenv(name)
     return Place(folder, world, monkeypatch)

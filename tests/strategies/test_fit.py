@@ -33,7 +33,7 @@ def config_of(folder: Path, scores: Path, strategy: dict[str, Any]) -> dict[str,
         "embeddings.callbacks.GradCacheCallback": {"mini_batch_tokens": 64},
         "embeddings.callbacks.RetrievalEvaluation": {"folder": str(scores), "every_n_steps": 2},
         "lightning.pytorch.callbacks.ModelCheckpoint": {**kept, "dirpath": str(folder / "kept")},
-        "embeddings.callbacks.ExportModel": {"output": str(folder / "model")},
+        "embeddings.callbacks.ExportModel": {"output": str(folder / "model"), "replace": True},
     }
     config["trainer"] |= {
         "devices": 2,
