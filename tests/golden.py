@@ -1,0 +1,387 @@
+"""Golden records for refactoring: what methods, jobs, samplers and commands compute, equal to the bit before and after.
+
+    python -m tests.golden record FOLDER     before the change, 5 minutes; keeps inputs, models and checkpoints too
+    python -m tests.golden compare FOLDER    after it; names each value that differs, exit code 1 if any does
+    python -m tests.golden compare FOLDER --only 'loss/*' 'commands'
+
+Losses are those of ten steps of each method, plain and under GradCache, on one and two ranks, as hexadecimal floats.
+Corpus jobs run on the docstrings of the installed packages. A comparison also resumes the recorded checkpoints and
+encodes with the recorded model directories, so files that were written before a change must load after it. Records
+hold for one machine and one set of packages: floats differ between kinds of CPU, the corpus between environments.
+"""
+
+import argparse
+import contextlib
+import csv
+import fnmatch
+import gzip
+import hashlib
+import importlib
+import io
+import json
+import os
+import pkgutil
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import torch
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+import embeddings
+from embeddings.cli.main import main
+from tests.helpers.runs import run_config
+from tests.modules.cde_runs import cde_config
+from tests.modules.moe_modules import moe_config
+from tests.modules.test_mgh_curriculum import mgh_config
+
+Values = dict[str, Any]
+Case = Callable[[Path, Path], Values]  # (the record's folder, a folder to write to) → values by name
+
+CONFIGS = {"nv_embed": run_config, "mgh": mgh_config, "moe": moe_config, "cde": cde_config}
+CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 64}}
+KEEP = {
+    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "init_args": {"every_n_train_steps": 5, "save_top_k": -1},
+}
+NUM_RECORDS = 600
+MODEL = "all-MiniLM-L6-v2"
+SOURCE = {"name": "docstrings", "path": "IN/records.jsonl"}
+SAMPLERS: dict[str, Values] = {
+    "blended": {"class_path": "embeddings.data.BlendedBatchSampler", "init_args": {"steps_per_epoch": 20}},
+    "homogeneous": {"class_path": "embeddings.data.HomogeneousBatchSampler"},
+    "curriculum": {
+        "class_path": "embeddings.data.CurriculumBatchSampler",
+        "init_args": {"inner": {"class_path": "embeddings.data.BlendedBatchSampler"}, "missing_level": "coarser"},
+    },
+    "clustered": {
+        "class_path": "embeddings.data.ClusteredBatchSampler",
+        "init_args": {"clusters": {"docstrings": "IN/clusters"}},
+    },
+}
+JOBS = {
+    "mine": ["mine", "--model", MODEL, "--input", "IN/records.jsonl", "--output", "OUT/mined.parquet"],
+    "mine_levels": [
+        *("mine", "--model", MODEL, "--input", "IN/records.jsonl", "--output", "OUT/levels.parquet"),
+        *("--levels", "quantiles", "--index", "ivf"),
+    ],
+    "filter": [
+        *("filter", "--model", MODEL, "--input", "IN/records.jsonl", "--output", "OUT/kept.parquet"),
+        *("--near_duplicates", "0.8", "--decontaminate", "IN/docstrings/eval/validation"),
+    ],
+    "cluster": [
+        *("cluster", "--model", MODEL, "--input", "IN/records.jsonl", "--output", "OUT/clusters"),
+        *("--cluster_size", "32"),
+    ],
+    "cluster_bm25": [
+        *("cluster", "--features", "bm25", "--input", "IN/records.jsonl", "--output", "OUT/clusters"),
+        *("--cluster_size", "32"),
+    ],
+    "encode": ["encode", "--model", MODEL, "--input", "IN/corpus.jsonl", "--output", "OUT/vectors"],
+    "encode_int8": [
+        *("encode", "--model", MODEL, "--input", "IN/corpus.jsonl", "--output", "OUT/vectors"),
+        *("--vector_format", "int8", "--precision", "float32"),
+    ],
+    "evaluate": [
+        *("evaluate", "--model", MODEL, "--data", "IN/docstrings/eval/validation", "--output", "OUT/scores.json"),
+    ],
+}
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's content; of a Parquet file's rows, since its bytes name the version of the library."""
+    if path.suffix == ".parquet":
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+        return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def run(words: Iterable[str], inputs: Path, output: Path) -> None:
+    """Run one command line with IN and OUT replaced."""
+    line = [word.replace("IN/", f"{inputs}/").replace("OUT/", f"{output}/") for word in words]
+    code = main(line)
+    assert code == 0, f"exit code {code}: {' '.join(line)}"
+
+
+# Inputs, written once by `record` and read by every comparison.
+
+
+def write_inputs(folder: Path) -> None:
+    """The docstring corpus, its first records, and the configs and backbones of the tiny runs."""
+    run(["prepare", "docstrings", "--output", "IN/docstrings"], folder, folder)
+    with gzip.open(folder / "docstrings" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
+        lines = [line for line, _ in zip(file, range(NUM_RECORDS), strict=False)]
+    (folder / "records.jsonl").write_text("".join(lines), encoding="utf-8")
+    texts = [{"_id": str(row), "text": json.loads(line)["positive"]} for row, line in enumerate(lines)]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
+    run(JOBS["cluster"], folder, folder)
+    for method, config_of in CONFIGS.items():
+        home = folder / method
+        home.mkdir()
+        config = config_of(home)
+        config["trainer"] |= {"max_steps": 10, "default_root_dir": "OUT/run"}
+        del config["trainer"]["logger"]
+        config["data"]["init_args"] |= {"cache_dir": "OUT/cache", "num_workers": 0}
+        (home / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+# Values.
+
+
+def losses(method: str, cached: bool, ranks: int, inputs: Path, output: Path) -> Values:
+    """Ten steps' losses, and the exported weights' SHA-256."""
+    config = yaml.safe_load((inputs / method / "config.yaml").read_text().replace("OUT/", f"{output}/"))
+    export = {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(output / "model")}}
+    config["trainer"]["callbacks"] = [*([CACHE] if cached else []), KEEP, export]
+    if ranks > 1:
+        config["trainer"] |= {"devices": ranks, "strategy": "ddp_find_unused_parameters_true"}
+        config["data"]["init_args"]["batch_size"] = 4
+    (output / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    words = ["fit", "--config", "OUT/config.yaml"]
+    if ranks == 1:
+        run(words, inputs, output)
+    else:
+        on_ranks(ranks, partial(run, words, inputs, output))
+    return trained(output)
+
+
+def resumed(method: str, inputs: Path, output: Path) -> Values:
+    """Steps six to ten of the recorded run, from the checkpoint that `record` wrote."""
+    shutil.copytree(inputs / "written" / method, output, dirs_exist_ok=True)
+    shutil.rmtree(output / "model")
+    text = (output / "config.yaml").read_text(encoding="utf-8")
+    moved = re.sub(r"(?m)^(.*: )\S*/written/" + method, lambda found: found[1] + str(output), text)
+    (output / "config.yaml").write_text(moved, encoding="utf-8")
+    (checkpoint,) = output.rglob("*step=5.ckpt")
+    run(["fit", "--config", "OUT/config.yaml", "--ckpt_path", str(checkpoint)], inputs, output)
+    return trained(output)
+
+
+def trained(output: Path) -> Values:
+    """What a run has logged and exported."""
+    (path,) = output.rglob("metrics.csv")
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    found = {int(row["step"]): float(row["train/loss"]).hex() for row in rows}
+    assert list(found) == list(range(10)), f"losses of steps {list(found)}"
+    return {"losses": list(found.values()), "weights": digest(output / "model" / "model.safetensors")}
+
+
+def vectors_of_written(method: str, inputs: Path, output: Path) -> Values:
+    """Vectors of the model directory that `record` wrote."""
+    words = ["encode", "--input", "IN/corpus.jsonl", "--output", "OUT/vectors", "--precision", "float32"]
+    words += ["--context", "IN/corpus.jsonl"] if method == "cde" else []
+    run([*words, "--model", str(inputs / "written" / method / "model")], inputs, output)
+    return digests(output)
+
+
+def job(name: str, inputs: Path, output: Path) -> Values:
+    """What one corpus job writes, but for its manifests, which hold times and versions."""
+    run(JOBS[name], inputs, output)
+    if name == "evaluate":
+        return {
+            row["name"]: [row["metrics"], row["counts"]] for row in json.loads((output / "scores.json").read_text())
+        }
+    return digests(output)
+
+
+def digests(output: Path) -> Values:
+    """SHA-256 of every array, table and list of documents below a folder."""
+    found = [p for p in sorted(output.rglob("*")) if p.suffix in {".npy", ".parquet", ".jsonl"} and p.is_file()]
+    kept = [p for p in found if not any(part.endswith((".work", ".vectors")) for part in p.relative_to(output).parts)]
+    assert kept, f"nothing in {output}"
+    return {str(p.relative_to(output)): digest(p) for p in kept}
+
+
+def corpus(inputs: Path, output: Path) -> Values:
+    """The docstring corpus, built again."""
+    run(["prepare", "docstrings", "--output", "OUT/docstrings"], inputs, output)
+    return digests(output)
+
+
+def plan(name: str, inputs: Path, output: Path) -> Values:
+    """Two epochs' rows, draws and levels."""
+    sampler = json.loads(json.dumps(SAMPLERS[name]).replace("IN/", f"{inputs}/"))
+    config = yaml.safe_load((inputs / "nv_embed" / "config.yaml").read_text().replace("OUT/", f"{output}/"))
+    config["data"]["init_args"] |= {"sampler": sampler, "sources": [{**SOURCE, "path": str(inputs / "records.jsonl")}]}
+    config["data"]["init_args"]["num_negatives"] = 0
+    config["trainer"]["callbacks"] = [{"class_path": "tests.golden.PlanRecorder", "init_args": {"path": "OUT/plan"}}]
+    config["trainer"] |= {"max_steps": 8}
+    text = yaml.safe_dump(config).replace("OUT/", f"{output}/")
+    (output / "config.yaml").write_text(text, encoding="utf-8")
+    run(["fit", "--config", "OUT/config.yaml"], inputs, output)
+    lines = (output / "plan").read_text().splitlines()
+    return {"batches": len(lines), "plan": hashlib.sha256("\n".join(lines).encode()).hexdigest()}
+
+
+class PlanRecorder(Callback):
+    """Writes the first two epochs of the run's batch plan to a file, an entry's fields a line."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the plan from the run's own sampler, then put it back to the first epoch."""
+        sampler: Any = trainer.train_dataloader.batch_sampler  # type: ignore[union-attr]
+        with open(self.path, "w", encoding="utf-8") as file:
+            for epoch in (1, 0):
+                sampler.set_epoch(epoch)
+                file.writelines(json.dumps([list(entry) for entry in batch]) + "\n" for batch in sampler)
+
+
+def public_names(inputs: Path, output: Path) -> Values:
+    """The `__all__` of every package."""
+    packages = [found.name for found in pkgutil.walk_packages(embeddings.__path__, "embeddings.") if found.ispkg]
+    return {name: sorted(getattr(importlib.import_module(name), "__all__", ())) for name in sorted(packages)}
+
+
+def commands(inputs: Path, output: Path) -> Values:
+    """The commands, and the options of each."""
+    names = re.findall(r"(?m)^  ([a-z][a-z-]*(?: [a-z][a-z-]*)?)  ", help_of())
+    assert len(names) > 15, names
+    return {name: sorted(set(re.findall(r"--[a-z][\w.+-]*", help_of(*name.split())))) for name in names}
+
+
+def help_of(*command: str) -> str:
+    """What `--help` prints."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        main([*command, "--help"])
+    return text.getvalue()
+
+
+def cases(recording: bool) -> dict[str, Case]:
+    """Every case by name; those that read what `record` has written come in a comparison alone, against `record`'s."""
+    found: dict[str, Case] = {"names": public_names, "commands": commands, "prepare": corpus}
+    for name in JOBS:
+        found[f"job/{name}"] = partial(job, name)
+    for name in SAMPLERS:
+        found[f"plan/{name}"] = partial(plan, name)
+    for method in CONFIGS:
+        for cached in (False, True):
+            for ranks in (1, 2):
+                name = f"loss/{method}/{'gradcache' if cached else 'plain'}/{ranks}"
+                found[name] = partial(losses, method, cached, ranks)
+        found[f"written/{method}/vectors"] = partial(vectors_of_written, method)
+        if not recording:
+            found[f"written/{method}/resumed"] = partial(resumed, method)
+    return found
+
+
+# Each case runs in a child that is forked from this process, which has imported everything.
+
+
+def in_child(work: Callable[[], Values], result: Path, log: Path, **environment: str) -> int:
+    """Start `work` in a child; its values go to `result`, its output to `log`. Returns the child's number."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.environ.update(environment)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        result.write_text(json.dumps(work()))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def on_ranks(ranks: int, work: Callable[[], Any]) -> None:
+    """Run `work` in one child for each rank, as a launcher would start them."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    shared = {"NODE_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"{rank}.txt") for rank in range(ranks)]
+        children = [
+            in_child(work, Path(os.devnull), logs[rank], LOCAL_RANK=str(rank), RANK=str(rank), **shared)
+            for rank in range(ranks)
+        ]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert not any(codes), f"exit codes {codes}: {[log.read_text()[-1500:] for log in logs]}"
+
+
+def values_of(name: str, case: Case, inputs: Path, output: Path) -> Values:
+    """One case's values, or its error under "failed"."""
+    output.mkdir(parents=True, exist_ok=True)
+    result, log = output / ".values.json", output / ".log.txt"
+    child = in_child(partial(case, inputs, output), result, log)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return json.loads(result.read_text()) if code == 0 else {"failed": log.read_text()[-2000:]}
+
+
+def differences(found: Any, expected: Any, path: str) -> list[str]:
+    """The paths at which two records differ, with both values."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        keys = sorted({*found, *expected})
+        return [line for key in keys for line in differences(found.get(key), expected.get(key), f"{path}: {key}")]
+    if found == expected:
+        return []
+    if isinstance(found, list) and isinstance(expected, list) and not path.startswith("loss"):
+        return [f"{path}: gone {sorted({*expected} - {*found})}, new {sorted({*found} - {*expected})}"]
+    return [f"{path}: {found} was {expected}"]
+
+
+def record(folder: Path) -> int:
+    """Write inputs, what the methods write, and every case's values."""
+    folder.mkdir(parents=True)
+    failed = values_of("inputs", lambda inputs, _: write_inputs(inputs) or {}, folder, folder / "inputs").get("failed")
+    if failed:
+        print(failed)
+        return 1
+    values = {}
+    for name, case in cases(recording=True).items():
+        kind, *rest = name.split("/")
+        written = kind == "loss" and rest[1:] == ["plain", "1"]
+        with tempfile.TemporaryDirectory() as output:
+            values[name] = values_of(name, case, folder, folder / "written" / rest[0] if written else Path(output))
+        print(name, values[name].get("failed", "recorded"), flush=True)
+    (folder / "golden.json").write_text(json.dumps(values, indent=1))
+    return int(any("failed" in value for value in values.values()))
+
+
+def compare(folder: Path, only: list[str]) -> int:
+    """Take every case again; returns 1 if a value differs."""
+    expected = json.loads((folder / "golden.json").read_text())
+    for method in CONFIGS:
+        expected[f"written/{method}/resumed"] = expected[f"loss/{method}/plain/1"]
+    chosen = {name: case for name, case in cases(False).items() if any(fnmatch.fnmatch(name, p) for p in only)}
+    assert chosen, f"no case is called {only}"
+    lines = []
+    for name, case in chosen.items():
+        with tempfile.TemporaryDirectory() as output:
+            found = values_of(name, case, folder, Path(output))
+        new = differences(found, expected[name], name)
+        print(f"{name}: {'equal' if not new else 'DIFFERS'}", *new, sep="\n    ", flush=True)
+        lines += new
+    print(f"{len(chosen)} cases, {len(lines)} differences")
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", EMBED_IMPORTS="tests")
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "compare"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="+", default=["*"], help="names of cases, with * for any")
+    options = parser.parse_args()
+    where = options.folder.resolve()
+    raise SystemExit(record(where) if options.what == "record" else compare(where, options.only))
