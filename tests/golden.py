@@ -164,16 +164,16 @@ def resumed(method: str, inputs: Path, output: Path) -> Values:
     (output / "config.yaml").write_text(moved, encoding="utf-8")
     (checkpoint,) = output.rglob("*step=5.ckpt")
     run(["fit", "--config", "OUT/config.yaml", "--ckpt_path", str(checkpoint)], inputs, output)
-    return trained(output)
+    return trained(output, first_step=5)
 
 
-def trained(output: Path) -> Values:
+def trained(output: Path, first_step: int = 0) -> Values:
     """What a run has logged and exported."""
-    (path,) = output.rglob("metrics.csv")
+    path = max(output.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime_ns)
     with open(path, newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["train/loss"]]
     found = {int(row["step"]): float(row["train/loss"]).hex() for row in rows}
-    assert list(found) == list(range(10)), f"losses of steps {list(found)}"
+    assert list(found) == list(range(first_step, 10)), f"losses of steps {list(found)}"
     return {"losses": list(found.values()), "weights": digest(output / "model" / "model.safetensors")}
 
 
@@ -361,7 +361,8 @@ def compare(folder: Path, only: list[str]) -> int:
     """Take every case again; returns 1 if a value differs."""
     expected = json.loads((folder / "golden.json").read_text())
     for method in CONFIGS:
-        expected[f"written/{method}/resumed"] = expected[f"loss/{method}/plain/1"]
+        whole = expected[f"loss/{method}/plain/1"]
+        expected[f"written/{method}/resumed"] = whole | {"losses": whole["losses"][5:]}
     chosen = {name: case for name, case in cases(False).items() if any(fnmatch.fnmatch(name, p) for p in only)}
     assert chosen, f"no case is called {only}"
     lines = []
