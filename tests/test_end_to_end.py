@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached

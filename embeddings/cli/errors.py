@@ -41,7 +41,7 @@ _LOST_RANK = re.compile(
 )
 
 # The functions that do a command's work; what is raised outside of them is about what the user wrote.
-_AT_WORK = {("lightning.pytorch.trainer.trainer", "_run_stage"), ("embeddings.cli.commands", "call")}
+_AT_WORK = {("lightning.pytorch.trainer.trainer", "_run_stage"), ("embeddings.cli.main", "call")}
 
 _KEY = re.compile(r'Parser key "([^"]+)":\s*')
 _EXPECTED = re.compile(r"Expected an? (.+)", re.DOTALL)

@@ -2,11 +2,16 @@
 
 import re
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from embeddings.cli.errors import reason
 from embeddings.common import InputError, OptionError
+
+if TYPE_CHECKING:
+    from embeddings.models.model_card import TrainingFacts
 
 
 def export(
@@ -33,7 +38,6 @@ def export(
             its linear layers in int8, as `onnx/model_qint8_avx512_vnni.onnx`. `adapter` writes the LoRA matrices
             unmerged too, as `adapter/` in peft's layout; the model itself has them merged either way.
     """
-    from embeddings.cli.card_facts import facts_of_checkpoint, read_scores, run_folder
     from embeddings.common.checkpoint_file import read_checkpoint
     from embeddings.interop.onnx_graph import check_onnx
     from embeddings.models.directory import ADAPTER_FOLDER, replaced_folder, require_folder_or_nothing
@@ -104,3 +108,132 @@ def trained_module(state: dict[str, Any], checkpoint: Path) -> Any:
     module = configured_module(state, str(checkpoint), explain=reason)
     set_weights(module, state, str(checkpoint))
     return module
+
+
+def import_checkpoint(
+    source: str,
+    output: Path,
+    revision: str | None = None,
+    base: list[str] | str | None = None,
+    known_as: str | None = None,
+    assume: dict[str, int | float] | None = None,
+) -> None:
+    """Write the model directory of a published checkpoint, without running its code.
+
+    Known are NV-Embed v1 and v2, nomic-embed-text-v1, v1.5 and v2-moe, nomic-bert-2048, cde-small v1 and v2, LLM2Vec's
+    adapters, and sentence-transformers directories. Read are config.json, safetensors, the tokenizer and what a
+    sentence-transformers directory says. The checkpoint must be whole and of its family alone; what it has that the
+    model has no use for is named. An embedding model gets a card, `README.md`, with the source, the licence that the
+    source's own card states, prompts and use. Numbers that the model needs and no file states (cde-small's heads,
+    rotation and windows, the longest text) are printed, and kept in import.json.
+
+    Args:
+        source: A directory or Hub id.
+        output: The directory to write; one that is there is replaced once the new one is whole.
+        revision: Commit, tag or branch of a Hub id.
+        base: What an adapter was trained on, where its own files do not say it: a directory or Hub id, or a list of
+            them, adapters first and the decoder last.
+        known_as: The published name of a model whose directory is called otherwise, where its card uses vectors in a
+            way that no file states: `nomic-embed-text-v1.5` (layer norm, and the widths to cut to) or
+            `nomic-embed-text-v2-moe` (the widths).
+        assume: Numbers that no file states, in place of those of the published models, by the names that this command
+            prints: `--assume.num_attention_heads 8`.
+    """
+    from embeddings.interop.released import import_released
+
+    bases = [base] if isinstance(base, str) else base or ()
+    made = import_released(source, output, revision, bases, known_as, assume)
+    left = made.report.left
+    names = f", left {len(left)} ({', '.join(left[:4])}{', …' if len(left) > 4 else ''})" if left else ", left none"
+    used_as = "" if made.used_as is None else f"; vectors as the card of {made.used_as} has them"
+    print(f"wrote {output} from {made.family}: used {len(made.report.used)} tensors, none missing{names}{used_as}")
+    if made.assumed:
+        numbers = ", ".join(f"{name} {value:g}" for name, value in made.assumed.items())
+        print(f"assumed, since no file states it: {numbers}; --assume.NAME gives another")
+
+
+def convert(
+    source: str,
+    output: Path,
+    num_positions: int = 2048,
+    rope_theta: float = 10_000.0,
+    keep_head: bool = True,
+) -> None:
+    """Write the rotary model of an XLM-R, RoBERTa or BERT checkpoint.
+
+    All weights but the position table stay, so the model has to get used to its new positions before it is of use:
+    `fit` with `lightning_configs/methods/mlm_adapt.yaml`.
+
+    Args:
+        source: A directory or Hub id of XLM-R, RoBERTa or BERT, with its language-model head or without.
+        output: The directory to write; one that is there is replaced once the new one is whole.
+        num_positions: Tokens that the model is meant for; its tokenizer cuts longer texts.
+        rope_theta: Base of the rotation's angles.
+        keep_head: Whether the language-model head goes along, which the adaptation needs.
+    """
+    from embeddings.models.rotary import write_rotary_model
+
+    made = write_rotary_model(source, output, num_positions, rope_theta, keep_head)
+    vocabulary = f"vocabulary of {made.vocabulary_before:,} rows padded to {made.vocabulary_after:,}"
+    print(
+        f"wrote {output}: {made.num_parameters:,} parameters, {vocabulary}, "
+        f"rotary positions for {num_positions:,} tokens"
+    )
+
+
+# No metric is larger, and a card can show it.
+_MOST = 1e9
+
+
+def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> "TrainingFacts":
+    """What a checkpoint and its run's folder say of the training; a file that is missing or damaged says nothing.
+
+    Args:
+        state: The checkpoint's content.
+        run: The run's folder.
+    """
+    from embeddings.figures.run_folder import read_run_record
+    from embeddings.figures.run_metrics import SCORE, read_curves
+    from embeddings.models.model_card import TrainingFacts
+
+    num_steps = state.get("global_step")
+    record: dict[str, Any] = {}
+    validation: list[tuple[int, float]] = []
+    with suppress(InputError):
+        record = read_run_record(run)
+    with suppress(InputError):
+        validation = list(zip(*read_curves(run, [SCORE])[SCORE], strict=True))
+    steps = num_steps if isinstance(num_steps, int) else 0
+    known = [(step, value) for step, value in validation if step <= steps]
+    return TrainingFacts(state["run_config"], steps, record, known)
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint lies in: that of `checkpoints/`."""
+    folder = checkpoint.absolute().parent
+    return folder.parent if folder.name == "checkpoints" else folder
+
+
+def read_scores(path: Path) -> list[dict[str, Any]]:
+    """The results that `evaluate --output` wrote.
+
+    Raises:
+        InputError: If the file is missing or damaged, or holds something else, NaN among it.
+    """
+    from embeddings.models.model_files import read_json
+
+    fix = "give the file that evaluate --output wrote"
+    results: list[dict[str, Any]] = read_json(path, list, fix)
+    if not results or not all(map(_is_result, results)):
+        raise InputError(str(path), "holds no scores", fix)
+    return results
+
+
+def _is_result(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return False
+    metrics = value.get("metrics")
+    if not isinstance(metrics, dict) or not metrics:
+        return False
+    # NaN and what is infinite compare as false, and a whole number of any length compares.
+    return all(type(number) in (int, float) and abs(number) < _MOST for number in metrics.values())

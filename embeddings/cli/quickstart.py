@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from embeddings.cli.errors import ConfigError
 from embeddings.common.fileio import write_json
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     Folders = dict[str, RetrievalFolder]
     Vectors = npt.NDArray[np.float32]
+
 
 CONFIG = Path("lightning_configs/quickstart.yaml")
 CORPUS, OUTPUT = Path("data/docstrings"), Path("checkpoints/quickstart")
@@ -115,7 +116,7 @@ def counted(metrics: dict[str, float], folder: "RetrievalFolder") -> dict[str, f
 
 def train() -> Path:
     """Run `fit` with the quickstart's config; returns the run's folder."""
-    from embeddings.cli.app import run_trainer
+    from embeddings.cli.fit import run_trainer
 
     cli = run_trainer(["fit", "--config", str(CONFIG)])
     assert cli.trainer.log_dir is not None
@@ -149,3 +150,17 @@ def table(results: dict[str, Any]) -> str:
         for split in SPLITS
     )
     return "\n".join([head, columns, *rows, f"({sizes})"])
+
+
+def prepare(corpus: Literal["docstrings"], output: Path = Path("data/docstrings"), force: bool = False) -> None:
+    """Build a training corpus: `docstrings` makes query-document pairs of the installed packages' functions.
+
+    Args:
+        corpus: Which corpus.
+        output: The folder to write; a finished one with the same inputs is kept.
+        force: Whether to build it again all the same.
+    """
+    from embeddings.data.docstrings import prepare_docstrings
+
+    assert corpus == "docstrings"
+    prepare_docstrings(output, force=force)

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embeddings.cli.same_run import first_difference
 from embeddings.common import InputError
+from embeddings.common.errors import shown
 from embeddings.common.slurm import is_first_process
 
 if TYPE_CHECKING:
     import lightning as L
 
     from embeddings.callbacks.run_folder import ResumedRun
+
 
 AUTO = "auto"
 
@@ -92,7 +93,7 @@ def newest_checkpoint(
     return chosen
 
 
-def found_by_auto(
+def find_latest_checkpoint(
     folder: str | Path | None, run: Mapping[str, Any], global_batch_size: int | None = None
 ) -> str | None:
     """What `--ckpt_path auto` stands for (see `newest_checkpoint`).
@@ -200,7 +201,7 @@ def show_place(data: Any, checkpoint: str | None) -> None:
     expect(peek_checkpoint(checkpoint).get(type(data).__qualname__, {}))
 
 
-def keep_on_in_its_folder(trainer: "L.Trainer", checkpoint: str) -> None:
+def pin_checkpoint_dir(trainer: "L.Trainer", checkpoint: str) -> None:
     """Have the run keep its next checkpoints beside the one that it goes on from.
 
     A logger takes a new folder each time. In another folder Lightning would forget which checkpoints were the best.
@@ -210,3 +211,55 @@ def keep_on_in_its_folder(trainer: "L.Trainer", checkpoint: str) -> None:
     for kept in trainer.checkpoint_callbacks:
         if isinstance(kept, ModelCheckpoint) and kept.dirpath is None:
             kept.dirpath = str(Path(checkpoint).parent)
+
+
+_PARTS = ("seed_everything", "model", "data")
+# How something is computed or called, where and for how long: with another value it is the same run. Ends of paths.
+_FREE = frozenset(
+    {
+        "attn_implementation",
+        "batch_size",
+        "cache_dir",
+        "compile",
+        "expert_backend",
+        "gradient_checkpointing",
+        "licence",
+        "num_workers",
+        "schedule.total_steps",
+        "tile_logits",
+        "tile_size",
+    }
+)
+
+
+def first_difference(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+    """The first setting that makes a checkpoint one of another run, in words, or None.
+
+    What the checkpoint's run was given as model, data and seed must be given now; nothing is asked of a setting that
+    it does not have. Left free are the trainer's settings, what says how or how long to compute (number of workers,
+    size of a tile, the schedule's length …), a source's licence, and the batch size of a rank: what must be the same is
+    that of all ranks together, which the checkpoint's plan holds.
+
+    Args:
+        saved: The config of the checkpoint's run, as plain types.
+        given: That of the run to go on.
+    """
+    draws_seed = given.get("seed_everything") is True
+    parts = [name for name in _PARTS if name in saved and not (draws_seed and name == "seed_everything")]
+    return _first("", {name: saved[name] for name in parts}, given)
+
+
+def _is_free(path: str) -> bool:
+    return any(path.endswith(f".{end}") for end in _FREE)
+
+
+def _first(path: str, saved: Any, given: Any) -> str | None:
+    if isinstance(saved, Mapping) and isinstance(given, Mapping):
+        named = [(f"{path}.{name}", saved[name], given.get(name)) for name in saved]
+        pairs = [(name.lstrip("."), *both) for name, *both in named if not _is_free(name)]
+    elif isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
+        pairs = [(f"{path}[{place}]", *both) for place, both in enumerate(zip(saved, given, strict=True))]
+    else:
+        return None if saved == given else f"{path} is {shown(saved)} there and {shown(given)} here"
+    found = (_first(name, before, now) for name, before, now in pairs)
+    return next((difference for difference in found if difference is not None), None)

@@ -1,9 +1,16 @@
 """`show`: pictures of a run or a model, one function a picture."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from embeddings.figures.cluster_points import ClusterFacts
+    from embeddings.inference import ExpertLoads
+    from embeddings.inference.contextual_shift import ContextualShift
+    from embeddings.inference.corpus import Document
+    from embeddings.inference.latent_weights import LatentWeights
     from embeddings.inference.token_weights import TokenWeights
     from embeddings.models import AnchorTokenPooling, Embedder
 
@@ -76,14 +83,17 @@ def anchor_tokens(
         "include_first": include_first,
         "by_visible_queries": by_visible_queries,
     }
-    pooling, whose = _pooling(embedder, {name: value for name, value in given.items() if value is not None})
+    pooling, whose = _anchor_pooling(embedder, {name: value for name, value in given.items() if value is not None})
     weights = token_weights(embedder, texts, pooling, prompt_name=prompt_name, role=role)
     _check_tokens(texts, weights)
-    title, subtitle = f"{one_line(Path(model).name, 40)}{whose}", f"Anchor-token-aware pooling, {_settings(pooling)}."
+    title, subtitle = (
+        f"{one_line(Path(model).name, 40)}{whose}",
+        f"Anchor-token-aware pooling, {_pooling_settings(pooling)}.",
+    )
     draw_anchor_tokens(weights, title, subtitle, output)
     print(f"{title}\n{subtitle}")
     for found in weights:
-        print(f"\n{_table(found)}")
+        print(f"\n{_anchor_table(found)}")
     print(f"\nwrote {output}")
 
 
@@ -97,7 +107,7 @@ def _check_tokens(texts: list[str], weights: "list[TokenWeights]") -> None:
             raise OptionError("TEXT", text[:40], rule, "the model's tokenizer drops all of it")
 
 
-def _pooling(embedder: "Embedder", given: dict[str, object]) -> "tuple[AnchorTokenPooling, str]":
+def _anchor_pooling(embedder: "Embedder", given: dict[str, object]) -> "tuple[AnchorTokenPooling, str]":
     """The pooling whose weights are shown, and whose it is, as the end of a title that begins with the model's name.
 
     Raises:
@@ -121,7 +131,7 @@ def _pooling(embedder: "Embedder", given: dict[str, object]) -> "tuple[AnchorTok
     return pooling, ": its own anchor weights" if same else ": anchor weights with other settings than its own"
 
 
-def _settings(pooling: "AnchorTokenPooling") -> str:
+def _pooling_settings(pooling: "AnchorTokenPooling") -> str:
     """The settings that weights depend on, in words."""
     layers = ", ".join(map(str, pooling.layers))
     words = [f"{pooling.axis} axis", f"layer{'s' * (len(pooling.layers) > 1)} {layers}"]
@@ -131,7 +141,7 @@ def _settings(pooling: "AnchorTokenPooling") -> str:
     return ", ".join(words)
 
 
-def _table(weights: "TokenWeights") -> str:
+def _anchor_table(weights: "TokenWeights") -> str:
     """Each token's weight, then the shares of the weight by place."""
     from embeddings.figures.anchor_tokens import PLACE_NAMES, weighted_pieces
     from embeddings.inference.anchor_shares import shares_of
@@ -150,3 +160,367 @@ def _table(weights: "TokenWeights") -> str:
     for place, name in PLACE_NAMES.items():
         lines.append(f"{name:<16}{shares.weight[place]:>12.1%}{shares.tokens[place]:>12.1%}")
     return "\n".join(lines)
+
+
+# Latents named beside a token, and beside the mean of a text's tokens.
+_OF_A_TOKEN, _OF_A_TEXT = 3, 8
+
+
+def latent_attention(
+    texts: list[str],
+    model: str,
+    output: Path = Path("latent-attention.png"),
+    prompt_name: str | None = None,
+    role: Literal["document", "query"] = "document",
+    head: int | None = None,
+    num_latents: int = 24,
+    by_text: bool = False,
+) -> None:
+    """Draw how the tokens of some texts attend to the latents of a model that pools by them, and print it as a table.
+
+    Args:
+        texts: The texts, drawn below each other over the same latents.
+        model: A model directory or Hub id.
+        output: The PNG file to write.
+        prompt_name: Which of the model's prompts goes before each text; the one of the role's name where none is given.
+            Its tokens attend to nothing.
+        role: Whose prompt and length limit hold for the texts.
+        head: The head whose attention is shown, from 0; the mean over all of them if left out.
+        num_latents: How many latents have a column: the busiest over all texts.
+        by_text: Whether a text is one row, the mean over its tokens, with a column for every latent of every head: the
+            picture of NV-Embed's Fig. 2.
+    """
+    from embeddings.common import OptionError
+    from embeddings.common.text import one_line
+    from embeddings.figures import check_output, draw_latent_weights
+    from embeddings.figures.latent_weights import MOST_COLUMNS, draw_latents_by_text
+    from embeddings.inference import Encoder
+    from embeddings.inference.latent_weights import latent_pooling, latent_weights
+
+    for text in texts:
+        if not text.strip():
+            raise OptionError("TEXT", text, "must not be empty", "give a sentence")
+    if not 1 <= num_latents <= MOST_COLUMNS:
+        rule = f"must be from 1 to {MOST_COLUMNS}, what a picture has room for"
+        raise OptionError("num_latents", num_latents, rule, "24 is usual")
+    check_output(output)
+    embedder = Encoder.from_pretrained(model).embedder
+    found = latent_weights(embedder, texts, head=head, prompt_name=prompt_name, role=role)
+    for text, weights in zip(texts, found, strict=True):
+        if all(span.is_special for span in weights.spans):
+            raise OptionError(
+                "TEXT", text[:40], "must hold a token of its own", "the model's tokenizer drops all of it"
+            )
+    pooling = latent_pooling(embedder)
+    total, shown = len(pooling.latents), min(num_latents, len(pooling.latents))
+    if by_text:
+        title = f"{one_line(Path(model).name, 40)}: what its texts attend to"
+        subtitle = "Latent attention, the mean over each text's tokens (NV-Embed, Fig. 2)."
+        draw_latents_by_text(found, title, subtitle, output)
+        print(f"{title}\n{subtitle}\n\nwrote {output}")
+        return
+    heads = f"mean of {pooling.num_heads} heads" if head is None else f"head {head} of {pooling.num_heads}"
+    title = f"{one_line(Path(model).name, 40)}: what its tokens attend to"
+    subtitle = (
+        f"Latent attention, {heads}. Columns: the {shown} busiest of {total} latents over all texts, counted from 0. "
+        "Spread: over how many latents a row's attention lies (exponential of its entropy)."
+    )
+    draw_latent_weights(found, num_latents, title, subtitle, output)
+    print(f"{title}\n{subtitle}")
+    for weights in found:
+        print(f"\n{_latent_table(weights)}")
+    print(f"\nwrote {output}")
+
+
+def _latent_table(weights: "LatentWeights") -> str:
+    """Each token's heaviest latents, then those of the mean over the tokens."""
+    from embeddings.figures.latent_weights import MEAN, spread, token_name
+
+    lines = ["  spread  token             latents, the heaviest first"]
+    rows = zip(weights.spans, weights.weight_TR, strict=True)
+    named = [(" ".join(token_name(weights.text, span).split()), weight_R, _OF_A_TOKEN) for span, weight_R in rows]
+    for name, weight_R, most in [*named, (MEAN, weights.mean_R, _OF_A_TEXT)]:
+        heaviest = (-weight_R).argsort(kind="stable")[:most]
+        shares = "  ".join(f"{latent} ({weight_R[latent]:.1%})" for latent in heaviest.tolist())
+        lines.append(f"{spread(weight_R):>8.1f}  {name:<16}  {shares}")
+    return "\n".join(lines)
+
+
+def routing(
+    texts: list[str],
+    model: str | None = None,
+    runs: Path | list[Path] | None = None,
+    output: Path = Path("routing.png"),
+    input: Path | None = None,
+    prompt_name: str | None = None,
+    role: Literal["document", "query"] | None = None,
+) -> None:
+    """Draw where the tokens of some texts go in a sparse model, or how evenly the experts were used over training runs.
+
+    With `--model`, a row a sparse layer and a column an expert, printed as a table too. With `--runs`, two curves a run
+    of what the callback `RoutingStatistics` logged: the load entropy and the number of idle experts.
+
+    Args:
+        texts: The texts, with a model only. One that occurs twice counts once.
+        model: A model directory or Hub id.
+        runs: Folders of runs, each of which holds the `metrics.csv` that `fit` wrote; several as `[RUN, RUN]`.
+        output: The PNG file to write.
+        input: A JSONL file (`.gz` too) or Parquet file with `text`, and `title` where there are any, in place of texts.
+        prompt_name: Which of the model's prompts goes before each text; the one of the role's name where none is given.
+            Its tokens are counted too.
+        role: Whose prompt and length limit hold for the texts; `document` if left out.
+    """
+    from embeddings.common import OptionError
+    from embeddings.figures import check_output
+
+    if (model is None) == (runs is None):
+        given = "neither" if model is None else "both"
+        raise OptionError("model", given, "or runs must be given", "give exactly one: --model DIR TEXT, or --runs RUN")
+    if model is None:
+        options = {"TEXT": texts, "input": input, "prompt_name": prompt_name, "role": role}
+        _show_runs([runs] if isinstance(runs, Path) else list(runs or ()), output, options)
+        return
+    if bool(texts) == (input is not None):
+        given = "both" if texts else "neither"
+        raise OptionError("TEXT", given, "or input must be given", "give texts, or --input FILE")
+    for text in texts:
+        if not text.strip():
+            raise OptionError("TEXT", text, "must not be empty", "give a sentence")
+    check_output(output)
+    _show_model(model, texts if input is None else _texts_of(input), output, prompt_name, role or "document")
+
+
+def _show_runs(runs: list[Path], output: Path, unused: dict[str, Any]) -> None:
+    from embeddings.common import OptionError
+    from embeddings.figures import check_output, draw_routing_curves
+
+    for name, value in unused.items():
+        if value:
+            raise OptionError(name, value, "has no effect on runs", "leave it out, or give --model in place of --runs")
+    if not runs:
+        raise OptionError("runs", runs, "must name a run", "give a folder such as checkpoints/runs/NAME/version_0")
+    check_output(output)
+    draw_routing_curves(runs, output)
+    print(f"wrote {output}")
+
+
+def _show_model(
+    model: str, texts: list[str], output: Path, prompt_name: str | None, role: Literal["document", "query"]
+) -> None:
+    from embeddings.common.text import one_line
+    from embeddings.figures import draw_expert_loads
+    from embeddings.inference import Encoder, expert_loads
+
+    encoder = Encoder.from_pretrained(model, precision="float32", show_progress=len(texts) > 1000)
+    loads = expert_loads(encoder, texts, prompt_name, role)
+    num_texts, num_experts = len(set(texts)), loads.count_YX.shape[1]
+    title = f"{one_line(Path(model).name, 40)}: where the tokens of {num_texts:,} text{'s' * (num_texts > 1)} go"
+    subtitle = (
+        f"{loads.num_tokens:,} tokens, prompts and special tokens among them, each to {loads.top_k} of "
+        f"{num_experts} experts. Layers and experts count from 0."
+    )
+    draw_expert_loads(loads, title, subtitle, output)
+    print(f"{title}\n{subtitle}\n\n{_loads_table(loads)}\n\nwrote {output}")
+
+
+def _texts_of(path: Path) -> list[str]:
+    """The texts of a file.
+
+    Raises:
+        InputError: If the file cannot be used, or holds no text.
+    """
+    from embeddings.common import InputError
+    from embeddings.inference import read_corpus
+
+    texts = [document.text for document in read_corpus(path)]
+    if not any(text.strip() for text in texts):
+        raise InputError(f"--input {path}", "holds no text", "give a file with texts")
+    return texts
+
+
+def _loads_table(loads: "ExpertLoads") -> str:
+    """Each layer's metrics and its experts' shares."""
+    from embeddings.models.routing_metrics import load_metrics
+
+    load, experts = load_metrics(loads.count_YX), range(loads.count_YX.shape[1])
+    lines = ["layer  entropy  busiest/even  idle " + "".join(f"{expert:>7}" for expert in experts)]
+    rows = zip(loads.layers, load.entropy_Y, load.highest_Y, load.idle_Y, loads.share_YX.tolist(), strict=True)
+    for layer, entropy, highest, idle, shares in rows:
+        numbers = f"{layer:>5}  {float(entropy):>7.3f}  {float(highest):>12.2f}  {int(idle):>4} "
+        lines.append(numbers + "".join(f"{share:>7.1%}" for share in shares))
+    return "\n".join(lines)
+
+
+def contextual_shift(
+    model: str,
+    corpus: Path | list[Path],
+    output: Path = Path("contextual-shift.png"),
+    num_documents: int = 8,
+    num_contexts: int = 10,
+    context_size: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Draw how the vectors of some documents move as a contextual model reads them in one context after another.
+
+    Printed as a table too: how alike a document's vectors stay, and how near the nearest other document is.
+
+    Args:
+        model: The directory of a contextual model.
+        corpus: A corpus file, or a folder that `encode` wrote; several as `[A,B]`. The documents are drawn from the
+            first, the contexts from each.
+        output: The PNG file to write.
+        num_documents: How many documents, 2 to 20.
+        num_contexts: How many contexts of each corpus, drawn one by one; 2 or more in all.
+        context_size: How many documents a context holds; as many as the model takes if left out.
+        seed: Seed of the draws.
+    """
+    from embeddings.common import OptionError
+    from embeddings.common.text import one_line
+    from embeddings.figures import check_output, draw_contextual_shift
+    from embeddings.figures.contextual_shift import MOST_CORPORA, MOST_DOCUMENTS
+    from embeddings.figures.run_lines import run_names
+    from embeddings.inference import Encoder, choose_context, contextual_shift, require_context_size
+    from embeddings.inference.context_choice import draw_documents
+
+    corpora = [corpus] if isinstance(corpus, Path) else corpus
+    if not 1 <= len(corpora) <= MOST_CORPORA:
+        rule = f"must name from 1 to {MOST_CORPORA} corpora"
+        raise OptionError("corpus", list(map(str, corpora)), rule, "give one, or several as [A,B]")
+    if not 2 <= num_documents <= MOST_DOCUMENTS:
+        rule = f"must be from 2 to {MOST_DOCUMENTS}: more colours cannot be told apart"
+        raise OptionError("num_documents", num_documents, rule, "8 is usual")
+    if num_contexts * len(corpora) < 2:
+        raise OptionError("num_contexts", num_contexts, "must give two contexts or more", "10 is usual")
+    check_output(output)
+    encoder = Encoder.from_pretrained(model, precision="float32")
+    size = require_context_size(encoder, context_size)
+    # A small corpus gives some documents twice.
+    found = {document.text: document for document in draw_documents(corpora[0], num_documents, seed)}
+    documents = [document for text, document in found.items() if text.strip()]
+    if len(documents) < 2:
+        raise OptionError("corpus", str(corpora[0]), "must hold two documents that differ", "give a larger one")
+    contexts = [
+        choose_context(encoder, path, size, seed + 1 + draw) for path in corpora for draw in range(num_contexts)
+    ]
+    shift = contextual_shift(encoder, [document.text for document in documents], contexts)
+    names = [name for name in run_names(corpora) for _ in range(num_contexts)]
+    title = f"{one_line(Path(model).name, 40)}: {len(documents)} documents in {len(contexts)} contexts"
+    subtitle = (
+        f"A colour is a document of {names[0]}, a dot its vector behind {size} documents of a corpus. Of these vectors "
+        f"{shift.stays_nearest:.1%} are nearest, over all other contexts, to one of their own document."
+    )
+    draw_contextual_shift(shift, [document.text for document in documents], names, title, subtitle, output)
+    print(f"{title}\n{subtitle}\n\n{_shift_table(shift, documents)}\n\nwrote {output}")
+
+
+def _shift_table(shift: "ContextualShift", documents: "Sequence[Document]") -> str:
+    """Each document's cosines."""
+    from embeddings.common.text import one_line
+
+    names = ("between contexts", "the least", "with no context", "nearest other")
+    lines = ["{:>16}  {:>9}  {:>15}  {:>13}  document".format(*names)]
+    rows = zip(documents, shift.own_cosine_NP, shift.alone_cosine_N, shift.other_cosine_N, strict=True)
+    for document, own_P, alone, other in rows:
+        numbers = f"{own_P.mean():>16.4f}  {own_P.min():>9.4f}  {alone:>15.4f}  {other:>13.4f}"
+        lines.append(f"{numbers}  {one_line(document.document_id, 20)}: {one_line(document.text, 50)}")
+    return "\n".join(lines)
+
+
+def clusters(
+    clusters: Path,
+    vectors: Path | None = None,
+    output: Path = Path("clusters.png"),
+    num_clusters: int = 10,
+    rows_per_cluster: int = 100,
+    seed: int = 0,
+    projection: Literal["pca", "tsne"] = "pca",
+    perplexity: float | None = None,
+) -> None:
+    """Draw rows of some clusters in two dimensions, and print how tight each cluster is.
+
+    Args:
+        clusters: The folder that `cluster` wrote.
+        vectors: The vectors of the same source that it wrote beside it; `CLUSTERS.vectors` if left out. Clusters
+            by words (`--features bm25`) have none of their own, but may be shown by a model's.
+        output: The PNG file to write.
+        num_clusters: How many clusters are drawn at random, at most 20.
+        rows_per_cluster: Most rows of one.
+        seed: Seed of the draw, which is all that is left to chance.
+        projection: `pca` draws the plane in which the rows differ most, `tsne` a map on which neighbours stay
+            neighbours, of 5,000 rows at most.
+        perplexity: About how many neighbours of each row t-SNE goes by, fewer than a third of the rows drawn; 30 if
+            left out.
+    """
+    from embeddings.common import InputError, OptionError
+    from embeddings.common.text import one_line
+    from embeddings.data.samplers.cluster_folder import ClusterFolder
+    from embeddings.data.surrogate_vectors import SurrogateVectors
+    from embeddings.figures import check_output, draw_clusters
+    from embeddings.figures.cluster_points import draw_cluster_points
+    from embeddings.figures.clusters import MOST_CLUSTERS
+    from embeddings.figures.neighbour_map import PERPLEXITY, neighbour_map
+
+    if num_clusters > MOST_CLUSTERS:
+        rule = f"must be at most {MOST_CLUSTERS}: more colours cannot be told apart"
+        raise OptionError("num_clusters", num_clusters, rule, "10 is usual")
+    if perplexity is not None and projection != "tsne":
+        raise OptionError("perplexity", perplexity, "has no effect without --projection tsne", "leave it out")
+    check_output(output)
+    found = ClusterFolder(clusters)
+    folder = vectors or clusters.absolute().with_name(f"{clusters.absolute().name}.vectors")
+    if not folder.is_dir():
+        fix = "name the vectors of the same source, which `cluster --model` writes"
+        raise InputError(f"--vectors {vectors or folder.name}", "no such folder", fix)
+    points = draw_cluster_points(
+        found, SurrogateVectors(folder, found.source_key, check_vectors=False), num_clusters, rows_per_cluster, seed
+    )
+    title = f"{one_line(clusters.absolute().name, 40)}: {len(points.clusters)} of {found.num_clusters:,} clusters"
+    subtitle = (
+        f"{len(points.vector_ND):,} of {found.num_rows:,} rows, at most {rows_per_cluster} of a cluster; a row is its "
+        "query's vector beside its document's. Numbers: the clusters, amid their rows."
+    )
+    map_N2 = None
+    if projection == "tsne":
+        perplexity = PERPLEXITY if perplexity is None else perplexity
+        subtitle += f" Perplexity {perplexity:g}."
+        map_N2 = neighbour_map(points.vector_ND, perplexity)
+    draw_clusters(points, title, subtitle, output, map_N2)
+    print(f"{title}\n{subtitle}\n\n{_cluster_table(points.facts())}\n\nwrote {output}")
+
+
+def _cluster_table(facts: "list[ClusterFacts]") -> str:
+    """How tight each cluster is, and how far from the nearest other one."""
+    names = (
+        "cluster",
+        "rows",
+        "drawn",
+        "cosine with its mean",
+        "nearest other",
+        "cosine of means",
+        "nearest its own mean",
+    )
+    lines = ["{:>7}  {:>8}  {:>5}  {:>20}  {:>13}  {:>15}  {:>20}".format(*names)]
+    for each in facts:
+        lines.append(
+            f"{each.cluster:>7}  {each.num_rows:>8,}  {each.num_drawn:>5}  {each.cosine:>20.3f}  {each.nearest:>13}  "
+            f"{each.nearest_cosine:>15.3f}  {each.at_home:>20.1%}"
+        )
+    return "\n".join(lines)
+
+
+def report(run: Path, output: Path | None = None) -> None:
+    """Write a page about a run for people who were not there: one HTML file with its pictures inside.
+
+    Args:
+        run: The run's folder, such as `checkpoints/runs/NAME/version_0`, with the `config.yaml` that `fit` wrote.
+        output: The HTML file to write; `report.html` in the run's folder where none is given.
+    """
+    from embeddings.common import InputError
+    from embeddings.figures import check_output, write_report
+
+    if not run.is_dir():
+        raise InputError(str(run), "is no folder", "give that of a run of fit, such as checkpoints/runs/NAME/version_0")
+    path = output or run / "report.html"
+    check_output(path, "an HTML file")
+    write_report(run, path)
+    print(f"wrote {path}")

@@ -1,21 +1,22 @@
 """`sweep`: many runs of one recipe that differ in some config keys, one after another or as an array of tasks."""
 
+import csv
 import signal
-from collections.abc import Sequence
-from dataclasses import replace
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.relay import Relay
-from embeddings.cli.sweep_points import SEED_KEY, Sweep, is_number, label, read_sweep, short_names
-from embeddings.cli.sweep_runs import Run, check_place, exclusive, runs_of, train
+from embeddings.cli.sweep_file import SEED_KEY, Metric, Sweep, is_number, label, read_sweep, short_names
+from embeddings.cli.sweep_runs import Run, SignalForwarder, check_place, exclusive, runs_of, train
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
+from embeddings.common.fileio import atomic_path
 from embeddings.common.slurm import is_first_process, num_processes
 from embeddings.common.stopping import EXIT_RESUMABLE, STOP_SIGNALS, answer, answering_stops
 
 if TYPE_CHECKING:
-    from embeddings.cli.sweep_results import Result
     from embeddings.figures.sweep import Dot
 
 
@@ -94,7 +95,7 @@ def check_runs(plan: Sweep, file: Path, runs: Sequence[Run]) -> None:
     Raises:
         ConfigError: Naming the point.
     """
-    from embeddings.cli.app import check_arguments
+    from embeddings.cli.fit import check_arguments
 
     seen: set[tuple[str, str]] = set()
     for run in runs:
@@ -130,14 +131,14 @@ def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: b
     with answering_stops():
         check_runs(plan, file, missing)
     failed: dict[int, int] = {}
-    with Relay() as relay:
+    with SignalForwarder() as forwarder:
         for run in missing:
-            code = train_alone(plan, run, relay, is_array_task)
+            code = train_alone(plan, run, forwarder, is_array_task)
             if code == EXIT_RESUMABLE:
                 line = f"point {run.index} was stopped; the same line goes on"
                 raise PreemptedError(line if is_first_process() else "", code)
-            if code and relay.received:
-                raise stopped(run, relay.received[0], code)
+            if code and forwarder.received:
+                raise stopped(run, forwarder.received[0], code)
             if code:
                 failed[run.index] = code
     if failed:
@@ -146,7 +147,7 @@ def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: b
         raise RunFailed(f"{len(failed)} of {len(missing)} runs failed: {codes}; {fix}", next(iter(failed.values())))
 
 
-def train_alone(plan: Sweep, run: Run, relay: Relay, is_array_task: bool) -> int:
+def train_alone(plan: Sweep, run: Run, forwarder: SignalForwarder, is_array_task: bool) -> int:
     """Train a run unless another process is at it, or has done it; returns its exit code, 0 where it is left out.
 
     Distributed: the first rank decides, and the others begin meanwhile. Where it leaves the run out it fails, and the
@@ -157,7 +158,7 @@ def train_alone(plan: Sweep, run: Run, relay: Relay, is_array_task: bool) -> int
             other ranks have begun.
     """
     if not is_first_process():
-        return train(run, None, relay)
+        return train(run, None, forwarder)
     with exclusive(run.folder) as lock:
         if lock is None:
             if is_array_task:
@@ -170,7 +171,7 @@ def train_alone(plan: Sweep, run: Run, relay: Relay, is_array_task: bool) -> int
                 raise InputError(str(run.folder), f"another process has just done point {run.index}", "nothing is left")
             return 0
         print(f"{title(plan, run)}\n  {run.folder}", flush=True)
-        return train(run, lock, relay)
+        return train(run, lock, forwarder)
 
 
 def stopped(run: Run, number: signal.Signals, code: int) -> BaseException:
@@ -195,7 +196,6 @@ def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
     Raises:
         InputError: If no run is done, the metric was never logged, or the path cannot be written.
     """
-    from embeddings.cli.sweep_results import logged_metric, result_table, results_of, seed_table, write_results
     from embeddings.figures import check_output, draw_sweep
 
     names = short_names(plan.points)
@@ -243,3 +243,127 @@ def title(plan: Sweep, run: Run) -> str:
     names = short_names(plan.points)
     values = ", ".join(f"{names[key]}={label(value)}" for key, value in run.point.items())
     return f"point {run.index} of {len(plan.points)}: {values}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run reached.
+
+    Args:
+        run: The run.
+        status: `done`, `unfinished` or `missing`.
+        last: The metric's last value; None where the run is not done, and so the others.
+        best: Its best value.
+        best_step: The optimiser step of that.
+        seconds: How long the run's last process took.
+    """
+
+    run: Run
+    status: str
+    last: float | None = None
+    best: float | None = None
+    best_step: int | None = None
+    seconds: float | None = None
+
+    def value(self, metric: Metric) -> float | None:
+        """The one of both that points are compared by."""
+        return self.last if metric.value == "last" else self.best
+
+
+def logged_metric(runs: Sequence[Run], metric: Metric) -> Metric:
+    """The metric; the training loss where it is the default, which no run has logged (a run without evaluation)."""
+    columns = {column for run in runs for column in (run.record() or {"metrics": {}})["metrics"]}
+    is_absent = metric == Metric() and metric.column not in columns
+    return Metric("train/loss", "min") if is_absent and "train/loss" in columns else metric
+
+
+def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
+    """The results of a sweep's runs, the best first and the missing ones last.
+
+    Raises:
+        InputError: If no finished run has logged the metric.
+    """
+    found, columns = [], set()
+    for run in runs:
+        record = run.record()
+        if record is None:
+            found.append(Result(run, run.status))
+            continue
+        columns |= set(record["metrics"])
+        summary = record["metrics"].get(metric.column, {})
+        best = (summary.get(metric.mode), summary.get(f"{metric.mode}_step"))
+        found.append(Result(run, "done", summary.get("last"), *best, record["seconds"]))
+    if any(result.status == "done" for result in found) and metric.column not in columns:
+        what = f"no run has logged {metric.column!r}"
+        raise InputError(f"{file}: metric", what, f"column takes one of {', '.join(sorted(columns)) or 'none'}")
+    sign = -1 if metric.mode == "max" else 1
+
+    def order(result: Result) -> tuple[bool, float]:
+        value = result.value(metric)
+        return value is None, 0.0 if value is None else sign * value
+
+    return sorted(found, key=order)
+
+
+def result_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str:
+    """The results as text, a row a point."""
+    head = ["point", *names.values(), f"{metric.column} last", "best", "at step", "seconds", "status", "folder"]
+    rows = [
+        [
+            str(result.run.index),
+            *(label(result.run.point[key]) if key in result.run.point else "-" for key in names),
+            _digits(result.last),
+            _digits(result.best),
+            "-" if result.best_step is None else str(result.best_step),
+            "-" if result.seconds is None else f"{result.seconds:.0f}",
+            result.status,
+            result.run.folder.name if result.status != "missing" else "-",
+        ]
+        for result in results
+    ]
+    return _aligned([head, *rows])
+
+
+def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str | None:
+    """The mean and standard deviation over seeds, as text; None where nothing but the seed, or no seed, is varied."""
+    others = {key: name for key, name in names.items() if key != SEED_KEY}
+    if SEED_KEY not in names or not others:
+        return None
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for result in results:  # the best first, and so its group
+        labels = tuple(label(result.run.point[key]) if key in result.run.point else "-" for key in others)
+        value = result.value(metric)
+        groups.setdefault(labels, []).extend([] if value is None else [value])
+    sign = -1 if metric.mode == "max" else 1
+    ordered = sorted(groups.items(), key=lambda item: sign * statistics.mean(item[1]) if item[1] else float("inf"))
+    rows = [
+        [*labels, _digits(statistics.mean(values)) if values else "-", _spread(values), str(len(values))]
+        for labels, values in ordered
+    ]
+    return _aligned([[*others.values(), f"{metric.column} {metric.value}, mean", "±sd", "seeds"], *rows])
+
+
+def write_results(results: Sequence[Result], names: Mapping[str, str], path: Path) -> None:
+    """Write the results as CSV, whole or not at all; what is not there is empty."""
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["point", *names, "last", "best", "best_step", "seconds", "status", "folder"])
+        for result in results:
+            values = [label(result.run.point[key]) if key in result.run.point else None for key in names]
+            measured: list[Any] = [result.last, result.best, result.best_step, result.seconds]
+            writer.writerow([result.run.index, *values, *measured, result.status, result.run.folder])
+
+
+def _digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"±{_digits(statistics.stdev(values))}" if len(values) > 1 else "-"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

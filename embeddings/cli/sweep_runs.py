@@ -6,19 +6,21 @@ import json
 import math
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import IO, Any, Literal
 
 from embeddings.cli.given import unfolded
-from embeddings.cli.relay import Relay
 from embeddings.cli.resume import newest_checkpoint
-from embeddings.cli.sweep_points import Point, Sweep
-from embeddings.common import InputError
+from embeddings.cli.sweep_file import Point, Sweep
+from embeddings.common import InputError, PreemptedError
 from embeddings.common.fileio import write_json
 from embeddings.common.metrics_file import read_metrics
 
@@ -144,13 +146,13 @@ def exclusive(folder: Path) -> Iterator[int | None]:
             return
 
 
-def train(run: Run, lock: int | None, relay: Relay) -> int:
+def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
     """Train a point in a process of its own, from its newest checkpoint if it has one, and note that it is done.
 
     Args:
         run: The run, with nothing else at work on it.
         lock: The number of its lock's file; None where this process is a further rank of the run, and notes nothing.
-        relay: What starts the process, and lets it hear the signals that this one is sent.
+        forwarder: What starts the process, and lets it hear the signals that this one is sent.
 
     Returns:
         int: The process's exit code.
@@ -160,7 +162,7 @@ def train(run: Run, lock: int | None, relay: Relay) -> int:
     words = [*run.words, *(["--ckpt_path", checkpoint] if checkpoint else [])]
     if checkpoint:
         print(f"resumed from {checkpoint}", flush=True)
-    code = relay.run([sys.executable, str(MAIN), *words], [] if lock is None else [lock])
+    code = forwarder.run([sys.executable, str(MAIN), *words], [] if lock is None else [lock])
     if code == 0 and lock is not None:
         fields = {
             "point": run.point,
@@ -283,3 +285,59 @@ def _commit(folder: Path) -> str | None:
 def _version(path: Path) -> int:
     number = path.parent.name.removeprefix("version_")
     return int(number) if number.isdigit() else -1
+
+
+# What a cluster or a terminal sends to end a job, or to have it save itself.
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class SignalForwarder:
+    """Passes signals on to the process that is at work, and begins no other once one has come.
+
+    It is a context, inside which none of the signals ends this process; nor afterwards where it was left because of
+    one, so that none comes between a run's answer and the exit.
+
+    Attributes:
+        received: What came so far, in order.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._early: list[signal.Signals] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "SignalForwarder":
+        self._previous = {number: signal.signal(number, self._pass_on) for number in FORWARDED}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        ignored = bool(self.received) or isinstance(error, PreemptedError)
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_IGN if ignored else handler)
+
+    def run(self, words: Sequence[str], inherited: Sequence[int]) -> int:
+        """Run a line to its end; returns its exit code, 128 and the signal's number where one killed it or came before.
+
+        Args:
+            words: The program and its arguments.
+            inherited: Numbers of open files that the process is to have too.
+        """
+        if self.received:
+            return 128 + self.received[0]
+        # A group of its own: a terminal's Ctrl-C comes once, from here, and does not end a run that is saving itself.
+        self._process = subprocess.Popen(words, pass_fds=tuple(inherited), process_group=0)
+        while self._early:
+            self._process.send_signal(self._early.pop(0))
+        code = self._process.wait()
+        self._process = None
+        return code if code >= 0 else 128 - code
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+        if self._process is None:
+            self._early.append(signal.Signals(number))
+        else:
+            self._process.send_signal(number)

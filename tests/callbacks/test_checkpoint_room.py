@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from embeddings.callbacks.checkpoint_room import check_checkpoint_room, checkpoint_bytes
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.modules.optimized import configured_module
 from tests.helpers.disks import fake_disk

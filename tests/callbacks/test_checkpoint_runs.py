@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from embeddings.callbacks import DurableCheckpointIO, durable_checkpoints, preemption
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common.checkpoint_file import read_checkpoint, write_checkpoint
 from embeddings.common.plain_content import pack

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.runs import run_config, write_config

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
 from embeddings.callbacks import ExportModel
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, instruction_prompt
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.inference import Encoder

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from embeddings.callbacks import RetrievalEvaluation
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.common import InputError, OptionError
 from embeddings.evaluation import evaluate_folder, evaluate_widths
 from embeddings.inference import Encoder

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from embeddings.callbacks import RoutingStatistics
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import OptionError
 from tests.helpers.runs import run_config, write_config

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
 from embeddings.callbacks.run_folder import LOCK_FILE, ResumedRun, RunLogger, keep_metrics, run_logger
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import UserError
 from embeddings.figures import draw_curves

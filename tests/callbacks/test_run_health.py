@@ -12,7 +12,7 @@ from torch import nn
 
 from embeddings.callbacks import RunHealth
 from embeddings.callbacks.run_health import weights_checksum
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.common import NumericError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.runs import run_config, write_config

@@ -11,7 +11,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from embeddings.callbacks import run_record
 from embeddings.callbacks.run_record import RunRecord, git_commit
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.common import PreemptedError
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.hardware import processors

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from embeddings.callbacks import StepProgress
-from embeddings.cli.app import TrainerCLI, run_trainer
+from embeddings.cli.fit import TrainerCLI, run_trainer
 from embeddings.common import OptionError
 from tests.helpers.runs import run_config, write_config
 

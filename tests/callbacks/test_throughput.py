@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from embeddings.callbacks import Throughput
 from embeddings.callbacks.throughput import Work, backbone_of, dtype_of, flops, matmul_tflops, work_of
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError
 from embeddings.common.packed_rows import Prediction
 from embeddings.models.upcycling import Upcycling, upcycle

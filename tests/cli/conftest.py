@@ -40,7 +40,7 @@ def faked(monkeypatch):
     """
     folders, endings = [], {}
 
-    def train(run, lock, relay):
+    def train(run, lock, forwarder):
         folders.append(run.folder)
         code, *signals = endings.get(run.index, (0,))
         for number in signals:

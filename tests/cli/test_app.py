@@ -6,8 +6,8 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor
 
-from embeddings.cli.app import check_arguments, run_trainer
 from embeddings.cli.errors import ConfigError
+from embeddings.cli.fit import check_arguments, run_trainer
 from embeddings.cli.main import main
 from tests.helpers.runs import run_config, write_config
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from embeddings.cli.card_facts import facts_of_checkpoint, read_scores, run_folder
+from embeddings.cli.export import facts_of_checkpoint, read_scores, run_folder
 from embeddings.common import InputError
 
 STATE = {"run_config": {"seed_everything": 0}, "global_step": 3}

@@ -2,9 +2,9 @@ import sys
 
 import pytest
 
-from embeddings.cli import commands
-from embeddings.cli.commands import COMMANDS, Command, run_command, underscored
+from embeddings.cli import main as commands
 from embeddings.cli.errors import ConfigError
+from embeddings.cli.main import COMMANDS, Command, run_command, underscored
 
 CALLS = []
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from embeddings.cli.commands import call
 from embeddings.cli.errors import reason, run_guarded, with_way_out
-from embeddings.cli.main import main
+from embeddings.cli.main import call, main
 from embeddings.common import InputError, NumericError
 from embeddings.common.text import one_line
 

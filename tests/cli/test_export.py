@@ -5,7 +5,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.models.backbone import load_model
 from tests.helpers.checkpoints import save

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from lightning.pytorch import Trainer
 
-from embeddings.cli.filter import evaluation_texts
 from embeddings.cli.main import main
+from embeddings.cli.mining import evaluation_texts
 from embeddings.data import EmbeddingDataModule, SourceConfig
 from embeddings.inference import Encoder
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from embeddings.cli.app import Checked, check_arguments, run_trainer
 from embeddings.cli.errors import ConfigError
+from embeddings.cli.fit import Checked, check_arguments, run_trainer
 from embeddings.cli.fit_line import KEYS, check_fit_line, check_one_method
 from embeddings.cli.recipes import expand_recipe, read_recipes
-from embeddings.cli.sweep_points import read_sweep
+from embeddings.cli.sweep_file import read_sweep
 from embeddings.cli.sweep_runs import runs_of
 from embeddings.common import InputError
 from tests.helpers.runs import run_config, write_config
@@ -402,7 +402,7 @@ def test_callbacks_are_dropped_on_request_and_added_by_their_own_key(tmp_path, m
             found += [each.class_path.rpartition(".")[2] for each in cli.config.fit.trainer.callbacks]
             raise Checked
 
-        monkeypatch.setattr("embeddings.cli.app.TrainerCLI.before_fit", note)
+        monkeypatch.setattr("embeddings.cli.fit.TrainerCLI.before_fit", note)
         words = ["fit", "--config", base, "--config", second]
         check_fit_line(words)
         with pytest.raises(Checked):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from embeddings.cli.app import check_arguments, run_trainer
 from embeddings.cli.errors import ConfigError
+from embeddings.cli.fit import check_arguments, run_trainer
 from embeddings.common import UserError
 from tests.helpers.runs import run_config, write_config
 

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from embeddings.cli.interactive import answer_lines, is_terminal
+from embeddings.cli.search import answer_lines, is_terminal
 from embeddings.common import InputError
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.data.rows import write_jsonl

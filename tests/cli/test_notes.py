@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 
-from embeddings.cli.notes import HeldNotes
+from embeddings.cli.fit import HeldNotes
 
 
 @pytest.fixture

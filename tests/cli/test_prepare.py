@@ -1,6 +1,3 @@
-import inspect
-
-from embeddings.cli import prepare as module
 from embeddings.cli.main import main
 
 
@@ -18,7 +15,3 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path, capsys):
     assert main(["prepare", "docstrings", "--output", str(tmp_path)]) == 2
     assert "must be new, empty or an earlier docstring corpus" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_its_signature_is_the_commands_interface():
-    assert list(inspect.signature(module.prepare).parameters) == ["corpus", "output", "force"]

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from embeddings.cli.relay import FORWARDED, Relay
+from embeddings.cli.sweep_runs import FORWARDED, SignalForwarder
 from embeddings.common import PreemptedError
 
 
 @pytest.fixture(autouse=True)
 def _own_signals():
-    """What a relay leaves ignored until its process ends, which is the tests' here."""
+    """What a forwarder leaves ignored until its process ends, which is the tests' here."""
     handlers = {number: signal.getsignal(number) for number in FORWARDED}
     yield
     for number, handler in handlers.items():
@@ -44,27 +44,27 @@ def send_once_there(path, number):
 
 def test_a_process_says_how_it_ended():
     before = handlers()
-    with Relay() as relay:
-        assert relay.run(["sh", "-c", "exit 3"], []) == 3
-        assert relay.run(["sh", "-c", "kill -9 $$"], []) == 137
+    with SignalForwarder() as forwarder:
+        assert forwarder.run(["sh", "-c", "exit 3"], []) == 3
+        assert forwarder.run(["sh", "-c", "kill -9 $$"], []) == 137
     assert handlers() == before
 
 
 @pytest.mark.parametrize("number", ["INT", "TERM", "HUP", "USR1"])
 def test_what_this_process_is_sent_is_passed_on(number, tmp_path):
     ready = tmp_path / "ready"
-    with Relay() as relay:
+    with SignalForwarder() as forwarder:
         sender = send_once_there(ready, number)
-        assert relay.run(["sh", "-c", CHILD.format(number=number, ready=ready)], []) == 7
+        assert forwarder.run(["sh", "-c", CHILD.format(number=number, ready=ready)], []) == 7
         sender.join()
-    assert relay.received == [getattr(signal, f"SIG{number}")]
+    assert forwarder.received == [getattr(signal, f"SIG{number}")]
 
 
 @pytest.mark.parametrize(("number", "code"), [("INT", 130), ("USR1", 138)])
 def test_after_a_signal_no_process_begins(number, code, tmp_path):
-    with Relay() as relay:
+    with SignalForwarder() as forwarder:
         send(number)
-        assert relay.run(["touch", str(tmp_path / "begun")], []) == code
+        assert forwarder.run(["touch", str(tmp_path / "begun")], []) == code
     assert not (tmp_path / "begun").exists()
 
 
@@ -79,12 +79,12 @@ def test_a_signal_that_comes_while_a_process_begins_is_passed_on(tmp_path, monke
         return process
 
     monkeypatch.setattr(subprocess, "Popen", begin_and_be_told)
-    with Relay() as relay:
-        assert relay.run(["sh", "-c", CHILD.format(number="USR1", ready=tmp_path / "ready")], []) == 7
+    with SignalForwarder() as forwarder:
+        assert forwarder.run(["sh", "-c", CHILD.format(number="USR1", ready=tmp_path / "ready")], []) == 7
 
 
 def left_by(error, number=None):
-    with Relay():
+    with SignalForwarder():
         if number:
             send(number)
         raise error

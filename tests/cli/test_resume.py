@@ -7,13 +7,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.resume import (
     OtherRunError,
     check_resumable,
-    found_by_auto,
-    keep_on_in_its_folder,
+    find_latest_checkpoint,
     newest_checkpoint,
+    pin_checkpoint_dir,
 )
 from embeddings.common import InputError, OptionError
 from tests.helpers.checkpoints import RESUMABLE, damage, save
@@ -68,10 +68,10 @@ def test_a_folder_without_one_starts_anew_and_says_so(folder, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert newest_checkpoint(folder) is None
     assert capsys.readouterr().err == ""
-    assert found_by_auto(folder, {}) is None
+    assert find_latest_checkpoint(folder, {}) is None
     assert capsys.readouterr().err == f"nothing to go on from below {tmp_path / folder}: the run begins anew\n"
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert found_by_auto(None, {}) is None
+    assert find_latest_checkpoint(None, {}) is None
     assert capsys.readouterr().err == ""
 
 
@@ -154,7 +154,7 @@ def test_checkpoints_go_on_in_the_folder_that_lightning_knows(tmp_path, monkeypa
         trainer = Trainer(callbacks=[kept, elsewhere], **options)
         found = newest_checkpoint(root)
         assert os.path.samefile(found, saved)
-        keep_on_in_its_folder(trainer, found)
+        pin_checkpoint_dir(trainer, found)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             kept.load_state_dict(before.state_dict() | {"best_k_models": {"a.ckpt": 1.0}})

@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from embeddings import data, modules
-from embeddings.cli.same_run import first_difference
+from embeddings.cli.resume import first_difference
 
 RUN: dict[str, Any] = {
     "seed_everything": 0,

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from embeddings.cli.main import main
-from embeddings.cli.relay import Relay
-from embeddings.cli.sweep_runs import exclusive
+from embeddings.cli.sweep_runs import SignalForwarder, exclusive
 
 INT, HUP, USR1, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM
 TEMPERATURE = "model.init_args.loss.init_args.temperature"
@@ -38,14 +37,14 @@ def ran(monkeypatch):
     """The `fit` lines that were run, in this process instead of one of their own."""
     lines = []
 
-    def run(relay, words, inherited):
+    def run(forwarder, words, inherited):
         lines.append(words[2:])
         try:
             return main(list(words[2:]))
         except Killed:
             return 137
 
-    monkeypatch.setattr(Relay, "run", run)
+    monkeypatch.setattr(SignalForwarder, "run", run)
     return lines
 
 
@@ -269,7 +268,7 @@ def test_a_key_that_no_config_has_is_refused_before_any_run(parameters, says, sw
 
 def test_a_combination_whose_values_were_seen_is_not_parsed_again(sweep_file, monkeypatch):
     parsed = []
-    monkeypatch.setattr("embeddings.cli.app.check_arguments", parsed.append)
+    monkeypatch.setattr("embeddings.cli.fit.check_arguments", parsed.append)
     file = sweep_file({"a": [1, 2, 0.5], "b": ["x", "y"]})
     assert main(["sweep", file, "--dry-run", "true"]) == 0
     # 1 and 2 are of one type; 0.5 and each name are looked at.
@@ -282,7 +281,7 @@ def test_a_combination_whose_values_were_seen_is_not_parsed_again(sweep_file, mo
 
 def test_every_point_of_a_list_is_parsed(sweep_file, monkeypatch):
     parsed = []
-    monkeypatch.setattr("embeddings.cli.app.check_arguments", parsed.append)
+    monkeypatch.setattr("embeddings.cli.fit.check_arguments", parsed.append)
     file = sweep_file([{"a": "x", "b": "x"}, {"a": "y", "b": "y"}, {"a": "x", "b": "y"}, {"a": "y"}], method="list")
     assert main(["sweep", file, "--dry-run", "true"]) == 0
     assert len(parsed) == 4

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.sweep_points import is_number, label, read_sweep, short_names
+from embeddings.cli.sweep_file import is_number, label, read_sweep, short_names
 from embeddings.common import InputError
 
 TEMPERATURE = "model.init_args.loss.init_args.temperature"

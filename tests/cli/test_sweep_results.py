@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from embeddings.cli.sweep import collect
-from embeddings.cli.sweep_points import Metric, Sweep, short_names
-from embeddings.cli.sweep_results import logged_metric, result_table, results_of, seed_table, write_results
+from embeddings.cli.sweep import collect, logged_metric, result_table, results_of, seed_table, write_results
+from embeddings.cli.sweep_file import Metric, Sweep, short_names
 from embeddings.cli.sweep_runs import runs_of
 from embeddings.common import InputError
 

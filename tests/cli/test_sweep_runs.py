@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from embeddings.cli import sweep_runs
-from embeddings.cli.relay import Relay
-from embeddings.cli.sweep_points import Sweep
+from embeddings.cli.sweep_file import Sweep
 from embeddings.cli.sweep_runs import (
+    SignalForwarder,
     check_place,
     exclusive,
     placed,
@@ -196,7 +196,7 @@ def test_a_place_that_is_no_folder_is_not_waited_for(kind, tmp_path):
 def test_a_run_is_done_once_its_process_says_so(tmp_path):
     lines = []
 
-    class Fake(Relay):
+    class Fake(SignalForwarder):
         def run(self, words, inherited):
             lines.append((words, inherited))
             write_metrics(folder, len(lines), "step,train/loss\n0,2.0\n")

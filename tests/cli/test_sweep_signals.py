@@ -7,7 +7,7 @@ import pytest
 
 from embeddings.cli import sweep_runs
 from embeddings.cli.main import main
-from embeddings.cli.relay import FORWARDED
+from embeddings.cli.sweep_runs import FORWARDED
 from tests.callbacks.preempted_runs import fake_scontrol
 
 INT, HUP, USR1, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM

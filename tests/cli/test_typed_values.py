@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from embeddings.cli.app import check_arguments
+from embeddings.cli.fit import check_arguments
 from embeddings.cli.fit_line import check_fit_line
 from embeddings.cli.source_types import Argument
 from embeddings.cli.typed_values import complaint_of

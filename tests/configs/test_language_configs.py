@@ -10,7 +10,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning import LightningDataModule, LightningModule
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.data import TextDataModule
 from embeddings.models import load_backbone
 from embeddings.models.backbone import BackboneConfig

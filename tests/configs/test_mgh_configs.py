@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.common import TextSettings
 from embeddings.data.sources import SourceConfig
 from embeddings.models import AnchorTokenPooling, Embedder

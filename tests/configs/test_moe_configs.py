@@ -11,7 +11,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.common import TextSettings
 from embeddings.data.prompts import with_source_prompts
 from embeddings.data.sources import SourceConfig

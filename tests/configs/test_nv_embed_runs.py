@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.common import instruction_prompt
 from embeddings.inference import Encoder
 from embeddings.models import LatentAttentionPooling

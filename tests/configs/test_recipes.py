@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.recipes import read_recipes
 
 RECIPES = read_recipes()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from embeddings.cli.app import check_arguments
+from embeddings.cli.fit import check_arguments
 
 CONFIGS = Path("lightning_configs")
 CUT = ("h100x8_fsdp2", "h100x16_fsdp2", "h100x8_zero1", "h100x8_zero2", "h100x16_zero3")

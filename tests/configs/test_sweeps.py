@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from embeddings.cli.app import check_arguments
-from embeddings.cli.sweep_points import read_sweep
+from embeddings.cli.fit import check_arguments
+from embeddings.cli.sweep_file import read_sweep
 from embeddings.cli.sweep_runs import runs_of
 
 FOLDER = Path("lightning_configs/sweeps")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from tests.helpers.runs import run_config, write_config
 
 CONTEXT = {"num_context": 6, "num_soft_prompts": 2}

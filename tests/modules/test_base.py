@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from embeddings.callbacks import GradCacheCallback
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.common import ContrastiveStep, InputError, NumericError, OptionError, TextSettings
 from embeddings.models import Embedder
 from embeddings.modules import ContrastiveModule

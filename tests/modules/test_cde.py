@@ -28,7 +28,7 @@ from tests.modules.cde_runs import CACHE, CONTEXT, cde_config, fit
 # One start of two processes for both runs.
 BOTH = """
 import sys
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 for path in sys.argv[1:]:
     run_trainer(["fit", "--config", path])
 """

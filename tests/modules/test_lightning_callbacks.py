@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.runs import run_config, write_config

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import OptionError
 from embeddings.common.packed_rows import PackedRows, Prediction

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import ContrastiveBatch, ContrastiveStep, OptionError, Representations, TokenBatch
 from embeddings.common.mini_batches import take_texts

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from embeddings.cli.app import run_trainer
+from embeddings.cli.fit import run_trainer
 from embeddings.common import ContrastiveStep, LossOutput, NumericError, OptionError
 from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE, LoadBalancing, load_balancing_loss

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embeddings.cli.app import run_trainer
 from embeddings.cli.errors import reason
+from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import InputError, NumericError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint

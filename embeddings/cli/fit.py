@@ -1,11 +1,14 @@
 """The commands that train: LightningCLI with our parser, our checks and our record of a run."""
 
 import json
+import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,9 +31,15 @@ from embeddings.cli.errors import ConfigError, reason, with_fix, with_way_out
 from embeddings.cli.fit_line import check_one_method
 from embeddings.cli.given import Signature, check_names, check_nulls, given_mappings, read_config
 from embeddings.cli.imports import check_functions, restrict_imports
-from embeddings.cli.notes import HeldNotes
 from embeddings.cli.recipes import expand_recipe
-from embeddings.cli.resume import AUTO, check_resumable, found_by_auto, keep_on_in_its_folder, resumed_run, show_place
+from embeddings.cli.resume import (
+    AUTO,
+    check_resumable,
+    find_latest_checkpoint,
+    pin_checkpoint_dir,
+    resumed_run,
+    show_place,
+)
 from embeddings.cli.yaml_files import parse_yaml
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.slurm import is_first_process
@@ -188,11 +197,11 @@ class TrainerCLI(LightningCLI):
             if given == AUTO:
                 batch_size = getattr(self.datamodule, "batch_size", None)
                 ranks = trainer.num_devices * trainer.num_nodes
-                found = found_by_auto(trainer.default_root_dir, run, batch_size and batch_size * ranks)
+                found = find_latest_checkpoint(trainer.default_root_dir, run, batch_size and batch_size * ranks)
                 self.config.fit.ckpt_path = self.config_init.fit.ckpt_path = found
             resumed = resumed_run(found, run, is_auto=given == AUTO) if found else None
             if found and (resumed or given == AUTO):
-                keep_on_in_its_folder(trainer, found)
+                pin_checkpoint_dir(trainer, found)
         keep_metrics(trainer, resumed)
 
 
@@ -399,3 +408,54 @@ def _is_list_of_mappings(value: str) -> bool:
     except InputError:
         return False
     return isinstance(content, list) and any(isinstance(element, dict) for element in content)
+
+
+_LOGGERS = ("lightning.fabric", "lightning.pytorch")
+_MOST_NOTES = 1000
+
+
+class HeldNotes(L.Callback):
+    """Keeps Lightning's notes and all warnings back, and gives them when the run's data is read.
+
+    What Lightning logs as a warning passes, with what came before it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[MemoryHandler] = []
+        self._warnings: list[tuple[Any, ...]] = []
+        self._show = warnings.showwarning
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """The time in which notes are kept back; those of a run that never begins are dropped."""
+        swapped = []
+        for logger in map(logging.getLogger, _LOGGERS):
+            for handler in list(logger.handlers):
+                kept = MemoryHandler(_MOST_NOTES, logging.WARNING, handler, flushOnClose=False)
+                swapped.append((logger, handler, kept))
+                logger.removeHandler(handler)
+                logger.addHandler(kept)
+        self._kept = [kept for _, _, kept in swapped]
+        self._show = warnings.showwarning
+        setattr(warnings, "showwarning", self._keep)  # noqa: B010 - its type says that nobody may
+        try:
+            yield
+        finally:
+            warnings.showwarning = self._show
+            for logger, handler, kept in swapped:
+                logger.removeHandler(kept)
+                logger.addHandler(handler)
+                kept.close()
+
+    def _keep(self, *warning: Any) -> None:
+        self._warnings.append(warning)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give what was kept, and everything further at once."""
+        warnings.showwarning = self._show
+        for warning in self._warnings:
+            self._show(*warning)
+        self._warnings.clear()
+        for kept in self._kept:
+            kept.flush()
+            kept.flushLevel = logging.NOTSET

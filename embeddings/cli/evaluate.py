@@ -1,0 +1,172 @@
+"""`evaluate --tasks`: a model's scores on tasks of mteb."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from embeddings.cli.encode import PrecisionName, load_encoder, warn_of_untrained, warn_without_context
+from embeddings.common import InputError, OptionError
+
+if TYPE_CHECKING:
+    from embeddings.evaluation.task_runs import TaskSettings
+    from embeddings.inference import Encoder
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """What is to be run, once all that can be known without the model is known to be right.
+
+    Attributes:
+        tasks: The tasks of mteb, not loaded.
+        output: The folder of their results.
+        settings: What the scores depend on beside the model.
+        share: The numbers of the tasks that are this process's.
+    """
+
+    tasks: list[Any]
+    output: Path
+    settings: "TaskSettings"
+    share: range
+
+    @classmethod
+    def of(
+        cls,
+        names: str | list[str],
+        output: Path | None,
+        instructions: str | None,
+        task_index: int | None,
+        num_tasks: int | None,
+        **settings: Any,
+    ) -> Self:
+        """The plan of the options of `evaluate`, which describes them; the settings are a `TaskSettings`'s others.
+
+        Raises:
+            MissingExtraError: If mteb is not installed.
+            OptionError: If an option is impossible.
+            InputError: If a file or folder that an option names cannot be used.
+        """
+        from embeddings.evaluation.instructions import Instructions
+        from embeddings.evaluation.mteb_library import load_mteb
+        from embeddings.mining.jobs import ArrayTask
+
+        if output is None:
+            raise OptionError("output", None, "must name the folder of the tasks' results", "--output FOLDER")
+        if output.exists() and not output.is_dir():
+            raise InputError(f"--output {output}", "is a file", "name a folder")
+        task = ArrayTask.resolve(task_index, num_tasks)
+        table = None if instructions is None else Instructions.read(instructions)
+        load_mteb()
+        from embeddings.evaluation.task_groups import find_tasks
+        from embeddings.evaluation.task_runs import TaskSettings
+
+        chosen = TaskSettings(instructions=table, **settings)
+        tasks = find_tasks(names)
+        return cls(tasks, output, chosen, task.shards(len(tasks)))
+
+    def run(self, encoder: "Encoder", model: str) -> str:
+        """Run the tasks that have no result yet, and return the table of all that have one.
+
+        Args:
+            encoder: The model.
+            model: What it is called.
+
+        Raises:
+            OptionError: If a setting is impossible for this model.
+            InputError: If a task's data cannot be had or used, or a score is no number.
+        """
+        from embeddings.evaluation.task_results import format_table
+        from embeddings.evaluation.task_runs import run_tasks
+
+        scores = run_tasks(encoder, model, self.tasks, self.output, self.settings, self.share)
+        missing = sum(not score.complete for score in scores)
+        lines = [format_table(scores)]
+        if missing:
+            lines.append(f"this process's tasks are done, {missing} others are missing yet")
+        return "\n".join(lines)
+
+
+def evaluate(
+    model: str,
+    data: Path | list[Path] | None = None,
+    tasks: str | list[str] | None = None,
+    prompt_name: str | None = None,
+    instructions: str | None = None,
+    output: Path | None = None,
+    precision: PrecisionName = "auto",
+    dimensions: int | list[int] | None = None,
+    context_size: int | None = None,
+    context_seed: int = 0,
+    task_index: int | None = None,
+    num_tasks: int | None = None,
+) -> None:
+    """Score a model on evaluation folders (`--data`) or on tasks of mteb (`--tasks`).
+
+    Args:
+        model: A model directory or Hub id.
+        data: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`.
+        tasks: Tasks or benchmarks of mteb, groups of tasks (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), or folders
+            as for `data`, which are then scored as mteb scores their kind; several as `[NAME, NAME]`. After a kill the
+            same line goes on at the first task that is not done.
+        prompt_name: Which of the model's prompts goes before queries (retrieval, reranking) or every text (others).
+        instructions: With `tasks`, what queries (retrieval) or every text (the other kinds) is encoded with, by task:
+            the published tables `nv-embed` and `mgh`, or a JSON file `{"instructions": {TASK: TEXT}}`. Not beside
+            `prompt_name`.
+        output: A JSON file for the scores; with `tasks` the folder of their results, in mteb's format, a `scores.csv`
+            beside those of each model and its settings.
+        precision: Format of matrix products.
+        dimensions: How many of the first numbers of each vector are compared, of a model that was trained so; several
+            as `[384, 128]`, from one encoding; all if left out.
+        context_size: How many documents of each folder's or task's own corpus a contextual model reads its texts in;
+            without it the model reads texts alone.
+        context_seed: Seed of the draw.
+        task_index: Which of several processes that share the tasks this is, from 0; a SLURM array's task by itself.
+        num_tasks: How many processes share the tasks.
+    """
+    from embeddings.cli.evaluate import TaskPlan
+    from embeddings.common import OptionError
+
+    if (data is None) == (tasks is None):
+        given = "neither" if data is None else "both"
+        raise OptionError("data", given, "or tasks must be given", "--data FOLDER, or --tasks NAME --output FOLDER")
+    widths = [dimensions] if isinstance(dimensions, int) else dimensions
+    settings = {"prompt_name": prompt_name, "context_size": context_size, "context_seed": context_seed}
+    if tasks is not None:
+        plan = TaskPlan.of(tasks, output, instructions, task_index, num_tasks, widths=widths, **settings)
+    else:
+        folders = _folders(data, output, instructions=instructions, task_index=task_index, num_tasks=num_tasks)
+    encoder = load_encoder(model, precision, None)
+    warn_of_untrained(encoder, widths or [])
+    warn_without_context(encoder, context_size is not None, "--context-size")
+    if tasks is not None:
+        print(plan.run(encoder, model))
+    else:
+        _score_folders(encoder, folders, output, widths=widths, **settings)
+
+
+def _folders(data: Path | list[Path] | None, output: Path | None, **without_effect: Any) -> list[Path]:
+    """The folders to score, where nothing else is amiss with the options that go with them."""
+    from embeddings.common import InputError, OptionError
+
+    for option, value in without_effect.items():
+        if value is not None:
+            raise OptionError(option, value, "has no effect without --tasks", "leave it out")
+    folders = data if isinstance(data, list) else [data] if data is not None else []
+    if not folders:
+        raise InputError("--data", "names no folder", "name one, or several as [FOLDER, FOLDER]")
+    if output is not None and output.is_dir():
+        raise InputError(f"--output {output}", "is a directory", "name a JSON file")
+    return folders
+
+
+def _score_folders(encoder: "Encoder", folders: list[Path], output: Path | None, **settings: Any) -> None:
+    """Print the scores on folders, and write them where a file is named."""
+    from dataclasses import asdict
+
+    from embeddings.common.fileio import write_json
+    from embeddings.evaluation import evaluate_folders, format_results
+
+    results = evaluate_folders(encoder, folders, **settings)
+    print(format_results(results))
+    if output is not None:
+        trained = {"trained_widths": list(encoder.embedder.trained_widths)}
+        write_json(output, [{**asdict(result), **trained} for result in results])

@@ -1,0 +1,170 @@
+"""`search` and `index`: the documents nearest to a query, and what finds them quickly."""
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+from embeddings.cli.encode import PrecisionName, draw_named_context, load_encoder, warn_without_context
+from embeddings.common import InputError
+
+if TYPE_CHECKING:
+    from embeddings.inference import Hit
+    from embeddings.inference.corpus_search import NearestRows
+
+
+def search(
+    query: str | None,
+    model: str,
+    corpus: Path,
+    top_k: int = 5,
+    index: Literal["exact", "ivf"] = "exact",
+    rescore_multiplier: int | None = None,
+    interactive: bool = False,
+    precision: PrecisionName = "auto",
+    dimensions: int | None = None,
+    context: Path | None = None,
+    context_size: int | None = None,
+    context_seed: int = 0,
+) -> None:
+    """Print the documents nearest to a query, or to each of the lines that are typed where none is given.
+
+    Args:
+        query: What to look for. Without it queries are read line by line, until an empty line: from a terminal, or with
+            `interactive` from any standard input.
+        model: A model directory or Hub id.
+        corpus: A corpus file, or a folder that `encode` wrote with the same model.
+        top_k: How many documents.
+        index: Compare with every document, or only with those that the folder's index finds (see `index`).
+        rescore_multiplier: With a folder of binary vectors, how many documents near by their signs are scored by the
+            query's own numbers for each one printed; 4 if left out.
+        interactive: Whether queries are read from standard input even if that is no terminal.
+        precision: Format of matrix products.
+        dimensions: How many of the first numbers of each vector are compared; an encoded folder must hold as many.
+        context: The corpus that a contextual model reads query and documents in, a file or an encoded folder. An
+            encoded folder knows its own and refuses another.
+        context_size: How many documents are drawn; as many as the model takes if left out.
+        context_seed: Seed of the draw.
+    """
+    from embeddings.inference import CorpusSearch
+    from embeddings.inference.search import require_top_k
+    from embeddings.inference.sign_search import require_multiplier
+
+    _require_query(query, interactive)
+    require_top_k(top_k)
+    if rescore_multiplier is not None:
+        require_multiplier(rescore_multiplier)
+    nearest = None if index == "exact" else _index_of(corpus)
+    encoder = load_encoder(model, precision, dimensions)
+    drawn = draw_named_context(encoder, context, context_size, context_seed)
+    searched = CorpusSearch(encoder, corpus, context=drawn, nearest=nearest, rescore_multiplier=rescore_multiplier)
+    warn_without_context(encoder, searched.has_context, "--context")
+
+    def answer(query: str) -> None:
+        (hits,) = searched.search([query], top_k)
+        _print_hits(hits)
+
+    if query is None:
+        answer_lines(answer)
+    else:
+        answer(query)
+
+
+def _require_query(query: str | None, interactive: bool) -> None:
+    """Check that a query is given, or else a place where queries can be read."""
+    from embeddings.common import OptionError
+
+    if query is not None and interactive:
+        raise OptionError("interactive", True, "must be left out where a query is given", "drop one of them")
+    if query is None and not interactive and not is_terminal():
+        raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive true")
+    if query is not None and not query.strip():
+        raise OptionError("query", query, "must not be empty", "say what to look for")
+
+
+def _index_of(corpus: Path) -> "NearestRows":
+    """The search in the index of an encoded folder.
+
+    Raises:
+        InputError: If there is none, or it does not fit the folder.
+        OptionError: If the corpus is a file.
+    """
+    from embeddings.common import OptionError
+    from embeddings.inference import VectorFolder
+    from embeddings.mining import VectorIndex
+
+    if not corpus.is_dir():
+        raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, and name the folder")
+    return VectorIndex.open(VectorFolder.open(corpus)).search
+
+
+def _print_hits(hits: "list[Hit]") -> None:
+    from embeddings.common.text import printable
+
+    for hit in hits:
+        print(f"{hit.score:.3f}  {printable(hit.document_id)}\n       {printable(' '.join(hit.text.split()))[:160]}")
+
+
+def index(vectors: Path, num_lists: int | None = None, num_probes: int | None = None, seed: int = 0) -> None:
+    """Make the index of an encoded folder's vectors, beside them: inverted lists, for `search --index ivf`.
+
+    Its recall@10 against the exact search is printed, of 200 documents of the folder as queries.
+
+    Args:
+        vectors: A folder that `encode` wrote; `ivf.faiss` and `ivf.manifest.json` are added to it, or replaced.
+        num_lists: Lists; chosen by the number of vectors if left out.
+        num_probes: Lists that are searched for a query; 32 if left out, or all where there are fewer.
+        seed: Seed of the sample that the lists are trained on.
+    """
+    from embeddings.inference import VectorFolder
+    from embeddings.mining import build_index, recall_of
+    from embeddings.mining.vector_index import INDEX_FILE
+
+    folder = VectorFolder.open(vectors)
+    made = build_index(folder, num_lists=num_lists, num_probes=num_probes, seed=seed)
+    print(
+        f"wrote {folder.path / INDEX_FILE}: {folder.num_documents} vectors in {made.num_lists} lists, "
+        f"{made.num_probes} searched for a query; recall@10 {recall_of(made, folder):.3f}"
+    )
+
+
+def is_terminal() -> bool:
+    """Whether a person can type queries."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def answer_lines(answer: Callable[[str], None]) -> None:
+    """Answer queries until the end of the input or an empty line, each with the time that it took.
+
+    Args:
+        answer: Prints the answer to a query.
+
+    Raises:
+        InputError: If a line is not UTF-8.
+    """
+    for query in _lines():
+        if not query.strip():
+            break
+        start = perf_counter()
+        answer(query.strip())
+        print(f"       {1000 * (perf_counter() - start):.0f} ms", flush=True)
+
+
+def _lines() -> Iterator[str]:
+    """The lines of standard input, none where it is closed; a person is shown where to type."""
+    # The bytes: text is decoded ahead, and would fail on a line that is not asked for yet.
+    stream = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
+    for number in count(1):
+        if is_terminal():
+            print("query> ", end="", file=sys.stderr, flush=True)
+        line = stream.readline()
+        if not line:
+            return
+        try:
+            query = line.decode()
+        except UnicodeDecodeError:
+            raise InputError(f"standard input:{number}", "is not valid UTF-8", "write it as UTF-8") from None
+        yield query
