@@ -24,8 +24,7 @@ from embeddings.data.sources import SourceConfig
 from embeddings.inference import VectorShards
 from embeddings.inference.vector_shards import save_vectors
 from embeddings.mining import ExactSearch, NegativeRules, PairVectors, index_pairs
-from embeddings.mining.mined_records import write_shard
-from embeddings.mining.shard_negatives import ShardMiner
+from embeddings.mining.mined_shards import ShardMiner, write_shard
 
 NUM_NEGATIVES, LAST_RANK, MARGIN = 5, 50, 0.95
 SHARD_SIZE = 8192

@@ -45,9 +45,9 @@ class TaskPlan:
             OptionError: If an option is impossible.
             InputError: If a file or folder that an option names cannot be used.
         """
+        from embeddings.common.jobs import ArrayTask
         from embeddings.evaluation.instructions import Instructions
         from embeddings.evaluation.mteb_library import load_mteb
-        from embeddings.mining.jobs import ArrayTask
 
         if output is None:
             raise OptionError("output", None, "must name the folder of the tasks' results", "--output FOLDER")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from embeddings.data.cache import CachedSource
     from embeddings.mining.clusters import ClusterSettings
-    from embeddings.mining.decontaminate import EvaluationTexts
-    from embeddings.mining.encoded_texts import EncodedTexts
+    from embeddings.mining.duplicates import EvaluationTexts
     from embeddings.mining.features import PairFeatures, RowName
     from embeddings.mining.filter import FilterReport
-    from embeddings.mining.judgments import JudgedTexts
     from embeddings.mining.mine import MiningReport
+    from embeddings.mining.pair_vectors import EncodedTexts
+    from embeddings.mining.qrels import JudgedTexts
 
 
 def mine(
@@ -95,15 +95,14 @@ def mine(
         task_index: Which of several processes this is, from 0; a SLURM array's task by itself.
         num_tasks: How many processes share the work.
     """
+    from embeddings.common.jobs import ArrayTask
     from embeddings.common.text import choose_prompt
     from embeddings.data import SourceConfig
     from embeddings.data.records import NUM_LEVELS
     from embeddings.inference import Encoder
     from embeddings.mining.faiss_library import load_faiss
-    from embeddings.mining.jobs import ArrayTask
-    from embeddings.mining.levels import LevelRules
     from embeddings.mining.mine import SearchOptions, Teachers, mine_negatives
-    from embeddings.mining.negatives import NegativeRules
+    from embeddings.mining.negatives import LevelRules, NegativeRules
 
     def load(name: str) -> Encoder:
         return Encoder.from_pretrained(name, precision=precision, show_progress=True)
@@ -142,7 +141,7 @@ def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> "tupl
     """
     from embeddings.common import OptionError
     from embeddings.evaluation.folders import read_retrieval_files, retrieval_files_of
-    from embeddings.mining.judgments import JudgedTexts
+    from embeddings.mining.qrels import JudgedTexts
 
     if levels != "grades":
         raise OptionError("judgments", str(qrels), "have no effect without --levels grades", "leave them out")
@@ -165,7 +164,7 @@ def _encoded_texts(
         OptionError: If there are more folders or fewer than models.
     """
     from embeddings.common import OptionError
-    from embeddings.mining.encoded_texts import EncodedTexts
+    from embeddings.mining.pair_vectors import EncodedTexts
 
     columns: list[Sequence[Path | None]] = []
     for name, given in (("query_vectors", queries), ("document_vectors", documents)):
@@ -271,14 +270,13 @@ def cluster(
         num_tasks: How many processes share the work.
     """
     from embeddings.common import OptionError
+    from embeddings.common.jobs import ArrayTask, nothing_left_of
     from embeddings.common.text import choose_prompt
     from embeddings.data import SourceConfig
     from embeddings.data.cache import open_cached, record_place
     from embeddings.mining.clusters import CLUSTER_SIZE, ClusterSettings, cluster_pairs, require_free
-    from embeddings.mining.encoded_texts import EncodedTexts
     from embeddings.mining.faiss_library import load_faiss
-    from embeddings.mining.jobs import ArrayTask
-    from embeddings.mining.outputs import nothing_left_of
+    from embeddings.mining.pair_vectors import EncodedTexts
 
     task = ArrayTask.resolve(task_index, num_tasks)
     if cluster_size is not None and num_clusters is not None:
@@ -317,7 +315,7 @@ def cluster(
     folder = vectors or output.with_name(f"{output.name}.vectors")
     with nothing_left_of(output, folder):
         if model is None:
-            from embeddings.mining.sparse_features import Bm25Features
+            from embeddings.mining.features import Bm25Features
 
             made: PairFeatures = Bm25Features(source, svd_dim, seed, row_name)
         else:
@@ -425,13 +423,13 @@ def filter_records(
         num_tasks: How many processes share the work.
     """
     from embeddings.common import OptionError
+    from embeddings.common.jobs import ArrayTask
     from embeddings.common.text import choose_prompt
     from embeddings.data import SourceConfig
     from embeddings.inference import Encoder
-    from embeddings.mining.decontaminate import Decontaminator
-    from embeddings.mining.encoded_texts import EncodedTexts
+    from embeddings.mining.duplicates import Decontaminator
     from embeddings.mining.filter import FilterRules, filter_pairs
-    from embeddings.mining.jobs import ArrayTask
+    from embeddings.mining.pair_vectors import EncodedTexts
 
     task = ArrayTask.resolve(task_index, num_tasks)
     top_k = 2 if model is not None and top_k is None else top_k
@@ -479,7 +477,7 @@ def evaluation_texts(roots: list[Path], documents: bool = True) -> "EvaluationTe
     from embeddings.evaluation.folders import ClassificationFolder, RetrievalFolder
     from embeddings.evaluation.reranking import RerankingFolder
     from embeddings.evaluation.runner import corpus_texts
-    from embeddings.mining.decontaminate import EvaluationTexts
+    from embeddings.mining.duplicates import EvaluationTexts
 
     queries: list[str] = []
     found: list[str] = []

@@ -87,10 +87,10 @@ def synthesize(
     """
     from embeddings.data import SourceConfig
     from embeddings.synthesis import METHODS, ChatClient, Plan, Sampling, Spending, Templates, Traffic
-    from embeddings.synthesis.examples import dry_run as dry_run_of_examples
-    from embeddings.synthesis.examples import synthesize as synthesize_examples
-    from embeddings.synthesis.regenerate import regenerate_dry_run
-    from embeddings.synthesis.regenerate import regenerate_negatives as regenerate
+    from embeddings.synthesis.generate import dry_run as dry_run_of_examples
+    from embeddings.synthesis.generate import regenerate_dry_run
+    from embeddings.synthesis.generate import regenerate_negatives as regenerate
+    from embeddings.synthesis.generate import synthesize as synthesize_examples
 
     prompts = Templates(METHODS[method], templates, languages, seeds, num_seeds)
     sampling = Sampling(model, temperature, max_answer_tokens, token_limit_field, json_mode, extra_body or {})
@@ -165,7 +165,7 @@ def level_table(judge: str, encoder: "Encoder", paths: list[Path]) -> str:
         encoder: The model.
         paths: Files of records with levels.
     """
-    from embeddings.synthesis.levels import check_levels
+    from embeddings.synthesis.validate import check_levels
 
     found = check_levels(paths, encoder)
     lines = [

@@ -2,27 +2,22 @@
 
 from typing import TYPE_CHECKING
 
+from embeddings.common.jobs import ArrayTask, ShardedJob
 from embeddings.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from embeddings.mining.clusters import ClusterSettings, cluster_pairs
     from embeddings.mining.consistency import rank_pairs
-    from embeddings.mining.decontaminate import Decontaminator, EvaluationTexts, find_contaminated
-    from embeddings.mining.duplicates import find_duplicates
-    from embeddings.mining.encoded_texts import EncodedTexts
-    from embeddings.mining.features import PairFeatures, VectorFeatures
+    from embeddings.mining.duplicates import Decontaminator, EvaluationTexts, find_contaminated, find_duplicates
+    from embeddings.mining.faiss_library import KMeans, spherical_kmeans
+    from embeddings.mining.features import Bm25Features, PairFeatures, VectorFeatures
     from embeddings.mining.filter import FilterReport, FilterRules, filter_pairs
-    from embeddings.mining.ivf import IvfSearch, build_ivf
-    from embeddings.mining.jobs import ArrayTask, ShardedJob
-    from embeddings.mining.judgments import JudgedTexts
-    from embeddings.mining.kmeans import KMeans, spherical_kmeans
-    from embeddings.mining.knn import DocumentSearch, ExactSearch
-    from embeddings.mining.levels import LevelRules
     from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
-    from embeddings.mining.negatives import NegativeRules, choose_negatives
+    from embeddings.mining.negatives import LevelRules, NegativeRules, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs
-    from embeddings.mining.pair_vectors import PairVectors, encode_pairs, open_pair_vectors
-    from embeddings.mining.sparse_features import Bm25Features
+    from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs, open_pair_vectors
+    from embeddings.mining.qrels import JudgedTexts
+    from embeddings.mining.search import DocumentSearch, ExactSearch, IvfSearch, build_ivf
     from embeddings.mining.vector_index import VectorIndex, build_index, recall_of
 
 __all__ = [
@@ -69,42 +64,40 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "ArrayTask": "jobs",
-        "Bm25Features": "sparse_features",
+        "Bm25Features": "features",
         "ClusterSettings": "clusters",
-        "Decontaminator": "decontaminate",
-        "DocumentSearch": "knn",
-        "EncodedTexts": "encoded_texts",
-        "EvaluationTexts": "decontaminate",
-        "ExactSearch": "knn",
+        "Decontaminator": "duplicates",
+        "DocumentSearch": "search",
+        "EncodedTexts": "pair_vectors",
+        "EvaluationTexts": "duplicates",
+        "ExactSearch": "search",
         "FilterReport": "filter",
         "FilterRules": "filter",
-        "IvfSearch": "ivf",
-        "JudgedTexts": "judgments",
-        "KMeans": "kmeans",
-        "LevelRules": "levels",
+        "IvfSearch": "search",
+        "JudgedTexts": "qrels",
+        "KMeans": "faiss_library",
+        "LevelRules": "negatives",
         "MiningReport": "mine",
         "NegativeRules": "negatives",
         "PairFeatures": "features",
         "PairIndex": "pair_index",
         "PairVectors": "pair_vectors",
         "SearchOptions": "mine",
-        "ShardedJob": "jobs",
         "Teachers": "mine",
         "VectorFeatures": "features",
         "VectorIndex": "vector_index",
         "build_index": "vector_index",
-        "build_ivf": "ivf",
+        "build_ivf": "search",
         "choose_negatives": "negatives",
         "cluster_pairs": "clusters",
         "encode_pairs": "pair_vectors",
         "filter_pairs": "filter",
-        "find_contaminated": "decontaminate",
+        "find_contaminated": "duplicates",
         "find_duplicates": "duplicates",
         "index_pairs": "pair_index",
         "mine_negatives": "mine",
         "open_pair_vectors": "pair_vectors",
-        "spherical_kmeans": "kmeans",
+        "spherical_kmeans": "faiss_library",
         "rank_pairs": "consistency",
         "recall_of": "vector_index",
     },

@@ -12,16 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, nothing_left_of
 from embeddings.common.log import logger
 from embeddings.common.randomness import derive_seed
 from embeddings.data.cache import CachedSource
 from embeddings.data.samplers.cluster_folder import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
-from embeddings.mining.centroids import nearest_centroids, neighbour_lists
-from embeddings.mining.faiss_library import faiss_version, load_faiss
+from embeddings.mining.faiss_library import (
+    NUM_ITERATIONS,
+    NUM_RUNS,
+    check_num_clusters,
+    faiss_version,
+    kmeans_run,
+    load_faiss,
+    nearest_centroids,
+    neighbour_lists,
+    num_duplicates,
+)
 from embeddings.mining.features import PairFeatures, Vectors, sample_rows
-from embeddings.mining.jobs import ArrayTask, ShardedJob, load_shard
-from embeddings.mining.kmeans import NUM_ITERATIONS, NUM_RUNS, check_num_clusters, kmeans_run, num_duplicates
-from embeddings.mining.outputs import nothing_left_of
 
 CLUSTER_SIZE = 512
 _BLOCK = 8192

@@ -1,20 +1,32 @@
 """Copies and near-copies of training records, over a whole source."""
 
+import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from embeddings.common.errors import OptionError
 from embeddings.common.fileio import atomic_path, text_hash
+from embeddings.common.jobs import (
+    KEPT,
+    SHARD_ROWS,
+    ArrayTask,
+    ShardedJob,
+    load_shard,
+    open_verdicts,
+    save_array,
+    shard_rows,
+)
 from embeddings.data.cache import CachedSource
 from embeddings.data.near_duplicates import NearDuplicates, Shingle, mark_copies
 from embeddings.data.table import StoredRow, Table
-from embeddings.mining.jobs import ArrayTask, ShardedJob, load_shard
-from embeddings.mining.verdicts import KEPT, SHARD_ROWS, open_verdicts, save_array, shard_rows
+from embeddings.inference.bm25 import BM25, WordTokenizer
 
 COPY, NEAR_COPY = 1, 2
 VERDICTS = "verdicts.npy"
@@ -134,3 +146,165 @@ def _pair(record: StoredRow) -> list[str]:
 def _parts(record: StoredRow) -> tuple[str, str]:
     """The two texts that near-copies are compared by."""
     return record.query.casefold(), "\n".join(record.positives).casefold()
+
+
+EQUAL, SIMILAR = 1, 2
+# An evaluation text of fewer different tokens is covered by too many texts that have nothing to do with it.
+LEAST_TOKENS = 4
+# The largest error of a sum of float32 shares that should be 1.
+_ROUNDING = 1e-5
+
+_CHECKED_TOGETHER = 1024
+# Signs that tell names of programming languages apart stay; case, white space and other punctuation go.
+_WORD = re.compile(r"[\w+#]+")
+
+
+class EvaluationTexts(NamedTuple):
+    """The texts that a model is to be evaluated on.
+
+    Attributes:
+        queries: Queries; texts of tasks without queries belong here and in `documents`.
+        documents: Documents. Empty where training and evaluation share one corpus by design, as they do in BEIR.
+    """
+
+    queries: Sequence[str]
+    documents: Sequence[str]
+
+    def sha256(self) -> str:
+        """A hash of all texts and their roles."""
+        digest = hashlib.sha256()
+        for texts in self:
+            digest.update(f"{len(texts)}\n".encode())
+            for text in texts:
+                content = text.encode("utf-8", "surrogatepass")
+                digest.update(f"{len(content)}\n".encode() + content)
+        return digest.hexdigest()
+
+
+class Decontaminator:
+    """Tells training records that resemble evaluation texts.
+
+    `EQUAL`: the query or a positive is an evaluation query or document but for case, white space and punctuation.
+
+    `SIMILAR`: the query covers an evaluation query, or a positive an evaluation document, to the threshold or more.
+    Coverage is the BM25 score of the evaluation text for the training text, over the score that the evaluation text has
+    for itself, each token counted once (`BM25.coverage`): the share of the evaluation text's weight that the training
+    text holds, from 0 to 1 whatever the length of the texts. Like is compared with like, since a document covers every
+    question that it answers. Evaluation texts of fewer than `LEAST_TOKENS` different tokens are compared for equality
+    alone. Negatives are not looked at: to push a text away from a query gives nothing away. A labelled text counts as a
+    query, whatever its class.
+
+    Args:
+        evaluation: The evaluation texts, which stay in memory with an index of their words.
+        bm25_threshold: Least coverage of a similar text, above 0 and up to 1; None for equality alone.
+
+    Guarantees: a text that differs from every evaluation text is called equal to one by a collision of 64-bit hashes
+        only. A text equal to an evaluation text of enough tokens is also similar to it, at every threshold.
+
+    Raises:
+        OptionError: If there is no evaluation text, or the threshold is out of its range.
+
+    Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, section 4.2 (a BM25 threshold, its value and scale not
+        stated). Differs: the score is normalised by the evaluation text's own; exact matches are removed first.
+    """
+
+    def __init__(self, evaluation: EvaluationTexts, bm25_threshold: float | None = None) -> None:
+        if not any(evaluation):
+            raise OptionError("decontaminate", 0, "must bring at least one text", "name a folder with evaluation data")
+        if bm25_threshold is not None and not 0 < bm25_threshold <= 1:
+            rule = "must lie above 0 and be at most 1"
+            raise OptionError("bm25_threshold", bm25_threshold, rule, "leave it out to remove equal texts alone")
+        self.evaluation, self.bm25_threshold = evaluation, bm25_threshold
+        self._tokenize = WordTokenizer()
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """What decides the verdicts, for manifests."""
+        return {"sha256": self.evaluation.sha256(), "bm25_threshold": self.bm25_threshold}
+
+    def verdicts(self, records: Sequence[StoredRow]) -> npt.NDArray[np.uint8]:
+        """`KEPT`, `EQUAL` or `SIMILAR` for each record, (n,) uint8."""
+        verdict_N = np.full(len(records), KEPT, dtype=np.uint8)
+        row_N = np.arange(len(records))
+        positives = [text for record in records for text in record.positives]
+        owner_P = np.repeat(row_N, [len(record.positives) for record in records])
+        sides = ((row_N, [record.query for record in records]), (owner_P, positives))
+        if self.bm25_threshold is not None:
+            for (owner_P, texts), index in zip(sides, self._indexes, strict=True):
+                if index is not None and texts:
+                    is_similar_P = index.coverage(texts) >= self.bm25_threshold - _ROUNDING
+                    verdict_N[owner_P[is_similar_P]] = SIMILAR
+        for owner_P, texts in sides:
+            verdict_N[owner_P[np.isin(_hashes(texts), self._hashes)]] = EQUAL
+        return verdict_N
+
+    @cached_property
+    def _hashes(self) -> npt.NDArray[np.int64]:
+        return np.unique(_hashes(text for texts in self.evaluation for text in texts))
+
+    @cached_property
+    def _indexes(self) -> tuple[BM25 | None, BM25 | None]:
+        return self._index(self.evaluation.queries), self._index(self.evaluation.documents)
+
+    def _index(self, texts: Sequence[str]) -> BM25 | None:
+        """The words of the texts that have enough of them."""
+        long_enough = [text for text in texts if len(set(self._tokenize(text))) >= LEAST_TOKENS]
+        return BM25(long_enough, self._tokenize) if long_enough else None
+
+
+def find_contaminated(
+    source: CachedSource,
+    folder: str | os.PathLike[str],
+    rule: Decontaminator,
+    *,
+    shard_size: int = SHARD_ROWS,
+    task: ArrayTask | None = None,
+) -> npt.NDArray[np.uint8]:
+    """For each record of a source, whether it resembles an evaluation text (see `Decontaminator`).
+
+    Args:
+        source: A converted source of pairs, or of labelled texts.
+        folder: The folder to work in.
+        rule: What the model is to be evaluated on, and how near is too near.
+        shard_size: Records of a shard.
+        task: Which shards are this process's; None for all.
+
+    Returns:
+        `KEPT`, `EQUAL` or `SIMILAR` for each record, (rows,) uint8, memory-mapped.
+
+    Memory: 1 byte a record, and the evaluation texts.
+
+    Raises:
+        InputError: If the folder holds something else, or was made with other options.
+    """
+    table = source.table
+    fields = {
+        "kind": "decontamination",
+        "source_key": source.folder.name,
+        "num_rows": len(table),
+        "evaluation": rule.fields,
+        "shard_size": shard_size,
+    }
+    job = ShardedJob(folder, fields, -(-len(table) // shard_size))
+    job.run(partial(_write_verdicts, table, rule, shard_size), task, take_over=True)
+    job.finish(lambda: _join(job))
+    return open_verdicts(Path(folder) / VERDICTS)
+
+
+def _write_verdicts(table: Table, rule: Decontaminator, shard_size: int, shard: int, path: Path) -> None:
+    rows = shard_rows(shard, shard_size, len(table))
+    blocks = (rows[start : start + _CHECKED_TOGETHER] for start in range(0, len(rows), _CHECKED_TOGETHER))
+    save_array(path, np.concatenate([rule.verdicts(table.rows(block)) for block in blocks]))
+
+
+def _join(job: ShardedJob) -> dict[str, Any]:
+    """Write the verdicts of all shards as one array; returns how many records each rule takes out."""
+    verdict_N = np.concatenate([load_shard(job.path(shard)) for shard in range(job.num_shards)])
+    with atomic_path(job.folder / VERDICTS) as temporary:
+        save_array(temporary, verdict_N)
+    return {"equal": int((verdict_N == EQUAL).sum()), "similar": int((verdict_N == SIMILAR).sum())}
+
+
+def _hashes(texts: Iterable[str]) -> npt.NDArray[np.int64]:
+    """A hash of each text without its case, white space and punctuation; of a text without words, of all of it."""
+    return np.array([text_hash(" ".join(_WORD.findall(text.casefold())) or text) for text in texts], dtype=np.int64)

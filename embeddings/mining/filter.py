@@ -12,6 +12,18 @@ import numpy.typing as npt
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.file_lock import file_lock
 from embeddings.common.fileio import atomic_path, file_sha256, write_manifest_file
+from embeddings.common.jobs import (
+    KEPT,
+    SHARD_ROWS,
+    ArrayTask,
+    ShardedJob,
+    finished_manifest,
+    load_shard,
+    manifest_path,
+    nothing_left_of,
+    require_shard_size,
+    save_array,
+)
 from embeddings.common.text import PromptChoice
 from embeddings.data.cache import CachedSource, open_cached, read_records
 from embeddings.data.languages import read_languages
@@ -21,13 +33,16 @@ from embeddings.data.records import LabelledText, Record
 from embeddings.data.sources import SourceConfig
 from embeddings.inference.model_digest import embedder_sha256
 from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segment_size
-from embeddings.mining.decontaminate import EQUAL, SIMILAR, Decontaminator, find_contaminated
-from embeddings.mining.duplicates import COPY, NEAR_COPY, find_duplicates
-from embeddings.mining.encoded_texts import EncodedTexts
-from embeddings.mining.jobs import ArrayTask, ShardedJob, load_shard
-from embeddings.mining.outputs import finished_manifest, manifest_path, nothing_left_of
-from embeddings.mining.pair_vectors import encode_pairs
-from embeddings.mining.verdicts import KEPT, SHARD_ROWS, require_shard_size, save_array
+from embeddings.mining.duplicates import (
+    COPY,
+    EQUAL,
+    NEAR_COPY,
+    SIMILAR,
+    Decontaminator,
+    find_contaminated,
+    find_duplicates,
+)
+from embeddings.mining.pair_vectors import EncodedTexts, encode_pairs
 
 if TYPE_CHECKING:
     from embeddings.inference.encoder import Encoder

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.file_lock import file_lock
 from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest_file
+from embeddings.common.jobs import ArrayTask, ShardedJob, finished_manifest, manifest_path, nothing_left_of
 from embeddings.common.log import logger
 from embeddings.common.text import PromptChoice
 from embeddings.data.cache import CachedSource, open_cached, read_records
@@ -22,14 +23,10 @@ from embeddings.data.records import Record
 from embeddings.data.sources import SourceConfig
 from embeddings.inference.model_digest import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
-from embeddings.mining.encoded_texts import EncodedTexts
 from embeddings.mining.faiss_library import faiss_version, load_faiss
-from embeddings.mining.ivf import build_ivf
-from embeddings.mining.jobs import ArrayTask, ShardedJob
-from embeddings.mining.knn import DocumentSearch, ExactSearch
-from embeddings.mining.levels import LevelRules, require_even_levels
-from embeddings.mining.mined_records import (
+from embeddings.mining.mined_shards import (
     ByLevel,
+    ShardMiner,
     output_schema,
     read_shard,
     report_levels,
@@ -37,11 +34,10 @@ from embeddings.mining.mined_records import (
     with_mined,
     write_shard,
 )
-from embeddings.mining.negatives import NegativeRules
-from embeddings.mining.outputs import finished_manifest, manifest_path, nothing_left_of
+from embeddings.mining.negatives import LevelRules, NegativeRules, require_even_levels
 from embeddings.mining.pair_index import PairIndex, index_pairs
-from embeddings.mining.pair_vectors import PairVectors, encode_pairs
-from embeddings.mining.shard_negatives import ShardMiner
+from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs
+from embeddings.mining.search import DocumentSearch, ExactSearch, build_ivf
 
 if TYPE_CHECKING:
     from embeddings.inference.encoder import Encoder

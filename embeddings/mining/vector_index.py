@@ -27,8 +27,7 @@ from embeddings.mining.faiss_library import (
     without_missing,
     write_lists,
 )
-from embeddings.mining.ivf import ivf_sizes, sample_rows, train_centroids
-from embeddings.mining.scans import Floats
+from embeddings.mining.search import Floats, ivf_sizes, sample_rows, train_centroids
 
 INDEX_FILE, MANIFEST_FILE = "ivf.faiss", "ivf.manifest.json"
 _MAKE = "make it with the command index"

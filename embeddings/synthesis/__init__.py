@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING
 from embeddings.common.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from embeddings.synthesis.asker import Spending, Traffic
-    from embeddings.synthesis.categories import METHODS
     from embeddings.synthesis.client import ChatClient, EndpointError, Sampling
-    from embeddings.synthesis.examples import Plan, synthesize
+    from embeddings.synthesis.generate import Plan, regenerate_negatives, synthesize
     from embeddings.synthesis.job import SynthesisReport
-    from embeddings.synthesis.prompts import Templates
-    from embeddings.synthesis.regenerate import regenerate_negatives
+    from embeddings.synthesis.prompts import METHODS, Templates
+    from embeddings.synthesis.runner import Spending, Traffic
 
 __all__ = [
     "METHODS",
@@ -30,16 +28,16 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "METHODS": "categories",
+        "METHODS": "prompts",
         "ChatClient": "client",
         "EndpointError": "client",
-        "Plan": "examples",
+        "Plan": "generate",
         "Sampling": "client",
-        "Spending": "asker",
+        "Spending": "runner",
         "SynthesisReport": "job",
         "Templates": "prompts",
-        "Traffic": "asker",
-        "regenerate_negatives": "regenerate",
-        "synthesize": "examples",
+        "Traffic": "runner",
+        "regenerate_negatives": "generate",
+        "synthesize": "generate",
     },
 )

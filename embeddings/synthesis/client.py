@@ -14,7 +14,7 @@ from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.optional import require
 from embeddings.common.randomness import derive_seed
 from embeddings.common.text import one_line
-from embeddings.synthesis.answers import Answer
+from embeddings.synthesis.validate import Answer
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 # Not sent with every prompt, whatever the option says: they are the request itself.

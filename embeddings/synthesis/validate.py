@@ -1,14 +1,175 @@
 """From an answer's JSON to a training record: the fields, the texts, the levels, and what gives an answer away."""
 
+import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError
-from embeddings.data.records import parse_record
-from embeddings.synthesis.answers import Parsed, RejectedAnswer
-from embeddings.synthesis.categories import LEVELS, Category
+from embeddings.common.text import TextRole
+from embeddings.data.readers import open_reader
+from embeddings.data.records import NUM_LEVELS, Record, parse_record
+from embeddings.synthesis.prompts import LEVELS, Category
+
+Reason = Literal[
+    "refused",
+    "empty_answer",
+    "cut_off",
+    "not_json",
+    "no_tasks",
+    "not_an_object",
+    "missing_field",
+    "wrong_type",
+    "empty_text",
+    "template_text",
+    "unusable_text",
+    "wrong_levels",
+    "repeated_text",
+    "leaked_query",
+    "leaked_label",
+    "duplicate_query",
+    "copied_seed",
+]
+
+# What is longer is no answer to any of our prompts, and parsers slow down on it.
+_MAX_CHARACTERS = 1_000_000
+_SHOWN = 120
+
+
+class RejectedAnswer(Exception):
+    """An answer that no data may come from.
+
+    Args:
+        reason: What is wrong, as reports count it.
+        detail: Where, for the list of rejected answers.
+    """
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason: Reason = reason
+        self.detail = detail if len(detail) <= _SHOWN else f"{detail[: _SHOWN - 1]}…"
+
+
+class Answer(NamedTuple):
+    """One answer of an endpoint, as the journal keeps it.
+
+    Attributes:
+        content: What the model wrote, or None.
+        finish_reason: Why it ended, as the endpoint says: `stop`, `length`, `content_filter`, …
+        refused: Why the model or the endpoint did not answer this prompt, or None.
+        prompt_tokens: Tokens of the prompt, or None where the endpoint does not say.
+        completion_tokens: Tokens of the answer, or None.
+    """
+
+    content: str | None
+    finish_reason: str | None = None
+    refused: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Parsed(NamedTuple):
+    """The JSON value of an answer, and what had to be repaired to read it."""
+
+    value: Any
+    repairs: tuple[str, ...]
+
+
+def parse_answer(answer: Answer) -> Parsed:
+    """The JSON value that an answer holds.
+
+    Repaired, in this order and as far as is needed: a model's thoughts before the answer, a code fence, text around the
+    outermost brackets, raw line breaks inside texts, commas before closing brackets, and Python's way of writing lists
+    and objects. Nothing is ever added to an answer that ends too early.
+
+    Raises:
+        RejectedAnswer: If the model refused, wrote nothing or was cut off, or this is no JSON.
+    """
+    if answer.refused is not None or answer.finish_reason == "content_filter":
+        raise RejectedAnswer("refused", answer.refused or "the endpoint's filter")
+    if answer.finish_reason == "length":
+        raise RejectedAnswer("cut_off", "the answer reached its limit of tokens")
+    text = (answer.content or "").strip()
+    if not text:
+        raise RejectedAnswer("empty_answer")
+    if len(text) > _MAX_CHARACTERS:
+        raise RejectedAnswer("not_json", f"{len(text)} characters")
+    repairs: list[str] = []
+    for name, repair in _REPAIRS:
+        changed = repair(text)
+        if changed != text:
+            text = changed
+            repairs.append(name)
+        for decode, extra in ((json.loads, ()), (_lenient, ("raw_line_break",))):
+            value = _attempt(decode, text)
+            if value is not _NOTHING:
+                return Parsed(value, (*repairs, *extra))
+    value = _attempt(ast.literal_eval, text)
+    if value is _NOTHING or not _is_json(value):
+        raise RejectedAnswer("not_json", " ".join(text.split()))
+    return Parsed(value, (*repairs, "python_literal"))
+
+
+_NOTHING = object()
+_FENCE = re.compile(r"```[a-zA-Z]*[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
+_THOUGHTS = re.compile(r"\A\s*<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
+_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(\s*[}\]])', re.DOTALL)
+
+
+def _fenced(text: str) -> str:
+    found = _FENCE.search(text)
+    return found[1].strip() if found else text
+
+
+def _outermost(text: str) -> str:
+    """From the first opening bracket to the last closing one of its kind."""
+    starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
+    if not starts:
+        return text
+    start = min(starts)
+    end = text.rfind("}" if text[start] == "{" else "]")
+    return text[start : end + 1] if end > start else text
+
+
+def _without_commas(text: str) -> str:
+    return _COMMA.sub(lambda match: match[1] or match[2], text)
+
+
+_REPAIRS: tuple[tuple[str, Callable[[str], str]], ...] = (
+    ("none", lambda text: text),
+    ("thoughts", lambda text: _THOUGHTS.sub("", text).strip()),
+    ("code_fence", _fenced),
+    ("text_around", _outermost),
+    ("trailing_comma", _without_commas),
+)
+
+
+def _lenient(text: str) -> Any:
+    return json.loads(text, strict=False)
+
+
+def _attempt(decode: Callable[[str], Any], text: str) -> Any:
+    """The value of a text, or `_NOTHING`."""
+    try:
+        return decode(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+        return _NOTHING
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a Python literal is what JSON could hold, as far as our prompts ask for it."""
+    if isinstance(value, list):
+        return all(_is_json(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    return isinstance(value, str | int | float | bool | None)
+
 
 # A query of fewer words stands in many documents by itself.
 LEAST_LEAKED_WORDS = 5
@@ -86,16 +247,6 @@ def read_example(parsed: Parsed, category: Category, task: str, prompt: str, id:
         _require_no_leak(query, [positive, *negatives])
     fields = {"id": id, "query": query, "positive": positive, "negatives": _written(negatives, category.graded)}
     return Draft(_usable({**fields, "instruction": category.instruction or task}), repairs)
-
-
-def answer_of(record: Mapping[str, Any], category: Category) -> dict[str, Any]:
-    """The answer that a record was read from: the inverse of `read_example`."""
-    negatives: dict[str, Any] = dict(zip(category.negative_fields, record["negatives"], strict=False))
-    if category.graded:
-        texts = [negative["text"] for negative in record["negatives"]]
-        graded = [{"similarity_level": level, "text": text} for level, text in zip(LEVELS, texts, strict=True)]
-        negatives = {category.negative_fields[0]: graded}
-    return {category.query_field: record["query"], category.positive_field: record["positive"], **negatives}
 
 
 def read_negatives(parsed: Parsed, record: Mapping[str, Any], field: str, prompt: str) -> Draft:
@@ -201,3 +352,77 @@ def _usable(fields: dict[str, Any]) -> dict[str, Any]:
     if suspicion is not None:
         raise RejectedAnswer("repeated_text", suspicion)
     return fields
+
+
+_FIELDS = ("query", "positive", "negatives")
+
+
+class TextEncoder(Protocol):
+    """What turns texts into vectors."""
+
+    def encode(self, texts: Sequence[str], *, role: TextRole | None = None) -> npt.NDArray[np.float32]: ...
+
+
+class LevelCheck(NamedTuple):
+    """Similarity to the query, over records with one negative of each level.
+
+    Attributes:
+        num_records: Records looked at.
+        positive: Mean cosine of query and positive.
+        levels: Mean cosine of query and negative, from level 1 (hardest) to 4.
+        falling_fraction: Share of records in which no level is less similar than the one after it.
+    """
+
+    num_records: int
+    positive: float
+    levels: tuple[float, ...]
+    falling_fraction: float
+
+    @property
+    def is_falling(self) -> bool:
+        """Whether the means fall from level to level."""
+        return all(hard > easy for hard, easy in zip(self.levels, self.levels[1:], strict=False))
+
+
+def check_levels(paths: Sequence[Path], encoder: TextEncoder, max_records: int = 1000) -> LevelCheck:
+    """The mean similarity of each level, as the paper reports it for its data (.881, .857, .845, .793 for N1 to N4).
+
+    Args:
+        paths: Files of records with levels.
+        encoder: The judge, best one that was not trained on such data.
+        max_records: Most records looked at, spread evenly over all.
+
+    Raises:
+        InputError: If a file cannot be read, or no record has a negative of every level.
+
+    Source: Pan et al. 2025 (MGH), section 5.1, Table 4.
+    """
+    num_records = sum(1 for _ in _graded_records(paths))
+    if not num_records:
+        raise InputError(str(paths[0]) if paths else "levels", "no record has four levels", "check another file")
+    count = min(max_records, num_records)
+    places = {place * num_records // count for place in range(count)}
+    chosen = [record for place, record in enumerate(_graded_records(paths)) if place in places]
+    query_ND = _unit(encoder.encode([record.query for record in chosen], role="query"))
+    similarity = [_unit(encoder.encode([record.positives[0] for record in chosen]))]
+    for level in range(NUM_LEVELS):
+        similarity.append(_unit(encoder.encode([record.negatives[level].text for record in chosen])))
+    cosine_SN = np.stack([np.einsum("nd,nd->n", query_ND, vector_ND) for vector_ND in similarity])
+    falling_N = (np.diff(cosine_SN[1:], axis=0) <= 0).all(axis=0)
+    means = [float(mean) for mean in cosine_SN.mean(axis=1)]
+    return LevelCheck(count, means[0], tuple(means[1:]), float(falling_N.mean()))
+
+
+def _graded_records(paths: Sequence[Path]) -> Iterator[Record]:
+    for path in paths:
+        for where, fields in open_reader(path, _FIELDS, _FIELDS):
+            record = parse_record(fields, {}, where)
+            if [negative.level for negative in record.negatives] == list(range(1, NUM_LEVELS + 1)):
+                yield record
+
+
+def _unit(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    require_directions(vector_ND, "the judge's vectors")
+    wide_ND = vector_ND.astype(np.float64)
+    unit_ND: npt.NDArray[np.float64] = wide_ND / np.linalg.norm(wide_ND, axis=1, keepdims=True)
+    return unit_ND

@@ -7,7 +7,7 @@ import pytest
 from embeddings.cli.main import main
 from embeddings.data import RowDraw, SourceConfig, open_source
 from embeddings.inference import Encoder
-from embeddings.mining.centroids import nearest_centroids
+from embeddings.mining.faiss_library import nearest_centroids
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.helpers.runs import backbone_folder, write_pairs
 from tests.inference.models import encode_nothing_more, tiny_embedder

@@ -13,7 +13,7 @@ from embeddings.common import TextSettings
 from embeddings.data.sources import SourceConfig
 from embeddings.models import AnchorTokenPooling, Embedder
 from embeddings.modules import MGHCurriculumModule
-from embeddings.synthesis.categories import MGH
+from embeddings.synthesis.prompts import MGH
 from tests.configs.test_nv_embed_configs import flat
 from tests.configs.test_nv_embed_tables import CONFIGS, read
 from tests.data.rows import graded, write_jsonl

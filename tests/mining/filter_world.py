@@ -10,8 +10,8 @@ import numpy as np
 from embeddings.common.fileio import text_hash
 from embeddings.data import SourceConfig
 from embeddings.inference import Encoder
-from embeddings.mining import consistency, decontaminate, duplicates, filter
-from embeddings.mining.decontaminate import Decontaminator, EvaluationTexts
+from embeddings.mining import consistency, duplicates, filter
+from embeddings.mining.duplicates import Decontaminator, EvaluationTexts
 from embeddings.mining.filter import FilterRules, filter_pairs
 from tests.data.rows import write_jsonl
 from tests.inference.models import tiny_embedder
@@ -21,7 +21,7 @@ NUM_CLEAN = 40
 PLACES = {
     "keys": (duplicates, "_write_keys", 3),
     "comparison": (duplicates, "_compare", 1),
-    "verdicts": (decontaminate, "_write_verdicts", 2),
+    "verdicts": (duplicates, "_write_verdicts", 2),
     "segment": (consistency, "_write_ranks", 2),
     "writing": (filter, "write_records", 1),
     "manifest": (filter, "write_manifest_file", 1),

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.mining import centroids
-from embeddings.mining.centroids import nearest_centroids, neighbour_lists
+from embeddings.mining import faiss_library as centroids
+from embeddings.mining.faiss_library import nearest_centroids, neighbour_lists
 from tests.data.cluster_folders import nearest_lists, unit_vectors
 
 pytest.importorskip("faiss")

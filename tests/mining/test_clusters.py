@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.jobs import ArrayTask
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity
 from embeddings.mining import clusters
 from embeddings.mining.clusters import ClusterSettings, cluster_pairs, require_free
-from embeddings.mining.features import VectorFeatures
-from embeddings.mining.jobs import ArrayTask
-from embeddings.mining.sparse_features import Bm25Features
+from embeddings.mining.features import Bm25Features, VectorFeatures
 from tests.data.cluster_folders import unit_vectors
 from tests.mining.pair_sources import made_vectors, topic_of, topic_source
 

@@ -6,13 +6,13 @@ import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.fileio import write_manifest
+from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached
 from embeddings.inference.search import unit_rows
 from embeddings.inference.vector_shards import VectorShards, save_vectors
 from embeddings.mining import consistency
 from embeddings.mining.consistency import NOT_RANKED, GroupedSegments, Segments, rank_pairs, require_segment_size
-from embeddings.mining.jobs import ArrayTask
 from embeddings.mining.pair_index import index_pairs
 from embeddings.mining.pair_vectors import PairVectors
 from tests.data.rows import write_jsonl

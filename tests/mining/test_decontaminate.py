@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.jobs import KEPT, ArrayTask
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached
 from embeddings.data.table import StoredRow
 from embeddings.inference.bm25 import WordTokenizer
-from embeddings.mining import decontaminate
-from embeddings.mining.decontaminate import (
+from embeddings.mining import duplicates as decontaminate
+from embeddings.mining.duplicates import (
     EQUAL,
     LEAST_TOKENS,
     SIMILAR,
@@ -26,8 +27,6 @@ from embeddings.mining.decontaminate import (
     EvaluationTexts,
     find_contaminated,
 )
-from embeddings.mining.jobs import ArrayTask
-from embeddings.mining.verdicts import KEPT
 from tests.data.rows import write_jsonl
 
 DATA = Path(os.environ.get("EMBED_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -135,7 +134,7 @@ def test_shards_and_tasks_change_nothing(shard_size, tmp_path, monkeypatch):
     whole = rule.verdicts([pairs_source.table.row(row) for row in range(21)]).tolist()
     assert whole[5] == EQUAL
     assert SIMILAR in whole
-    monkeypatch.setattr(decontaminate, "_BLOCK", 3)
+    monkeypatch.setattr(decontaminate, "_CHECKED_TOGETHER", 3)
     for index in (1, 0):
         found = find_contaminated(
             pairs_source, tmp_path / "work", rule, shard_size=shard_size, task=ArrayTask(index, 2)

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.jobs import KEPT, ArrayTask
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached
 from embeddings.mining import duplicates
 from embeddings.mining.duplicates import COPY, NEAR_COPY, find_duplicates
-from embeddings.mining.jobs import ArrayTask
-from embeddings.mining.verdicts import KEPT
 from tests.data.rows import pairs, write_jsonl
 
 DATA = Path(os.environ.get("EMBED_DATA", Path(__file__).parents[3] / "shared" / "data"))

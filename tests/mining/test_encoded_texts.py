@@ -9,8 +9,9 @@ from embeddings.common import InputError
 from embeddings.common.fileio import text_hash
 from embeddings.inference import Encoder, choose_context, encode_corpus
 from embeddings.inference.model_digest import embedder_sha256
-from embeddings.mining import encoded_texts, pair_index
-from embeddings.mining.encoded_texts import EncodedFolder, EncodedTexts
+from embeddings.mining import pair_index
+from embeddings.mining import pair_vectors as encoded_texts
+from embeddings.mining.pair_vectors import EncodedFolder, EncodedTexts
 from tests.data.rows import write_jsonl
 from tests.inference.models import some_texts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual

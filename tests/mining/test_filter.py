@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig, open_source
 from embeddings.data.records import parse_record
 from embeddings.inference import Encoder
 from embeddings.mining import consistency, filter
-from embeddings.mining.decontaminate import Decontaminator, EvaluationTexts
+from embeddings.mining.duplicates import Decontaminator, EvaluationTexts
 from embeddings.mining.filter import RULES, FilterRules, filter_pairs
-from embeddings.mining.jobs import ArrayTask
 from tests.data.rows import pairs, write_jsonl
 from tests.inference.models import tiny_embedder
 from tests.mining.filter_world import PLACES, planted_records, run_filter, stop_at, topic_vectors, write_source

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.mining import ivf, knn
-from embeddings.mining.ivf import build_ivf, sample_rows
-from embeddings.mining.jobs import ArrayTask
-from embeddings.mining.knn import ExactSearch
+from embeddings.common.jobs import ArrayTask
+from embeddings.mining import search as ivf
+from embeddings.mining import search as knn
+from embeddings.mining.search import ExactSearch, build_ivf, sample_rows
 from tests.mining.vectors import shards, unit_vectors
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.mining.kmeans import kmeans_run, num_duplicates, spherical_kmeans
+from embeddings.mining.faiss_library import kmeans_run, num_duplicates, spherical_kmeans
 from tests.data.cluster_folders import unit_vectors
 
 faiss = pytest.importorskip("faiss")

@@ -5,8 +5,8 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.inference.vector_shards import save_vectors
-from embeddings.mining import knn
-from embeddings.mining.knn import ExactSearch, pair_scores, tiles
+from embeddings.mining import search as knn
+from embeddings.mining.search import ExactSearch, pair_scores, tiles
 from tests.mining.vectors import brute_force, shards, unit_vectors
 
 COPIES = [(row, 3) for row in range(10, 60, 2)]

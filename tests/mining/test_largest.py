@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from embeddings.mining.largest import largest_of_rows
+from embeddings.mining.search import largest_of_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

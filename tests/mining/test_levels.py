@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.mining.judgments import JudgedTexts
-from embeddings.mining.levels import LevelRules, choose_levels, draw_documents, mark
-from embeddings.mining.negatives import Candidates, NegativeRules
+from embeddings.mining.negatives import Candidates, LevelRules, NegativeRules, choose_levels, draw_documents, mark
+from embeddings.mining.qrels import JudgedTexts
 from tests.mining.test_negatives import one_query, world
 
 JUDGED = JudgedTexts.of([("q", "a", 1), ("q", "b", 0)], "qrels")

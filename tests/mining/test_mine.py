@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.jobs import ArrayTask
 from embeddings.data import RowDraw, SourceConfig, open_source
-from embeddings.mining.encoded_texts import EncodedTexts
-from embeddings.mining.jobs import ArrayTask
 from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
 from embeddings.mining.negatives import NegativeRules
+from embeddings.mining.pair_vectors import EncodedTexts
 from tests.data.rows import write_jsonl
 from tests.mining.teachers import Teacher, in_a_child, know_teachers
 

@@ -10,11 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.jobs import ArrayTask
 from embeddings.data import CurriculumBatchSampler, EmbeddingDataModule, SourceConfig
-from embeddings.mining.jobs import ArrayTask
-from embeddings.mining.judgments import JudgedTexts
-from embeddings.mining.levels import LevelRules, draw_documents
-from embeddings.mining.negatives import NegativeRules
+from embeddings.mining.negatives import LevelRules, NegativeRules, draw_documents
+from embeddings.mining.qrels import JudgedTexts
 from tests.data.rows import write_jsonl
 from tests.mining.teachers import Teacher, in_a_child, know_teachers, unit
 from tests.mining.test_mine import outputs, run

@@ -6,10 +6,9 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.data.records import Record
-from embeddings.mining.mined_records import read_shard, report_levels, shard_counts, with_mined, write_shard
+from embeddings.mining.mined_shards import MinedShard, read_shard, report_levels, shard_counts, with_mined, write_shard
 from embeddings.mining.negatives import NegativeRules, Negatives
 from embeddings.mining.pair_index import index_pairs
-from embeddings.mining.shard_negatives import MinedShard
 from tests.mining.test_pair_index import source
 
 ROWS = [{"query": f"q{row}", "positive": f"d{row}", "negatives": ["x"] if row == 1 else []} for row in range(6)]

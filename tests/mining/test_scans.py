@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embeddings.mining.faiss_library import load_faiss
-from embeddings.mining.scans import Bfloat16Scan, FaissScan, rounding_error
+from embeddings.mining.search import Bfloat16Scan, FaissScan, rounding_error
 from tests.mining.vectors import unit_vectors
 
 SCANS = {"float32": lambda queries: FaissScan(load_faiss(), None, queries), "bfloat16": Bfloat16Scan}

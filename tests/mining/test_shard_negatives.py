@@ -5,12 +5,12 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.inference.vector_shards import save_vectors
-from embeddings.mining import shard_negatives
-from embeddings.mining.knn import ExactSearch
+from embeddings.mining import mined_shards as shard_negatives
+from embeddings.mining.mined_shards import ShardMiner
 from embeddings.mining.negatives import NegativeRules
 from embeddings.mining.pair_index import index_pairs
 from embeddings.mining.pair_vectors import encode_pairs
-from embeddings.mining.shard_negatives import ShardMiner
+from embeddings.mining.search import ExactSearch
 from tests.mining.teachers import Teacher, know_teachers, unit
 from tests.mining.test_pair_index import source
 

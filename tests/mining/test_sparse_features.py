@@ -9,8 +9,8 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.data.cache import open_cached
 from embeddings.data.sources import SourceConfig
-from embeddings.mining import sparse_features
-from embeddings.mining.sparse_features import Bm25Features, _bm25_weights, _term_counts
+from embeddings.mining import features as sparse_features
+from embeddings.mining.features import Bm25Features, _bm25_weights, _term_counts
 from tests.data.rows import labelled, write_jsonl
 from tests.mining.pair_sources import topic_of, topic_source
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.mining.verdicts import open_verdicts, require_shard_size, save_array, shard_rows
+from embeddings.common.jobs import open_verdicts, require_shard_size, save_array, shard_rows
 
 
 @pytest.mark.parametrize(("num_rows", "shard_size"), [(1, 1), (5, 2), (6, 2), (3, 100)])

@@ -7,10 +7,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from embeddings.synthesis.answers import Answer
-from embeddings.synthesis.asker import Asker, Spending, Traffic
 from embeddings.synthesis.client import Request, Sampling
-from embeddings.synthesis.journal import Journal, open_journal
+from embeddings.synthesis.runner import Asker, Journal, Spending, Traffic, open_journal
+from embeddings.synthesis.validate import Answer
 from tests.helpers.chat_server import Reply, answers_well
 
 EAGER = Traffic(concurrency=4, backoff_seconds=0.001)

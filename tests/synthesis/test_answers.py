@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from embeddings.synthesis.answers import Answer, RejectedAnswer, parse_answer
+from embeddings.synthesis.validate import Answer, RejectedAnswer, parse_answer
 
 VALUE = {"query": "a [b], {c}", "list": [1, {"text": 'say "x",'}]}
 TEXT = json.dumps(VALUE)

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.synthesis.asker import Spending, Traffic
 from embeddings.synthesis.client import EndpointError, Sampling, UnansweredError, make_request
+from embeddings.synthesis.runner import Spending, Traffic
 from tests.helpers.chat_server import Reply
 from tests.synthesis.models import EAGER, FakeClient, make_asker
 

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from embeddings.synthesis.categories import LEVELS, METHODS, MGH, NV_EMBED
-from embeddings.synthesis.prompts import Templates
+from embeddings.synthesis.prompts import LEVELS, METHODS, MGH, NV_EMBED, Templates
 
 CATEGORIES = [(method, category) for method in METHODS.values() for category in method.categories]
 IDS = [f"{method.name}-{category.name}" for method, category in CATEGORIES]

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from embeddings.common import InputError, MissingExtraError, OptionError
-from embeddings.synthesis.answers import Answer
 from embeddings.synthesis.client import ChatClient, Sampling, UnansweredError, make_request
+from embeddings.synthesis.validate import Answer
 from tests.helpers.chat_server import Reply, chat_server
 
 REQUEST = make_request("example/short_long-0/0", "Write something.", 7)

@@ -14,13 +14,11 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.randomness import derive_seed
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached, read_records
-from embeddings.synthesis.answers import Parsed, RejectedAnswer
-from embeddings.synthesis.asker import Spending, Traffic
-from embeddings.synthesis.categories import METHODS, MGH, NV_EMBED
 from embeddings.synthesis.client import ChatClient, Sampling
-from embeddings.synthesis.examples import Plan, dry_run, plan_items, synthesize
-from embeddings.synthesis.prompts import Templates
-from embeddings.synthesis.validate import read_example
+from embeddings.synthesis.generate import Plan, dry_run, plan_items, synthesize
+from embeddings.synthesis.prompts import METHODS, MGH, NV_EMBED, Templates
+from embeddings.synthesis.runner import Spending, Traffic
+from embeddings.synthesis.validate import Parsed, RejectedAnswer, read_example
 from tests.helpers.chat_server import Reply, answers_badly, chat_server
 from tests.synthesis.models import EAGER, FakeClient, contents
 

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from embeddings.common import InputError
-from embeddings.synthesis.asker import Spending
-from embeddings.synthesis.job import finished_report, open_job
-from embeddings.synthesis.rounds import Item, run_rounds
+from embeddings.synthesis.job import Item, finished_report, open_job, run_rounds
+from embeddings.synthesis.runner import Spending
 from embeddings.synthesis.validate import Draft
 from tests.helpers.chat_server import Reply
 from tests.synthesis.models import EAGER, FakeClient, contents

@@ -6,8 +6,8 @@ from contextlib import suppress
 import pytest
 
 from embeddings.common import InputError
-from embeddings.synthesis.answers import Answer
-from embeddings.synthesis.journal import Journal, open_journal
+from embeddings.synthesis.runner import Journal, open_journal
+from embeddings.synthesis.validate import Answer
 
 FULL = Answer('two\nlines, half a character \ud800, "quotes"', "stop", None, 11, 5)
 REFUSED = Answer(None, None, "status 400: no", None, None)

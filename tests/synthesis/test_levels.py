@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.synthesis.levels import check_levels
+from embeddings.synthesis.validate import check_levels
 
 
 class Angles:

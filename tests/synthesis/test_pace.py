@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.synthesis.pace import Pace
+from embeddings.synthesis.runner import Pace
 
 
 class Clock:

@@ -3,8 +3,7 @@
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.synthesis.categories import MGH, NV_EMBED
-from embeddings.synthesis.prompts import Templates, reference_tasks
+from embeddings.synthesis.prompts import MGH, NV_EMBED, Templates, reference_tasks
 
 SHORT_LONG = MGH.category("short_long")
 

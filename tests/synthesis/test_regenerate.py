@@ -7,9 +7,8 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.data import SourceConfig
 from embeddings.data.cache import open_cached, read_records
-from embeddings.synthesis.categories import MGH
-from embeddings.synthesis.prompts import Templates
-from embeddings.synthesis.regenerate import regenerate_dry_run, regenerate_negatives
+from embeddings.synthesis.generate import regenerate_dry_run, regenerate_negatives
+from embeddings.synthesis.prompts import MGH, Templates
 from tests.helpers.chat_server import Reply, answers_badly, answers_well
 from tests.synthesis.models import EAGER, FakeClient, contents
 

@@ -5,11 +5,10 @@ from functools import partial
 
 import pytest
 
-from embeddings.synthesis.answers import RejectedAnswer
-from embeddings.synthesis.asker import Traffic
 from embeddings.synthesis.client import EndpointError, UnansweredError
-from embeddings.synthesis.rounds import Item, run_rounds
-from embeddings.synthesis.validate import Draft
+from embeddings.synthesis.job import Item, run_rounds
+from embeddings.synthesis.runner import Traffic
+from embeddings.synthesis.validate import Draft, RejectedAnswer
 from tests.helpers.chat_server import Reply
 from tests.synthesis.models import EAGER, FakeClient, make_asker
 

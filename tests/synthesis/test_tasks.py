@@ -5,11 +5,10 @@ import json
 import pytest
 
 from embeddings.common import InputError
-from embeddings.synthesis.asker import Spending
-from embeddings.synthesis.categories import MGH, NV_EMBED
 from embeddings.synthesis.client import Sampling
-from embeddings.synthesis.prompts import Templates
-from embeddings.synthesis.tasks import MAX_ROUNDS, brainstorm, read_task_file, task_lines
+from embeddings.synthesis.generate import MAX_ROUNDS, brainstorm, read_task_file, task_lines
+from embeddings.synthesis.prompts import MGH, NV_EMBED, Templates
+from embeddings.synthesis.runner import Spending
 from tests.helpers.chat_server import Reply
 from tests.synthesis.models import FakeClient, make_asker
 

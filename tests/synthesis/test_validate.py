@@ -5,9 +5,16 @@ import json
 import pytest
 
 from embeddings.data.records import parse_record
-from embeddings.synthesis.answers import Parsed, RejectedAnswer
-from embeddings.synthesis.categories import MGH, NV_EMBED
-from embeddings.synthesis.validate import MAX_TASK_CHARACTERS, normalised, read_example, read_negatives, read_tasks
+from embeddings.synthesis.prompts import MGH, NV_EMBED
+from embeddings.synthesis.validate import (
+    MAX_TASK_CHARACTERS,
+    Parsed,
+    RejectedAnswer,
+    normalised,
+    read_example,
+    read_negatives,
+    read_tasks,
+)
 
 SHORT_LONG = MGH.category("short_long")
 TASK = "Find recipes for a dish."

@@ -2,18 +2,21 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
 from embeddings.common.arrays import load_array
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.file_lock import file_lock
-from embeddings.common.fileio import atomic_path, check_manifest, write_manifest
+from embeddings.common.fileio import atomic_path, check_manifest, check_manifest_file, file_sha256, write_manifest
 
 _PROGRESS_DELAY_SECONDS = 2.0
 _GIVE_TASK = "give --task_index and --num_tasks"
@@ -244,3 +247,87 @@ def _whole_number(name: str, default: int, smallest: int) -> int:
 def _visible(folder: Path) -> Sequence[str]:
     """The names in a folder, without the hidden ones that processes at work leave there."""
     return [name for name in os.listdir(folder) if not name.startswith(".")]
+
+
+# A record that a rule leaves in; rules number their reasons to take one out from 1.
+KEPT = 0
+SHARD_ROWS = 65536
+
+
+def require_shard_size(shard_size: int) -> None:
+    """Check the number of records of a shard.
+
+    Raises:
+        OptionError: If it is not positive.
+    """
+    if shard_size < 1:
+        raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
+
+
+def shard_rows(shard: int, shard_size: int, num_rows: int) -> range:
+    """The rows that a shard holds."""
+    return range(shard * shard_size, min((shard + 1) * shard_size, num_rows))
+
+
+def save_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """Write an array as `.npy` to exactly this path."""
+    with open(path, "wb") as file:
+        np.save(file, array)
+
+
+def open_verdicts(path: Path) -> npt.NDArray[np.uint8]:
+    """The verdicts of all rows, memory-mapped.
+
+    Raises:
+        InputError: If the file is missing or damaged.
+    """
+    verdict_N: npt.NDArray[np.uint8] = load_shard(path, mapped=True)
+    return verdict_N
+
+
+def manifest_path(output: Path) -> Path:
+    """Where the manifest of `NAME.parquet` lies: `NAME.manifest.json`."""
+    return output.with_suffix(".manifest.json")
+
+
+def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a file that is there already, or None if there is none.
+
+    Args:
+        output: The file.
+        fields: What decides its bytes, as JSON types. The manifest holds `output_sha256` beside them.
+
+    Raises:
+        InputError: If the file is not what these fields make.
+    """
+    if not output.exists():
+        return None
+    if not manifest_path(output).is_file():
+        raise InputError(str(output), "something else lies there already", "name a new file")
+    found = check_manifest_file(manifest_path(output), fields)
+    if file_sha256(output) != found["output_sha256"]:
+        raise InputError(str(output), "is not the file that its manifest describes", "delete it and run again")
+    return found
+
+
+@contextmanager
+def nothing_left_of(*folders: Path) -> Iterator[None]:
+    """Remove the folders again, if they were not there before, where what a person gave turns out to be of no use.
+
+    A folder that was there and empty is emptied again; of one that held something, everything stays.
+    """
+    made = [folder for folder in folders if not folder.exists()]
+    emptied = [folder for folder in folders if folder.is_dir() and not any(folder.iterdir())]
+    parents = [path for folder in folders for path in folder.parents if not path.exists()]
+    try:
+        yield
+    except UserError:
+        for path in (*made, *(path for folder in emptied for path in folder.iterdir())):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        for parent in sorted(parents, key=lambda path: -len(path.parts)):
+            with suppress(OSError):
+                parent.rmdir()
+        raise

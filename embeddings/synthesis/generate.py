@@ -1,22 +1,42 @@
 """Synthesis in two stages: tasks, then an example for each draw of a task and its placeholders."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from embeddings.common.errors import OptionError
+from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import file_sha256
+from embeddings.common.log import logger
+from embeddings.data.cache import CachedSource, open_cached, read_records
+from embeddings.data.readers import open_reader
+from embeddings.data.records import Record
 from embeddings.data.samplers.apportion import Apportionment
-from embeddings.synthesis.asker import Spending, Traffic
-from embeddings.synthesis.categories import Category, Method
-from embeddings.synthesis.client import ChatClient, Sampling
-from embeddings.synthesis.job import Job, SynthesisReport, finished_report, open_job
-from embeddings.synthesis.prompts import Templates, reference_tasks
-from embeddings.synthesis.rounds import Item, Outcome, run_rounds
-from embeddings.synthesis.tasks import TASKS_FILE, brainstorm, read_task_file, task_lines
-from embeddings.synthesis.validate import read_example
+from embeddings.data.sources import SourceConfig
+from embeddings.synthesis.client import ChatClient, Request, Sampling, make_request
+from embeddings.synthesis.job import (
+    Item,
+    Job,
+    Outcome,
+    Rejection,
+    SynthesisReport,
+    finished_report,
+    open_job,
+    run_rounds,
+)
+from embeddings.synthesis.prompts import REGENERATED_FIELD, Category, Method, Templates, reference_tasks
+from embeddings.synthesis.runner import Asker, Journal, Spending, Traffic
+from embeddings.synthesis.validate import (
+    RejectedAnswer,
+    normalised,
+    parse_answer,
+    read_example,
+    read_negatives,
+    read_tasks,
+)
 
 # Raised whenever the same answers would give other records or prompts, so that an older folder is not gone on with.
 RECIPE = 1
@@ -236,3 +256,200 @@ def _brainstorm(job: Job, plan: Plan, templates: Templates) -> dict[str, list[st
         job.task_rejections += found.rejections
         tasks[name] = found.tasks
     return tasks
+
+
+TASKS_FILE = "tasks.jsonl"
+# A model that repeats itself brings ever fewer new tasks: after so many rounds the list is what it is.
+MAX_ROUNDS = 8
+
+
+@dataclass
+class TaskList:
+    """The tasks of a category and what became of the answers.
+
+    Attributes:
+        tasks: The tasks, all different.
+        rejections: Answers without a task.
+        num_copies: Tasks that had been there before.
+    """
+
+    tasks: list[str] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+    num_copies: int = 0
+
+
+def brainstorm(
+    category: Category, num_tasks: int, templates: Templates, asker: Asker, journal: Journal, seed: int
+) -> TaskList:
+    """Ask for lists of tasks until there are enough different ones.
+
+    Each round asks for as many lists as the missing tasks would fill, and takes them in order; what a round asks for
+    follows from the answers of the rounds before.
+
+    Args:
+        category: Which kind of task.
+        num_tasks: How many are wanted; there may be fewer.
+        templates: The prompts.
+        asker: Asks.
+        journal: Where its answers are.
+        seed: Seed of the prompts and requests.
+
+    Raises:
+        InputError: If no answer holds a task.
+    """
+    found, known, call = TaskList(), set[str](), 0
+    for _ in range(MAX_ROUNDS):
+        missing = num_tasks - len(found.tasks)
+        if missing <= 0 or asker.exhausted:
+            break
+        calls = range(call, call + -(-missing // templates.method.tasks_per_list))
+        call = calls.stop
+        requests = [_request(category, templates, seed, number) for number in calls]
+        asker.ask_all(requests, len(requests), f"tasks, {category.name}")
+        for number, request in zip(calls, requests, strict=True):
+            answer = journal.get(request.key)
+            if answer is None:
+                continue
+            try:
+                tasks = read_tasks(parse_answer(answer))
+            except RejectedAnswer as rejected:
+                found.rejections.append(
+                    Rejection(f"tasks-{category.name}-{number}", 0, rejected.reason, rejected.detail)
+                )
+                continue
+            for task in tasks:
+                if normalised(task) in known:
+                    found.num_copies += 1
+                else:
+                    known.add(normalised(task))
+                    found.tasks.append(task)
+    del found.tasks[num_tasks:]
+    if not found.tasks and not asker.exhausted:
+        reasons = ", ".join(sorted({rejection.reason for rejection in found.rejections}))
+        raise InputError(
+            asker.client.sampling.model,
+            f"gave no task of {category.name} in {call} answers ({reasons})",
+            "try another model, or more max_answer_tokens",
+        )
+    if len(found.tasks) < num_tasks:
+        logger.warning("%s: %d different tasks of %d asked for", category.name, len(found.tasks), num_tasks)
+    return found
+
+
+def _request(category: Category, templates: Templates, seed: int, call: int) -> Request:
+    prompt = templates.brainstorm(category, seed, call)
+    return make_request(f"tasks/{category.name}/{call}", prompt, seed, wants_object=False)
+
+
+def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list[str]]:
+    """The tasks that another job wrote (`tasks.jsonl`), by category; those of other categories are left out.
+
+    Raises:
+        InputError: If the file cannot be read, a row is no task, or one of the categories has none.
+    """
+    tasks: dict[str, dict[str, str]] = {category.name: {} for category in categories}
+    for where, fields in _rows(path):
+        name, task = fields.get("category"), fields.get("task")
+        if not isinstance(name, str) or not isinstance(task, str) or not task.strip() or not task.isprintable():
+            raise InputError(where, "is no task", 'write {"category": "short_long", "task": "…"}')
+        if name in tasks:
+            tasks[name].setdefault(normalised(task), task.strip())
+    for name, found in tasks.items():
+        if not found:
+            raise InputError(str(path), f"holds no task of {name}", "add some, or leave the category out by shares")
+    return {name: list(found.values()) for name, found in tasks.items()}
+
+
+def task_lines(tasks: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """The lines of a task file."""
+    for name, found in tasks.items():
+        for task in found:
+            yield json.dumps({"category": name, "task": task}, ensure_ascii=False) + "\n"
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
+    if not path.is_file():
+        raise InputError(str(path), "no such file", "give the tasks.jsonl of another job")
+    yield from open_reader(path, ("category", "task"), ("category", "task"))
+
+
+RECORDS_FILE = "records.jsonl"
+
+
+def regenerate_negatives(
+    source: SourceConfig,
+    output: Path,
+    templates: Templates,
+    client: ChatClient,
+    *,
+    seed: int = 0,
+    max_attempts: int = 3,
+    traffic: Traffic | None = None,
+    spending: Spending | None = None,
+) -> SynthesisReport:
+    """Write the records of a source with four new negatives each, of the levels 1 (hardest) to 4.
+
+    Everything else of a record stays. The prompt shows the query and the first positive. A record whose every answer is
+    rejected is left out, and `rejected.jsonl` has its row and the reason: `row-0` is the source's first record.
+
+    The folder gets `records.jsonl`; for its other files, determinism and guarantees see `synthesize`.
+
+    Args:
+        source: A source of pairs.
+        output: The folder: new, empty, or of an earlier run of the same job.
+        templates: The prompts of MGH.
+        client: The endpoint.
+        seed: Seed of the requests.
+        max_attempts: Most answers for one record.
+        traffic: How the endpoint is used.
+        spending: What it may cost.
+
+    Raises:
+        OptionError: If an option is impossible.
+        InputError: If the source cannot be used, the folder is another job's, or the endpoint knows not the address,
+            the key or the model.
+        EndpointError: If it went silent for longer than the retries last.
+
+    Source: Pan et al. 2025 (MGH), section 2.1. Differs: the prompt is ours.
+    """
+    if max_attempts < 1:
+        raise OptionError("max_attempts", max_attempts, "must be >= 1", "3 is the default")
+    cached = open_cached(source)
+    identity = {
+        "kind": "regenerated negatives",
+        "recipe": RECIPE,
+        "source_key": cached.key,
+        "seed": seed,
+        "templates_sha256": templates.sha256,
+        **sampling_fields(client.sampling),
+    }
+    size = {"max_attempts": max_attempts}
+    if (report := finished_report(output, {**identity, **size})) is not None:
+        return report
+    total = len(cached.table)
+    items = partial(pair_items, source, cached, templates)
+    with open_job(output, identity, size, client, traffic or Traffic(), spending or Spending()) as job:
+        outcome = run_rounds(items, total, job.asker, job.journal, seed=seed, max_attempts=max_attempts)
+        return job.finish(items, total, seed, outcome, {})
+
+
+def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates) -> Iterator[Item]:
+    """The items of a source, row by row."""
+    for row, record in enumerate(read_records(source, cached)):
+        prompt = templates.negatives(record.query, record.positives[0])
+        read = partial(read_negatives, record=_fields(record), field=REGENERATED_FIELD, prompt=prompt)
+        yield Item(f"row-{row}", RECORDS_FILE, prompt, read, is_unique=False)
+
+
+def regenerate_dry_run(source: SourceConfig, templates: Templates) -> str:
+    """The prompt of a source's first pair, and how many there would be at least, as text."""
+    cached = open_cached(source)
+    prompts = [item.prompt for item in islice(pair_items(source, cached, templates), 1)]
+    return f"=== negatives for {len(cached.table)} pairs ===\n{prompts[0]}"
+
+
+def _fields(record: Record) -> Mapping[str, Any]:
+    """The record as a row without its negatives."""
+    named = {"id": record.id, "label": record.label, "score": record.score, "instruction": record.instruction}
+    given = {name: value for name, value in named.items() if value is not None}
+    return {"query": record.query, "positive": list(record.positives), **given}

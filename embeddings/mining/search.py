@@ -1,0 +1,576 @@
+"""The nearest documents of queries by cosine, exactly, over shards larger than memory."""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from embeddings.common.directions import require_directions
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard
+from embeddings.common.randomness import derive_seed
+from embeddings.inference.precision import has_native_bfloat16
+from embeddings.inference.search import TopK
+from embeddings.inference.vector_shards import VectorShards, save_vectors
+from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_faiss, new_lists, without_missing
+
+Floats = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.int64]
+
+# Documents of one call of faiss: enough that its heaps cost little beside its products.
+TILE_BYTES = 48 << 20
+# faiss on a GPU goes wrong or aborts beyond 65,535 queries in a call, and returns at most 2,048 documents.
+QUERY_CHUNK = 16_384
+GPU_MOST_DOCUMENTS, GPU_SLACK = 2048, 16
+# Pairs whose vectors fit a processor's cache.
+_PAIR_BLOCK = 512
+# Queries compared with every document of a tile at once, where the slack was not enough.
+_DOUBTFUL_BLOCK = 64
+
+
+class DocumentSearch(Protocol):
+    """Finds the nearest documents of queries."""
+
+    @property
+    def documents(self) -> VectorShards:
+        """What is searched."""
+
+    def search(self, query_QD: Floats, top_k: int) -> TopK:
+        """The nearest documents of each query, best first; row -1 with score -inf where there are no more."""
+
+
+# Rows of a product of bfloat16 matrices: its scores of a tile stay at some tens of MiB.
+_BFLOAT16_QUERIES = 512
+# Vectors count as unit vectors to a thousandth.
+_UNIT = 1.01
+
+
+class Scan(Protocol):
+    """The best documents of some queries, tile by tile, by scores that are nearly right."""
+
+    def width(self, top_k: int) -> int:
+        """How many documents to keep, so that the true top k are nearly always among them."""
+
+    def __call__(self, chunk: slice, first_row: int, tile_TD: Floats, top_k: int) -> tuple[Floats, Rows]:
+        """Scores and rows of a tile's best documents for a chunk of the queries; row -1 where there are no more."""
+
+    def bound(self, last_Q: Floats) -> Floats:
+        """The most that a document can truly score whose score here is at most `last_Q`, (Q,)."""
+
+
+class FaissScan:
+    """Scores in float32 by faiss.
+
+    Args:
+        faiss: The module.
+        resources: faiss's resources of a GPU, or None for the processor.
+        query_QD: Unit vectors, (Q, D) float32.
+    """
+
+    def __init__(self, faiss: ModuleType, resources: Any, query_QD: Floats) -> None:
+        self._faiss, self._resources, self._query_QD = faiss, resources, query_QD
+
+    def width(self, top_k: int) -> int:
+        """A few more than `top_k`."""
+        return top_k + 16
+
+    def __call__(self, chunk: slice, first_row: int, tile_TD: Floats, top_k: int) -> tuple[Floats, Rows]:
+        """See `Scan`."""
+        query_QD, metric = self._query_QD[chunk], self._faiss.METRIC_INNER_PRODUCT
+        if self._resources is not None:
+            score_QK, row_QK = self._faiss.knn_gpu(self._resources, query_QD, tile_TD, top_k, metric=metric)
+        else:
+            score_QK, row_QK = self._faiss.knn(query_QD, tile_TD, top_k, metric=metric)
+        assert row_QK.min(initial=0) >= 0
+        return score_QK, row_QK + first_row
+
+    def bound(self, last_Q: Floats) -> Floats:
+        """The last score and float32's rounding."""
+        return last_Q + np.float32(rounding_error(self._query_QD.shape[1]))
+
+
+class Bfloat16Scan:
+    """Scores in bfloat16, which some processors multiply twice as fast as float32.
+
+    With q' and d' the rounded vectors, q d - q' d' = (q - q') d + q' (d - d') is at most |q - q'| + |q'| |d - d'|; the
+    two distances are measured, and come to about 0.001 each. The product is rounded once more when it is stored.
+
+    Args:
+        query_QD: Unit vectors, (Q, D) float32.
+    """
+
+    def __init__(self, query_QD: Floats) -> None:
+        query = torch.from_numpy(query_QD)
+        self._query_QD = query.bfloat16()
+        self._lost_Q = (query - self._query_QD.float()).norm(dim=1).numpy()
+        self._most_lost, self._tile_row, self._tile_DT = 0.0, -1, torch.empty(0)
+
+    def width(self, top_k: int) -> int:
+        """Twice `top_k`, and a few more."""
+        return 2 * top_k + 16
+
+    def __call__(self, chunk: slice, first_row: int, tile_TD: Floats, top_k: int) -> tuple[Floats, Rows]:
+        """See `Scan`."""
+        if first_row != self._tile_row:
+            self._take_tile(first_row, tile_TD)
+        found = [
+            largest_of_rows(query_QD @ self._tile_DT, top_k)
+            for query_QD in torch.split(self._query_QD[chunk], _BFLOAT16_QUERIES)
+        ]
+        return np.concatenate([scores for scores, _ in found]), np.concatenate([rows for _, rows in found]) + first_row
+
+    def bound(self, last_Q: Floats) -> Floats:
+        """The last score and all that rounding can have taken from a higher one."""
+        lost_Q = self._lost_Q + (1 + self._lost_Q) * self._most_lost
+        stored_Q = np.abs(last_Q) * np.float32(2.0**-8)
+        rounding = np.float32(rounding_error(self._query_QD.shape[1]))
+        bound_Q: Floats = last_Q + stored_Q + np.float32(_UNIT) * lost_Q + rounding
+        return bound_Q
+
+    def _take_tile(self, first_row: int, tile_TD: Floats) -> None:
+        """Round a tile, a piece at a time, and measure what is lost."""
+        rounded_TD = torch.empty(tile_TD.shape, dtype=torch.bfloat16)
+        for start in range(0, len(tile_TD), _BFLOAT16_QUERIES):
+            piece_nD = torch.from_numpy(tile_TD[start : start + _BFLOAT16_QUERIES])
+            rounded_nD = rounded_TD[start : start + _BFLOAT16_QUERIES].copy_(piece_nD)
+            self._most_lost = max(self._most_lost, float((piece_nD - rounded_nD.float()).norm(dim=1).max()))
+        self._tile_row, self._tile_DT = first_row, rounded_TD.T
+
+
+def rounding_error(width: int) -> float:
+    """A bound on how far a float32 inner product of unit vectors lies from the true one, twice over."""
+    return width * 2.0**-23
+
+
+class ExactSearch:
+    """The documents of largest inner product of each query, as if all pairs had been scored.
+
+    A scan finds more than `top_k` by scores that are nearly right, tile by tile: in bfloat16 by PyTorch where the
+    processor has it, else in float32 by faiss. What it keeps is scored again in float64. A query for which the scan's
+    error bound does not rule out that a document was missed goes through the next scan, from bfloat16 to float32 to the
+    comparison with every document in float64.
+
+    Precision: a score is the inner product summed in float64, rounded to float32.
+    Determinism: equal scores are ordered by row; scores and rows are the same whatever the size of shards and the
+        number of queries in a call, and should be on any device (no GPU has run it yet).
+    Memory: two tiles of 48 MiB, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
+
+    Args:
+        documents: Unit vectors.
+        gpu: Whether faiss runs on the first GPU.
+
+    Raises:
+        MissingExtraError: If faiss is not installed.
+        OptionError: If a GPU is asked for and there is none.
+    """
+
+    def __init__(self, documents: VectorShards, gpu: bool = False) -> None:
+        self.documents, self.gpu = documents, gpu
+        faiss = load_faiss(gpu)
+        resources: Any = faiss.StandardGpuResources() if gpu else None
+        self._scans: list[Callable[[Floats], Scan]] = [partial(FaissScan, faiss, resources)]
+        if not gpu and has_native_bfloat16(torch.device("cpu")):
+            self._scans.insert(0, Bfloat16Scan)
+
+    def search(self, query_QD: Floats, top_k: int) -> TopK:
+        """The nearest documents of each query.
+
+        Args:
+            query_QD: Unit vectors, (Q, D) float32.
+            top_k: Documents of a query; all of them where there are fewer.
+
+        Returns:
+            Scores and rows, (Q, K), best first; of equal scores the lower row first.
+
+        Raises:
+            InputError: If a vector is zero, not finite or not of unit length, or the widths differ.
+            OptionError: If `top_k` is not positive, or more than a GPU returns.
+        """
+        check_search(self.documents, query_QD, top_k, self.gpu)
+        shape = (len(query_QD), min(top_k, self.documents.num_rows))
+        best = TopK(np.empty(shape, np.float32), np.empty(shape, np.int64))
+        open_Q = np.arange(len(query_QD))
+        for scan_of in self._scans:
+            if open_Q.size:
+                best.score_QK[open_Q], best.index_QK[open_Q], doubtful_Q = self._scanned(
+                    scan_of, query_QD[open_Q], top_k
+                )
+                open_Q = open_Q[doubtful_Q]
+        for start in range(0, open_Q.size, _DOUBTFUL_BLOCK):
+            query_n = open_Q[start : start + _DOUBTFUL_BLOCK]
+            least_n = best.score_QK[query_n, -1]
+            best.score_QK[query_n], best.index_QK[query_n] = self._among_all(query_QD[query_n], least_n, top_k)
+        return best
+
+    def _scanned(
+        self, scan_of: Callable[[Floats], Scan], query_QD: Floats, top_k: int
+    ) -> tuple[Floats, Rows, npt.NDArray[np.bool_]]:
+        """The best of what a scan keeps, and for which queries it may have missed a better one."""
+        scan = scan_of(query_QD)
+        width = min(scan.width(top_k), self.documents.num_rows)
+        found = best_of_tiles(self.documents, len(query_QD), width, scan)
+        best = in_order(query_QD, found.index_QK, self.documents, top_k)
+        if width == self.documents.num_rows:
+            return best.score_QK, best.index_QK, np.zeros(len(query_QD), np.bool_)
+        # What was left out scores at most as much here as the last that was kept.
+        return best.score_QK, best.index_QK, best.score_QK[:, -1] <= scan.bound(found.score_QK.min(axis=1))
+
+    def _among_all(self, query_QD: Floats, least_Q: Floats, top_k: int) -> TopK:
+        """The top k of a few queries among all documents; `least_Q` is a score that the k-th reaches at least."""
+        threshold_Q1 = (least_Q - rounding_error(query_QD.shape[1]))[:, None]
+        score_QK = np.full((len(query_QD), top_k), -np.inf, np.float32)
+        row_QK = np.full((len(query_QD), top_k), -1, np.int64)
+        for first_row, tile_TD in tiles(self.documents):
+            query_P, row_P = np.nonzero(query_QD @ tile_TD.T >= threshold_Q1)
+            score_P = dot_pairs(query_QD, query_P, tile_TD, row_P)
+            for query in np.unique(query_P).tolist():
+                own = query_P == query
+                scores = np.append(score_QK[query], score_P[own])
+                rows = np.append(row_QK[query], row_P[own] + first_row)
+                order = np.lexsort((rows, -scores))[:top_k]
+                score_QK[query], row_QK[query] = scores[order], rows[order]
+        return TopK(score_QK, row_QK)
+
+
+def check_search(documents: VectorShards, query_QD: Floats, top_k: int, gpu: bool) -> None:
+    """Check what a search is asked for.
+
+    Raises:
+        InputError: If a query's vector is zero, not finite or not of unit length, or the widths differ.
+        OptionError: If `top_k` is not positive, or more than a GPU returns.
+    """
+    if top_k < 1:
+        raise OptionError("top_k", top_k, "must be >= 1", "100 is usual")
+    if gpu and top_k > (most := GPU_MOST_DOCUMENTS - GPU_SLACK):
+        raise OptionError("top_k", top_k, f"must be <= {most} on a GPU", "lower it, or search on the processor")
+    if query_QD.shape[1] != documents.embedding_dim:
+        raise InputError(
+            str(documents.folder),
+            f"holds vectors of width {documents.embedding_dim}, the queries' is {query_QD.shape[1]}",
+            "encode both with one model",
+        )
+    require_directions(query_QD, "query vectors", unit=True)
+
+
+def tiles(documents: VectorShards) -> Iterator[tuple[int, Floats]]:
+    """All vectors in pieces of at most `TILE_BYTES`, each with its first row; a piece is valid until the next one.
+
+    Raises:
+        InputError: If a shard is damaged, or a vector is zero, not finite or not of unit length.
+    """
+    size = max(1, TILE_BYTES // (4 * documents.embedding_dim))
+    tile_TD = np.empty((min(size, documents.num_rows), documents.embedding_dim), np.float32)
+    first_row = filled = 0
+    for shard, vector_ND in enumerate(documents):
+        for start in range(0, len(vector_ND), size):
+            part_nD = vector_ND[start : start + size]
+            require_directions(part_nD, str(documents.path(shard)), start, unit=True)
+            while len(part_nD):
+                taken = min(len(part_nD), size - filled)
+                tile_TD[filled : filled + taken] = part_nD[:taken]
+                filled, part_nD = filled + taken, part_nD[taken:]
+                if filled == size:
+                    yield first_row, tile_TD
+                    first_row, filled = first_row + size, 0
+    if filled:
+        yield first_row, tile_TD[:filled]
+
+
+def best_of_tiles(
+    documents: VectorShards,
+    num_queries: int,
+    width: int,
+    scan: Callable[[slice, int, Floats, int], tuple[Floats, Rows]],
+) -> TopK:
+    """The `width` best documents of each query over all tiles, in no order."""
+    score_QK = np.full((num_queries, width), -np.inf, np.float32)
+    row_QK = np.full((num_queries, width), -1, np.int64)
+    for first_row, tile_TD in tiles(documents):
+        for start in range(0, num_queries, QUERY_CHUNK):
+            chunk = slice(start, start + QUERY_CHUNK)
+            scores, rows = scan(chunk, first_row, tile_TD, min(width, len(tile_TD)))
+            scores = np.concatenate([score_QK[chunk], scores], axis=1)
+            rows = np.concatenate([row_QK[chunk], rows], axis=1)
+            best = np.argpartition(-scores, width - 1, axis=1)[:, :width]
+            score_QK[chunk] = np.take_along_axis(scores, best, axis=1)
+            row_QK[chunk] = np.take_along_axis(rows, best, axis=1)
+    return TopK(score_QK, row_QK)
+
+
+def in_order(query_QD: Floats, row_QK: Rows, documents: VectorShards, top_k: int) -> TopK:
+    """The best of some documents of each query, by score and then by row; row -1 comes last."""
+    score_QK = np.full(row_QK.shape, -np.inf, np.float32)
+    query_P, place_P = np.nonzero(row_QK >= 0)
+    score_QK[query_P, place_P] = pair_scores(query_QD, query_P, row_QK[query_P, place_P], documents)
+    order_QK = np.lexsort((row_QK, -score_QK), axis=1)[:, :top_k]
+    return TopK(np.take_along_axis(score_QK, order_QK, axis=1), np.take_along_axis(row_QK, order_QK, axis=1))
+
+
+def pair_scores(query_QD: Floats, query_P: Rows, row_P: Rows, documents: VectorShards) -> Floats:
+    """The inner products of pairs of a query and a document; shards are read in order, each once.
+
+    Args:
+        query_QD: Query vectors, (Q, D) float32.
+        query_P: The query of each pair, (P,) int64.
+        row_P: The document of each pair, (P,) int64.
+        documents: Document vectors.
+
+    Returns:
+        (P,) float32.
+
+    Precision: summed in float64, so that a pair has one score whatever it is computed beside.
+    """
+    order_P = np.argsort(row_P, kind="stable")
+    shard_P = row_P[order_P] // documents.shard_size
+    score_P = np.empty(len(row_P), np.float32)
+    for shard in np.unique(shard_P).tolist():
+        pairs = order_P[np.searchsorted(shard_P, shard) : np.searchsorted(shard_P, shard, side="right")]
+        row_n = row_P[pairs] - documents.rows(shard).start
+        score_P[pairs] = dot_pairs(query_QD, query_P[pairs], documents.load(shard), row_n)
+    return score_P
+
+
+def dot_pairs(query_QD: Floats, query_P: Rows, vector_ND: Floats, row_P: Rows) -> Floats:
+    """The inner products of pairs of rows, (P,) float32, summed in float64."""
+    score_P = np.empty(len(row_P), np.float32)
+    for start in range(0, len(row_P), _PAIR_BLOCK):
+        block = slice(start, start + _PAIR_BLOCK)
+        left_nD = query_QD[query_P[block]].astype(np.float64)
+        score_P[block] = np.vecdot(left_nD, np.asarray(vector_ND[row_P[block]]).astype(np.float64))
+    return score_P
+
+
+# Values of a row that are first judged by the largest of them.
+_STRIPES = 16
+
+
+def largest_of_rows(score_QT: Tensor, top_k: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """The `top_k` largest values of each row, in no order.
+
+    A row is laid out in stripes, one below the other. The columns whose largest values are the `top_k` largest of all
+    columns hold the `top_k` largest values of the row: each of them has one that no other column exceeds.
+
+    Args:
+        score_QT: Values, (Q, T) on the processor, without NaN.
+        top_k: How many, 1 to T.
+
+    Returns:
+        The values and their places in the row, (Q, `top_k`). Of equal values any may be among them.
+    """
+    num_columns = score_QT.shape[1] // _STRIPES
+    if num_columns <= top_k:
+        return _of_few(score_QT.float().numpy(), top_k)
+    striped = score_QT[:, : _STRIPES * num_columns].view(-1, _STRIPES, num_columns)
+    _, column_QK = _of_few(striped.amax(dim=1).float().numpy(), top_k)
+    taken_QSK = torch.from_numpy(column_QK)[:, None, :].expand(-1, _STRIPES, -1)
+    score_QC = torch.cat([striped.gather(2, taken_QSK).flatten(1), score_QT[:, _STRIPES * num_columns :]], dim=1)
+    value_QK, candidate_QK = _of_few(score_QC.float().numpy(), top_k)
+    stripe_QK, place_QK = np.divmod(candidate_QK, top_k)
+    column_QK = np.take_along_axis(column_QK, place_QK, axis=1)
+    # Behind the candidates of the stripes come the values of an incomplete last stripe, in their order.
+    rest_QK = candidate_QK - _STRIPES * top_k
+    return value_QK, np.where(rest_QK < 0, stripe_QK * num_columns + column_QK, _STRIPES * num_columns + rest_QK)
+
+
+def _of_few(value_QN: npt.NDArray[np.float32], top_k: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    place_QK = np.argpartition(value_QN, -top_k, axis=1)[:, -top_k:]
+    return np.take_along_axis(value_QN, place_QK, axis=1), place_QK
+
+
+MOST_LISTS = 4096
+SAMPLE_PER_LIST = 64
+ITERATIONS = 10
+PROBES = 32
+# Documents kept beyond the top k, since float32 scores do not yet decide the order.
+SLACK = 16
+
+
+class IvfSearch:
+    """Documents of large inner product of each query, from the lists whose centroids are nearest to it.
+
+    Centroids come from spherical k-means on a sample; each document belongs to the list of its nearest centroid, and
+    only its list's number is stored. Tiles of the documents become faiss inverted lists on the fly. Documents that are
+    found are scored and ordered as by `ExactSearch`; which are found differs from it by the lists that are not probed.
+
+    Determinism: a function of documents, lists, probes and seed, on one kind of device.
+    Memory: the sample (while training), the centroids, and two tiles of 48 MiB.
+
+    Args:
+        documents: Unit vectors.
+        centroid_CD: Centroids of the lists, (C, D) float32, unit norm.
+        lists: Where `list-<i>.npy` lies for each shard of the documents, (n,) int32.
+        num_probes: Lists searched for a query.
+        gpu: Whether faiss runs on the first GPU.
+
+    Raises:
+        MissingExtraError: If faiss is not installed.
+        OptionError: If a GPU is asked for and there is none.
+    """
+
+    def __init__(
+        self, documents: VectorShards, centroid_CD: Floats, lists: Path, num_probes: int, gpu: bool = False
+    ) -> None:
+        self.documents, self.centroid_CD, self.lists, self.num_probes = documents, centroid_CD, lists, num_probes
+        self.gpu, self._faiss = gpu, load_faiss(gpu)
+        self._resources: Any = self._faiss.StandardGpuResources() if gpu else None
+        self._quantizer = self._faiss.IndexFlatIP(documents.embedding_dim)
+        self._quantizer.add(np.ascontiguousarray(centroid_CD))
+
+    def search(self, query_QD: Floats, top_k: int) -> TopK:
+        """The nearest documents of each query that its lists hold.
+
+        Args:
+            query_QD: Unit vectors, (Q, D) float32.
+            top_k: Documents of a query, at most.
+
+        Returns:
+            Scores and rows, (Q, K), best first, of equal scores the lower row first; row -1 with score -inf where the
+            lists hold no more.
+
+        Raises:
+            InputError: If a vector is zero, not finite or not of unit length, or the widths differ.
+            OptionError: If `top_k` is not positive, or more than a GPU returns.
+        """
+        check_search(self.documents, query_QD, top_k, self.gpu)
+        width = min(top_k + SLACK, self.documents.num_rows)
+        probes = self._faiss.knn(query_QD, self.centroid_CD, self.num_probes, metric=self._faiss.METRIC_INNER_PRODUCT)
+        found = best_of_tiles(self.documents, len(query_QD), width, partial(self._tile_top_k, query_QD, probes))
+        return in_order(query_QD, found.index_QK, self.documents, top_k)
+
+    def _tile_top_k(
+        self,
+        query_QD: Floats,
+        probes: tuple[Floats, Rows],
+        chunk: slice,
+        first_row: int,
+        tile_TD: Floats,
+        top_k: int,
+    ) -> tuple[Floats, Rows]:
+        faiss, list_T = self._faiss, self._lists_of(first_row, len(tile_TD))
+        index = new_lists(self._quantizer, len(self.centroid_CD))
+        index.nprobe = self.num_probes
+        index.add_core(len(tile_TD), faiss.swig_ptr(tile_TD), None, faiss.swig_ptr(list_T))
+        if self.gpu:
+            index = faiss.index_cpu_to_gpu(self._resources, 0, index)
+            index.nprobe = self.num_probes
+        probe_score_QP, probe_QP = (part[chunk] for part in probes)
+        score_QK, row_QK = index.search_preassigned(query_QD[chunk], top_k, probe_QP, probe_score_QP)
+        return without_missing(score_QK, row_QK), np.where(row_QK < 0, -1, row_QK + first_row)
+
+    def _lists_of(self, first_row: int, count: int) -> Rows:
+        """The lists of some documents, one after another, (count,) int64."""
+        size, found = self.documents.shard_size, []
+        for shard in range(first_row // size, (first_row + count - 1) // size + 1):
+            start = self.documents.rows(shard).start
+            lists = load_shard(_list_path(self.lists, shard), mapped=True)
+            found.append(lists[max(0, first_row - start) : first_row + count - start])
+        return np.concatenate(found).astype(np.int64)
+
+
+def build_ivf(
+    documents: VectorShards,
+    folder: str | os.PathLike[str],
+    *,
+    num_probes: int | None = None,
+    num_lists: int | None = None,
+    seed: int = 0,
+    gpu: bool = False,
+    task: ArrayTask | None = None,
+) -> IvfSearch:
+    """Train the lists of some documents and sort the documents into them; what is there already is kept.
+
+    Args:
+        documents: Unit vectors.
+        folder: The folder to write: `centroids/`, `lists/`.
+        num_probes: Lists searched for a query, or None for 32, or all where there are fewer.
+        num_lists: Lists, or None for 4 times the square root of the number of documents, at most 4,096 and one for
+            every 39 documents (fewer are too few to place a centroid, says faiss).
+        seed: Seed of the sample and of the k-means.
+        gpu: Whether faiss runs on the first GPU.
+        task: Which shards are this process's; it goes on with what the others left.
+
+    Raises:
+        InputError: If a vector is zero, not finite or not of unit length, or the folder was made of other inputs.
+        MissingExtraError: If faiss is not installed.
+        OptionError: If there are more lists than documents or fewer than probes, or there is no GPU.
+    """
+    load_faiss(gpu)
+    num_lists, num_probes = ivf_sizes(documents.num_rows, num_lists, num_probes)
+    fields = {
+        "num_rows": documents.num_rows,
+        "embedding_dim": documents.embedding_dim,
+        "num_lists": num_lists,
+        "seed": seed,
+        "gpu": gpu,
+        "faiss": faiss_version(),
+    }
+    training = ShardedJob(Path(folder) / "centroids", {"kind": "ivf centroids", **fields}, 1, stem="vectors")
+    training.run(partial(_train, documents, num_lists, seed, gpu), task, take_over=True)
+    training.finish()
+    centroid_CD = np.array(VectorShards(training.folder, num_lists, documents.embedding_dim, num_lists).load(0))
+    shards = {"kind": "ivf lists", **fields, "shard_size": documents.shard_size}
+    sorting = ShardedJob(Path(folder) / "lists", shards, documents.num_shards, stem="list")
+    sorting.run(partial(_sort_shard, documents, centroid_CD, gpu), task, take_over=True)
+    sorting.finish()
+    return IvfSearch(documents, centroid_CD, sorting.folder, num_probes, gpu)
+
+
+def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int | None = None) -> tuple[int, int]:
+    """The number of lists, and of those that are searched for a query: what is given, or `build_ivf`'s defaults.
+
+    Raises:
+        OptionError: If there are more lists than documents or fewer than probes.
+    """
+    if num_lists is None:
+        num_lists = max(1, min(int(4 * num_documents**0.5), MOST_LISTS, num_documents // 39))
+    if not 1 <= num_lists <= num_documents:
+        rule = f"must lie in 1 … {num_documents}, the number of documents"
+        raise OptionError("num_lists", num_lists, rule, "leave it out for the default")
+    if num_probes is None:
+        num_probes = min(PROBES, num_lists)
+    if not 1 <= num_probes <= num_lists:
+        raise OptionError("num_probes", num_probes, f"must lie in 1 … {num_lists}, the number of lists", "lower it")
+    return num_lists, num_probes
+
+
+def _train(documents: VectorShards, num_lists: int, seed: int, gpu: bool, shard: int, path: Path) -> None:
+    """Write the centroids of a sample that is spread evenly over the documents."""
+    for shard, vector_ND in enumerate(documents):
+        require_directions(vector_ND, str(documents.path(shard)), unit=True)
+    sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
+    save_vectors(path, train_centroids(sample_nD, num_lists, seed, gpu))
+
+
+def sample_rows(num_documents: int, num_lists: int, seed: int) -> Rows:
+    """The documents that lists are trained on, 64 a list: one drawn from each of equal stretches, (n,) int64."""
+    count = min(num_documents, num_lists * SAMPLE_PER_LIST)
+    edges = np.arange(count + 1) * num_documents // count
+    return np.random.default_rng(derive_seed(seed, "ivf sample")).integers(edges[:-1], edges[1:])
+
+
+def train_centroids(sample_nD: Floats, num_lists: int, seed: int, gpu: bool = False) -> Floats:
+    """The centroids of lists, (C, D) float32, by spherical k-means on unit vectors."""
+    lists_seed = derive_seed(seed, "ivf") % 2**31
+    return kmeans_run(sample_nD, num_lists, num_iterations=ITERATIONS, seed=lists_seed, gpu=gpu).centroids
+
+
+def _sort_shard(documents: VectorShards, centroid_CD: Floats, gpu: bool, shard: int, path: Path) -> None:
+    """Write the nearest centroid of each document of a shard."""
+    faiss = load_faiss(gpu)
+    vector_ND = np.ascontiguousarray(documents.load(shard))
+    _, list_N1 = faiss.knn(vector_ND, centroid_CD, 1, metric=faiss.METRIC_INNER_PRODUCT)
+    assert list_N1.min() >= 0
+    lists: npt.NDArray[np.int32] = list_N1[:, 0].astype(np.int32)
+    with open(path, "wb") as file:
+        np.save(file, lists)
+
+
+def _list_path(folder: Path, shard: int) -> Path:
+    return folder / f"list-{shard:05d}.npy"
