@@ -27,8 +27,8 @@ from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipe
 from embeddings.callbacks import ExportModel, GradCacheCallback
 from embeddings.common.fileio import atomic_path
 from embeddings.data import BlendedBatchSampler, ClusteredBatchSampler, EmbeddingDataModule, SourceConfig
-from embeddings.data.cache import open_cached
 from embeddings.data.docstrings import prepare_docstrings
+from embeddings.data.store import open_cached
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.evaluation import Judgments, RetrievalFolder, read_retrieval_folder, score_retrieval
 from embeddings.inference import Context, Encoder, sample_context

@@ -34,9 +34,8 @@ from benchmarks.trials import (
 )
 from embeddings.common import ContrastiveBatch
 from embeddings.common.randomness import derive_seed
-from embeddings.data.collate import ContrastiveCollator
-from embeddings.data.examples import Example
-from embeddings.data.tokenize import TextTokenizer
+from embeddings.data.records import Example
+from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
 from embeddings.evaluation import Judgments, RetrievalFolder, score_retrieval
 from embeddings.inference import Encoder, sample_context
 from embeddings.losses import InfoNCE

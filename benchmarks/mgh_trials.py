@@ -19,7 +19,7 @@ import torch
 from benchmarks.docstring_trials import MODEL, World, fit, score
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from embeddings.data import BlendedBatchSampler, CurriculumBatchSampler, EmbeddingDataModule, SourceConfig
-from embeddings.data.samplers.level_schedule import LevelOrder
+from embeddings.data.samplers.curriculum import LevelOrder
 from embeddings.losses import InfoNCE
 from embeddings.models import (
     AnchorTokenPooling,

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from benchmarks.harness import Ratio, compare, options, record
-from embeddings.data.planned_datamodule import start_worker
+from embeddings.data.datamodule import start_worker
 from embeddings.data.samplers import KeyedPermutation
 from embeddings.data.table import ROWS_FILE, StoredRow, Table, write_table
 

@@ -19,8 +19,8 @@ from datasets.utils.logging import disable_progress_bar
 from sentence_transformers.util import mine_hard_negatives, pairwise_cos_sim
 
 from benchmarks.harness import compare, options, peak_growth_bytes, record
-from embeddings.data.cache import open_cached
 from embeddings.data.sources import SourceConfig
+from embeddings.data.store import open_cached
 from embeddings.inference import VectorShards
 from embeddings.inference.vector_shards import save_vectors
 from embeddings.mining import ExactSearch, NegativeRules, PairVectors, index_pairs

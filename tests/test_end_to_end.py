@@ -10,7 +10,7 @@ import torch
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.data import SourceConfig
-from embeddings.data.cache import open_cached
+from embeddings.data.store import open_cached
 from tests.helpers.runs import run_config, write_config, write_retrieval_folder
 
 

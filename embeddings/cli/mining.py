@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from embeddings.data.cache import CachedSource
+    from embeddings.data.store import CachedSource
     from embeddings.mining.clusters import ClusterSettings
     from embeddings.mining.duplicates import EvaluationTexts
     from embeddings.mining.features import PairFeatures, RowName
@@ -273,7 +273,7 @@ def cluster(
     from embeddings.common.jobs import ArrayTask, nothing_left_of
     from embeddings.common.text import choose_prompt
     from embeddings.data import SourceConfig
-    from embeddings.data.cache import open_cached, record_place
+    from embeddings.data.store import open_cached, record_place
     from embeddings.mining.clusters import CLUSTER_SIZE, ClusterSettings, cluster_pairs, require_free
     from embeddings.mining.faiss_library import load_faiss
     from embeddings.mining.pair_vectors import EncodedTexts

@@ -5,22 +5,18 @@ from typing import TYPE_CHECKING
 from embeddings.common.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from embeddings.data.collate import ContrastiveCollator
-    from embeddings.data.datamodule import EmbeddingDataModule
-    from embeddings.data.dataset import SourceDataset, open_source
-    from embeddings.data.examples import Example, Negative, RowDraw
-    from embeddings.data.loader import ResumableLoader
-    from embeddings.data.mixture import Mixture
-    from embeddings.data.records import Record, parse_record
-    from embeddings.data.samplers.base import BatchSampler
+    from embeddings.data.datamodule import EmbeddingDataModule, ResumableLoader
+    from embeddings.data.dataset import Mixture, SourceDataset, open_source
+    from embeddings.data.records import Example, Negative, Record, parse_record
+    from embeddings.data.samplers.base import BatchSampler, PlanEntry
     from embeddings.data.samplers.blended import BlendedBatchSampler
     from embeddings.data.samplers.clustered import ClusteredBatchSampler
     from embeddings.data.samplers.curriculum import CurriculumBatchSampler
     from embeddings.data.samplers.homogeneous import HomogeneousBatchSampler
     from embeddings.data.sources import SourceConfig
     from embeddings.data.text_datamodule import TextDataModule
-    from embeddings.data.text_sources import TextSource
-    from embeddings.data.tokenize import TextTokenizer
+    from embeddings.data.text_streams import TextSource
+    from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
 
 __all__ = [
     "BatchSampler",
@@ -33,9 +29,9 @@ __all__ = [
     "HomogeneousBatchSampler",
     "Mixture",
     "Negative",
+    "PlanEntry",
     "Record",
     "ResumableLoader",
-    "RowDraw",
     "SourceConfig",
     "SourceDataset",
     "TextDataModule",
@@ -51,20 +47,20 @@ __getattr__ = lazy_names(
         "BatchSampler": "samplers.base",
         "BlendedBatchSampler": "samplers.blended",
         "ClusteredBatchSampler": "samplers.clustered",
-        "ContrastiveCollator": "collate",
+        "ContrastiveCollator": "tokenize",
         "CurriculumBatchSampler": "samplers.curriculum",
         "EmbeddingDataModule": "datamodule",
-        "Example": "examples",
+        "Example": "records",
         "HomogeneousBatchSampler": "samplers.homogeneous",
-        "Mixture": "mixture",
-        "Negative": "examples",
+        "Mixture": "dataset",
+        "Negative": "records",
+        "PlanEntry": "samplers.base",
         "Record": "records",
-        "ResumableLoader": "loader",
-        "RowDraw": "examples",
+        "ResumableLoader": "datamodule",
         "SourceConfig": "sources",
         "SourceDataset": "dataset",
         "TextDataModule": "text_datamodule",
-        "TextSource": "text_sources",
+        "TextSource": "text_streams",
         "TextTokenizer": "tokenize",
         "open_source": "dataset",
         "parse_record": "records",

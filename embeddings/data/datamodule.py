@@ -1,23 +1,375 @@
 """The data of a run, as Lightning asks for it."""
 
-from lightning import LightningDataModule, LightningModule, Trainer
+import gc
+import os
+import signal
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
+from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.fileio import check_manifest
-from embeddings.common.text import TextSettings
-from embeddings.data.collate import ContrastiveCollator
-from embeddings.data.dataset import open_source
-from embeddings.data.files import fill_path, resolve_files
-from embeddings.data.loader import ResumableLoader
-from embeddings.data.mixture import Mixture
-from embeddings.data.negative_coverage import check_levels, check_negatives_asked_for, check_negatives_found
-from embeddings.data.planned_datamodule import PlannedDataModule, batch_needs, check_least
-from embeddings.data.prompts import check_instruction, check_prompts, warn_of_unnamed_prompts, with_source_prompts
-from embeddings.data.run_length import RunLength
-from embeddings.data.samplers.base import BatchSampler, SamplerFactory
+from embeddings.common.log import logger
+from embeddings.common.protocols import BatchNeeds, NeedsBatches
+from embeddings.common.randomness import run_seed
+from embeddings.common.stopping import STOP_SIGNALS, held_back
+from embeddings.common.text import TextSettings, check_tokenizer_files
+from embeddings.data.checks import (
+    check_instruction,
+    check_levels,
+    check_negatives_asked_for,
+    check_negatives_found,
+    check_prompts,
+    warn_of_unnamed_prompts,
+    with_source_prompts,
+)
+from embeddings.data.dataset import Mixture, open_source
+from embeddings.data.samplers.base import BatchSampler, PlanEntry, RunLength, SamplerFactory
 from embeddings.data.samplers.blended import BlendedBatchSampler
 from embeddings.data.samplers.curriculum import CurriculumBatchSampler
-from embeddings.data.sources import SourceConfig
-from embeddings.data.tokenize import TextTokenizer
+from embeddings.data.sources import SourceConfig, check_names, fill_path, resolve_files
+from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
+
+
+class Drawable(Protocol):
+    """Rows that are read one entry of the plan at a time, or a whole batch at once where it has `__getitems__`."""
+
+    def __getitem__(self, entry: PlanEntry, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """A fault of the data, or of the disk it lies on, on its way out of a worker."""
+
+    error: Exception
+
+
+class _Batches:
+    """The batches of a data set by their entries.
+
+    torch carries an exception out of a worker as the text of its traceback, so a fault is handed over as a value.
+    """
+
+    def __init__(self, dataset: Drawable, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __getitems__(self, entries: list[PlanEntry]) -> Any:
+        read_all = getattr(self.dataset, "__getitems__", None)
+        try:
+            return self.collate_fn(read_all(entries) if read_all else [self.dataset[entry] for entry in entries])
+        except (UserError, OSError) as error:
+            return _Fault(error)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class ShieldedLoader(DataLoader[Any]):
+    """A `DataLoader` whose workers make batches until the run ends them.
+
+    A signal to the run's process group is the run's to answer; `start_worker` has them hear their parent alone.
+    """
+
+    def __iter__(self) -> Any:
+        """The batches."""
+        with held_back():
+            return super().__iter__()
+
+
+class ResumableLoader(ShieldedLoader):
+    """A `DataLoader` whose state is the number of batches it has handed over in which epoch.
+
+    Workers run ahead of training, so what the sampler has given out says nothing of what training has seen; this
+    counts the batches as they are delivered. Iterating again after a whole epoch goes on with the next one, with or
+    without a `set_epoch` in between. Iteration begins with the first `next`: a state loaded after `iter` still counts.
+
+    Determinism: batches are those of the sampler's plan, whatever the number of workers; the global random state is
+    left alone. The state is the same on every rank, so the one that rank 0 saves serves all.
+
+    Args:
+        dataset: Answers `dataset[PlanEntry]`, and where it can `dataset.__getitems__(list of them)`, as torch asks it.
+        batch_sampler: The plan.
+        collate_fn: Makes a batch of a list of what the data set answers.
+        num_workers: Processes that read and tokenise ahead; 0 does it between the steps.
+        prefetch_factor: Batches each worker runs ahead, or None for torch's own choice.
+        pin_memory: Whether batches lie in page-locked memory, for asynchronous copies to a GPU.
+        worker_init_fn: Called with its number in each worker before it starts.
+    """
+
+    batch_sampler: BatchSampler
+
+    def __init__(
+        self,
+        dataset: Drawable,
+        batch_sampler: BatchSampler,
+        collate_fn: Callable[[list[Any]], Any],
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(
+            _Batches(dataset, collate_fn),  # type: ignore[arg-type]  # torch wants its own class and calls this alone
+            batch_sampler=batch_sampler,
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            worker_init_fn=worker_init_fn,
+            persistent_workers=num_workers > 0,
+            # A generator of its own: each iterator draws from it, and a resumed run makes fewer iterators.
+            generator=torch.Generator().manual_seed(batch_sampler.seed),
+        )
+        # How many of the batches handed over have not been trained on: whoever trains can say.
+        self.in_flight: Callable[[], int] = int
+        # Whether a run's beginning may be resumed by another plan.
+        self.tries_batch_sizes = False
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """The batches of the present epoch that have not been delivered yet, or else of the next epoch.
+
+        Raises:
+            UserError: If data cannot be used; the same from a worker as without one.
+            OSError: If it cannot be read.
+        """
+        plan = self.batch_sampler
+        if plan.start >= len(plan):
+            plan.set_epoch(plan.epoch + 1)
+        batches = super().__iter__()
+        for batch in batches:
+            if isinstance(batch, _Fault):
+                # Left to the garbage collector, the error's traceback would have each worker waited for five seconds.
+                getattr(batches, "_shutdown_workers", lambda: None)()
+                self._iterator = None
+                raise batch.error
+            plan.start += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types: the epoch, the batches delivered in it without those in flight, and what the plan depends on."""
+        plan = self.batch_sampler
+        return {"epoch": plan.epoch, "delivered": plan.start - self.in_flight(), "plan": plan.plan_fields()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            OptionError: If the plan is not the one that was saved; the message names the first field that differs.
+        """
+        # A search for a batch size begins each of its trials where the run began, with another plan.
+        if not self.tries_batch_sizes or state["epoch"] or state["delivered"]:
+            self.batch_sampler.check_same_plan(state["plan"])
+        self.batch_sampler.resume(state["epoch"], state["delivered"])
+
+
+class PlannedSource(Protocol):
+    """What a plan asks of a source."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weight(self) -> float: ...
+
+
+class PlannedDataModule(LightningDataModule):
+    """Batches drawn by a plan from sources, made in workers, resumed exactly.
+
+    The place in the plan travels in the checkpoint twice: Lightning keeps the loader's state, but drops it where the
+    loader was made before the checkpoint was read (any schedule that asks for the number of steps does that), so this
+    module carries it too.
+
+    Args:
+        sources: What is trained on.
+        batch_size: Entries of one rank's batch.
+        sampler: Makes the plan of the rows of each source, batch_size, the seed and the weight of each source.
+        num_workers: Processes that make batches ahead of training; 0 does it between the steps.
+        cache_dir: Where converted sources are kept, or None for the default.
+        seed: Decides the order of the rows and every random choice; None for the run's (`seed_everything`).
+        tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
+
+    Raises:
+        OptionError: If a number is out of its range, or two sources have one name.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[PlannedSource],
+        batch_size: int,
+        sampler: SamplerFactory,
+        num_workers: int,
+        cache_dir: str | None,
+        seed: int | None,
+        tokenizer: str | None,
+    ) -> None:
+        super().__init__()
+        if not sources:
+            raise OptionError("data.sources", sources, "must name at least one source", "give a file or a data set")
+        check_names([source.name for source in sources])
+        check_least("batch_size", batch_size, 1)
+        check_least("num_workers", num_workers, 0)
+        self._planned_sources = sources
+        self.batch_size, self.sampler, self.num_workers = batch_size, sampler, num_workers
+        self.cache_dir, self.seed, self.tokenizer = cache_dir, run_seed(seed), tokenizer
+        self._loader: ResumableLoader | None = None
+        self._pending_state: dict[str, Any] | None = None
+        self._expected_plan: dict[str, int | str] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of rows of each source; `setup` opens them."""
+        raise NotImplementedError
+
+    @property
+    def source_rows(self) -> dict[str, int]:
+        """The number of rows of each source, by its name; `setup` opens them."""
+        return dict(zip((source.name for source in self._planned_sources), self.sizes, strict=True))
+
+    def located(self, rows: Iterable[int]) -> dict[str, list[int]]:
+        """Rows that were drawn, by the name of their source, numbered within it from 0."""
+        starts = [0, *accumulate(self.sizes)]
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            source = bisect_right(starts, row) - 1
+            found.setdefault(self._planned_sources[source].name, []).append(row - starts[source])
+        return found
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The batch on `device`; the copy from page-locked memory does not wait."""
+        return batch.to(device, non_blocking=device.type == "cuda")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the plan, in plain types."""
+        return {} if self._loader is None else {"loader": self._loader.state_dict()}
+
+    def expect_state(self, state_dict: dict[str, Any]) -> None:
+        """Learn, before the run, the state that it will go on from: `prepare_data` then refuses another plan.
+
+        The trainer loads the state itself, after it has made the run's folder.
+        """
+        if "loader" in state_dict:
+            self._expected_plan = state_dict["loader"]["plan"]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the place in the plan when training is resumed (a checkpoint that is only scored has no say in it)."""
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING or "loader" not in state_dict:
+            return
+        if self._loader is not None:
+            self._loader.load_state_dict(state_dict["loader"])
+        else:
+            self._pending_state = state_dict["loader"]
+
+    def teardown(self, stage: str) -> None:
+        """Let go of the loader: another fit begins at the start, or where its own checkpoint says."""
+        if stage == "fit":
+            self._loader = None
+
+    def _check_plan(self, trainer: Trainer, module: LightningModule) -> None:
+        """Check the sampler's options before the number of rows is known; these sizes suit any batch.
+
+        Raises:
+            OptionError: If they do not suit the sources.
+            InputError: If what the sampler keeps is not there.
+        """
+        plan = self._make_plan([self.batch_size * trainer.world_size for _ in self._planned_sources], module)
+        plan.check_sources([source.name for source in self._planned_sources])
+
+    def _make_plan(self, sizes: Sequence[int], module: LightningModule | None = None) -> BatchSampler:
+        """The plan over sources of these sizes, for a module, or else the one that is trained."""
+        plan = self.sampler(sizes, self.batch_size, self.seed, [source.weight for source in self._planned_sources])
+        plan.set_needs(batch_needs(module or self._trained_module))
+        return plan
+
+    def _remark(self, plan: BatchSampler) -> None:
+        """Say what somebody who starts the run should know of its plan."""
+        needs, kinds = batch_needs(self._trained_module), plan.kinds()
+        remarks = plan.remarks()
+        if needs.sampler is not None and needs.sampler not in kinds:
+            name = type(self._trained_module).__name__
+            remarks.append(f"{name} without data.sampler {needs.sampler}: {needs.without_sampler}")
+        for remark in remarks:
+            logger.warning("%s", remark)
+
+    def _check_expected(self, plan: BatchSampler) -> None:
+        """Check the plan over the sources that are there against that of the state that is expected.
+
+        Raises:
+            OptionError: If it is another.
+        """
+        if self._expected_plan is not None:
+            plan.check_same_plan(self._expected_plan)
+
+    def _make_loader(self, rows: Drawable, plan: BatchSampler, collate: Callable[[list[Any]], Any]) -> ResumableLoader:
+        """The loader of training, at the place where the checkpoint was taken if the run is resumed."""
+        self._loader = ResumableLoader(
+            rows,
+            plan,
+            collate,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=start_worker,
+        )
+        self._loader.in_flight = self._in_flight
+        callbacks: Any = [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
+        self._loader.tries_batch_sizes = any(isinstance(callback, BatchSizeFinder) for callback in callbacks)
+        if self._pending_state is not None:
+            self._loader.load_state_dict(self._pending_state)
+            self._pending_state = None
+        return self._loader
+
+    @property
+    def _trained_module(self) -> LightningModule | None:
+        return self.trainer.lightning_module if self.trainer is not None else None
+
+    def _in_flight(self) -> int:
+        """Batches that the trainer has begun and not trained on: one where an exception ends its step."""
+        if self.trainer is None:
+            return 0
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return int(progress.ready - progress.processed)
+
+    def _base_tokenizer(self, module: LightningModule | None) -> PreTrainedTokenizerBase:
+        if self.tokenizer is not None:
+            check_tokenizer_files(Path(self.tokenizer))
+            try:
+                loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=False)
+            except (OSError, ValueError) as error:
+                fix = "name the directory or Hub name of a tokenizer"
+                what = (str(error).splitlines() or [type(error).__name__])[0]
+                raise InputError(f"data.tokenizer {self.tokenizer}", what, fix) from error
+            return loaded
+        found = getattr(module, "tokenizer", None)
+        if not isinstance(found, PreTrainedTokenizerBase):
+            rule = "must be given where the trained module has no tokenizer of its own"
+            raise OptionError("data.tokenizer", None, rule, "name the backbone's directory or Hub name")
+        return found
+
+
+def batch_needs(module: LightningModule | None) -> BatchNeeds:
+    """What a module says of its batches, or what holds where it says nothing."""
+    return module.batch_needs if isinstance(module, NeedsBatches) else BatchNeeds()
+
+
+def check_least(option: str, value: int, least: int) -> None:
+    """Check a whole number; a config's null passes the parser.
+
+    Raises:
+        OptionError: If it is none, or below `least`.
+    """
+    if not isinstance(value, int) or value < least:
+        raise OptionError(f"data.{option}", value, f"must be >= {least}", "see the data configs for usual values")
 
 
 class EmbeddingDataModule(PlannedDataModule):
@@ -162,3 +514,24 @@ class EmbeddingDataModule(PlannedDataModule):
         if self.trainer is not None:
             plan.set_run(RunLength.of(self.trainer, len(plan)))
         return plan
+
+
+def start_worker(worker: int) -> None:
+    """Make a forked worker a lean one.
+
+    Its tokenizer starts no threads of its own (and does not warn that it cannot), and what it has of its parent is left
+    out of garbage collection, which would copy that memory page by page as it walks over it. It ends when its parent
+    says so, as a forked worker of torch's does; a stop signal of anybody else's is left to the run.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    gc.freeze()
+    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    """Wait for the parent's word, with the signals held back from all threads."""
+    while True:
+        told = signal.sigwaitinfo(STOP_SIGNALS)
+        if told.si_signo == signal.SIGTERM and told.si_pid == parent:
+            os._exit(0)

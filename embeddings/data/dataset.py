@@ -1,24 +1,143 @@
 """One source as a data set of examples."""
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate, chain
+from typing import NamedTuple, Protocol
 
-from embeddings.common.errors import InputError
+from embeddings.common.errors import InputError, OptionError
 from embeddings.common.log import logger
-from embeddings.common.randomness import derive_seed
+from embeddings.common.randomness import derive_seed, numpy_generator
 from embeddings.common.text import TextSettings
-from embeddings.data.cache import CachedSource, open_cached
-from embeddings.data.candidates import CandidateRule, ClassExamples, LabelTexts, StoredCandidates
-from embeddings.data.examples import Example, RowDraw
-from embeddings.data.files import fill_path
-from embeddings.data.level_choice import places_of_level
-from embeddings.data.records import label_key
-from embeddings.data.sources import SourceConfig
+from embeddings.data.records import Example, Negative, label_key
+from embeddings.data.samplers.base import LevelRule, PlanEntry, SourceIdentity
+from embeddings.data.sources import SourceConfig, check_names, fill_path
+from embeddings.data.store import CachedSource, ClassIndex, open_cached
 from embeddings.data.surrogate_vectors import SurrogateVectors
-from embeddings.data.table import StoredRow
+from embeddings.data.table import StoredRow, Table
 
 DEFAULT_NUM_NEGATIVES = 7
+_RANDOM_TRIES = 16
+
+
+class Candidates(NamedTuple):
+    """The texts of an example besides its query. `negative_labels` is as long as `negatives`, or empty."""
+
+    positives: tuple[str, ...]
+    negatives: tuple[Negative, ...] = ()
+    negative_labels: tuple[int, ...] = ()
+
+
+class CandidateRule(Protocol):
+    """Gives the candidates of a stored row; every random choice is a pure function of (index, draw)."""
+
+    def __call__(self, stored: StoredRow, index: int, draw: int) -> Candidates: ...
+
+
+class StoredCandidates:
+    """The candidates that the row itself holds."""
+
+    def __call__(self, stored: StoredRow, index: int, draw: int) -> Candidates:
+        """The stored positives and negatives."""
+        return Candidates(tuple(stored.positives), tuple(map(Negative, stored.negatives, stored.levels)))
+
+
+class ClassExamples:
+    """A random text of the query's class as the positive, random texts of other classes as negatives.
+
+    Determinism: a function of (row, draw); since the draw key differs each epoch, so do the candidates.
+    Guarantees: no candidate has the query's text, and no two candidates are equal. The positive is uniform over the
+    class's other texts, negatives are uniform over all rows outside the class. Fewer than `num_negatives` come back
+    where the other classes do not have that many different texts.
+
+    Args:
+        table: The source's rows.
+        classes: The rows of each class; every class has two different texts or more.
+        num_negatives: Negatives for each query.
+
+    Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, sections 4.2 and 5.2.4.
+    """
+
+    def __init__(self, table: Table, classes: ClassIndex, num_negatives: int) -> None:
+        self.table, self.classes, self.num_negatives = table, classes, num_negatives
+
+    def __call__(self, stored: StoredRow, index: int, draw: int) -> Candidates:
+        """Candidates drawn for this key."""
+        label, size = stored.label, self.classes.size(stored.label)
+        generator = numpy_generator(draw, "class_by_example", index)
+        seen = {stored.query.strip()}
+        # A class made almost wholly of one text would be drawn from for ever; in the end it is searched.
+        for position in chain(generator.integers(size, size=_RANDOM_TRIES).tolist(), range(size)):
+            positive = self.table.query(self.classes.member(label, position))
+            if positive.strip() not in seen:
+                break
+        seen.add(positive.strip())
+        num_outside = self.classes.num_outside(label)
+        # Twice as many as are needed, to make up for texts that occur more than once.
+        drawn = generator.choice(num_outside, size=min(num_outside, 2 * self.num_negatives), replace=False).tolist()
+        negatives: list[Negative] = []
+        labels: list[int] = []
+        for position in drawn:
+            if len(negatives) == self.num_negatives:
+                break
+            text = self.table.query(self.classes.outsider(label, position))
+            if text.strip() not in seen:
+                seen.add(text.strip())
+                negatives.append(Negative(text))
+                labels.append(self.classes.label_of_outsider(label, position))
+        return Candidates((positive,), tuple(negatives), tuple(labels))
+
+
+class LabelTexts:
+    """The text of the query's label as the positive, texts of other labels as negatives.
+
+    Determinism: a function of (row, draw). Guarantees: the negatives are different labels, all of the others where
+    there are no more than `num_negatives`.
+
+    Args:
+        texts: Text of each label, by its code, all different.
+        num_negatives: Negatives for each query.
+
+    Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, sections 4.2 and 5.2.4.
+    """
+
+    def __init__(self, texts: Sequence[str], num_negatives: int) -> None:
+        self.texts, self.num_negatives = texts, num_negatives
+
+    def __call__(self, stored: StoredRow, index: int, draw: int) -> Candidates:
+        """Candidates drawn for this key."""
+        num_others = len(self.texts) - 1
+        generator = numpy_generator(draw, "class_by_label", index)
+        drawn = generator.choice(num_others, size=min(num_others, self.num_negatives), replace=False).tolist()
+        others = tuple(code + (code >= stored.label) for code in drawn)
+        negatives = tuple(Negative(self.texts[code]) for code in others)
+        return Candidates((self.texts[stored.label],), negatives, others)
+
+
+def places_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -> list[int]:
+    """The places of the negatives that a level allows, in the row's order; where levels add up, in a random order.
+
+    A row that has none of the level gives those of its nearest coarser level, and none at all where it has no coarser
+    one: a step never sees what is harder than its level. Negatives without levels belong to every level.
+
+    Determinism: a function of (negatives, rule, draw).
+
+    Args:
+        negatives: The row's own, hardest first.
+        rule: The level, and whether coarser ones stay.
+        draw: Key of the random order, so that few of many levels are drawn evenly from all of them.
+    """
+    if not any(negative.level for negative in negatives):
+        return list(range(len(negatives)))
+    allowed = [place for place, negative in enumerate(negatives) if negative.level >= rule.level]
+    if not rule.cumulative:
+        nearest = min((negatives[place].level for place in allowed), default=0)
+        return [place for place in allowed if negatives[place].level == nearest]
+    order = numpy_generator(draw, "levels").permutation(len(allowed)).tolist()
+    return [allowed[place] for place in order]
 
 
 def open_source(
@@ -116,16 +235,16 @@ class SourceDataset:
                 self._surrogates.folder,
             )
 
-    def __getitem__(self, entry: RowDraw) -> Example:
+    def __getitem__(self, entry: PlanEntry) -> Example:
         """The example of a row of this source; `source` is 0."""
         return self.__getitems__([entry])[0]
 
-    def __getitems__(self, entries: Sequence[RowDraw]) -> list[Example]:
+    def __getitems__(self, entries: Sequence[PlanEntry]) -> list[Example]:
         """The examples of some entries, in their order; their rows are read together."""
         indices = [self._stored_index(entry.row) for entry in entries]
         return list(map(self._example, entries, indices, self.cached.table.rows(indices)))
 
-    def _example(self, entry: RowDraw, index: int, stored: StoredRow) -> Example:
+    def _example(self, entry: PlanEntry, index: int, stored: StoredRow) -> Example:
         positives, negatives, negative_labels = self._candidates(stored, index, entry.draw)
         places: Sequence[int] = range(len(negatives))
         if entry.rule is not None:
@@ -211,3 +330,78 @@ def _label_texts(config: SourceConfig, labels: list[str]) -> list[str]:
     if len(set(given.values())) < len(given):
         raise config.fault("label_texts", given, "must give each label its own text", "tell them apart")
     return [given[label] for label in labels]
+
+
+class Mixture:
+    """The rows of all sources one after another.
+
+    Determinism: an example is a pure function of the sources and of (row, draw, level rule).
+    Length: the sum of the sources' lengths.
+    Guarantees: it can be pickled and forked, since its sources can. `surrogate_width` is that of the surrogate's
+        vectors of those sources that have them, None where none has.
+
+    Args:
+        sources: The sources, at least one, with different names.
+
+    Raises:
+        OptionError: If there is no source, two share a name, or their surrogates' vectors differ in width.
+    """
+
+    def __init__(self, sources: Sequence[SourceDataset]) -> None:
+        if not sources:
+            raise OptionError("data.sources", [], "must not be empty", "name at least one source")
+        check_names([source.config.name for source in sources])
+        widths = {source.surrogate_width for source in sources} - {None}
+        if len(widths) > 1:
+            rule = f"must be of one width in all sources, found {sorted(filter(None, widths))}"
+            raise OptionError("data.sources.surrogate_vectors", "vectors", rule, "encode them with one model")
+        self.surrogate_width = widths.pop() if widths else None
+        self.sources = tuple(sources)
+        self._starts = [0, *accumulate(len(source) for source in sources)]
+
+    def __len__(self) -> int:
+        """Number of rows of all sources."""
+        return self._starts[-1]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each source."""
+        return tuple(source.config.name for source in self.sources)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of rows of each source."""
+        return tuple(len(source) for source in self.sources)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The given weight of each source."""
+        return tuple(source.config.weight for source in self.sources)
+
+    @property
+    def identities(self) -> tuple[SourceIdentity, ...]:
+        """Name and content key of each source."""
+        return tuple(SourceIdentity(source.config.name, source.cached.key) for source in self.sources)
+
+    def source_of(self, row: int) -> int:
+        """The index of the source that a row belongs to."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        return bisect_right(self._starts, row) - 1
+
+    def __getitem__(self, entry: PlanEntry) -> Example:
+        """The example of a row for a draw key."""
+        return self.__getitems__([entry])[0]
+
+    def __getitems__(self, entries: Sequence[PlanEntry]) -> list[Example]:
+        """The examples of some entries, in their order; those of a source are read together."""
+        sources = [self.source_of(entry.row) for entry in entries]
+        read = {}
+        for source in set(sources):
+            own = [entry for entry, its in zip(entries, sources, strict=True) if its == source]
+            local = [entry._replace(row=entry.row - self._starts[source]) for entry in own]
+            read[source] = iter(self.sources[source].__getitems__(local))
+        return [
+            replace(next(read[source]), row=entry.row, source=source)
+            for entry, source in zip(entries, sources, strict=True)
+        ]

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from embeddings.common.errors import OptionError
 from embeddings.common.fileio import text_hash
 from embeddings.common.randomness import numpy_generator
-from embeddings.data.samplers.permutation import mix_bits
+from embeddings.data.samplers.base import mix_bits
 
 Shingle = Literal["word", "character"]
 SHINGLE_SIZES: dict[Shingle, int] = {"word": 3, "character": 5}

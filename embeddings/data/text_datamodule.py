@@ -1,26 +1,105 @@
 """Plain texts of a run, packed into rows, as Lightning asks for them."""
 
-from collections.abc import Sequence
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.distributed import rank, world_size
-from embeddings.data.examples import RowDraw
-from embeddings.data.loader import ResumableLoader, ShieldedLoader
-from embeddings.data.packed_rows import RowCollator, RowMixture
-from embeddings.data.planned_datamodule import (
+from embeddings.common.packed_rows import PackedRows
+from embeddings.data.datamodule import (
     PlannedDataModule,
+    ResumableLoader,
+    ShieldedLoader,
     check_least,
     start_worker,
 )
-from embeddings.data.samplers.base import BatchSampler, SamplerFactory, SourceIdentity
+from embeddings.data.samplers.base import BatchSampler, PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
 from embeddings.data.sources import check_names
-from embeddings.data.text_sources import TextSource
-from embeddings.data.token_stream import DocumentTokenizer, open_stream
+from embeddings.data.text_streams import DocumentTokenizer, TextSource, TokenStream, open_stream
+
+
+class TokenRow(NamedTuple):
+    """One row: its tokens, which document of the row each is of, the key of its random choices, and its number."""
+
+    ids: NDArray[np.int64]
+    documents: NDArray[np.int64]
+    draw: int
+    row: int
+
+
+class RowMixture:
+    """The rows of all sources one after another; no row holds tokens of two sources.
+
+    Determinism: a row is a pure function of the streams and its number.
+    Guarantees: it can be pickled and forked, since its streams can.
+
+    Args:
+        streams: The sources' tokens.
+        row_length: Tokens of a row, L.
+    """
+
+    def __init__(self, streams: Sequence[TokenStream], row_length: int) -> None:
+        self.streams, self.row_length = tuple(streams), row_length
+        self._starts = [0, *accumulate(self.sizes)]
+
+    def __len__(self) -> int:
+        """Number of rows of all sources."""
+        return self._starts[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of rows of each source."""
+        return tuple(stream.num_rows(self.row_length) for stream in self.streams)
+
+    def __getitem__(self, entry: PlanEntry) -> TokenRow:
+        """The row of an entry of a plan; a negative number stands for a row of padding alone."""
+        if entry.row < 0:
+            none = np.empty(0, dtype=np.int64)
+            return TokenRow(none, none, entry.draw, entry.row)
+        source = bisect_right(self._starts, entry.row) - 1
+        ids, documents = self.streams[source].row(entry.row - self._starts[source], self.row_length)
+        return TokenRow(ids, documents, entry.draw, entry.row)
+
+
+class RowCollator:
+    """Makes `PackedRows` of rows, shorter ones padded on the right, and hands them to a task where there is one.
+
+    Determinism: a batch is a pure function of its rows; neither rank nor worker enters.
+
+    Args:
+        tokenizer: Says which ids are special, and which one is padding.
+        row_length: Tokens of a row, L.
+        task: What is made of the packed rows; None leaves them as they are.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, row_length: int, task: Callable[[PackedRows], Any] | None = None
+    ) -> None:
+        self._special_ids = torch.tensor(sorted(set(tokenizer.all_special_ids)))
+        pad = tokenizer.pad_token_id
+        self._pad_id = pad if isinstance(pad, int) else 0
+        self.row_length, self.task = row_length, task
+
+    def __call__(self, rows: Sequence[TokenRow]) -> Any:
+        """The batch of N rows."""
+        input_ids_NL = torch.full((len(rows), self.row_length), self._pad_id, dtype=torch.int64)
+        document_NL = torch.full_like(input_ids_NL, -1)
+        for place, row in enumerate(rows):
+            input_ids_NL[place, : len(row.ids)] = torch.from_numpy(row.ids)
+            document_NL[place, : len(row.ids)] = torch.from_numpy(row.documents)
+        special_NL = torch.isin(input_ids_NL, self._special_ids) | (document_NL < 0)
+        draw_N, row_N = torch.tensor([row.draw for row in rows]), torch.tensor([row.row for row in rows])
+        packed = PackedRows(input_ids_NL, document_NL, special_NL, draw_N, row_N)
+        return packed if self.task is None else self.task(packed)
 
 
 class TextDataModule(PlannedDataModule):
@@ -160,7 +239,7 @@ class TextDataModule(PlannedDataModule):
         return plan
 
 
-def validation_batches(num_rows: int, batch_size: int, rank: int, num_ranks: int) -> list[list[RowDraw]]:
+def validation_batches(num_rows: int, batch_size: int, rank: int, num_ranks: int) -> list[list[PlanEntry]]:
     """One rank's batches of rows 0 … num_rows-1, each row in one batch of one rank, equally many batches a rank.
 
     A row's random choices are keyed by its number. What is missing to whole batches are rows of number -1.
@@ -168,5 +247,5 @@ def validation_batches(num_rows: int, batch_size: int, rank: int, num_ranks: int
     batches, step = [], batch_size * num_ranks
     for start in range(rank * batch_size, -(-num_rows // step) * step, step):
         numbers = range(start, start + batch_size)
-        batches.append([RowDraw(row, row) if row < num_rows else RowDraw(-1, 0) for row in numbers])
+        batches.append([PlanEntry(row, row) if row < num_rows else PlanEntry(-1, 0) for row in numbers])
     return batches

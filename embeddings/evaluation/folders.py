@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, shown
-from embeddings.data.readers import open_reader
 from embeddings.data.records import (
     LABELLED_FIELDS,
     SCORED_FIELDS,
@@ -20,6 +19,7 @@ from embeddings.data.records import (
     parse_scored_pair,
     shortened,
 )
+from embeddings.data.sources import open_reader
 from embeddings.evaluation.fields import filled_text
 from embeddings.evaluation.metrics import Judgments
 from embeddings.evaluation.pair_classification import PAIR_FIELDS, PairClassificationFolder, read_pair_classification

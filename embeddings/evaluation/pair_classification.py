@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, shown
-from embeddings.data.readers import open_reader
 from embeddings.data.records import kind_of
+from embeddings.data.sources import open_reader
 from embeddings.evaluation.fields import filled_text
 
 PAIR_FIELDS = ("sentence1", "sentence2", "label")

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError
-from embeddings.data.readers import open_reader
 from embeddings.data.records import parse_record
+from embeddings.data.sources import open_reader
 from embeddings.evaluation.metrics import Judgments, retrieval_metrics
 
 RERANKING_FIELDS = ("query", "positive", "negatives")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError
-from embeddings.data.readers import open_reader
+from embeddings.data.sources import open_reader
 from embeddings.evaluation.fields import filled_texts, finite_numbers
 from embeddings.evaluation.metrics import spearman
 

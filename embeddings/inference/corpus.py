@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embeddings.common.errors import InputError, OptionError, shown
-from embeddings.data.readers import open_reader
 from embeddings.data.records import kind_of, shortened
+from embeddings.data.sources import open_reader
 
 _FIELDS = ("_id", "title", "text")
 

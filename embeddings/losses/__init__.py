@@ -1,12 +1,9 @@
 """Floor 1: what a batch of embeddings should look like, as a number to minimise."""
 
-from embeddings.losses.info_nce import InfoNCE
+from embeddings.losses.info_nce import InfoNCE, MatryoshkaInfoNCE
 from embeddings.losses.load_balancing import LoadBalancing, load_balancing_loss, router_z_loss
-from embeddings.losses.masks import is_negative_mask
-from embeddings.losses.matryoshka import MatryoshkaInfoNCE
-from embeddings.losses.similarity import similarity_matrix
-from embeddings.losses.surrogate_filter import SurrogateFilter
-from embeddings.losses.tiled_cross_entropy import tiled_cross_entropy
+from embeddings.losses.masks import SurrogateFilter, is_negative_mask
+from embeddings.losses.tiles import similarity_matrix, tiled_cross_entropy
 
 __all__ = [
     "InfoNCE",

@@ -15,8 +15,8 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, nothing_left_of
 from embeddings.common.log import logger
 from embeddings.common.randomness import derive_seed
-from embeddings.data.cache import CachedSource
 from embeddings.data.samplers.cluster_folder import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
+from embeddings.data.store import CachedSource
 from embeddings.mining.faiss_library import (
     NUM_ITERATIONS,
     NUM_RUNS,

@@ -23,8 +23,8 @@ from embeddings.common.jobs import (
     save_array,
     shard_rows,
 )
-from embeddings.data.cache import CachedSource
 from embeddings.data.near_duplicates import NearDuplicates, Shingle, mark_copies
+from embeddings.data.store import CachedSource
 from embeddings.data.table import StoredRow, Table
 from embeddings.inference.bm25 import BM25, WordTokenizer
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import check_manifest
 from embeddings.common.randomness import derive_seed
-from embeddings.data.cache import CachedSource
-from embeddings.data.samplers.permutation import KeyedPermutation
+from embeddings.data.samplers.base import KeyedPermutation
+from embeddings.data.store import CachedSource
 from embeddings.inference.search import unit_rows
 from embeddings.mining.pair_vectors import PairVectors
 

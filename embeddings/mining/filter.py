@@ -25,12 +25,10 @@ from embeddings.common.jobs import (
     save_array,
 )
 from embeddings.common.text import PromptChoice
-from embeddings.data.cache import CachedSource, open_cached, read_records
-from embeddings.data.languages import read_languages
 from embeddings.data.near_duplicates import NearDuplicates, Shingle
-from embeddings.data.record_files import has_levels, write_labelled_texts, write_records
-from embeddings.data.records import LabelledText, Record
+from embeddings.data.records import LabelledText, Record, has_levels, write_labelled_texts, write_records
 from embeddings.data.sources import SourceConfig
+from embeddings.data.store import CachedSource, open_cached, read_languages, read_records
 from embeddings.inference.model_digest import embedder_sha256
 from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segment_size
 from embeddings.mining.duplicates import (

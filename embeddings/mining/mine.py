@@ -18,9 +18,9 @@ from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, w
 from embeddings.common.jobs import ArrayTask, ShardedJob, finished_manifest, manifest_path, nothing_left_of
 from embeddings.common.log import logger
 from embeddings.common.text import PromptChoice
-from embeddings.data.cache import CachedSource, open_cached, read_records
 from embeddings.data.records import Record
 from embeddings.data.sources import SourceConfig
+from embeddings.data.store import CachedSource, open_cached, read_records
 from embeddings.inference.model_digest import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.faiss_library import faiss_version, load_faiss

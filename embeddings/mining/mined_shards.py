@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 
 from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError
-from embeddings.data.record_files import record_schema, record_table
-from embeddings.data.records import Record
+from embeddings.data.records import Record, record_schema, record_table
 from embeddings.mining.negatives import (
     Candidates,
     LevelKind,

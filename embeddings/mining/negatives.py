@@ -10,7 +10,7 @@ import numpy.typing as npt
 from embeddings.common.errors import OptionError
 from embeddings.common.randomness import derive_seed
 from embeddings.data.records import NUM_LEVELS
-from embeddings.data.samplers.permutation import mix_bits
+from embeddings.data.samplers.base import mix_bits
 from embeddings.mining.pair_index import PairIndex
 from embeddings.mining.qrels import IRRELEVANT_LEVEL, DocumentJudgments, JudgedTexts
 

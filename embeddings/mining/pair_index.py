@@ -15,9 +15,9 @@ from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError
 from embeddings.common.fileio import check_manifest, file_sha256, text_hash, write_manifest
 from embeddings.common.log import logger
-from embeddings.data.cache import CachedSource
-from embeddings.data.readers import open_reader
+from embeddings.data.sources import open_reader
 from embeddings.data.staging import staged_folder
+from embeddings.data.store import CachedSource
 from embeddings.data.table import StoredRow, Table, write_table
 from embeddings.inference.corpus import text_field
 

@@ -18,7 +18,7 @@ from embeddings.common.fileio import atomic_path, check_manifest, text_hash
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard
 from embeddings.common.log import logger
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, instruction_prompt
-from embeddings.data.cache import CachedSource
+from embeddings.data.store import CachedSource
 from embeddings.inference.model_digest import embedder_sha256
 from embeddings.inference.search import unit_rows
 from embeddings.inference.vector_folder import SHARD_SIZE, VectorFolder

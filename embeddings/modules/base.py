@@ -18,7 +18,7 @@ from embeddings.common import (
     TokenBatch,
 )
 from embeddings.losses import InfoNCE
-from embeddings.losses.surrogate_filter import without_surrogates
+from embeddings.losses.masks import without_surrogates
 from embeddings.models import Embedder
 from embeddings.modules.optimized import OptimizedModule
 from embeddings.modules.optimized import OptimizerFactory as OptimizerFactory

@@ -17,7 +17,7 @@ from embeddings.common.log import logger
 from embeddings.common.mini_batches import take_texts
 from embeddings.common.randomness import derive_seed, run_seed
 from embeddings.losses import InfoNCE
-from embeddings.losses.word_prediction import WordPrediction
+from embeddings.losses.prediction import WordPrediction
 from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
 from embeddings.models.layers import compile_layers
 from embeddings.models.lora import plain_backbone

@@ -12,7 +12,7 @@ from embeddings.common import LossOutput, OptionError
 from embeddings.common.distributed import gather_counts
 from embeddings.common.packed_rows import Prediction
 from embeddings.common.randomness import run_seed
-from embeddings.losses.token_cross_entropy import token_cross_entropy
+from embeddings.losses.prediction import token_cross_entropy
 from embeddings.models import BackboneConfig, LoraSettings
 from embeddings.models.bidirectional import check_causal
 from embeddings.models.document_mask import check_separation, window

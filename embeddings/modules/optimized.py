@@ -22,8 +22,8 @@ from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.distributed import reduce_int
 from embeddings.common.randomness import derive_seed, run_seed
 from embeddings.common.text import one_line
-from embeddings.data.planned_datamodule import PlannedDataModule
-from embeddings.data.run_length import accumulated_batches, batches_since_step, run_steps
+from embeddings.data.datamodule import PlannedDataModule
+from embeddings.data.samplers.base import accumulated_batches, batches_since_step, run_steps
 from embeddings.models.hub import FrozenBase
 from embeddings.models.layers import is_compiled
 from embeddings.models.lora import frozen_weights

@@ -11,11 +11,10 @@ from typing import Any
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.fileio import file_sha256
 from embeddings.common.log import logger
-from embeddings.data.cache import CachedSource, open_cached, read_records
-from embeddings.data.readers import open_reader
 from embeddings.data.records import Record
-from embeddings.data.samplers.apportion import Apportionment
-from embeddings.data.sources import SourceConfig
+from embeddings.data.samplers.blended import Apportionment
+from embeddings.data.sources import SourceConfig, open_reader
+from embeddings.data.store import CachedSource, open_cached, read_records
 from embeddings.synthesis.client import ChatClient, Request, Sampling, make_request
 from embeddings.synthesis.job import (
     Item,

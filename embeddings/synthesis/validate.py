@@ -13,8 +13,8 @@ import numpy.typing as npt
 from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError
 from embeddings.common.text import TextRole
-from embeddings.data.readers import open_reader
 from embeddings.data.records import NUM_LEVELS, Record, parse_record
+from embeddings.data.sources import open_reader
 from embeddings.synthesis.prompts import LEVELS, Category
 
 Reason = Literal[

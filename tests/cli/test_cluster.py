@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.data import RowDraw, SourceConfig, open_source
+from embeddings.data import PlanEntry, SourceConfig, open_source
 from embeddings.inference import Encoder
 from embeddings.mining.faiss_library import nearest_centroids
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
@@ -78,9 +78,9 @@ def test_vectors_of_hard_negatives_are_written_where_they_are_asked_for_and_chan
     for row in (0, 7, 39):
         expected = encoder.encode(records[row]["negatives"], role="document")
         expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-        np.testing.assert_allclose(source[RowDraw(row, 0)].surrogate_negatives(2), expected, atol=1e-5)
+        np.testing.assert_allclose(source[PlanEntry(row, 0)].surrogate_negatives(2), expected, atol=1e-5)
     source = open_source(SourceConfig("a", str(pairs), surrogate_vectors=str(tmp_path / "false.vectors")))
-    assert source[RowDraw(0, 0)].surrogate_negatives is None
+    assert source[PlanEntry(0, 0)].surrogate_negatives is None
 
 
 def test_named_prompts_go_before_the_texts_and_vectors_of_other_prompts_are_refused(tmp_path, monkeypatch, capsys):

@@ -29,7 +29,7 @@ HOSTILE = {
     "importlib.import_module": {"name": "antigravity"},
     "torch.hub.load": {"repo_or_dir": "x/y", "model": "z"},
     "torch.load": {"f": "CANARY"},
-    "embeddings.data.cache.os.system": {"command": "touch CANARY"},
+    "embeddings.data.store.os.system": {"command": "touch CANARY"},
     "embeddings.common.optional.require": {"library": "antigravity", "extra": "x"},
     "lightning.pytorch.cli.instantiate_class": {"args": [], "init": {"class_path": "os.system"}},
 }

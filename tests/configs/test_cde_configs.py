@@ -7,7 +7,7 @@ import torch
 from jsonargparse import ArgumentParser
 
 from embeddings.common import TextSettings
-from embeddings.data.prompts import with_source_prompts
+from embeddings.data.checks import with_source_prompts
 from embeddings.data.sources import SourceConfig
 from embeddings.losses import SurrogateFilter
 from embeddings.modules import CDEModule, ContrastiveModule

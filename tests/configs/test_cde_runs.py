@@ -12,7 +12,7 @@ import torch
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.data import SourceConfig
-from embeddings.data.cache import open_cached
+from embeddings.data.store import open_cached
 from embeddings.inference import Encoder
 from embeddings.models import ContextualEmbedder, Embedder, MeanPooling
 from embeddings.modules import CDEModule

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 
 from embeddings.cli.fit import run_trainer
 from embeddings.common import TextSettings
-from embeddings.data.prompts import with_source_prompts
+from embeddings.data.checks import with_source_prompts
 from embeddings.data.sources import SourceConfig
 from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.fileio import write_manifest
-from embeddings.data.cache import CachedSource
+from embeddings.data.store import CachedSource
 
 
 def numbered_vectors(numbers: NDArray[np.float64], width: int) -> NDArray[np.float32]:

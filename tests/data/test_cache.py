@@ -7,22 +7,22 @@ from contextlib import contextmanager
 import pytest
 
 from embeddings.common import InputError
-from embeddings.data import SourceConfig, cache, conversions
-from embeddings.data.cache import cache_folder, open_cached, read_records, record_place
+from embeddings.data import SourceConfig, store
+from embeddings.data.store import cache_folder, open_cached, read_records, record_place
 from embeddings.data.table import ROWS_FILE
 from tests.data.rows import labelled, pairs, write_jsonl
 
 CONVERT = """
 import sys
-from embeddings.data import SourceConfig, conversions
-from embeddings.data.cache import open_cached
-parse = conversions.parse_record
+from embeddings.data import SourceConfig, store
+from embeddings.data.store import open_cached
+parse = store.parse_record
 def pausing(fields, columns, where):
     if where.endswith(":30"):
         print("amid", flush=True)
         sys.stdin.readline()
     return parse(fields, columns, where)
-conversions.parse_record = pausing
+store.parse_record = pausing
 print(len(open_cached(SourceConfig("a", sys.argv[1]), sys.argv[2]).table), flush=True)
 """
 
@@ -39,8 +39,8 @@ def amid_conversion(path, root):
 @pytest.fixture
 def parsed(monkeypatch):
     """One entry for each record that was parsed."""
-    seen, real = [], conversions.parse_record
-    monkeypatch.setattr(conversions, "parse_record", lambda *args: (seen.append(args[2]), real(*args))[1])
+    seen, real = [], store.parse_record
+    monkeypatch.setattr(store, "parse_record", lambda *args: (seen.append(args[2]), real(*args))[1])
     return seen
 
 
@@ -102,8 +102,8 @@ def test_a_bad_row_leaves_no_conversion_behind(tmp_path):
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", pairs(5))
-    real = cache.write_table
-    monkeypatch.setattr(cache, "write_table", lambda folder, rows: (write_jsonl(path, pairs(6)), real(folder, rows))[1])
+    real = store.write_table
+    monkeypatch.setattr(store, "write_table", lambda folder, rows: (write_jsonl(path, pairs(6)), real(folder, rows))[1])
     with pytest.raises(InputError, match="the file changed while it was read"):
         open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
@@ -181,7 +181,7 @@ def test_suspect_rows_are_refused_and_nothing_written_or_counted_in_one_warning_
 
 
 def test_a_long_conversion_shows_how_far_it_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cache, "_PROGRESS_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(store, "_PROGRESS_DELAY_SECONDS", 0.0)
     path = write_jsonl(tmp_path / "a.jsonl.gz", pairs(3000))
     open_cached(SourceConfig("mine", str(path)), tmp_path / "cache")
     shown = capsys.readouterr().err

@@ -3,9 +3,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from embeddings.data.candidates import ClassExamples, LabelTexts, StoredCandidates
-from embeddings.data.class_index import ClassIndex, write_class_index
-from embeddings.data.examples import Negative
+from embeddings.data.dataset import ClassExamples, LabelTexts, StoredCandidates
+from embeddings.data.records import Negative
+from embeddings.data.store import ClassIndex, write_class_index
 from embeddings.data.table import StoredRow, Table, write_table
 
 

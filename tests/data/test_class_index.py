@@ -3,7 +3,7 @@ import pickle
 import numpy as np
 import pytest
 
-from embeddings.data.class_index import ClassIndex, write_class_index
+from embeddings.data.store import ClassIndex, write_class_index
 
 
 @pytest.mark.parametrize("labels", [[0], [0, 1], [1, 0, 2, 0, 1, 0], [3, 3, 0, 2, 2, 1, 3]])

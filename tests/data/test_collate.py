@@ -8,9 +8,8 @@ import torch
 from embeddings.common import ContrastiveBatch, OptionError, TextSettings, TokenBatch
 from embeddings.common.fileio import text_hash
 from embeddings.common.randomness import derive_seed
-from embeddings.data.collate import ContrastiveCollator
-from embeddings.data.examples import Example, Negative
-from embeddings.data.tokenize import TextTokenizer
+from embeddings.data.records import Example, Negative
+from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
 from tests.helpers.tiny import wordpiece_tokenizer
 
 TOKENIZER = wordpiece_tokenizer()

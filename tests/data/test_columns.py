@@ -2,7 +2,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from embeddings.data.columns import ListColumn, MappedFile, NumberColumn, TextColumn
+from embeddings.data.table import ListColumn, MappedFile, NumberColumn, TextColumn
 
 TEXTS = ["one", "", "東京 café", "a\x00b", "z" * 1000]
 LISTS = [["a", "é"], [], ["", "b", "c"], []]

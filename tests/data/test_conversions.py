@@ -2,8 +2,8 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.data import SourceConfig
-from embeddings.data.conversions import Facts, convert_rows, layout
-from embeddings.data.readers import Row
+from embeddings.data.sources import Row
+from embeddings.data.store import Facts, convert_rows, layout
 from embeddings.data.table import StoredRow
 
 

@@ -92,10 +92,10 @@ def test_what_a_run_should_know_of_its_plan_is_said_once(
 ) -> None:
     """A source too small for a batch, and a sampler that the method is not made for."""
     fit(EmbeddingDataModule(**options), Ledger(rows_of, TOKENIZER), max_epochs=2)
-    assert not [record for record in caplog.records if record.module == "planned_datamodule"]
+    assert not [record for record in caplog.records if record.module == "datamodule"]
     module = Picky(rows_of, TOKENIZER)
     fit(EmbeddingDataModule(**options | {"sampler": HomogeneousBatchSampler, "batch_size": 10}), module, max_epochs=2)
-    assert [record.getMessage() for record in caplog.records if record.module == "planned_datamodule"] == [
+    assert [record.getMessage() for record in caplog.records if record.module == "datamodule"] == [
         "sources with fewer rows than a batch of 10 are not trained on: second (9)",
         "Picky without data.sampler ClusteredBatchSampler: no topics",
     ]

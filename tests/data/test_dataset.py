@@ -5,8 +5,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError, OptionError, TextSettings
-from embeddings.data import Example, Negative, RowDraw, SourceConfig, open_source
-from embeddings.data.examples import LevelRule
+from embeddings.data import Example, Negative, PlanEntry, SourceConfig, open_source
+from embeddings.data.samplers.base import LevelRule
 from tests.data.rows import dataset, graded, labelled, pairs, write_jsonl
 
 
@@ -14,7 +14,7 @@ def test_a_pair_becomes_an_example_with_its_prompts(tmp_path):
     rows = [{"query": "q", "positive": ["p", "r"], "negatives": ["n"], "label": "l"}]
     source = dataset(tmp_path, rows, instruction="find", document_prompt="document: ", in_batch_negatives=False)
     assert len(source) == 1
-    assert source[RowDraw(0, 9)] == Example(
+    assert source[PlanEntry(0, 9)] == Example(
         row=0,
         draw=9,
         source=0,
@@ -34,10 +34,10 @@ def test_documents_of_a_symmetric_source_carry_the_querys_prompt(tmp_path):
     prompts = set()
     for draw in range(60):
         for row, texts in enumerate((("a", ("b",)), ("b", ("a",)))):
-            example = source[RowDraw(row, draw)]
+            example = source[PlanEntry(row, draw)]
             assert (example.query, example.positives) == texts
             assert example.document_prompt == example.query_prompt
-            assert example == source[RowDraw(row, draw)]
+            assert example == source[PlanEntry(row, draw)]
             prompts.add(example.query_prompt)
     assert prompts == {f"Instruct: {name}\nQuery: " for name in ("one", "two", "three")}
 
@@ -46,7 +46,7 @@ def test_a_records_own_instruction_stands_before_the_sources(tmp_path):
     rows = [{**pairs(1)[0], "instruction": "mend"}, pairs(2)[1]]
     source = dataset(tmp_path, rows, instruction=["find", "seek"], symmetric=True)
     for draw in range(20):
-        own, other = source[RowDraw(0, draw)], source[RowDraw(1, draw)]
+        own, other = source[PlanEntry(0, draw)], source[PlanEntry(1, draw)]
         assert own.query_prompt == own.document_prompt == "Instruct: mend\nQuery: "
         assert other.query_prompt in ("Instruct: find\nQuery: ", "Instruct: seek\nQuery: ")
 
@@ -55,18 +55,18 @@ def test_the_template_of_the_text_settings_frames_every_instruction(tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", [{**pairs(1)[0], "instruction": "mend"}, pairs(2)[1]])
     settings = TextSettings(instruction_template="[INST] {instruction} ")
     source = open_source(SourceConfig("a", str(rows), instruction="find"), tmp_path / "cache", settings)
-    assert [source[RowDraw(row, 0)].query_prompt for row in (0, 1)] == ["[INST] mend ", "[INST] find "]
+    assert [source[PlanEntry(row, 0)].query_prompt for row in (0, 1)] == ["[INST] mend ", "[INST] find "]
 
 
 def test_documents_carry_no_prompt_of_an_ordinary_source(tmp_path):
-    assert dataset(tmp_path, pairs(1), instruction="find")[RowDraw(0, 0)].document_prompt == ""
+    assert dataset(tmp_path, pairs(1), instruction="find")[PlanEntry(0, 0)].document_prompt == ""
 
 
 def test_examples_of_a_class_change_with_the_draw_key_alone(tmp_path):
     source = dataset(tmp_path, labelled(20, 20, 20), conversion="class_by_example", num_negatives=3)
-    first = [source[RowDraw(row, 1)] for row in range(60)]
-    assert first == [source[RowDraw(row, 1)] for row in range(60)]
-    second = [source[RowDraw(row, 2)] for row in range(60)]
+    first = [source[PlanEntry(row, 1)] for row in range(60)]
+    assert first == [source[PlanEntry(row, 1)] for row in range(60)]
+    second = [source[PlanEntry(row, 2)] for row in range(60)]
     assert sum(a.positives != b.positives for a, b in zip(first, second, strict=True)) > 40
     for example in first:
         name = example.query.split()[-1]
@@ -79,20 +79,20 @@ def test_examples_of_a_class_change_with_the_draw_key_alone(tmp_path):
 
 def test_seven_negatives_are_drawn_where_nothing_is_said(tmp_path):
     source = dataset(tmp_path, labelled(9, 9), conversion="class_by_example")
-    assert len(source[RowDraw(0, 0)].negatives) == 7
+    assert len(source[PlanEntry(0, 0)].negatives) == 7
 
 
 def test_labels_written_as_numbers_become_their_texts(tmp_path):
     rows = [{"text": f"t{i}", "label": i % 2} for i in range(4)]
     source = dataset(tmp_path, rows, conversion="binary_by_label", label_texts={0: "harmless", "1": "toxic"})
-    example = source[RowDraw(1, 0)]
+    example = source[PlanEntry(1, 0)]
     assert (example.positives, example.negatives) == (("toxic",), (Negative("harmless"),))
     assert (example.label, example.negative_labels) == (1, (0,))
 
 
 def test_labels_that_are_words_are_their_own_texts(tmp_path):
     source = dataset(tmp_path, labelled(1, 1, 1), conversion="class_by_label", num_negatives=7)
-    example = source[RowDraw(2, 0)]
+    example = source[PlanEntry(2, 0)]
     assert example.positives == ("class c",)
     assert {negative.text for negative in example.negatives} == {"class a", "class b"}
 
@@ -130,7 +130,7 @@ def test_label_texts_that_do_not_match_the_labels_are_refused(tmp_path, labels, 
 @pytest.mark.parametrize("max_rows", [1, 3, 10, 99, 100, 1000])
 def test_max_rows_takes_one_row_of_each_stretch(tmp_path, max_rows):
     source = dataset(tmp_path, pairs(100), max_rows=max_rows)
-    found = [int(source[RowDraw(row, 0)].query.split()[1]) for row in range(len(source))]
+    found = [int(source[PlanEntry(row, 0)].query.split()[1]) for row in range(len(source))]
     count = min(max_rows, 100)
     assert len(found) == len(set(found)) == count
     for row, index in enumerate(found):
@@ -141,23 +141,23 @@ def test_another_seed_takes_other_rows(tmp_path):
     chosen = []
     for seed in (0, 0, 1):
         source = dataset(tmp_path, pairs(100), max_rows=20, seed=seed)
-        chosen.append([source[RowDraw(row, 0)].query for row in range(20)])
+        chosen.append([source[PlanEntry(row, 0)].query for row in range(20)])
     assert chosen[0] == chosen[1] != chosen[2]
 
 
 def test_positives_come_from_the_whole_source_though_max_rows_leaves_one_query_of_a_class(tmp_path):
     source = dataset(tmp_path, labelled(10, 10), conversion="class_by_example", max_rows=1)
-    assert len({source[RowDraw(0, draw)].positives for draw in range(100)}) == 9
+    assert len({source[PlanEntry(0, draw)].positives for draw in range(100)}) == 9
 
 
 def test_a_class_of_one_text_may_be_left_out_and_still_gives_negatives(tmp_path):
     rows = [{"text": "only", "label": "lone"}, *labelled(3, 2)]
     source = dataset(tmp_path, rows, conversion="class_by_example", single_text_classes="leave_out")
-    queries = [source[RowDraw(row, 0)] for row in range(len(source))]
+    queries = [source[PlanEntry(row, 0)] for row in range(len(source))]
     assert [example.query for example in queries] == [row["text"] for row in rows[1:]]
     assert all("only" in [negative.text for negative in example.negatives] for example in queries)
     fewer = dataset(tmp_path, rows, conversion="class_by_example", single_text_classes="leave_out", max_rows=4)
-    assert len({fewer[RowDraw(row, 0)].query for row in range(4)} - {"only"}) == 4
+    assert len({fewer[PlanEntry(row, 0)].query for row in range(4)} - {"only"}) == 4
 
 
 def test_a_source_of_classes_of_one_text_has_no_query(tmp_path):
@@ -169,7 +169,7 @@ def test_a_source_of_classes_of_one_text_has_no_query(tmp_path):
 def test_a_row_outside_the_source_is_refused(tmp_path, row):
     source = dataset(tmp_path, pairs(10), max_rows=3)
     with pytest.raises(IndexError, match=f"row {row} of 3"):
-        source[RowDraw(row, 0)]
+        source[PlanEntry(row, 0)]
 
 
 @pytest.mark.parametrize("conversion", ["pairs", "class_by_example", "class_by_label"])
@@ -178,7 +178,7 @@ def test_a_source_is_pickled_without_its_data(tmp_path, conversion):
     source = dataset(tmp_path, rows, conversion=conversion)
     data = pickle.dumps(source)
     assert len(data) < 3000
-    assert pickle.loads(data)[RowDraw(999, 4)] == source[RowDraw(999, 4)]
+    assert pickle.loads(data)[PlanEntry(999, 4)] == source[PlanEntry(999, 4)]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
@@ -191,17 +191,17 @@ def test_levels_of_a_file_decide_which_negatives_a_step_may_use(tmp_path, kind):
     source = open_source(SourceConfig("records", str(path)), tmp_path / "cache")
     for row in range(3):
         for level in (1, 2, 3, 4):
-            example = source[RowDraw(row, 9, LevelRule(level))]
+            example = source[PlanEntry(row, 9, LevelRule(level))]
             assert example.level == level
             assert example.negatives == (Negative(f"negative {row} of level {level}", level),)
-        cumulative = source[RowDraw(row, 9, LevelRule(3, cumulative=True))]
+        cumulative = source[PlanEntry(row, 9, LevelRule(3, cumulative=True))]
         assert sorted(negative.level for negative in cumulative.negatives) == [3, 4]
-        assert (source[RowDraw(row, 9)].level, len(source[RowDraw(row, 9)].negatives)) == (0, 4)
+        assert (source[PlanEntry(row, 9)].level, len(source[PlanEntry(row, 9)].negatives)) == (0, 4)
 
 
 def test_drawn_negatives_and_their_labels_are_of_every_level(tmp_path):
     source = dataset(tmp_path, labelled(3, 4), conversion="class_by_example", num_negatives=2)
-    plain, leveled = source[RowDraw(0, 5)], source[RowDraw(0, 5, LevelRule(2))]
+    plain, leveled = source[PlanEntry(0, 5)], source[PlanEntry(0, 5, LevelRule(2))]
     assert (leveled.negatives, leveled.negative_labels) == (plain.negatives, plain.negative_labels)
     assert len(plain.negative_labels) == 2
 
@@ -226,7 +226,7 @@ def test_columns_that_look_like_a_field_are_named_in_one_line(form, tmp_path, ca
         assert line.endswith("; a score counts with conversion: sts alone")
         assert ("anchor" in line) == (form == "parquet")  # of a column that is not read nobody knows that it is empty
     mapped = open_source(SourceConfig("triplets", str(path), columns={"negatives": "negative"}), tmp_path / "cache")
-    assert mapped[RowDraw(2, 0)].negatives == (Negative("n 2"),)
+    assert mapped[PlanEntry(2, 0)].negatives == (Negative("n 2"),)
 
 
 def test_of_several_columns_for_one_field_the_first_is_suggested(tmp_path, caplog):

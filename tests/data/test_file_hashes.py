@@ -4,15 +4,15 @@ import os
 import pytest
 
 from embeddings.common import InputError
-from embeddings.data import file_hashes
-from embeddings.data.file_hashes import hash_file, remember_hash
+from embeddings.data import store
+from embeddings.data.store import hash_file, remember_hash
 
 
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were read to be hashed."""
-    seen, real = [], file_hashes.file_sha256
-    monkeypatch.setattr(file_hashes, "file_sha256", lambda path: (seen.append(path), real(path))[1])
+    seen, real = [], store.file_sha256
+    monkeypatch.setattr(store, "file_sha256", lambda path: (seen.append(path), real(path))[1])
     return seen
 
 

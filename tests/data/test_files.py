@@ -1,7 +1,7 @@
 import pytest
 
 from embeddings.common import InputError
-from embeddings.data.files import resolve_files
+from embeddings.data.sources import resolve_files
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from embeddings.common import InputError
-from embeddings.data import RowDraw, SourceConfig, open_source
-from embeddings.data.hub import HubReader, resolve_revision
+from embeddings.data import PlanEntry, SourceConfig, open_source
+from embeddings.data.sources import HubReader, resolve_revision
 from tests.data.rows import pairs
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -36,7 +36,7 @@ def test_a_hub_source_is_streamed_at_its_commit_and_only_once(tmp_path, hub):
     config = SourceConfig("mine", "hub:org/name", subset="en", revision="main")
     for _ in range(2):
         source = open_source(config, tmp_path)
-        assert [source[RowDraw(row, 0)].query for row in range(len(source))] == ["query 0", "query 1", "query 2"]
+        assert [source[PlanEntry(row, 0)].query for row in range(len(source))] == ["query 0", "query 1", "query 2"]
     assert hub["info"] == [("org/name", "main"), ("org/name", COMMIT), ("org/name", "main")]
     assert hub["load"] == [("org/name", "en", "train", COMMIT, True)]
 

@@ -1,9 +1,8 @@
 import pytest
 
 from embeddings.common import InputError
-from embeddings.data import SourceConfig, languages
-from embeddings.data.cache import open_cached
-from embeddings.data.languages import read_languages
+from embeddings.data import SourceConfig, store
+from embeddings.data.store import open_cached, read_languages
 from tests.data.rows import pairs, write_jsonl
 
 
@@ -38,7 +37,7 @@ def test_a_record_without_a_language_is_named(tmp_path):
 
 
 def test_a_column_of_ever_new_texts_is_no_language(tmp_path, monkeypatch):
-    monkeypatch.setattr(languages, "MAX_LANGUAGES", 2)
+    monkeypatch.setattr(store, "MAX_LANGUAGES", 2)
     assert read(tmp_path, in_languages("a", "b", "a")) == [0, 1, 0]
     with pytest.raises(InputError, match=r"a\.jsonl:3: language 'c' is one of more than 2; map language"):
         read(tmp_path, in_languages("a", "b", "c"))

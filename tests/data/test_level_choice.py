@@ -4,8 +4,9 @@ from collections import Counter
 
 import pytest
 
-from embeddings.data.examples import LevelRule, Negative
-from embeddings.data.level_choice import places_of_level
+from embeddings.data.dataset import places_of_level
+from embeddings.data.records import Negative
+from embeddings.data.samplers.base import LevelRule
 
 ALL = tuple(Negative(f"{level}{name}", level) for level in (1, 2, 3, 4) for name in "ab")
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from embeddings.common import InputError, OptionError
-from embeddings.data.examples import RowDraw
-from embeddings.data.loader import ResumableLoader
+from embeddings.data.datamodule import ResumableLoader
 from embeddings.data.samplers import BlendedBatchSampler
+from embeddings.data.samplers.base import PlanEntry
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
 
 
 class RowEcho:
     """A data set that answers with the row it was asked for."""
 
-    def __getitem__(self, entry: RowDraw) -> int:
+    def __getitem__(self, entry: PlanEntry) -> int:
         return entry.row
 
 
@@ -48,7 +48,7 @@ def take(loader: ResumableLoader, count: int) -> Iterator[list[int]]:
 class BatchEcho(RowEcho):
     """The same for a whole batch at once."""
 
-    def __getitems__(self, entries: list[RowDraw]) -> list[int]:
+    def __getitems__(self, entries: list[PlanEntry]) -> list[int]:
         return [-1 - entry.row for entry in entries]
 
 
@@ -187,7 +187,7 @@ class Refusing:
     def __init__(self, row: int, error: Exception) -> None:
         self.row, self.error = row, error
 
-    def __getitem__(self, entry: RowDraw) -> int:
+    def __getitem__(self, entry: PlanEntry) -> int:
         if entry.row == self.row:
             raise self.error
         return entry.row

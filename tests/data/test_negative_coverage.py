@@ -9,7 +9,7 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.common.protocols import BatchNeeds
 from embeddings.data import SourceConfig, SourceDataset
-from embeddings.data.negative_coverage import (
+from embeddings.data.checks import (
     LevelCoverage,
     check_levels,
     check_negatives_asked_for,

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 
 from embeddings.common import InputError, OptionError
 from embeddings.data import EmbeddingDataModule, SourceConfig, TextDataModule, TextSource
-from embeddings.data.planned_datamodule import PlannedDataModule, start_worker
+from embeddings.data.datamodule import PlannedDataModule, start_worker
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger
 from tests.helpers.tiny import wordpiece_tokenizer
 

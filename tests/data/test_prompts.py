@@ -6,7 +6,7 @@ import pytest
 
 from embeddings.common import OptionError, TextSettings, instruction_prompt
 from embeddings.data import SourceConfig
-from embeddings.data.prompts import check_prompts, warn_of_unnamed_prompts, with_source_prompts
+from embeddings.data.checks import check_prompts, warn_of_unnamed_prompts, with_source_prompts
 from embeddings.data.tokenize import TextTokenizer
 from tests.helpers.tiny import wordpiece_tokenizer
 

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError
-from embeddings.data import readers
-from embeddings.data.readers import open_reader
+from embeddings.data import sources
+from embeddings.data.sources import open_reader
 from tests.data.rows import pairs, write_jsonl
 
 LINE = b'{"query": "q", "positive": "p"}\n'
@@ -99,7 +99,7 @@ def test_a_column_of_parquet_that_is_there_twice_is_refused_where_it_is_asked_fo
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 2**20)
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 2**20)
     (tmp_path / "a.jsonl").write_bytes(LINE + b'{"query": "' + b"x" * 2**20 + b'"}\n')
     with pytest.raises(InputError, match=r"a\.jsonl:2: the row is longer than 1 MiB"):
         read(tmp_path / "a.jsonl")
@@ -162,7 +162,7 @@ def test_a_literal_nan_reaches_the_field_that_holds_it(tmp_path):
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_blank_lines_without_an_end_are_refused_in_bounded_memory(tmp_path, monkeypatch, suffix):
     """A few kilobytes of gzip unpack to hours of them."""
-    monkeypatch.setattr("embeddings.data.readers.MAX_BLANK_LINES", 1000)
+    monkeypatch.setattr("embeddings.data.sources.MAX_BLANK_LINES", 1000)
     path = tmp_path / f"blank{suffix}"
     with (gzip.open if suffix.endswith("gz") else open)(path, "wb") as file:
         file.write(b'{"query": "q"}\n' + b" \n" * 1000 + b'{"query": "r"}\n')

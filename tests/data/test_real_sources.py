@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from embeddings.data import RowDraw, SourceConfig, open_source
+from embeddings.data import PlanEntry, SourceConfig, open_source
 
 ROOT = Path(os.environ.get("EMBED_DATA") or Path(__file__).parents[3] / "shared" / "data")
 CASES = [
@@ -24,7 +24,7 @@ def test_a_published_data_set_becomes_examples(tmp_path, name, options, num_rows
     if num_rows is not None:
         assert len(source) == num_rows
     for row in range(0, len(source), max(1, len(source) // 200)):
-        example = source[RowDraw(row, row)]
+        example = source[PlanEntry(row, row)]
         assert example.query.strip()
         assert all(text.strip() for text in example.positives)
         if options.get("conversion", "pairs").startswith("class"):

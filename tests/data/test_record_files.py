@@ -3,11 +3,10 @@
 import pytest
 
 from embeddings.common import InputError
-from embeddings.data import Negative, SourceConfig, record_files
-from embeddings.data.cache import open_cached
-from embeddings.data.readers import open_reader
-from embeddings.data.record_files import has_levels, write_records
-from embeddings.data.records import RECORD_FIELDS, Record, parse_record
+from embeddings.data import Negative, SourceConfig
+from embeddings.data.records import RECORD_FIELDS, Record, has_levels, parse_record, write_records
+from embeddings.data.sources import open_reader
+from embeddings.data.store import open_cached
 from tests.data.rows import pairs, write_jsonl
 
 PLAIN = [
@@ -21,7 +20,7 @@ GRADED = [*PLAIN[:1], Record("q", ("p",), (Negative("n", 1), Negative("m", 1), N
 @pytest.mark.parametrize("group_rows", [1, 2, 4096])
 @pytest.mark.parametrize(("records", "graded"), [(PLAIN, False), (GRADED, True), (GRADED[:1], False)])
 def test_every_field_is_read_back_as_it_was(records, graded, group_rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(record_files, "GROUP_ROWS", group_rows)
+    monkeypatch.setattr("embeddings.data.records.GROUP_ROWS", group_rows)
     path = tmp_path / "records.parquet"
     assert write_records(path, iter(records), graded) == len(records)
     rows = open_reader(path, RECORD_FIELDS, ("query",))

@@ -3,9 +3,9 @@ import math
 import pytest
 
 from embeddings.common import InputError
-from embeddings.data.examples import Negative
 from embeddings.data.records import (
     RECORD_FIELDS,
+    Negative,
     Record,
     label_key,
     look_alikes,

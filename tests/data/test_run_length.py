@@ -10,7 +10,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
-from embeddings.data.run_length import RunLength, run_steps
+from embeddings.data.samplers.base import RunLength, run_steps
 from tests.data.killed_runs import LIGHTNING_WARNINGS
 
 

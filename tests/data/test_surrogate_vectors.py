@@ -10,11 +10,10 @@ import torch
 from embeddings.common import InputError, OptionError
 from embeddings.common.directions import CHECKED
 from embeddings.common.fileio import text_hash, write_manifest
-from embeddings.data import EmbeddingDataModule, Mixture, RowDraw, SourceConfig, SourceDataset, surrogate_vectors
-from embeddings.data.collate import ContrastiveCollator
-from embeddings.data.examples import LevelRule
+from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfig, SourceDataset, surrogate_vectors
+from embeddings.data.samplers.base import LevelRule
 from embeddings.data.surrogate_vectors import SurrogateVectors
-from embeddings.data.tokenize import TextSettings, TextTokenizer
+from embeddings.data.tokenize import ContrastiveCollator, TextSettings, TextTokenizer
 from embeddings.losses import InfoNCE, SurrogateFilter
 from tests.data.rows import dataset, pairs
 from tests.data.surrogates import number_of, write_surrogates
@@ -91,11 +90,11 @@ def test_hard_negatives_have_the_vectors_of_their_texts_as_many_as_are_drawn(tmp
     for num_negatives in (0, 1, 2, 5):
         collate = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), num_negatives, 4)
         chosen = (3, 0, 6)
-        batch = collate([source[RowDraw(row, 0)] for row in chosen])
+        batch = collate([source[PlanEntry(row, 0)] for row in chosen])
         drawn = [text for row in chosen for text in rows[row]["negatives"][:num_negatives]]
         assert number_of(batch.surrogate_candidate_CS).tolist() == [*chosen, *(number[text] for text in drawn)]
         assert batch.candidate_hash_C[3:].tolist() == [text_hash(text) for text in drawn]
-    assert source[RowDraw(0, 0)].surrogate_negatives(7).shape == (0, 4)
+    assert source[PlanEntry(0, 0)].surrogate_negatives(7).shape == (0, 4)
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
@@ -106,7 +105,7 @@ def test_the_negatives_of_a_level_have_their_own_vectors(tmp_path, cumulative):
     # Documents: the positive, then the negatives in their order.
     number = {negative["text"]: 1 + place for place, negative in enumerate(negatives)}
     for draw in range(5):
-        example = source[RowDraw(0, draw, LevelRule(2, cumulative))]
+        example = source[PlanEntry(0, draw, LevelRule(2, cumulative))]
         texts = [negative.text for negative in example.negatives]
         assert len(texts) == (4 if cumulative else 2)
         for count in (1, 2, 4):
@@ -127,7 +126,7 @@ def test_the_filter_takes_out_other_queries_hard_negatives_and_spares_a_querys_o
     np.save(folder / "documents" / "vectors-00000.npy", np.eye(2, dtype=np.float32)[answers])
     source = with_vectors(plain, folder)
     collate = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 2, 2)
-    batch = collate([source[RowDraw(row, 0)] for row in range(2)])
+    batch = collate([source[PlanEntry(row, 0)] for row in range(2)])
     vectors = torch.eye(2, dtype=torch.float64)
     # Scores are 1 where a document answers and 0 elsewhere: beside the positive, three others score 0 and two score 1.
     for rule, num_left in ((None, 2), (SurrogateFilter(), 1), (SurrogateFilter(spare_own_negatives=False), 0)):
@@ -153,7 +152,7 @@ def test_a_batch_carries_the_vectors_of_queries_and_drawn_positives(plain, tmp_p
     collate = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 1, mixture.surrogate_width)
     documents, drawn = documents_of(plain), set()
     for draw in range(10):
-        examples = [mixture[RowDraw(row, draw + row)] for row in (5, 9, 2)]
+        examples = [mixture[PlanEntry(row, draw + row)] for row in (5, 9, 2)]
         batch = collate(examples)
         assert number_of(batch.surrogate_query_BS).nan_to_num(-1).tolist() == [5.25, -1, 2.25]
         assert batch.surrogate_candidate_CS.shape == (5, 4)
@@ -169,7 +168,7 @@ def test_a_batch_carries_the_vectors_of_queries_and_drawn_positives(plain, tmp_p
 
 def test_without_surrogates_a_batch_has_none(plain):
     assert Mixture([plain]).surrogate_width is None
-    batch = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 1)([plain[RowDraw(0, 0)]])
+    batch = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 1)([plain[PlanEntry(0, 0)]])
     assert batch.surrogate_query_BS is None
     assert batch.surrogate_candidate_CS is None
 

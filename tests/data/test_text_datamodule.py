@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from embeddings.common import InputError, OptionError
 from embeddings.common.packed_rows import PackedRows
 from embeddings.data import BlendedBatchSampler, TextDataModule, TextSource
-from embeddings.data.examples import RowDraw
+from embeddings.data.samplers.base import PlanEntry
 from embeddings.data.text_datamodule import validation_batches
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
 from tests.data.test_token_stream import TEXTS, source
@@ -57,7 +57,7 @@ def test_an_epoch_holds_every_row_once_but_for_those_that_fill_no_batch(options:
     first = module.rows[: data.batches_per_epoch]
     seen = [tuple(batch[start : start + length]) for batch in first for start in range(0, 32, length)]
     collate = data._collator()
-    every = [tuple(content(collate([data.rows[RowDraw(row, 0)]]))) for row in range(num_rows)]
+    every = [tuple(content(collate([data.rows[PlanEntry(row, 0)]]))) for row in range(num_rows)]
     left = list(every)
     for row in seen:
         left.remove(row)

@@ -9,7 +9,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.data.docstrings import HELD_OUT_PACKAGES
-from embeddings.data.text_sources import Documents, TextSource
+from embeddings.data.text_streams import Documents, TextSource
 
 TEXTS = ["one fox", "two foxes", " \n", "", "naïve café"]
 
@@ -103,12 +103,12 @@ def test_a_package_that_is_not_installed_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from embeddings.data import hub
-    from embeddings.data.readers import Row
+    from embeddings.data import sources
+    from embeddings.data.sources import Row
 
     rows = [Row("hub:a/b[test]:1", {"text": "one", "n": 1}), Row("hub:a/b[test]:2", {"text": "", "n": 2})]
-    monkeypatch.setattr(hub, "_ask_commit", lambda name, revision: "c" * 40)
-    monkeypatch.setattr(hub.HubReader, "__iter__", lambda self: iter(rows))
+    monkeypatch.setattr(sources, "_ask_commit", lambda name, revision: "c" * 40)
+    monkeypatch.setattr(sources.HubReader, "__iter__", lambda self: iter(rows))
     found = documents(tmp_path, path="hub:a/b", split="test")
     assert found.inputs == [{"hub": "a/b", "subset": None, "split": "test", "commit": "c" * 40}]
     assert list(found) == ["one"]

@@ -9,8 +9,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from embeddings.common import InputError, OptionError
-from embeddings.data.text_sources import TextSource
-from embeddings.data.token_stream import STARTS_FILE, TOKENS_FILE, DocumentTokenizer, TokenStream, open_stream
+from embeddings.data.text_streams import (
+    STARTS_FILE,
+    TOKENS_FILE,
+    DocumentTokenizer,
+    TextSource,
+    TokenStream,
+    open_stream,
+)
 from tests.helpers.tiny import bpe_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
 
 TEXTS = ["how do I pad", "the quick brown fox " * 9, "a", "one length", "return the sum of two numbers " * 4]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from embeddings.losses import similarity_matrix
-from embeddings.losses.similarity import comparable
+from embeddings.losses.tiles import comparable
 
 
 def test_the_cosine_equals_a_loop() -> None:

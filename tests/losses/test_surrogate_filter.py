@@ -11,8 +11,14 @@ from torch import Tensor
 from embeddings.common import ContrastiveBatch, OptionError
 from embeddings.common.mini_batches import take_texts
 from embeddings.losses import InfoNCE, SurrogateFilter
-from embeddings.losses.masks import CandidateFacts, QueryFacts, is_negative_mask, query_index
-from embeddings.losses.surrogate_filter import surrogate_false_negatives, surrogate_vectors
+from embeddings.losses.masks import (
+    CandidateFacts,
+    QueryFacts,
+    is_negative_mask,
+    query_index,
+    surrogate_false_negatives,
+    surrogate_vectors,
+)
 from tests.helpers.contrastive import Record, batch_of, random_batch
 from tests.helpers.ranks import run_on_two_ranks
 

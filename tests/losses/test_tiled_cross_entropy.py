@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from embeddings.losses import tiled_cross_entropy
-from embeddings.losses.tiled_cross_entropy import _tiles, tiled_cross_entropies
+from embeddings.losses.tiles import _tiles, tiled_cross_entropies
 from tests.helpers.contrastive import relative_error
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embeddings.losses.token_cross_entropy import token_cross_entropy
+from embeddings.losses.prediction import token_cross_entropy
 
 
 def case(num_targets: int = 11, vocabulary: int = 7) -> tuple[Tensor, Tensor, nn.Linear]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from embeddings.common import TokenBatch
-from embeddings.losses.word_prediction import WordPrediction
+from embeddings.losses.prediction import WordPrediction
 
 TEXTS = [[1, 5, 7, 5, 2], [1, 9, 2], [1, 2], [1, 4, 6, 8, 10, 11, 2]]
 SPECIAL = (0, 1, 2)
@@ -96,5 +96,5 @@ def test_frequent_words_pull_no_vector_towards_them() -> None:
 def test_the_value_is_the_same_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     table, vectors = torch.randn(12, 6), torch.randn(4, 6)
     whole = WordPrediction(table, SPECIAL)(vectors, tokens(TEXTS))
-    monkeypatch.setattr("embeddings.losses.word_prediction._TILE", 3)
+    monkeypatch.setattr("embeddings.losses.prediction._TILE", 3)
     assert WordPrediction(table, SPECIAL)(vectors, tokens(TEXTS)).item() == pytest.approx(whole.item(), rel=1e-6)

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.fileio import write_manifest
-from embeddings.data.cache import CachedSource, open_cached
 from embeddings.data.sources import SourceConfig
+from embeddings.data.store import CachedSource, open_cached
 from embeddings.inference.vector_shards import VectorShards, save_vectors
 from embeddings.mining.pair_index import index_pairs
 from embeddings.mining.pair_vectors import PairVectors

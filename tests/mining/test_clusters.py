@@ -171,7 +171,7 @@ def test_topics_become_clusters(kind, source, tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from embeddings.data.cache import open_cached
+from embeddings.data.store import open_cached
 from embeddings.data.sources import SourceConfig
 from embeddings.mining import clusters
 from embeddings.mining.features import VectorFeatures

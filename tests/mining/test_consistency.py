@@ -8,7 +8,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.fileio import write_manifest
 from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig
-from embeddings.data.cache import open_cached
+from embeddings.data.store import open_cached
 from embeddings.inference.search import unit_rows
 from embeddings.inference.vector_shards import VectorShards, save_vectors
 from embeddings.mining import consistency

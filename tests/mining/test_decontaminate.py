@@ -15,7 +15,7 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import KEPT, ArrayTask
 from embeddings.data import SourceConfig
-from embeddings.data.cache import open_cached
+from embeddings.data.store import open_cached
 from embeddings.data.table import StoredRow
 from embeddings.inference.bm25 import WordTokenizer
 from embeddings.mining import duplicates as decontaminate

@@ -11,7 +11,7 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import KEPT, ArrayTask
 from embeddings.data import SourceConfig
-from embeddings.data.cache import open_cached
+from embeddings.data.store import open_cached
 from embeddings.mining import duplicates
 from embeddings.mining.duplicates import COPY, NEAR_COPY, find_duplicates
 from tests.data.rows import pairs, write_jsonl

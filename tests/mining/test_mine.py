@@ -11,7 +11,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
-from embeddings.data import RowDraw, SourceConfig, open_source
+from embeddings.data import PlanEntry, SourceConfig, open_source
 from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
 from embeddings.mining.negatives import NegativeRules
 from embeddings.mining.pair_vectors import EncodedTexts
@@ -73,7 +73,7 @@ def test_the_records_are_a_source_again_with_negatives_and_scores(tmp_path):
     source = open_source(SourceConfig("mined", str(tmp_path / "mined.parquet")), tmp_path / "cache")
     assert len(source) == len(ROWS)
     for number, row in enumerate(rows):
-        assert [negative.text for negative in source[RowDraw(number, 0)].negatives] == row["negatives"]
+        assert [negative.text for negative in source[PlanEntry(number, 0)].negatives] == row["negatives"]
     counts = [len(row["negatives"]) for row in rows]
     assert report == MiningReport(
         tmp_path / "mined.parquet", 22, 22, report.num_candidates, report.removed, report.num_left,

@@ -7,8 +7,8 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.common.fileio import text_hash
-from embeddings.data.cache import open_cached
 from embeddings.data.sources import SourceConfig
+from embeddings.data.store import open_cached
 from embeddings.mining import pair_index
 from embeddings.mining.pair_index import concatenated_ranges, equal_hashes, index_pairs
 from tests.data.rows import labelled, write_jsonl

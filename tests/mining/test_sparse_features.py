@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.data.cache import open_cached
 from embeddings.data.sources import SourceConfig
+from embeddings.data.store import open_cached
 from embeddings.mining import features as sparse_features
 from embeddings.mining.features import Bm25Features, _bm25_weights, _term_counts
 from tests.data.rows import labelled, write_jsonl

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from embeddings.common import InputError, OptionError
-from embeddings.losses.token_cross_entropy import token_cross_entropy
+from embeddings.losses.prediction import token_cross_entropy
 from embeddings.models import BackboneConfig, FromScratch, HeadSettings, LanguageModel, LoraSettings, load_backbone
 from embeddings.models.language_model import check_head, head_logits, load_language_model
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer

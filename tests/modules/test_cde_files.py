@@ -8,7 +8,7 @@ import pytest
 
 from embeddings.cli.main import main
 from embeddings.data import SourceConfig
-from embeddings.data.cache import open_cached
+from embeddings.data.store import open_cached
 from tests.data.cluster_folders import write_clusters
 from tests.data.surrogates import write_surrogates
 from tests.helpers.runs import write_config

@@ -14,7 +14,7 @@ from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import OptionError
 from embeddings.common.packed_rows import PackedRows, Prediction
-from embeddings.data.examples import RowDraw
+from embeddings.data.samplers.base import PlanEntry
 from embeddings.figures.run_metrics import read_curves
 from embeddings.models import BackboneConfig, FromScratch, HeadSettings, LoraSettings, MeanPooling
 from embeddings.modules import MaskedLMModule, NVEmbedModule
@@ -226,7 +226,7 @@ def test_validation_hides_the_same_tokens_each_time_and_counts_every_target_once
     rows = data._validation_rows
     assert len(rows) > 8
     assert len(rows) % 8 != 0
-    entries = [rows[RowDraw(row, row)] for row in range(len(rows))]
+    entries = [rows[PlanEntry(row, row)] for row in range(len(rows))]
     whole = data._collator()(entries)
     assert isinstance(whole, Prediction)
     with torch.no_grad():

@@ -13,7 +13,7 @@ import pytest
 from embeddings.common import InputError, OptionError
 from embeddings.common.randomness import derive_seed
 from embeddings.data import SourceConfig
-from embeddings.data.cache import open_cached, read_records
+from embeddings.data.store import open_cached, read_records
 from embeddings.synthesis.client import ChatClient, Sampling
 from embeddings.synthesis.generate import Plan, dry_run, plan_items, synthesize
 from embeddings.synthesis.prompts import METHODS, MGH, NV_EMBED, Templates

@@ -6,7 +6,7 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.data import SourceConfig
-from embeddings.data.cache import open_cached, read_records
+from embeddings.data.store import open_cached, read_records
 from embeddings.synthesis.generate import regenerate_dry_run, regenerate_negatives
 from embeddings.synthesis.prompts import MGH, Templates
 from tests.helpers.chat_server import Reply, answers_badly, answers_well

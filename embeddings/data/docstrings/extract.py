@@ -1,14 +1,25 @@
 """Functions and their docstrings, read from source text with Python's own parser."""
 
 import ast
+import difflib
+import functools
+import inspect
 import io
+import os
+import pkgutil
+import platform
+import re
+import sysconfig
 import textwrap
 import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
-from embeddings.data.docstrings.sentences import first_sentence
+from embeddings.common.errors import OptionError
 
 MAX_DOCUMENT_CHARACTERS = 2000
 
@@ -117,3 +128,253 @@ def _code(function: _Function, lines: list[bytes]) -> str:
     code = b"".join(head).decode() + b"".join(tail).decode()
     kept = [line.rstrip() for line in code.split("\n") if line.strip()]
     return textwrap.dedent("\n".join(kept))
+
+
+STANDARD_LIBRARY = "stdlib"
+
+# Tests, copies of other packages, and what only a developer of the package runs.
+# fmt: off
+SKIPPED_FOLDERS = frozenset((
+    "test", "tests", "testing", "_testing", "_vendor", "_vendored", "vendor", "vendored", "extern", "externals",
+    "_extern", "third_party", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "ensurepip",
+    "pydoc_data", "benchmarks",
+))
+# fmt: on
+# Hundreds of model files that repeat one another, the passes of a compiler, and build tools: two fifths of all the
+# bytes, and few functions that anybody looks for.
+# fmt: off
+SKIPPED_MODULES = frozenset((
+    "transformers.models", "torch._inductor", "torch._dynamo", "torch._functorch", "torch._higher_order_ops",
+    "torch._export", "numpy.distutils", "numpy.f2py",
+))
+# fmt: on
+
+
+class SourceFile(NamedTuple):
+    """One source file of a package.
+
+    Attributes:
+        package: The name that the user wrote, such as `torch` or `stdlib`.
+        module: Dotted name under which Python would import it.
+        path: Where it lies.
+        size: Its length in bytes.
+    """
+
+    package: str
+    module: str
+    path: Path
+    size: int
+
+
+def is_available(package: str) -> bool:
+    """Whether this Python has the package, with source files."""
+    return bool(_roots(package))
+
+
+def require_available(package: str) -> None:
+    """Check that this Python has the package, with source files.
+
+    Raises:
+        OptionError: If it has not.
+    """
+    if not is_available(package):
+        near = difflib.get_close_matches(package, sorted({STANDARD_LIBRARY, *_importable()}), n=1)
+        hint = f"did you mean {near[0]}?" if near else "pip install it, or take it out of the list"
+        raise OptionError("packages", package, "must name installed packages as one imports them", hint)
+
+
+def find_sources(package: str) -> list[SourceFile]:
+    """The source files of an installed package, sorted by module, without its tests and the copies of others in it.
+
+    Determinism: the list depends on the package alone, not on the order in which the file system answers.
+
+    Args:
+        package: Top-level name as one imports it (`sklearn`), or `stdlib` for Python's standard library.
+
+    Raises:
+        OptionError: If no such package is installed, or it has no source files.
+    """
+    require_available(package)
+    prefix = "" if package == STANDARD_LIBRARY else package
+    found = {file.module: file for root in _roots(package) for file in _walk(package, prefix, root)}
+    return [found[module] for module in sorted(found)]
+
+
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The installed version of each package, Python's own for the standard library, and "" where none is recorded."""
+    distributions = _distributions()
+    versions = {}
+    for package in sorted(packages):
+        if package == STANDARD_LIBRARY:
+            versions[package] = platform.python_version()
+        else:
+            names = distributions.get(package, [])
+            versions[package] = version(names[0]) if names else ""
+    return versions
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """The distributions of each top-level module: a scan of every installed file list, so it is made once."""
+    return packages_distributions()
+
+
+def _roots(package: str) -> list[Path]:
+    if package == STANDARD_LIBRARY:
+        return [Path(sysconfig.get_path("stdlib"))]
+    # A dotted name would make `find_spec` import the parent.
+    if not package.isidentifier():
+        return []
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):
+        return []
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return sorted(Path(folder) for folder in spec.submodule_search_locations)
+    return [Path(spec.origin)] if spec.origin is not None and spec.origin.endswith(".py") else []
+
+
+def _walk(package: str, prefix: str, root: Path) -> Iterator[SourceFile]:
+    if root.is_file():
+        yield SourceFile(package, prefix, root, root.stat().st_size)
+        return
+    for folder, subfolders, names in os.walk(root):
+        parents = [part for part in (prefix, *Path(folder).relative_to(root).parts) if part]
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name.isidentifier() and name not in SKIPPED_FOLDERS and ".".join((*parents, name)) not in SKIPPED_MODULES
+        ]
+        for name in names:
+            stem, extension = os.path.splitext(name)
+            if extension == ".py" and stem.isidentifier() and not _is_test(stem):
+                module = ".".join(parents if stem == "__init__" else (*parents, stem))
+                path = Path(folder, name)
+                yield SourceFile(package, module, path, path.stat().st_size)
+
+
+def _is_test(stem: str) -> bool:
+    return stem.startswith("test_") or stem.endswith("_test") or stem in {"conftest", "test"}
+
+
+def _importable() -> Iterator[str]:
+    return (module.name for module in pkgutil.iter_modules() if not module.name.startswith("_"))
+
+
+MIN_WORDS = 4
+MAX_WORDS = 60
+
+# fmt: off
+_ABBREVIATIONS = frozenset((
+    "e.g", "i.e", "etc", "vs", "cf", "resp", "approx", "incl", "excl", "fig", "figs", "eq", "eqs", "eqn", "sec",
+    "ref", "refs", "no", "nos", "vol", "pp", "al", "ca", "dr", "mr", "mrs", "st", "w.r.t", "wrt", "s.t", "a.k.a",
+    "viz", "ch", "def", "thm", "prop",
+))
+# fmt: on
+_SENTENCE_END = re.compile(r"[.!?](?=[\s\"')\]]|$)")
+_SECTION = re.compile(
+    r"^\s*(:(?!\w+:`)[\w ,.*]+:.*|@\w+\b.*|>>>.*|\.\. .*|```.*|\$ .*|[-*+] .*|\d+[.)] .*|[-=~^]{3,}"
+    r"|(args?|arguments?|params?|parameters?|returns?|raises?|yields?|examples?|usage|notes?|warnings?|attributes?"
+    r"|keyword args?|see also|references?|shape|inputs?|outputs?|todo)\s*:{0,2})\s*$",
+    re.IGNORECASE,
+)
+_SIGNATURE = re.compile(r"^[\w.]+\s*\([^)]*\)?\s*((->|--|=>|:).*)?$|^[\w.]+\(.*\)\s*((->|--|=>).*)?$")
+_ARGUMENT = re.compile(r"\s*\*{0,2}\w+\s*(\([^)]*\))?: ")
+_CAPITALISED = re.compile(r"\s*[A-Z][a-z]+ [a-z]")
+_SHORTEST_WRAPPED = 50
+_BOILERPLATE = re.compile(
+    r"^\W*(see |refer to|(an )?alias\b|deprecat|inherit|overrid|same as|similar to|equivalent to (calling|the)"
+    r"|todo|fixme|xxx|hack|internal\b|private\b|for internal|not implemented|placeholder|dummy|magic method"
+    r"|initiali[sz]es? (self|internal|the (object|class|instance))|constructor\b|implementation of (the )?abstract"
+    r"|this (method|function|class) (is|has been|(should|must|will|can|may) be) (deprecated|overrid|implemented|called)"
+    r"|(must|should|can) be (overrid|implement)|do not |don't |copied from|adapted from|copyright|licen[sc]e"
+    r"|(new|added|changed) in |in-?place version of|return self\b|returns? (a )?(string )?repr"
+    r"|test(s|ing)? (that|if|whether|for) )",
+    re.IGNORECASE,
+)
+_MARKUP = (
+    (re.compile(r"!?\[([^\]]+)\]\((?:[^()\s]+)\)"), r"\1"),
+    (re.compile(r":[\w:.+-]+:`~?!?([^`<]+?)\s*<[^`>]*>`"), r"\1"),
+    (re.compile(r":[\w:.+-]+:`~([^`]+)`"), lambda match: match[1].rsplit(".", 1)[-1]),
+    (re.compile(r":[\w:.+-]+:`!?([^`]+)`"), r"\1"),
+    (re.compile(r"`([^`<]+?)\s*<[^`>]*>`_{0,2}"), r"\1"),
+    (re.compile(r"``([^`]+)``"), r"\1"),
+    (re.compile(r"`([^`]+)`_{0,2}"), r"\1"),
+    (re.compile(r"(?<![\w*])(\*{1,2})(?=\S)([^*]+?)(?<=\S)\1(?![\w*])"), r"\2"),
+    (re.compile(r"\s*\[[\w-]+\]_"), ""),
+    (re.compile(r"\|([A-Za-z]\w*)\|"), r"\1"),
+    (re.compile(r"\s*\(?\bhttps?://\S+"), ""),
+    (re.compile(r"^\W*(?=[A-Za-z])"), ""),
+)
+
+
+def first_sentence(docstring: str) -> str | None:
+    """The first sentence of a docstring without its markup and final stop, or None where it says too little.
+
+    A line that only repeats the signature is passed over. Sections, lists, examples and blank lines end the sentence
+    where no stop does; the stops of "e.g." and of file names and numbers do not. None stands for a sentence of fewer
+    than `MIN_WORDS` or more than `MAX_WORDS` words, one that is not prose, and phrases that any function could carry
+    ("See base class", "Initialize self").
+
+    Args:
+        docstring: The docstring as the source has it.
+    """
+    paragraph = _first_paragraph(docstring)
+    text = _plain(paragraph)
+    sentence = _cut(text).rstrip(" .!;,").strip()
+    return sentence if _says_enough(sentence) else None
+
+
+def _first_paragraph(docstring: str) -> str:
+    lines: list[str] = []
+    for line in inspect.cleandoc(docstring).splitlines():
+        if not line.strip():
+            if lines:
+                break
+            continue
+        if _SECTION.match(line):
+            break
+        if not lines and _SIGNATURE.match(line.strip()) and "(" in line:
+            continue
+        if lines and _starts_anew(lines, line):
+            break
+        lines.append(line.strip())
+    return " ".join(lines)
+
+
+def _starts_anew(lines: list[str], line: str) -> bool:
+    """Whether a line describes an argument, or follows a single line that was too short to have been wrapped."""
+    unwrapped = len(lines) == 1 and len(lines[0]) <= _SHORTEST_WRAPPED and lines[0][-1].isalnum()
+    return _ARGUMENT.match(line) is not None or (unwrapped and _CAPITALISED.match(line) is not None)
+
+
+def _plain(text: str) -> str:
+    for pattern, replacement in _MARKUP:
+        text = pattern.sub(replacement, text)
+    return " ".join(text.split())
+
+
+def _cut(text: str) -> str:
+    for match in _SENTENCE_END.finditer(text):
+        before, after = text[: match.start()], text[match.end() :].lstrip("\"')] ")
+        words = before.split()
+        last = words[-1].lstrip("(\"'[") if words else ""
+        if not after:
+            return text
+        is_initial = len(last) == 1 and last.isupper() and after[0].isupper()
+        if last.lower() in _ABBREVIATIONS or is_initial:
+            continue
+        if match[0] == "." and after[0].islower():
+            continue
+        return before
+    return text
+
+
+def _says_enough(sentence: str) -> bool:
+    words = re.findall(r"[^\W\d_]{2,}", sentence)
+    if not MIN_WORDS <= len(sentence.split()) <= MAX_WORDS or len(words) < MIN_WORDS:
+        return False
+    prose = sum((character.isalpha() and character.isascii()) or character == " " for character in sentence)
+    return prose >= 0.75 * len(sentence) and not sentence.endswith(":") and not _BOILERPLATE.match(sentence)

@@ -1,11 +1,10 @@
 """Which rows make up each batch: pure functions of (seed, epoch, step)."""
 
-from embeddings.data.samplers.base import BatchSampler, SourceIdentity
+from embeddings.data.samplers.base import BatchSampler, KeyedPermutation, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
 from embeddings.data.samplers.clustered import ClusteredBatchSampler
 from embeddings.data.samplers.curriculum import CurriculumBatchSampler
 from embeddings.data.samplers.homogeneous import HomogeneousBatchSampler
-from embeddings.data.samplers.permutation import KeyedPermutation
 
 __all__ = [
     "BatchSampler",

@@ -1,10 +1,12 @@
 """What every batch sampler is: a pure function from (seed, epoch, step) to one global batch."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
-from typing import NamedTuple, Self
+from itertools import pairwise, repeat
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch.distributed as dist
@@ -14,14 +16,13 @@ from torch.utils.data import Sampler
 from embeddings.common.errors import OptionError
 from embeddings.common.protocols import BatchNeeds
 from embeddings.common.randomness import derive_seed
-from embeddings.data.examples import LevelRule, RowDraw
-from embeddings.data.run_length import RunLength
-from embeddings.data.samplers.permutation import mix_bits
 
 Rows = NDArray[np.int64]
-
 # One more whenever the same options come to mean other batches.
 PLAN_VERSION = 2
+NUM_ROUNDS = 6
+_MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
+_HALF = np.uint64(32)
 
 
 class SourceIdentity(NamedTuple):
@@ -36,7 +37,69 @@ class SourceIdentity(NamedTuple):
     key: str
 
 
-class BatchSampler(Sampler[list[RowDraw]], ABC):
+class LevelRule(NamedTuple):
+    """Which hard negatives a step may use.
+
+    Attributes:
+        level: 1 (hardest) to 4 (easiest).
+        cumulative: Whether the coarser levels, those above it, may be used too.
+    """
+
+    level: int
+    cumulative: bool = False
+
+
+class PlanEntry(NamedTuple):
+    """One entry of a batch plan.
+
+    Attributes:
+        row: Row in the mixture (all sources one after another).
+        draw: Key of every random choice made for this entry, a pure function of (seed, epoch, position), so that the
+            choices depend on neither the rank nor the worker that makes them.
+        rule: Which of the row's hard negatives the step may use, or None for all.
+    """
+
+    row: int
+    draw: int
+    rule: LevelRule | None = None
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """What turns a batch of the plan into an optimiser step of the run.
+
+    Attributes:
+        batches_per_epoch: Batches of one rank that the trainer takes of an epoch.
+        accumulate_grad_batches: Batches of one optimiser step; an epoch's last step may have fewer. None where the
+            number changes on the way.
+        total_steps: Optimiser steps of the whole run, None where the trainer sets no end.
+        is_trial: Whether the run is a few batches to see that it runs at all (`fast_dev_run`).
+    """
+
+    batches_per_epoch: int
+    accumulate_grad_batches: int | None = 1
+    total_steps: int | None = None
+    is_trial: bool = False
+
+    @classmethod
+    def of(cls, trainer: Any, batches_per_epoch: int) -> "RunLength":
+        """The length of a Lightning trainer's run over a plan with so many batches of one rank in an epoch."""
+        taken = batches_taken(trainer, batches_per_epoch)
+        total_steps = run_steps(trainer, batches_per_epoch)
+        accumulated = trainer.accumulate_grad_batches if _accumulation_scheduler(trainer) is None else None
+        return cls(taken, accumulated, total_steps, bool(trainer.fast_dev_run))
+
+    def step_of(self, epoch: int, batch: int) -> int:
+        """The optimiser step, from 0, that a batch of an epoch is part of: `global_step` while the batch is trained on.
+
+        An epoch's last step may have fewer batches than the others: no step has batches of two epochs.
+        """
+        assert self.accumulate_grad_batches is not None
+        steps_per_epoch = -(-self.batches_per_epoch // self.accumulate_grad_batches)
+        return epoch * steps_per_epoch + batch // self.accumulate_grad_batches
+
+
+class BatchSampler(Sampler[list[PlanEntry]], ABC):
     """Yields this rank's slice of each batch of an epoch.
 
     A subclass says how many steps an epoch has (`num_steps`) and what a step holds (`global_batch`); ranks, epochs and
@@ -198,7 +261,7 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
         """Batches of a whole epoch."""
         return self.num_steps
 
-    def __iter__(self) -> Iterator[list[RowDraw]]:
+    def __iter__(self) -> Iterator[list[PlanEntry]]:
         """This rank's batches of the present epoch, from `start` on."""
         rank, _ = self.place
         epoch, mine = self.epoch, slice(rank * self.batch_size, (rank + 1) * self.batch_size)
@@ -207,8 +270,187 @@ class BatchSampler(Sampler[list[RowDraw]], ABC):
             rule = self.level_rule(epoch, step)
             # The tuples' own constructor takes half the time of a named tuple's.
             entries = zip(rows[mine].tolist(), draws[mine].tolist(), repeat(rule))
-            yield list(map(partial(tuple.__new__, RowDraw), entries))
+            yield list(map(partial(tuple.__new__, PlanEntry), entries))
 
 
 # Makes a plan of the rows of each source, batch_size, the seed and the weight of each source.
 SamplerFactory = Callable[[Sequence[int], int, int, Sequence[float]], BatchSampler]
+
+
+def batches_taken(trainer: Any, batches_per_epoch: int) -> int:
+    """The batches of an epoch that the trainer's `limit_train_batches` leaves."""
+    limit = trainer.limit_train_batches
+    return min(batches_per_epoch, limit) if isinstance(limit, int) else int(batches_per_epoch * limit)
+
+
+def run_steps(trainer: Any, batches_per_epoch: int | None) -> int | None:
+    """Optimiser steps of a run, whichever of `max_steps` and `max_epochs` ends it first; None where neither does.
+
+    Lightning's own estimate would build the loader and drop a restored position.
+    """
+    ends = [int(trainer.max_steps)] if trainer.max_steps > 0 else []
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and batches_per_epoch is not None:
+        taken, scheduler = batches_taken(trainer, batches_per_epoch), _accumulation_scheduler(trainer)
+        changes = [0] if scheduler is None else [epoch for epoch in scheduler.epochs if epoch < trainer.max_epochs]
+        # From one change of the accumulation to the next all epochs have equally many steps.
+        ends.append(
+            sum(
+                (end - start) * -(-taken // accumulated_batches(trainer, start))
+                for start, end in pairwise([*changes, trainer.max_epochs])
+            )
+        )
+    return min(ends, default=None)
+
+
+def accumulated_batches(trainer: Any, epoch: int) -> int:
+    """The batches of one optimiser step in an epoch, which a `GradientAccumulationScheduler` may change."""
+    scheduler = _accumulation_scheduler(trainer)
+    return int(trainer.accumulate_grad_batches if scheduler is None else scheduler.get_accumulate_grad_batches(epoch))
+
+
+def batches_since_step(trainer: Any) -> int:
+    """The batches whose gradients are accumulated and wait for the optimiser step."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    progress = epoch_loop.batch_progress.current
+    # An epoch's last batch ends a step, whatever the number of its batches.
+    ends_epoch = progress.processed == progress.ready and epoch_loop._num_ready_batches_reached()
+    return 0 if ends_epoch else int(progress.processed % trainer.accumulate_grad_batches)
+
+
+def _accumulation_scheduler(trainer: Any) -> Any:
+    """Lightning's `GradientAccumulationScheduler` among the trainer's callbacks, by its method."""
+    callbacks = getattr(trainer, "callbacks", [])
+    return next((one for one in callbacks if hasattr(one, "get_accumulate_grad_batches")), None)
+
+
+Proportions = Literal["size", "uniform", "given"]
+# Powers of whole numbers may differ in the last bit between machines; the plan must not.
+_DIGITS = 12
+
+
+def source_parts(
+    sizes: Sequence[int],
+    weights: Sequence[float] | None = None,
+    proportions: Proportions = "size",
+    temperature: float = 1.0,
+) -> Sequence[float]:
+    """The part of each source, > 0; only their ratios matter.
+
+    Args:
+        sizes: Size of each source, each >= 1.
+        weights: With proportions `given`, the part of each source, > 0. Elsewhere None, or all equal.
+        proportions: `size`: part = size ** temperature; `uniform`: equal parts; `given`: `weights`.
+        temperature: The exponent, 0 to 1: 1 for parts as large as the sources, 0 for equal ones. With 0.3, XLM-R's for
+            languages, a source a hundredth as large as another has a quarter of the other's part.
+
+    Raises:
+        OptionError: If a weight or the temperature is impossible, or cannot take effect.
+    Source: Conneau and Lample 2019 (XLM), arXiv:1901.07291, §3.1, which calls the exponent alpha. Differs: sizes are
+        counted in whatever the sampler draws, not in sentences.
+    """
+    given = [1.0] * len(sizes) if weights is None else list(weights)
+    if len(given) != len(sizes):
+        raise OptionError("weights", given, f"must be one for each of the {len(sizes)} sources", "give as many")
+    if not 0 <= temperature <= 1:
+        rule = "must be from 0 to 1: it is the exponent of a source's size"
+        raise OptionError("sampler.temperature", temperature, rule, "for a root of 3.3 give 0.3")
+    if temperature != 1 and proportions != "size":
+        rule = f"cannot take effect with proportions {proportions!r}"
+        raise OptionError("sampler.temperature", temperature, rule, "set the sampler's proportions to size")
+    if proportions == "given":
+        if not all(0 < weight < float("inf") for weight in given):
+            raise OptionError(
+                "data.sources[].weight", given, "must be > 0 and finite", "leave out a source without part"
+            )
+        return given
+    if len(set(given)) > 1:
+        rule = f"cannot take effect with proportions {proportions!r}"
+        raise OptionError("data.sources[].weight", given, rule, "set the sampler's proportions to given")
+    if proportions == "uniform":
+        return [1] * len(sizes)
+    return sizes if temperature == 1 else [float(f"{size**temperature:.{_DIGITS}g}") for size in sizes]
+
+
+def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble each 64-bit value by a fixed bijection (two xor-shift-multiply rounds), so that neighbours part ways."""
+    mixed = (values ^ (values >> _HALF)) * _MULTIPLIER
+    mixed = (mixed ^ (mixed >> _HALF)) * _MULTIPLIER
+    return mixed ^ (mixed >> _HALF)
+
+
+def sorted_permutation(n: int, key: int) -> NDArray[np.int64]:
+    """A random order of 0 … n-1 by sorting keyed hashes, (n,) int64: the quicker one where all of few are wanted.
+
+    Determinism: (n, key) → the whole order, on every machine and numpy.
+    """
+    return np.argsort(mix_bits(np.arange(n, dtype=np.uint64) + np.uint64(key)), kind="stable")
+
+
+def _keyed_shift(values: NDArray[np.uint64], key: np.uint64, size: np.uint64) -> NDArray[np.uint64]:
+    """A number below `size` (at most 2^31) for each value below 2^32, by a hash of it under the key."""
+    hashed = (values ^ key) * _MULTIPLIER
+    hashed ^= hashed >> _HALF
+    hashed *= _MULTIPLIER
+    hashed >>= _HALF
+    hashed *= size
+    hashed >>= _HALF
+    return hashed
+
+
+class KeyedPermutation:
+    """A permutation of 0 … n-1 that is a pure function of (n, key) and takes no memory.
+
+    A Feistel network over a grid of rows and columns that is as near to square as holds n places: in turn a place's row
+    and its column are shifted around by a keyed hash of the other. A value that lands at n or above goes through again
+    until it falls below (cycle walking). The grid has fewer than sqrt(n) + 1 places too many, so hardly any value does.
+
+    Args:
+        n: Number of values, >= 1.
+        key: Any integer; different keys give independent orders.
+
+    Determinism: (n, key) → the whole order, on every machine and numpy; position i is found without the ones before it.
+    """
+
+    def __init__(self, n: int, key: int) -> None:
+        assert 1 <= n <= 2**62
+        self.n = n
+        num_rows = math.isqrt(n - 1) + 1
+        self._num_rows, self._num_columns = np.uint64(num_rows), np.uint64(-(-n // num_rows))
+        # Hashes below a small number are few, so a small range needs more rounds to reach all its orders evenly.
+        num_rounds = max(NUM_ROUNDS, 20 - (n - 1).bit_length())
+        self._round_keys = [np.uint64(derive_seed(key, "round", index)) for index in range(num_rounds)]
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The values at some positions of the order.
+
+        Args:
+            positions: Each in 0 … n-1, (k,) int64.
+
+        Returns:
+            Their values in 0 … n-1, (k,) int64, different for different positions.
+        """
+        values = self._encipher(positions.astype(np.uint64))
+        limit = np.uint64(self.n)
+        outside = values >= limit
+        while outside.any():
+            values[outside] = self._encipher(values[outside])
+            outside = values >= limit
+        return values.astype(np.int64)
+
+    def _encipher(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        row = values // self._num_columns
+        column = values - row * self._num_columns
+        for index, key in enumerate(self._round_keys):
+            if index % 2 == 0:
+                row = _shifted(row, _keyed_shift(column, key, self._num_rows), self._num_rows)
+            else:
+                column = _shifted(column, _keyed_shift(row, key, self._num_columns), self._num_columns)
+        return row * self._num_columns + column
+
+
+def _shifted(values: NDArray[np.uint64], shift: NDArray[np.uint64], size: np.uint64) -> NDArray[np.uint64]:
+    """(values + shift) mod size for both below size; the sum is overwritten."""
+    shift += values
+    # Below size the difference wraps round to a huge number.
+    shifted: NDArray[np.uint64] = np.minimum(shift, shift - size)
+    return shifted

@@ -10,9 +10,14 @@ from numpy.typing import NDArray
 
 from embeddings.common.errors import OptionError
 from embeddings.common.randomness import derive_seed
-from embeddings.data.samplers.base import BatchSampler, Rows, SourceIdentity
-from embeddings.data.samplers.permutation import KeyedPermutation
-from embeddings.data.samplers.proportions import Proportions, source_parts
+from embeddings.data.samplers.base import (
+    BatchSampler,
+    KeyedPermutation,
+    Proportions,
+    Rows,
+    SourceIdentity,
+    source_parts,
+)
 
 
 class HomogeneousBatchSampler(BatchSampler):

@@ -4,7 +4,7 @@ from dataclasses import astuple
 
 import pytest
 
-from embeddings.data.docstrings.deduplicate import (
+from embeddings.data.docstrings.corpus import (
     BOILERPLATE_FUNCTIONS,
     NEAR_DUPLICATE_JACCARD,
     Removed,

@@ -1,7 +1,7 @@
 import pytest
 
+from embeddings.data.docstrings.corpus import namespace_negatives
 from embeddings.data.docstrings.extract import DocumentedFunction
-from embeddings.data.docstrings.namespace import namespace_negatives
 
 
 def function(name: str, package: str, module: str) -> DocumentedFunction:

@@ -10,7 +10,7 @@ import pytest
 
 from embeddings.common import OptionError
 from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES, DocstringCorpus, prepare_docstrings
-from embeddings.data.docstrings.sources import is_available
+from embeddings.data.docstrings.extract import is_available
 
 VERBS = ("read", "write", "pad", "cut", "merge", "rank", "scale", "draw", "count", "split")
 NOUNS = ("graph", "tensor", "file", "page", "matrix", "string", "socket", "image", "token", "vector")

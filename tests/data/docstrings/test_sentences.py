@@ -1,6 +1,6 @@
 import pytest
 
-from embeddings.data.docstrings.sentences import MAX_WORDS, MIN_WORDS, first_sentence
+from embeddings.data.docstrings.extract import MAX_WORDS, MIN_WORDS, first_sentence
 
 
 @pytest.mark.parametrize(

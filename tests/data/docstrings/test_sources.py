@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.data.docstrings.sources import find_sources, is_available, package_versions
+from embeddings.data.docstrings.extract import find_sources, is_available, package_versions
 
 
 @pytest.fixture

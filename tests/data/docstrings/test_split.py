@@ -3,8 +3,8 @@ import random
 import pytest
 
 from embeddings.common import OptionError
+from embeddings.data.docstrings.corpus import SplitSizes, split_functions
 from embeddings.data.docstrings.extract import DocumentedFunction
-from embeddings.data.docstrings.split import SplitSizes, split_functions
 
 SIZES = SplitSizes(
     validation_documents=2,

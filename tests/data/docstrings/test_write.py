@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.data.docstrings import write
+from embeddings.data.docstrings import prepare
+from embeddings.data.docstrings.corpus import DocstringSplit, EvaluationSet
 from embeddings.data.docstrings.extract import DocumentedFunction
-from embeddings.data.docstrings.split import DocstringSplit, EvaluationSet
-from embeddings.data.docstrings.write import KIND, check_output, finished_manifest, write_corpus
+from embeddings.data.docstrings.prepare import KIND, check_output, finished_manifest, write_corpus
 
 TRAIN, TEST, OTHER = (
     DocumentedFunction(f"p.m.{name}", "p", "p.m", f"Query of {name} — é", f"p.m.{name}\ndef {name}(): ...")
@@ -67,7 +67,7 @@ def test_a_job_that_ends_early_leaves_the_earlier_corpus_as_it_was(
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(write, "write_manifest", fail)
+    monkeypatch.setattr(prepare, "write_manifest", fail)
     with pytest.raises(KeyboardInterrupt):
         write_corpus(tmp_path / "out", SPLIT._replace(train=[TEST]), FIELDS)
     with pytest.raises(KeyboardInterrupt):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from embeddings.data.samplers.apportion import Apportionment
+from embeddings.data.samplers.blended import Apportionment
 
 CASES = [
     [1],

@@ -6,8 +6,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader
 
 from embeddings.common import OptionError
-from embeddings.data.examples import RowDraw
-from embeddings.data.samplers.base import BatchSampler, Rows
+from embeddings.data.samplers.base import BatchSampler, PlanEntry, Rows
 
 
 class CountingSampler(BatchSampler):
@@ -36,7 +35,7 @@ def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks() -> None
     whole = list(CountingSampler(4, seed=5))
     halves = [list(CountingSampler(2, seed=5, num_replicas=2, rank=rank)) for rank in (0, 1)]
     assert whole == [first + second for first, second in zip(*halves, strict=True)]
-    assert all(isinstance(entry, RowDraw) for entry in whole[0])
+    assert all(isinstance(entry, PlanEntry) for entry in whole[0])
 
 
 def test_draw_keys_differ_by_seed_epoch_and_position_and_are_not_negative() -> None:

@@ -11,8 +11,8 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader
 
 from embeddings.common import OptionError
-from embeddings.data.examples import RowDraw
 from embeddings.data.samplers import BlendedBatchSampler
+from embeddings.data.samplers.base import PlanEntry
 
 SIZES = [40, 7, 23, 1]
 
@@ -204,7 +204,7 @@ def test_impossible_options_are_refused_in_one_line(options: dict[str, Any], mes
 class RowEcho:
     """A data set that answers with what it was asked for."""
 
-    def __getitem__(self, entry: RowDraw) -> tuple[int, int]:
+    def __getitem__(self, entry: PlanEntry) -> tuple[int, int]:
         return tuple(entry)
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from embeddings.common import BatchNeeds, InputError, OptionError
 from embeddings.data.datamodule import EmbeddingDataModule
-from embeddings.data.examples import RowDraw
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity
+from embeddings.data.samplers.base import PlanEntry
 from embeddings.data.sources import SourceConfig
 from tests.data.cluster_folders import write_clusters
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
@@ -366,7 +366,7 @@ def test_clusters_are_looked_for_by_the_names_of_the_sources_before_these_are_re
 class RowEcho:
     """A data set that answers with what it was asked for."""
 
-    def __getitem__(self, entry: RowDraw) -> tuple[int, int]:
+    def __getitem__(self, entry: PlanEntry) -> tuple[int, int]:
         return tuple(entry)
 
 

@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader
 
 from embeddings.common import BatchNeeds, InputError, OptionError
 from embeddings.data import ResumableLoader
-from embeddings.data.examples import LevelRule, RowDraw
-from embeddings.data.run_length import RunLength
 from embeddings.data.samplers import (
     BlendedBatchSampler,
     ClusteredBatchSampler,
@@ -20,6 +18,7 @@ from embeddings.data.samplers import (
     HomogeneousBatchSampler,
     SourceIdentity,
 )
+from embeddings.data.samplers.base import LevelRule, PlanEntry, RunLength
 from tests.data.cluster_folders import write_clusters
 
 SIZES = [40, 31]
@@ -65,7 +64,7 @@ def make(request: pytest.FixtureRequest, clusters: str) -> Maker:
     return maker
 
 
-def entries_of(sampler: CurriculumBatchSampler | BlendedBatchSampler, epoch: int = 0) -> list[list[RowDraw]]:
+def entries_of(sampler: CurriculumBatchSampler | BlendedBatchSampler, epoch: int = 0) -> list[list[PlanEntry]]:
     sampler.set_epoch(epoch)
     return list(sampler)
 
@@ -265,7 +264,7 @@ def test_a_fixed_level_needs_no_length_and_a_trial_run_not_every_level() -> None
 class RowEcho:
     """A data set that answers with what it was asked for."""
 
-    def __getitem__(self, entry: RowDraw) -> tuple[Any, ...]:
+    def __getitem__(self, entry: PlanEntry) -> tuple[Any, ...]:
         return tuple(entry)
 
 

@@ -17,7 +17,7 @@ from embeddings.common import ContrastiveBatch, InputError, OptionError
 from embeddings.common.fileio import text_hash
 from embeddings.data import EmbeddingDataModule, SourceConfig
 from embeddings.data.samplers import BlendedBatchSampler, CurriculumBatchSampler
-from embeddings.data.samplers.level_schedule import level_of
+from embeddings.data.samplers.curriculum import level_of
 from embeddings.modules import ContrastiveModule
 from tests.data.killed_runs import LIGHTNING_WARNINGS, KilledError, Ledger, killed_run
 from tests.data.rows import graded, pairs, write_jsonl

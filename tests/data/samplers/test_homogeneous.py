@@ -14,9 +14,8 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader
 
 from embeddings.common import OptionError
-from embeddings.data.examples import RowDraw
 from embeddings.data.samplers import HomogeneousBatchSampler, SourceIdentity
-from embeddings.data.samplers.proportions import source_parts
+from embeddings.data.samplers.base import PlanEntry, source_parts
 
 SIZES = [42, 9, 23, 4]
 PLANS: dict[str, dict[str, Any]] = {
@@ -264,5 +263,5 @@ def test_nothing_is_remarked_where_every_source_fills_a_batch() -> None:
 class RowEcho:
     """A data set that answers with what it was asked for."""
 
-    def __getitem__(self, entry: RowDraw) -> tuple[int, int]:
+    def __getitem__(self, entry: PlanEntry) -> tuple[int, int]:
         return tuple(entry)

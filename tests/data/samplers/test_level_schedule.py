@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from embeddings.data.samplers.level_schedule import EQUAL_FRACTIONS, level_of, stages
+from embeddings.data.samplers.curriculum import EQUAL_FRACTIONS, level_of, stages
 
 
 def levels(total_steps: int, **options: Any) -> list[int]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from embeddings.data.samplers import packing
-from embeddings.data.samplers.packing import PackedClusters, nearest_order, random_order
+from embeddings.data.samplers import clustered
+from embeddings.data.samplers.clustered import PackedClusters, nearest_order, random_order
 from tests.data.cluster_folders import nearest_lists, unit_vectors
 
 
@@ -80,7 +80,7 @@ def test_the_tour_is_hardly_longer_than_the_exact_greedy_one(
 
 def test_a_sample_of_what_is_left_does_where_the_lists_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clusters list only each other, so nearly every step samples."""
-    monkeypatch.setattr(packing, "SAMPLE", 8)
+    monkeypatch.setattr(clustered, "SAMPLE", 8)
     centroids = unit_vectors(200)
     pairs = (np.arange(200, dtype=np.int32) ^ 1)[:, None]
     order = nearest_order(centroids, pairs, key=5)
@@ -99,10 +99,10 @@ def test_keys_decide_where_a_tour_starts_and_equal_keys_agree() -> None:
 
 def test_products_are_whole_numbers_that_no_order_of_addition_changes() -> None:
     centroids = unit_vectors(64, width=1024)
-    products = packing._products(centroids, np.arange(64, dtype=np.int32), 0)
+    products = clustered._products(centroids, np.arange(64, dtype=np.int32), 0)
     shuffled = np.random.default_rng(0).permutation(1024)
     assert (products == np.rint(products)).all()
-    assert (products == packing._products(centroids[:, shuffled], np.arange(64, dtype=np.int32), 0)).all()
+    assert (products == clustered._products(centroids[:, shuffled], np.arange(64, dtype=np.int32), 0)).all()
     np.testing.assert_allclose(products / 4096**2, centroids @ centroids[0], atol=1e-3)
 
 
@@ -124,7 +124,7 @@ def batches_of(clusters: PackedClusters) -> list[list[int]]:
 def test_each_row_is_in_one_batch_or_in_the_remainder(
     sizes: list[int], batch_size: int, longest_sorted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "_SORTED", longest_sorted)
+    monkeypatch.setattr(clustered, "_SORTED", longest_sorted)
     for key in range(3):
         clusters = packed(sizes, batch_size, key)
         batches = batches_of(clusters)

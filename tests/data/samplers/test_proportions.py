@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.data.samplers.proportions import source_parts
+from embeddings.data.samplers.base import source_parts
 
 
 def test_parts_are_sizes_equal_or_given() -> None:

@@ -1,0 +1,253 @@
+"""Copies among functions: one question asked twice, one code under two names, and code that is almost the same."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from embeddings.common.errors import OptionError
+from embeddings.common.randomness import numpy_generator
+from embeddings.data.docstrings.extract import DocumentedFunction
+from embeddings.data.near_duplicates import NearDuplicates, mark_copies
+from embeddings.data.records import Negative
+
+NEAR_DUPLICATE_JACCARD = 0.7
+BOILERPLATE_FUNCTIONS = 3
+
+_UNSAID = frozenset({"a", "an", "the", "this", "that", "of", "given", "specified"})
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """How many functions each rule took out.
+
+    Attributes:
+        same_name: Another definition of the same qualified name (setters, branches of an `if`).
+        same_code: Code equal to an earlier function's.
+        near_duplicate: Code whose runs of 3 words overlap an earlier function's to `NEAR_DUPLICATE_JACCARD` or more.
+        boilerplate_query: First sentence shared by more than `BOILERPLATE_FUNCTIONS` functions: all of them.
+        same_query: First sentence shared with an earlier function.
+    """
+
+    same_name: int
+    same_code: int
+    near_duplicate: int
+    boilerplate_query: int
+    same_query: int
+
+
+def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[DocumentedFunction], Removed]:
+    """The functions of which no two have one name, one first sentence, or nearly one code; the earliest stays.
+
+    What is left can be cut anywhere: no copy lies on both sides, and each sentence has one function that it describes.
+
+    Determinism: the result depends on the order of `functions` alone.
+    """
+    by_name: dict[str, DocumentedFunction] = {}
+    given = 0
+    for function in functions:
+        given += 1
+        by_name.setdefault(function.id, function)
+    by_code: dict[str, DocumentedFunction] = {}
+    for function in by_name.values():
+        by_code.setdefault("".join(_code(function).split()), function)
+    distinct = list(by_code.values())
+    is_copy = near_duplicates([_code(function) for function in distinct])
+    originals = [function for function, copy in zip(distinct, is_copy, strict=True) if not copy]
+    by_query: dict[str, list[DocumentedFunction]] = {}
+    for function in originals:
+        by_query.setdefault(normalised_query(function.query), []).append(function)
+    groups = [group for group in by_query.values() if len(group) <= BOILERPLATE_FUNCTIONS]
+    shared = sum(len(group) for group in groups)
+    removed = Removed(
+        same_name=given - len(by_name),
+        same_code=len(by_name) - len(distinct),
+        near_duplicate=len(distinct) - len(originals),
+        boilerplate_query=len(originals) - shared,
+        same_query=shared - len(groups),
+    )
+    return [group[0] for group in groups], removed
+
+
+def normalised_query(query: str) -> str:
+    """The words of a sentence without case, punctuation, articles and the endings that tell "returns" from "return"."""
+    words = re.findall(r"[a-z0-9]+", query.lower())
+    return " ".join(word.rstrip("s") or word for word in words if word not in _UNSAID)
+
+
+def near_duplicates(texts: Sequence[str]) -> list[bool]:
+    """For each text, whether an earlier one that is not itself a near-duplicate has nearly the same shingles."""
+    rule = NearDuplicates(NEAR_DUPLICATE_JACCARD)
+    items = [(text,) for text in texts]
+
+    @lru_cache(maxsize=4096)
+    def sets(index: int) -> Sequence[npt.NDArray[np.uint64]]:
+        return rule.sets(items[index])
+
+    is_copy: list[bool] = mark_copies(
+        rule.keys(items).T, len(items), lambda earlier, later: rule.alike(sets(earlier), sets(later))
+    ).tolist()
+    return is_copy
+
+
+def _code(function: DocumentedFunction) -> str:
+    """Signature and body: the qualified name on the first line would tell copies apart."""
+    return function.document.partition("\n")[2]
+
+
+_TRIES = 8
+
+Key = Callable[[DocumentedFunction], str]
+
+
+def namespace_negatives(functions: Sequence[DocumentedFunction], seed: int) -> list[tuple[Negative, ...]]:
+    """For each function one negative of each granularity, hardest first.
+
+    Level 1 is another function of the same class (or of the module's top level), level 2 of the same module, level 3
+    of the same package, level 4 of another package: the four granularities of multi-granularity hard negatives
+    without a language model. A level that has no other function, or none found in a few draws, is left out.
+
+    Determinism: a pure function of the functions, their order and the seed.
+
+    Args:
+        functions: The training functions.
+        seed: Seed of the draws.
+    """
+    keys: tuple[Key, ...] = (_scope, lambda f: f.module, lambda f: f.package, lambda f: "")
+    groups = [_groups(functions, key) for key in keys]
+    draw_NLT = numpy_generator(seed, "namespace").random((len(functions), len(keys), _TRIES))
+    return [_of_one(functions, row, keys, groups, draw_NLT[row]) for row in range(len(functions))]
+
+
+def _of_one(
+    functions: Sequence[DocumentedFunction],
+    row: int,
+    keys: Sequence[Key],
+    groups: Sequence[dict[str, list[int]]],
+    draw_LT: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
+) -> tuple[Negative, ...]:
+    own = functions[row]
+    found = []
+    for level, (key, members) in enumerate(zip(keys, groups, strict=True)):
+        group = members[key(own)]
+        for draw in draw_LT[level]:
+            other = functions[group[int(draw * len(group))]]
+            nearer = level > 0 and keys[level - 1](other) == keys[level - 1](own)
+            if other.id != own.id and not nearer:
+                found.append(Negative(other.document, level + 1))
+                break
+    return tuple(found)
+
+
+def _scope(function: DocumentedFunction) -> str:
+    return function.id.rpartition(".")[0]
+
+
+def _groups(functions: Sequence[DocumentedFunction], key: Key) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = defaultdict(list)
+    for row, function in enumerate(functions):
+        groups[key(function)].append(row)
+    return groups
+
+
+class SplitSizes(NamedTuple):
+    """Most functions of each evaluation set.
+
+    Attributes:
+        validation_documents: Functions of the training packages that are taken out of training, to be searched while
+            training, by which the best checkpoint is chosen.
+        validation_queries: How many of them are also asked for.
+        in_domain_documents: More of them, to be searched when training is over.
+        in_domain_queries: How many of them are also asked for.
+        held_out_documents: Functions of the held-out packages, to be searched.
+        held_out_queries: How many of them are also asked for.
+    """
+
+    validation_documents: int
+    validation_queries: int
+    in_domain_documents: int
+    in_domain_queries: int
+    held_out_documents: int
+    held_out_queries: int
+
+
+class EvaluationSet(NamedTuple):
+    """Functions to search, and those among them whose first sentences are the queries; both sorted by id."""
+
+    documents: list[DocumentedFunction]
+    queries: list[DocumentedFunction]
+
+
+class DocstringSplit(NamedTuple):
+    """Functions to train on, sorted by id, and three sets that share none with them or each other."""
+
+    train: list[DocumentedFunction]
+    validation: EvaluationSet
+    in_domain: EvaluationSet
+    held_out: EvaluationSet
+
+
+def split_functions(
+    functions: Sequence[DocumentedFunction], held_out_packages: Collection[str], sizes: SplitSizes, seed: int
+) -> DocstringSplit:
+    """Cut functions without copies among them into a training set and three evaluation sets.
+
+    Determinism: the split depends on the functions (not on their order), the sizes and the seed.
+
+    Args:
+        functions: What `deduplicate` left.
+        held_out_packages: Packages that are never trained on.
+        sizes: Sizes of the evaluation sets; a held-out set smaller than its size is taken whole.
+        seed: Seed of the draws.
+
+    Raises:
+        OptionError: If a set would be empty, or taking the others out would leave nothing to train on.
+    """
+    ordered = sorted(functions)
+    held_out = [function for function in ordered if function.package in held_out_packages]
+    trainable = [function for function in ordered if function.package not in held_out_packages]
+    if not held_out:
+        raise OptionError(
+            "held_out_packages", sorted(held_out_packages), "must have documented functions", "name larger packages"
+        )
+    num_taken = sizes.validation_documents + sizes.in_domain_documents
+    if len(trainable) <= num_taken:
+        raise OptionError(
+            "num_validation_documents + num_in_domain_documents",
+            num_taken,
+            f"must leave functions to train on, and packages has {len(trainable)} documented ones",
+            "lower it, or add packages",
+        )
+    in_domain = _evaluation_set(trainable, sizes.in_domain_documents, sizes.in_domain_queries, seed, "in_domain")
+    trainable = _without(trainable, in_domain.documents)
+    validation = _evaluation_set(trainable, sizes.validation_documents, sizes.validation_queries, seed, "validation")
+    return DocstringSplit(
+        _without(trainable, validation.documents),
+        validation,
+        in_domain,
+        _evaluation_set(held_out, sizes.held_out_documents, sizes.held_out_queries, seed, "held_out"),
+    )
+
+
+def _evaluation_set(
+    functions: list[DocumentedFunction], num_documents: int, num_queries: int, seed: int, stream: str
+) -> EvaluationSet:
+    documents = _draw(functions, num_documents, seed, stream)
+    return EvaluationSet(documents, _draw(documents, num_queries, seed, f"{stream}_queries"))
+
+
+def _without(functions: list[DocumentedFunction], taken: list[DocumentedFunction]) -> list[DocumentedFunction]:
+    ids = {function.id for function in taken}
+    return [function for function in functions if function.id not in ids]
+
+
+def _draw(functions: list[DocumentedFunction], most: int, seed: int, stream: str) -> list[DocumentedFunction]:
+    if len(functions) <= most:
+        return functions
+    rows = numpy_generator(seed, stream).choice(len(functions), size=most, replace=False)
+    return [functions[row] for row in sorted(rows.tolist())]

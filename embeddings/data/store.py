@@ -1,0 +1,533 @@
+"""Sources converted once: a folder for each content, found again by its hash."""
+
+import contextlib
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from embeddings.common.arrays import load_array
+from embeddings.common.errors import InputError
+from embeddings.common.fileio import check_manifest, file_sha256, text_hash, write_json, write_manifest
+from embeddings.common.log import logger
+from embeddings.data.records import Record, look_alikes, parse_labelled_text, parse_record, parse_scored_pair
+from embeddings.data.sources import (
+    HUB_PREFIX,
+    Conversion,
+    HubReader,
+    Reader,
+    Row,
+    SourceConfig,
+    open_reader,
+    resolve_files,
+    resolve_revision,
+)
+from embeddings.data.staging import staged_folder
+from embeddings.data.table import ROWS_FILE, StoredRow, Table, write_table
+
+CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
+SCHEMA_VERSION = 2
+_HASHES = "hashes"
+ORDER_FILE, OFFSETS_FILE, PAIRED_FILE = "class_order.npy", "class_offsets.npy", "class_paired.npy"
+DEFAULT_MIN_SCORE = 4.0
+_NOTED_ROWS = 100
+MAX_LANGUAGES = 1 << 16
+_PROGRESS_ROWS = 1024
+_PROGRESS_DELAY_SECONDS = 2.0
+
+
+class FileHash(NamedTuple):
+    """A file's SHA-256, and what its size, times and inode were before it was read."""
+
+    path: Path
+    stamp: list[int]
+    sha256: str
+
+    def is_current(self) -> bool:
+        """Whether the file still is what was hashed, as far as size, times and inode tell."""
+        return self.path.exists() and _stamp(self.path) == self.stamp
+
+
+def hash_file(path: Path, memory: Path) -> FileHash:
+    """The hash of a file, from `memory` where the file is unchanged: hashing a terabyte takes most of an hour.
+
+    Raises:
+        InputError: If the file cannot be read.
+    """
+    try:
+        stamp = _stamp(path)
+        note = _note(path, memory)
+        known = _known(note)
+        if known.get("stamp") == stamp and "sha256" in known:
+            return FileHash(path, stamp, known["sha256"])
+        return FileHash(path, stamp, file_sha256(path))
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read ({error.strerror})", "check its permissions") from None
+
+
+def remember_hash(known: FileHash, memory: Path) -> None:
+    """Note a hash in the folder `memory`; one that cannot be written is only slower next time."""
+    note = _note(known.path, memory)
+    if _known(note).get("stamp") != known.stamp:
+        with contextlib.suppress(OSError):
+            write_json(note, {"path": str(known.path.resolve()), "stamp": known.stamp, "sha256": known.sha256})
+
+
+def _known(note: Path) -> dict[str, Any]:
+    """What a note says; nothing where there is none, or it is damaged."""
+    try:
+        known = json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _note(path: Path, memory: Path) -> Path:
+    return memory / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+
+
+def _stamp(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+@dataclass
+class Facts:
+    """What a conversion learns on its way; it grows with the number of classes, not of rows.
+
+    Attributes:
+        labels: Code of each class, by its text, in order of appearance.
+        lone_text: For each class whose texts were all the same so far, that text's hash.
+        first_row: File and row where a class appeared first.
+        suspects: Number of suspect rows of each kind (`Record.suspicion`), kept or left out.
+        longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
+        columns: Columns of the first rows that hold something, in order of appearance.
+    """
+
+    labels: dict[str, int] = field(default_factory=dict)
+    lone_text: dict[int, int] = field(default_factory=dict)
+    first_row: dict[int, str] = field(default_factory=dict)
+    suspects: Counter[str] = field(default_factory=Counter)
+    longest_instruction: tuple[str, str] | None = None
+    columns: dict[str, None] = field(default_factory=dict)
+
+    def code(self, label: str | None, where: str) -> int:
+        """The code of a class, a new one for a new class; -1 for none."""
+        if label is None:
+            return -1
+        code = self.labels.setdefault(label, len(self.labels))
+        self.first_row.setdefault(code, where)
+        return code
+
+    @property
+    def lone_class(self) -> list[str] | None:
+        """The first class whose texts are all the same, with the file and row where it appeared, or None."""
+        if not self.lone_text:
+            return None
+        code = min(self.lone_text)
+        return [list(self.labels)[code], self.first_row[code]]
+
+    def noting_columns(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows; the columns of the first ones are noted."""
+        for number, row in enumerate(rows):
+            if number < _NOTED_ROWS:
+                self.columns |= dict.fromkeys(str(name) for name, value in row.fields.items() if value is not None)
+            yield row
+
+    def unused_columns(self, config: SourceConfig) -> dict[str, str]:
+        """Columns that look like a field of a record and are not used, each with the field; "" for a score."""
+        if config.conversion != "pairs":
+            return {}
+        mapped = config.columns.values()
+        found = look_alikes([name for name in self.columns if name not in mapped], config.fields)
+        return found | ({"score": ""} if config.columns.get("score", "score") in self.columns else {})
+
+
+def layout(conversion: Conversion) -> str:
+    """What is stored for a conversion; conversions with one layout share a converted source."""
+    return {"pairs": "records", "sts": "scored"}.get(conversion, "labelled")
+
+
+def required_fields(config: SourceConfig) -> tuple[str, ...]:
+    """The fields that every row must have."""
+    return ("query", "positive") if config.conversion == "pairs" else config.fields
+
+
+def min_score(config: SourceConfig) -> float:
+    """The least score of a positive pair."""
+    return DEFAULT_MIN_SCORE if config.min_score is None else config.min_score
+
+
+def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
+    """The rows to store, in the order of the source.
+
+    Args:
+        config: Decides the conversion and the columns.
+        rows: The source's rows.
+        facts: Filled in on the way.
+
+    Raises:
+        InputError: At the first row that cannot be used, or if no row at all makes an example.
+    """
+    converters: dict[str, Callable[[SourceConfig, Iterable[Row], Facts], Iterator[StoredRow]]] = {
+        "records": _convert_records,
+        "labelled": _convert_labelled,
+        "scored": _convert_records,
+    }
+    return converters[layout(config.conversion)](config, rows, facts)
+
+
+def usable_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[tuple[str, Record]]:
+    """The records of a source of pairs that are to be used, each with file and row, in the order of the source.
+
+    A pair of `sts` with a high enough score is two records, one in each direction.
+
+    Args:
+        config: Decides conversion and columns, and what becomes of suspect records or which score is high enough.
+        rows: The source's rows.
+        facts: Counts the suspect records.
+
+    Raises:
+        InputError: At the first row that cannot be used, or if no record is left.
+    """
+    if config.conversion == "sts":
+        yield from _scored_records(config, rows)
+        return
+    found = False
+    for where, fields in rows:
+        record = parse_record(fields, config.columns, where)
+        if suspicion := record.suspicion:
+            if config.suspect_rows == "refuse":
+                raise InputError(where, suspicion, "mend the row, or set suspect_rows: leave_out (or keep)")
+            facts.suspects[suspicion] += 1
+            if config.suspect_rows == "leave_out":
+                continue
+        found = True
+        yield where, record
+    if not found:
+        raise InputError(f"source {config.name!r}", "every row is suspect and left out", "set suspect_rows: keep")
+
+
+def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
+    for where, record in usable_records(config, rows, facts):
+        texts = tuple(negative.text for negative in record.negatives)
+        levels = tuple(negative.level for negative in record.negatives)
+        code = facts.code(record.label, where)
+        if record.instruction and len(record.instruction) > len((facts.longest_instruction or ("", ""))[1]):
+            facts.longest_instruction = (where, record.instruction)
+        yield StoredRow(record.query, record.positives, texts, levels, code, record.instruction or "")
+
+
+def _convert_labelled(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
+    for where, fields in rows:
+        text, label = parse_labelled_text(fields, config.columns, where)
+        is_new = label not in facts.labels
+        code = facts.code(label, where)
+        if is_new:
+            facts.lone_text[code] = text_hash(text)
+        elif code in facts.lone_text and facts.lone_text[code] != text_hash(text):
+            del facts.lone_text[code]
+        yield StoredRow(text, label=code)
+
+
+def _scored_records(config: SourceConfig, rows: Iterable[Row]) -> Iterator[tuple[str, Record]]:
+    threshold, highest, kept = min_score(config), float("-inf"), False
+    for where, fields in rows:
+        first, second, score = parse_scored_pair(fields, config.columns, where)
+        highest = max(highest, score)
+        if score >= threshold:
+            kept = True
+            yield where, Record(first, (second,))
+            yield where, Record(second, (first,))
+    if not kept:
+        raise InputError(
+            f"source {config.name!r}",
+            f"no pair reaches the score {threshold:g} (the highest is {highest:g})",
+            "set min_score to the source's own scale",
+        )
+
+
+def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int, lone: Collection[int] = ()) -> None:
+    """Write the rows sorted by class, where each class starts among them, and the rows that can have a positive.
+
+    Args:
+        folder: Where to.
+        labels: Class of each row, (rows,), 0 to `num_classes` - 1.
+        num_classes: Number of classes.
+        lone: Classes whose texts are all the same, so that no row of theirs can have a positive.
+    """
+    np.save(folder / ORDER_FILE, np.argsort(labels, kind="stable").astype(np.int64))
+    counts = np.bincount(labels, minlength=num_classes)
+    np.save(folder / OFFSETS_FILE, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+    np.save(folder / PAIRED_FILE, np.flatnonzero(~np.isin(labels, list(lone))).astype(np.int64))
+
+
+class ClassIndex:
+    """The rows of each class and the rows outside it, memory-mapped; it travels to another process by its folder.
+
+    Raises:
+        InputError: If a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        fix = "delete its folder and run again"
+        self._order = load_array(folder / ORDER_FILE, fix, mapped=True)
+        self._paired = load_array(folder / PAIRED_FILE, fix, mapped=True)
+        self._offsets: list[int] = load_array(folder / OFFSETS_FILE, fix).tolist()
+
+    def __reduce__(self) -> tuple[type["ClassIndex"], tuple[Path]]:
+        """The folder alone."""
+        return ClassIndex, (self.folder,)
+
+    def __len__(self) -> int:
+        """Number of classes."""
+        return len(self._offsets) - 1
+
+    @property
+    def num_paired(self) -> int:
+        """Number of rows that can have a positive: another text of their class."""
+        return len(self._paired)
+
+    def paired(self, position: int) -> int:
+        """The row at `position` (0 to `num_paired` - 1) of those that can have a positive."""
+        return int(self._paired[position])
+
+    def size(self, label: int) -> int:
+        """Number of rows of a class."""
+        return self._offsets[label + 1] - self._offsets[label]
+
+    def num_outside(self, label: int) -> int:
+        """Number of rows of all other classes."""
+        return len(self._order) - self.size(label)
+
+    def member(self, label: int, position: int) -> int:
+        """The row at `position` (0 to `size` - 1) of a class."""
+        return int(self._order[self._offsets[label] + position])
+
+    def outsider(self, label: int, position: int) -> int:
+        """The row at `position` (0 to `num_outside` - 1) of all other classes."""
+        skipped = position if position < self._offsets[label] else position + self.size(label)
+        return int(self._order[skipped])
+
+    def label_of_outsider(self, label: int, position: int) -> int:
+        """The class of the row at `position` of all other classes."""
+        skipped = position if position < self._offsets[label] else position + self.size(label)
+        return bisect_right(self._offsets, skipped) - 1
+
+
+class CachedSource:
+    """A converted source, read from its folder.
+
+    Attributes:
+        folder: Where it lies.
+        key: Hash of all that decides its content.
+        table: Its rows.
+        inputs: What tells its files, or its Hub data set, from others.
+        labels: The text of each class, by its code.
+        lone_class: A class whose texts are all the same, with the file and row of its first, or None.
+        longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
+        unused_columns: Columns that look like a field and are not used, each with the field (`Facts`).
+        classes: The rows of each class, or None where the layout has none.
+
+    Raises:
+        InputError: If the folder's manifest or data is not what was written.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        manifest = check_manifest(folder, {"schema_version": SCHEMA_VERSION, "key": key})
+        self.folder, self.key = folder, key
+        self.table = Table(folder)
+        if len(self.table) != manifest["num_rows"] or (folder / ROWS_FILE).stat().st_size != manifest["num_bytes"]:
+            raise InputError(str(folder), "the converted data is damaged", "delete the folder and run again")
+        self.inputs: list[dict[str, Any]] = manifest["inputs"]
+        self.labels: list[str] = manifest["labels"]
+        self.lone_class: list[str] | None = manifest["lone_class"]
+        # Sources that were converted before these were noted do not say them.
+        self.longest_instruction: list[str] | None = manifest.get("longest_instruction")
+        self.unused_columns: dict[str, str] = manifest.get("unused_columns") or {}
+        self.classes = ClassIndex(folder) if manifest["layout"] == "labelled" else None
+
+
+def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Where converted sources lie: the argument, else `$EMBED_CACHE`, else `.cache/embeddings` here."""
+    return Path(cache_dir or os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE)
+
+
+def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None) -> CachedSource:
+    """A source in converted form; the first call for a content converts it, later ones find it.
+
+    The key is a hash of the files' bytes (or the Hub data set's commit), of what the conversion stores, and of the
+    schema's version. A kill at any moment leaves no half-made folder behind; processes may call this at once.
+
+    Args:
+        config: The source.
+        cache_dir: Folder of converted sources (see `cache_folder`).
+
+    Raises:
+        InputError: If the source cannot be read, a row cannot be used, or the folder cannot be written.
+    """
+    # A worker opens the folder again, perhaps after the working directory has changed.
+    root = cache_folder(cache_dir).absolute()
+    files = [] if config.is_hub else [hash_file(path, root / _HASHES) for path in resolve_files(config.path)]
+    identity = {
+        "schema_version": SCHEMA_VERSION,
+        "layout": layout(config.conversion),
+        "columns": dict(sorted(config.columns.items())),
+        "min_score": min_score(config) if config.conversion == "sts" else None,
+        "suspect_rows": config.suspect_rows if config.conversion == "pairs" else None,
+        "inputs": [{"sha256": file.sha256} for file in files] or [_hub_input(config)],
+    }
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    if not (root / key).is_dir():
+        try:
+            _convert(config, files, root / key, {**identity, "key": key})
+        except (PermissionError, FileExistsError, NotADirectoryError) as error:
+            raise InputError(
+                str(root), f"the cache cannot be written ({error.strerror})", f"set {CACHE_VARIABLE} to another folder"
+            ) from None
+    cached = CachedSource(root / key, key)
+    for file in files:
+        remember_hash(file, root / _HASHES)
+    return cached
+
+
+def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[Record]:
+    """The records of a source of `pairs` or `sts` as their author wrote them, row by row as its converted form's.
+
+    What converted rows leave out (`score`, `id`, `language`, the label's text) is read from the source itself.
+
+    Raises:
+        InputError: If the source can no longer be read, or is not what was converted.
+    """
+    for _, record in read_located_records(config, cached):
+        yield record
+
+
+def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
+    """File and row of a record of a source of pairs, as messages name them; the source is read up to it.
+
+    Raises:
+        InputError: If the source can no longer be read, or is not what was converted.
+    """
+    return next(islice(read_located_records(config, cached), row, None))[0]
+
+
+def read_located_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
+    """The records as `read_records` gives them, each with its file and row for messages."""
+    assert layout(config.conversion) in ("records", "scored")
+    files = (
+        []
+        if config.is_hub
+        else [hash_file(path, cached.folder.parent / _HASHES) for path in resolve_files(config.path)]
+    )
+    if not config.is_hub and [{"sha256": file.sha256} for file in files] != cached.inputs:
+        raise InputError(f"source {config.name!r}", "its files have changed since the work began", "begin again")
+    readers = _readers(config, [file.path for file in files], cached.inputs[0])
+    yield from usable_records(config, _with_progress(f"reading {config.name}", readers), Facts())
+    _require_current(files)
+
+
+def _require_current(files: Sequence[FileHash]) -> None:
+    for file in files:
+        if not file.is_current():
+            raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")
+
+
+def _convert(config: SourceConfig, files: Sequence[FileHash], target: Path, identity: dict[str, Any]) -> None:
+    facts = Facts()
+    readers = _readers(config, [file.path for file in files], identity["inputs"][0])
+    with staged_folder(target) as folder:
+        rows = facts.noting_columns(_with_progress(f"converting {config.name}", readers))
+        num_rows = write_table(folder, convert_rows(config, rows, facts))
+        facts.columns |= dict.fromkeys(name for reader in readers for name in reader.unread_columns)
+        if identity["layout"] == "labelled":
+            write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
+        _require_current(files)
+        fields = {
+            "num_rows": num_rows,
+            "num_bytes": (folder / ROWS_FILE).stat().st_size,
+            "labels": list(facts.labels),
+            "lone_class": facts.lone_class,
+            "longest_instruction": facts.longest_instruction,
+            "unused_columns": facts.unused_columns(config),
+            "paths": [str(file.path) for file in files],
+        }
+        write_manifest(folder, {**identity, **fields})
+    for suspicion, count in facts.suspects.items():
+        done = "left out" if config.suspect_rows == "leave_out" else "kept"
+        logger.warning("source %s: in %d rows, which are %s, %s", config.name, count, done, suspicion)
+
+
+def _hub_input(config: SourceConfig) -> dict[str, Any]:
+    name = str(config.path).removeprefix(HUB_PREFIX)
+    commit = resolve_revision(name, config.revision)
+    return {"hub": name, "subset": config.subset, "split": config.split or "train", "commit": commit}
+
+
+def _readers(config: SourceConfig, files: Sequence[Path], hub: dict[str, Any]) -> list[Reader]:
+    if config.is_hub:
+        return [HubReader(hub["hub"], hub["subset"], hub["split"], hub["commit"])]
+    columns = [config.columns.get(name, name) for name in config.fields]
+    required = [config.columns.get(name, name) for name in required_fields(config)]
+    return [open_reader(path, columns, required) for path in files]
+
+
+def _with_progress(title: str, readers: Sequence[Reader]) -> Iterator[Row]:
+    """The rows of all readers, with a bar once the work takes more than a moment."""
+    sizes = [reader.total_bytes for reader in readers]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    with tqdm(
+        total=total,
+        desc=title,
+        delay=_PROGRESS_DELAY_SECONDS,
+        unit="row" if total is None else "B",
+        unit_scale=True,
+    ) as bar:
+        done = 0
+        for reader in readers:
+            for number, row in enumerate(reader, start=1):
+                yield row
+                if number % _PROGRESS_ROWS == 0:
+                    bar.update(_PROGRESS_ROWS if total is None else done + reader.bytes_read - bar.n)
+            done += reader.bytes_read
+        if total is not None:
+            bar.update(total - bar.n)
+
+
+def read_languages(config: SourceConfig, cached: CachedSource) -> npt.NDArray[np.uint16]:
+    """The language of each row of a source of pairs, numbered by first appearance, (rows,); one pass over the source.
+
+    Languages are told apart by how the field `language` is written.
+
+    Args:
+        config: The source.
+        cached: Its converted form.
+
+    Raises:
+        InputError: If a record has no language, or there are more than 65,536; the message names file and row. Or if
+            the source can no longer be read, or is not what was converted.
+    """
+    code_N = np.empty(len(cached.table), np.uint16)
+    codes: dict[str, int] = {}
+    for row, (where, record) in enumerate(read_located_records(config, cached)):
+        if record.language is None:
+            fix = "give every record one, or map it with columns: {language: YOUR_COLUMN}"
+            raise InputError(where, "the record has no language", fix)
+        code = codes.setdefault(record.language, len(codes))
+        if code == MAX_LANGUAGES:
+            what = f"language {record.language[:40]!r} is one of more than {MAX_LANGUAGES}"
+            raise InputError(where, what, "map language to the column that names the language")
+        code_N[row] = code
+    return code_N
