@@ -21,9 +21,8 @@ from benchmarks.moe_trials import data_folder
 from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, retrieval_metrics
 from embeddings.evaluation.folders import find_evaluation_folders
 from embeddings.inference import Encoder, VectorFormat, VectorShards, search_signs, search_top_k, unit_rows
-from embeddings.inference.sign_search import nearest_signs
-from embeddings.inference.vector_formats import bytes_per_vector, sign_bits, stored_rows
-from embeddings.inference.vector_shards import save_vectors
+from embeddings.inference.search import nearest_signs
+from embeddings.inference.vectors import bytes_per_vector, save_vectors, sign_bits, stored_rows
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]

@@ -20,7 +20,7 @@ from benchmarks.e5_pooling_and_mask import CONFIGS, decoder
 from benchmarks.trials import Metrics, Trial, run_recipes, table, trial_options
 from embeddings.common import TextSettings
 from embeddings.evaluation import read_retrieval_folder
-from embeddings.inference.anchor_shares import PLACES, anchor_shares
+from embeddings.inference.inspection import PLACES, anchor_shares
 from embeddings.models import AnchorTokenPooling, BackboneConfig, Embedder, load_backbone
 
 NUM_TEXTS, TINY_TEXTS = 512, 4

@@ -22,7 +22,7 @@ from benchmarks.harness import compare, options, peak_growth_bytes, record
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.inference import VectorShards
-from embeddings.inference.vector_shards import save_vectors
+from embeddings.inference.vectors import save_vectors
 from embeddings.mining import ExactSearch, NegativeRules, PairVectors, index_pairs
 from embeddings.mining.mined_shards import ShardMiner, write_shard
 

@@ -60,7 +60,7 @@ def encode(
     """
     from embeddings.common.text import choose_prompt
     from embeddings.inference import encode_corpus, parse_devices
-    from embeddings.inference.vector_formats import bytes_per_vector
+    from embeddings.inference.vectors import bytes_per_vector
 
     chosen = choose_prompt("prompt", prompt_name, prompt)
     names = () if devices is None else parse_devices(devices)

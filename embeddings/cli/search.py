@@ -13,7 +13,7 @@ from embeddings.common import InputError
 
 if TYPE_CHECKING:
     from embeddings.inference import Hit
-    from embeddings.inference.corpus_search import NearestRows
+    from embeddings.inference.search import NearestRows
 
 
 def search(
@@ -50,8 +50,7 @@ def search(
         context_seed: Seed of the draw.
     """
     from embeddings.inference import CorpusSearch
-    from embeddings.inference.search import require_top_k
-    from embeddings.inference.sign_search import require_multiplier
+    from embeddings.inference.search import require_multiplier, require_top_k
 
     _require_query(query, interactive)
     require_top_k(top_k)

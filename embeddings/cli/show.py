@@ -8,10 +8,8 @@ if TYPE_CHECKING:
 
     from embeddings.figures.cluster_points import ClusterFacts
     from embeddings.inference import ExpertLoads
-    from embeddings.inference.contextual_shift import ContextualShift
     from embeddings.inference.corpus import Document
-    from embeddings.inference.latent_weights import LatentWeights
-    from embeddings.inference.token_weights import TokenWeights
+    from embeddings.inference.inspection import ContextualShift, LatentWeights, TokenWeights
     from embeddings.models import AnchorTokenPooling, Embedder
 
 
@@ -69,7 +67,7 @@ def anchor_tokens(
     from embeddings.common.text import one_line
     from embeddings.figures import check_output, draw_anchor_tokens
     from embeddings.inference import Encoder
-    from embeddings.inference.token_weights import token_weights
+    from embeddings.inference.inspection import token_weights
 
     for text in texts:
         if not text.strip():
@@ -114,7 +112,7 @@ def _anchor_pooling(embedder: "Embedder", given: dict[str, object]) -> "tuple[An
         OptionError: If a setting is impossible.
     """
     from embeddings.common import OptionError
-    from embeddings.inference.token_weights import default_pooling, own_pooling
+    from embeddings.inference.inspection import default_pooling, own_pooling
     from embeddings.models import AnchorTokenPooling
     from embeddings.models.directory import pooling_name
 
@@ -144,7 +142,7 @@ def _pooling_settings(pooling: "AnchorTokenPooling") -> str:
 def _anchor_table(weights: "TokenWeights") -> str:
     """Each token's weight, then the shares of the weight by place."""
     from embeddings.figures.anchor_tokens import PLACE_NAMES, weighted_pieces
-    from embeddings.inference.anchor_shares import shares_of
+    from embeddings.inference.inspection import shares_of
 
     num_pooled = int(weights.pooled_T.sum())
     lines = ["  weight  over mean  token"]
@@ -195,7 +193,7 @@ def latent_attention(
     from embeddings.figures import check_output, draw_latent_weights
     from embeddings.figures.latent_weights import MOST_COLUMNS, draw_latents_by_text
     from embeddings.inference import Encoder
-    from embeddings.inference.latent_weights import latent_pooling, latent_weights
+    from embeddings.inference.inspection import latent_pooling, latent_weights
 
     for text in texts:
         if not text.strip():
@@ -380,7 +378,7 @@ def contextual_shift(
     from embeddings.figures.contextual_shift import MOST_CORPORA, MOST_DOCUMENTS
     from embeddings.figures.run_lines import run_names
     from embeddings.inference import Encoder, choose_context, contextual_shift, require_context_size
-    from embeddings.inference.context_choice import draw_documents
+    from embeddings.inference.context import draw_documents
 
     corpora = [corpus] if isinstance(corpus, Path) else corpus
     if not 1 <= len(corpora) <= MOST_CORPORA:

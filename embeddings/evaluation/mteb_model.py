@@ -13,11 +13,10 @@ from mteb.similarity_functions import cos_sim, pairwise_cos_sim
 from embeddings.common.arrays import load_array
 from embeddings.common.text import TextRole
 from embeddings.evaluation.task_prompts import task_prompt
-from embeddings.inference.context import Context, ContextDraw, sample_rows
-from embeddings.inference.context_choice import sample_context
+from embeddings.inference.context import ContextDraw, sample_context, sample_rows
 from embeddings.inference.corpus import Document
-from embeddings.inference.encoder import Encoder
-from embeddings.inference.search import unit_rows
+from embeddings.inference.encoder import Context, Encoder
+from embeddings.inference.vectors import unit_rows
 
 if TYPE_CHECKING:
     from mteb.abstasks.task_metadata import TaskMetadata

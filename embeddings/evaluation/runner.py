@@ -31,12 +31,12 @@ from embeddings.evaluation.pair_classification import PairClassificationFolder, 
 from embeddings.evaluation.reranking import RerankingFolder, reranking_metrics
 from embeddings.evaluation.summarisation import SummarisationFolder, summarisation_metrics
 from embeddings.evaluation.task_prompts import TASK_TYPES, task_prompt
-from embeddings.inference.context_choice import require_context_size, sample_context
-from embeddings.inference.search import search_top_k, unit_rows
+from embeddings.inference.context import require_context_size, sample_context
+from embeddings.inference.search import search_top_k
+from embeddings.inference.vectors import unit_rows
 
 if TYPE_CHECKING:
-    from embeddings.inference.context import Context
-    from embeddings.inference.encoder import Encoder
+    from embeddings.inference.encoder import Context, Encoder
 
 CUTOFFS = (10, 100)
 

@@ -23,9 +23,8 @@ from embeddings.evaluation.mteb_library import quiet
 from embeddings.evaluation.mteb_model import ContextualTaskEncoder, TaskEncoder
 from embeddings.evaluation.runner import check_widths
 from embeddings.evaluation.task_results import TaskResults, TaskScore, write_table
-from embeddings.inference.context_choice import require_context_size
-from embeddings.inference.encoder import Encoder
-from embeddings.inference.model_digest import embedder_sha256
+from embeddings.inference.context import require_context_size
+from embeddings.inference.encoder import Encoder, embedder_sha256
 
 if TYPE_CHECKING:
     from mteb import AbsTask, TaskResult

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embeddings.figures.shaded_text import ShadedPiece, ShadedText, draw_shaded_texts
-from embeddings.inference.anchor_shares import PLACES, Place, shares_of
-from embeddings.inference.token_weights import TokenWeights
+from embeddings.inference.inspection import PLACES, Place, TokenWeights, shares_of
 
 PLACE_NAMES: dict[Place, str] = {
     "first": "first token",

@@ -10,7 +10,7 @@ from embeddings.common import OptionError
 from embeddings.common.randomness import numpy_generator
 from embeddings.data.samplers.cluster_folder import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
-from embeddings.inference.search import unit_rows
+from embeddings.inference.vectors import unit_rows
 
 
 class ClusterFacts(NamedTuple):

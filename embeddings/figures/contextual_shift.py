@@ -8,7 +8,7 @@ from embeddings.figures.page import write_heading
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.projection import Plane
 from embeddings.figures.shades import BLACK
-from embeddings.inference.contextual_shift import ContextualShift
+from embeddings.inference.inspection import ContextualShift
 
 # As many colours, and as many kinds of dots, can be told apart.
 MOST_DOCUMENTS = 20

@@ -8,7 +8,7 @@ from embeddings.common import InputError
 from embeddings.figures.page import draw_scale, write
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.shades import BLACK, EDGE, GREY, is_dark, shades
-from embeddings.inference.expert_loads import ExpertLoads
+from embeddings.inference.inspection import ExpertLoads
 from embeddings.models.routing_metrics import load_metrics
 
 # With more experts the cells are narrow and hold no numbers.

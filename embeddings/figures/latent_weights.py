@@ -14,7 +14,7 @@ from embeddings.figures.glyphs import drawable, installed_fonts, shortened, widt
 from embeddings.figures.page import draw_scale, write, write_heading
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.shades import BLACK, EDGE, GREY, shades
-from embeddings.inference.latent_weights import LatentWeights
+from embeddings.inference.inspection import LatentWeights
 
 # Of all texts together: matplotlib draws no picture of 65,536 dots' height.
 MOST_ROWS = 1000

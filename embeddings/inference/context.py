@@ -4,77 +4,22 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.fileio import atomic_path, check_manifest, file_sha256
 from embeddings.common.randomness import numpy_generator
-from embeddings.inference.corpus import Document
-from embeddings.inference.vector_shards import save_vectors
+from embeddings.inference.corpus import Document, read_corpus
+from embeddings.inference.encoder import Context, Encoder
+from embeddings.inference.vector_folder import VectorFolder
 
 if TYPE_CHECKING:
     from embeddings.inference.encoder import Encoder
-
-CONTEXT_FILE = "context.npy"
-
-
-@dataclass(frozen=True, eq=False)
-class Context:
-    """Context documents and the vectors that a model's first stage made of them.
-
-    Attributes:
-        document_ids: Ids of the documents in their corpus, M of them; one that was drawn twice is there twice.
-        documents_sha256: Hash of the ids and texts, in this order.
-        seed: Seed that they were drawn with.
-        vector_MH: First-stage vectors, (M, H) float32.
-    """
-
-    document_ids: tuple[str, ...]
-    documents_sha256: str
-    seed: int
-    vector_MH: npt.NDArray[np.float32]
-
-    def __len__(self) -> int:
-        """Number of documents, M."""
-        return len(self.document_ids)
-
-    def summary(self) -> dict[str, Any]:
-        """What tells one context of a model from another, as plain types."""
-        return {"num_documents": len(self), "seed": self.seed, "documents_sha256": self.documents_sha256}
-
-    def manifest_fields(self) -> dict[str, Any]:
-        """What a manifest says of the context that its vectors were made with."""
-        return {"context": self.summary(), "context_document_ids": list(self.document_ids)}
-
-    def write(self, folder: Path) -> Self:
-        """Keep the vectors in `folder`; those of a run that was killed stay, and are the ones returned."""
-        if not (folder / CONTEXT_FILE).exists():
-            with atomic_path(folder / CONTEXT_FILE) as temporary:
-                save_vectors(temporary, self.vector_MH)
-        vectors = np.load(folder / CONTEXT_FILE)
-        return type(self)(self.document_ids, self.documents_sha256, self.seed, vectors)
-
-    @classmethod
-    def read(cls, folder: Path) -> Self | None:
-        """The context that a finished folder of vectors was made with, or None where it was made with none.
-
-        Raises:
-            InputError: If the context's vectors are missing or not the ones that were used.
-        """
-        fields = check_manifest(folder, {})
-        if fields.get("context") is None:
-            return None
-        path = folder / CONTEXT_FILE
-        if not path.is_file() or file_sha256(path) != fields["context_vectors_sha256"]:
-            raise InputError(str(path), "is not the context that these vectors were made with", "encode again")
-        summary = fields["context"]
-        ids = tuple(fields["context_document_ids"])
-        return cls(ids, summary["documents_sha256"], summary["seed"], load_array(path, "encode again"))
 
 
 @dataclass(frozen=True)
@@ -94,7 +39,7 @@ class ContextDraw:
         sha256 = documents_sha256(self.documents)
         return {"num_documents": len(self.documents), "seed": self.seed, "documents_sha256": sha256}
 
-    def encoded(self, encoder: "Encoder") -> Context:
+    def encoded(self, encoder: Encoder) -> Context:
         """The context, with the vectors that a model's first stage makes of the documents.
 
         Raises:
@@ -165,3 +110,93 @@ def context_of(documents: Sequence[Document], vector_MH: npt.NDArray[np.float32]
 
 def _describe(summary: dict[str, Any]) -> str:
     return f"{summary['num_documents']} documents of seed {summary['seed']} ({summary['documents_sha256'][:8]})"
+
+
+def draw_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> ContextDraw:
+    """The documents that a corpus gives a contextual model for its context.
+
+    They are drawn from the corpus, never from queries, without replacement; a corpus smaller than `size` is drawn from
+    evenly, each document as often as any other or once more.
+
+    Args:
+        encoder: The model.
+        source: A corpus file (see `read_corpus`), or a folder that `encode_corpus` wrote, by whatever model.
+        size: Context documents; None for as many as the model has slots. Fewer leave slots to the null vector.
+        seed: Seed of the draw.
+
+    Raises:
+        InputError: If the corpus cannot be used or is empty.
+        OptionError: If the model takes no context, or none of this size.
+    """
+    size = require_context_size(encoder, size)
+    return ContextDraw(tuple(draw_documents(source, size, seed)), seed)
+
+
+def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> list[Document]:
+    """Documents of a corpus, drawn as those of a context are (see `sample_rows`).
+
+    Args:
+        source: A corpus file, or a folder that `encode_corpus` wrote.
+        size: How many.
+        seed: Seed of the draw.
+
+    Raises:
+        InputError: If the corpus cannot be used or is empty.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        return _documents_of_file(path, size, seed)
+    folder = VectorFolder.open(path)
+    return folder.documents(sample_rows(folder.num_documents, size, seed).tolist())
+
+
+def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> Context:
+    """The context that a corpus gives a contextual model: what `draw_context` draws.
+
+    The documents' first-stage vectors are computed here, once, and the context keeps them.
+
+    Raises:
+        InputError: If the corpus cannot be used or is empty.
+        OptionError: If the model takes no context, or none of this size.
+    """
+    return draw_context(encoder, source, size, seed).encoded(encoder)
+
+
+def sample_context(encoder: Encoder, texts: Sequence[str], size: int | None = None, seed: int = 0) -> Context:
+    """The same of texts in memory, whose ids are their rows.
+
+    Raises:
+        OptionError: If the model takes no context, or none of this size, or there is no text.
+    """
+    size = require_context_size(encoder, size)
+    if not texts:
+        raise OptionError("context", 0, "must hold at least one document", "leave it out for no context")
+    rows = sample_rows(len(texts), size, seed).tolist()
+    return ContextDraw(tuple(Document(str(row), texts[row]) for row in rows), seed).encoded(encoder)
+
+
+def require_context_size(encoder: Encoder, size: int | None) -> int:
+    """The number of context documents: the one asked for, or as many as the model has slots.
+
+    Raises:
+        OptionError: If the model takes no context, or fewer documents.
+    """
+    slots = encoder.num_context
+    if slots == 0:
+        raise OptionError("context", "a context", "must be left out: this model takes none", "drop it")
+    if size is None:
+        return slots
+    if not 1 <= size <= slots:
+        rule = f"must be from 1 to the model's {slots} context documents"
+        raise OptionError("context_size", size, rule, "leave it out for all of them")
+    return size
+
+
+def _documents_of_file(path: Path, size: int, seed: int) -> list[Document]:
+    num_documents = sum(1 for _ in read_corpus(path))
+    rows = sample_rows(num_documents, size, seed)
+    # Two passes over the file: a corpus need not fit in memory.
+    wanted = np.zeros(num_documents, dtype=bool)
+    wanted[rows] = True
+    drawn = dict(zip(np.unique(rows).tolist(), compress(read_corpus(path), wanted), strict=True))
+    return [drawn[row] for row in rows.tolist()]

@@ -1,37 +1,158 @@
 """Texts to vectors, in the order given, with next to no padding."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError, NumericError, OptionError
+from embeddings.common.fileio import atomic_path, check_manifest, file_sha256
 from embeddings.common.freed_memory import keep_freed_memory
 from embeddings.common.mini_batches import plan_mini_batches
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import PaddedTokens, TokenBatch
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference.context import Context
-from embeddings.inference.evaluating import evaluating
-from embeddings.inference.int8_products import Int8Products
-from embeddings.inference.precision import Precision, resolve_precision
-from embeddings.inference.text_preparation import TextPreparation, TokenisedTexts, unique_texts
+from embeddings.inference.precision import Int8Products, Precision, resolve_precision
+from embeddings.inference.vectors import save_vectors
 
 if TYPE_CHECKING:
     from embeddings.models.embedder import Embedder
 
+
 # Chosen so that a core's share of a mini-batch stays small, and a GPU is filled; neither is a measured optimum.
 CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
 GPU_MINI_BATCH_TOKENS = 65536
+TEXTS_PER_BLOCK = 8192
+CONTEXT_FILE = "context.npy"
 _PROGRESS_DELAY_SECONDS = 2.0
+
+
+class TokenisedTexts(NamedTuple):
+    """Texts and their tokens, made apart from the encoder, in another process for instance.
+
+    Attributes:
+        texts: The texts, each once.
+        row_N: For each text given its place among them, (N,) int64; None where none was given twice.
+        blocks: Their tokens, a token batch for each 8,192 of them.
+    """
+
+    texts: list[str]
+    row_N: npt.NDArray[np.int64] | None
+    blocks: list[TokenBatch]
+
+
+@dataclass(frozen=True)
+class TextPreparation:
+    """What an encoder does to texts before its model: a function of texts that can be sent to another process.
+
+    Args:
+        tokenizer: The encoder's.
+        role: Whose length limit holds.
+        prompt: Text put before each.
+    """
+
+    tokenizer: TextTokenizer
+    role: TextRole
+    prompt: str
+
+    def __call__(self, texts: Sequence[str]) -> TokenisedTexts:
+        """The texts as `Encoder.encode` takes them, for the same vectors as without."""
+        unique, row_N = unique_texts(texts)
+        starts = range(0, len(unique), TEXTS_PER_BLOCK)
+        return TokenisedTexts(unique, row_N, [self.block(unique, start) for start in starts])
+
+    def block(self, texts: list[str], start: int) -> TokenBatch:
+        """The tokens of a block of texts, the first of which is text `start`."""
+        return self.tokenizer(texts[start : start + TEXTS_PER_BLOCK], self.role, self.prompt)
+
+    def blocks_ahead(self, texts: list[str]) -> Iterator[TokenBatch]:
+        """The tokens of each block; the next one is made while one is used."""
+        starts = range(0, len(texts), TEXTS_PER_BLOCK)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            pending = pool.submit(self.block, texts, 0) if starts else None
+            for start in starts:
+                assert pending is not None
+                tokens = pending.result()
+                if start + TEXTS_PER_BLOCK < len(texts):
+                    pending = pool.submit(self.block, texts, start + TEXTS_PER_BLOCK)
+                yield tokens
+
+
+def unique_texts(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64] | None]:
+    """Each text once, and for each given one its row among them; None where none occurs twice."""
+    row_of_text = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+    if len(row_of_text) == len(texts):
+        return list(row_of_text), None
+    return list(row_of_text), np.array([row_of_text[text] for text in texts], dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Context documents and the vectors that a model's first stage made of them.
+
+    Attributes:
+        document_ids: Ids of the documents in their corpus, M of them; one that was drawn twice is there twice.
+        documents_sha256: Hash of the ids and texts, in this order.
+        seed: Seed that they were drawn with.
+        vector_MH: First-stage vectors, (M, H) float32.
+    """
+
+    document_ids: tuple[str, ...]
+    documents_sha256: str
+    seed: int
+    vector_MH: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        """Number of documents, M."""
+        return len(self.document_ids)
+
+    def summary(self) -> dict[str, Any]:
+        """What tells one context of a model from another, as plain types."""
+        return {"num_documents": len(self), "seed": self.seed, "documents_sha256": self.documents_sha256}
+
+    def manifest_fields(self) -> dict[str, Any]:
+        """What a manifest says of the context that its vectors were made with."""
+        return {"context": self.summary(), "context_document_ids": list(self.document_ids)}
+
+    def write(self, folder: Path) -> Self:
+        """Keep the vectors in `folder`; those of a run that was killed stay, and are the ones returned."""
+        if not (folder / CONTEXT_FILE).exists():
+            with atomic_path(folder / CONTEXT_FILE) as temporary:
+                save_vectors(temporary, self.vector_MH)
+        vectors = np.load(folder / CONTEXT_FILE)
+        return type(self)(self.document_ids, self.documents_sha256, self.seed, vectors)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """The context that a finished folder of vectors was made with, or None where it was made with none.
+
+        Raises:
+            InputError: If the context's vectors are missing or not the ones that were used.
+        """
+        fields = check_manifest(folder, {})
+        if fields.get("context") is None:
+            return None
+        path = folder / CONTEXT_FILE
+        if not path.is_file() or file_sha256(path) != fields["context_vectors_sha256"]:
+            raise InputError(str(path), "is not the context that these vectors were made with", "encode again")
+        summary = fields["context"]
+        ids = tuple(fields["context_document_ids"])
+        return cls(ids, summary["documents_sha256"], summary["seed"], load_array(path, "encode again"))
 
 
 class Encoder:
@@ -308,3 +429,77 @@ class Encoder:
 def _check_list(name: str, texts: Sequence[str]) -> None:
     if isinstance(texts, str):
         raise OptionError(name, texts[:40], "must be a list of texts", "put the text in a list")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; every module's mode is restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+# Fields of a config that no vector depends on: where it came from, and what is chosen anew in each process.
+_PASSING = (
+    "_name_or_path",
+    "_attn_implementation",
+    "_experts_implementation",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+# What a tokenizer was last asked for: the encoder asks anew each time.
+_ASKED = ("truncation", "padding")
+
+
+def embedder_sha256(encoder: Encoder) -> str:
+    """A hash of all that decides a model's vectors: structure, configs, weights, text settings and tokenizer.
+
+    Weights alone leave much open: the mask of attention, its heads and window, rotary bases, how many experts a token
+    is sent to, how a text is normalised before it is cut into words. The dtype that they are held in here is left out,
+    so a checkpoint in bfloat16 has one hash wherever it is read; who keeps vectors keeps the precision beside the hash.
+    """
+    embedder = encoder.embedder
+    settings = {
+        "pooling": embedder.pooling.arguments(),
+        "normalize": embedder.normalize,
+        "text": embedder.text.to_dict(),
+        "configs": dict(_configs(embedder)),
+        "tokenizer": _tokenizer_fields(embedder.tokenizer),
+    }
+    digest = hashlib.sha256(repr(embedder).encode())
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(embedder.state_dict().items()):
+        numbers = tensor.detach().cpu()
+        if numbers.is_floating_point():
+            numbers = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+        digest.update(f"{name} {numbers.dtype} {tuple(numbers.shape)}".encode())
+        digest.update(numbers.contiguous().view(-1).view(dtype=torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _configs(embedder: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The config of every transformers model inside, and of the adapters on it, by the module's name."""
+    for name, module in embedder.named_modules():
+        adapters = getattr(module, "peft_config", None)
+        if isinstance(adapters, dict):
+            yield f"{name} adapters", {key: (made.lora_alpha, made.use_rslora) for key, made in adapters.items()}
+        if isinstance(module, PreTrainedModel):
+            yield name, {key: value for key, value in module.config.to_dict().items() if key not in _PASSING}
+
+
+def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a tokenizer does with a text: its vocabulary, and all steps around it where the library can tell them."""
+    fields: dict[str, Any] = {"vocabulary": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        steps = json.loads(backend.to_str())
+        fields["steps"] = {key: value for key, value in steps.items() if key not in _ASKED}
+    return fields

@@ -1,6 +1,7 @@
 """The best documents of each query by inner product, exactly, in tiles."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -9,9 +10,14 @@ import torch
 from torch import Tensor
 
 from embeddings.common.errors import OptionError
+from embeddings.common.fileio import check_manifest
+from embeddings.inference.context import ContextDraw, check_same_context
+from embeddings.inference.corpus import Document, read_corpus
+from embeddings.inference.encoder import Context, Encoder, embedder_sha256
+from embeddings.inference.vector_folder import VectorFolder
+from embeddings.inference.vectors import DOCUMENT_TILE, VectorShards, sign_bits, unit_rows
 
 QUERY_TILE = 1024
-DOCUMENT_TILE = 16384
 
 
 class TopK(NamedTuple):
@@ -24,13 +30,6 @@ class TopK(NamedTuple):
 
     score_QK: npt.NDArray[np.float32]
     index_QK: npt.NDArray[np.int64]
-
-
-def unit_rows(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The vectors at unit length, so that inner products are cosines; a zero vector stays zero."""
-    norm_N1 = np.linalg.norm(vector_ND, axis=1, keepdims=True)
-    out_ND = np.zeros_like(vector_ND, subok=False)
-    return np.asarray(np.divide(vector_ND, norm_N1, out=out_ND, where=norm_N1 > 0))
 
 
 def search_top_k(
@@ -122,3 +121,259 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], top_k: i
     row_QM = torch.cat([first[1], second[1]], dim=1)
     score_QK, column_QK = _sorted_top_k(score_QM, top_k)
     return score_QK, row_QM.gather(1, column_QK)
+
+
+RESCORE_MULTIPLIER = 4
+# Queries at a time: their distances to a tile of documents stay at some MiB.
+_QUERIES = 32
+# A distance and a row in one number that sorts by both.
+_ROW_BITS = 40
+
+
+class NearestSigns(NamedTuple):
+    """The documents of each query whose signs differ from its own in the fewest places, nearest first.
+
+    Attributes:
+        distance_QK: Places that differ, (Q, K) int64.
+        index_QK: Rows of the documents, (Q, K) int64.
+    """
+
+    distance_QK: npt.NDArray[np.int64]
+    index_QK: npt.NDArray[np.int64]
+
+
+def search_signs(
+    query_QD: npt.NDArray[np.float32],
+    documents: VectorShards,
+    top_k: int,
+    rescore_multiplier: int = RESCORE_MULTIPLIER,
+) -> TopK:
+    """The documents of large cosine between a query and their signs, out of those whose signs are nearest to its own.
+
+    The K x `rescore_multiplier` documents of least Hamming distance are scored by the query's own numbers:
+    score = q . s / sqrt(D) with s in {-1, 1}.
+
+    Args:
+        query_QD: Unit vectors, (Q, D) float32.
+        documents: Vectors in the format binary.
+        top_k: Most documents of a query; K is the smaller of this and the number of documents.
+        rescore_multiplier: Documents scored again for one that is returned; 1 puts the K nearest in order.
+
+    Returns:
+        Scores and rows, best first; of equal scores the lower row first.
+
+    Precision: distances are whole numbers, counted on the processor; scores are summed in float64.
+    Raises:
+        InputError: If a shard is missing or damaged.
+        OptionError: If `top_k` or `rescore_multiplier` is not positive.
+    Source: Yamada et al. 2021 (BPR), arXiv:2106.00882: candidates by Hamming distance, scored again by the query's
+        numbers. Differs: the model need not be trained for it.
+    """
+    require_top_k(top_k)
+    require_multiplier(rescore_multiplier)
+    shards = (documents.stored(shard) for shard in range(documents.num_shards))
+    nearest = nearest_signs(sign_bits(query_QD), shards, top_k * rescore_multiplier)
+    width = min(top_k, documents.num_rows)
+    score_QK = np.empty((len(query_QD), width), np.float32)
+    row_QK = np.empty((len(query_QD), width), np.int64)
+    for start in range(0, len(query_QD), _QUERIES):
+        block = slice(start, start + _QUERIES)
+        row_N, place_qM = np.unique(nearest.index_QK[block], return_inverse=True)
+        sign_ND = documents.take(row_N, unit=False)
+        for query, place_M in enumerate(place_qM.reshape(nearest.index_QK[block].shape), start=start):
+            dot_M = np.vecdot(sign_ND[place_M].astype(np.float64), query_QD[query].astype(np.float64))
+            score_M = (dot_M / documents.embedding_dim**0.5).astype(np.float32)
+            # The places ascend with the rows.
+            order_K = np.lexsort((place_M, -score_M))[:width]
+            score_QK[query], row_QK[query] = score_M[order_K], row_N[place_M[order_K]]
+    return TopK(score_QK, row_QK)
+
+
+def nearest_signs(
+    query_QB: npt.NDArray[np.uint8], documents: Iterable[npt.NDArray[np.uint8]], top_k: int
+) -> NearestSigns:
+    """The documents of least Hamming distance, of equal distances the lower rows.
+
+    Args:
+        query_QB: Packed signs of the queries, (Q, B) uint8.
+        documents: Packed signs of documents, several arrays (n, B) uint8 that follow one another.
+        top_k: Most documents of a query.
+
+    Memory: a tile of 16,384 documents and its distances to 32 queries, beside what is found.
+    Raises:
+        OptionError: If `top_k` is not positive.
+    """
+    require_top_k(top_k)
+    query_QW, first_row = _words(query_QB), 0
+    blocks = [slice(start, start + _QUERIES) for start in range(0, len(query_QB), _QUERIES)]
+    best = [np.empty((len(query_QW[block]), 0), np.int64) for block in blocks]
+    for piece in documents:
+        for start in range(0, len(piece), DOCUMENT_TILE):
+            tile_WT = np.ascontiguousarray(_words(piece[start : start + DOCUMENT_TILE]).T)
+            row_T = np.arange(first_row, first_row + tile_WT.shape[1])
+            for number, block in enumerate(blocks):
+                key_QT = (_distances(query_QW[block], tile_WT) << _ROW_BITS) | row_T
+                best[number] = _least(np.concatenate([best[number], key_QT], axis=1), top_k)
+            first_row += tile_WT.shape[1]
+    width = min(top_k, first_row)
+    key_QK = np.concatenate([np.sort(keys, axis=1) for keys in best]) if best else np.empty((0, width), np.int64)
+    return NearestSigns(key_QK >> _ROW_BITS, key_QK & ((1 << _ROW_BITS) - 1))
+
+
+def require_multiplier(rescore_multiplier: int) -> None:
+    """Check how many documents are to be scored again.
+
+    Raises:
+        OptionError: If it is not positive.
+    """
+    if rescore_multiplier < 1:
+        rule = "must be >= 1"
+        raise OptionError("rescore_multiplier", rescore_multiplier, rule, f"leave it out for {RESCORE_MULTIPLIER}")
+
+
+def _words(bits_NB: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """The same bits in words of 64, filled up with 0, (N, W)."""
+    word_NW = np.zeros((len(bits_NB), -(-bits_NB.shape[1] // 8)), np.uint64)
+    word_NW.view(np.uint8)[:, : bits_NB.shape[1]] = bits_NB
+    return word_NW
+
+
+def _distances(query_QW: npt.NDArray[np.uint64], tile_WT: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Bits that differ between each query and document, (Q, T)."""
+    distance_QT = np.zeros((len(query_QW), tile_WT.shape[1]), np.int64)
+    for word, word_T in enumerate(tile_WT):
+        distance_QT += np.bitwise_count(query_QW[:, word, None] ^ word_T)
+    return distance_QT
+
+
+def _least(key_QN: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """The least keys of each query, in no order; no two are equal."""
+    return np.partition(key_QN, count - 1, axis=1)[:, :count] if count < key_QN.shape[1] else key_QN
+
+
+# The best documents of some queries, from their unit vectors and the number of documents wanted.
+NearestRows = Callable[[npt.NDArray[np.float32], int], TopK]
+
+
+class Hit(NamedTuple):
+    """A document found by a search.
+
+    Attributes:
+        document_id: Its id in the corpus.
+        score: Cosine of the query with the document's vector, as it is kept.
+        text: The text that was encoded.
+    """
+
+    document_id: str
+    score: float
+    text: str
+
+
+class CorpusSearch:
+    """A corpus at hand for searches: what does not depend on the query is done when this is made.
+
+    Args:
+        encoder: The model; its `query` prompt goes before each query.
+        corpus: A folder that `encode_corpus` wrote with the same model, or a corpus file, which is encoded now.
+        context: What a contextual model reads queries and documents behind, None for a folder's own, and for no context
+            where the corpus is a file. A draw is encoded for a file alone: with a folder's own it is only compared.
+        nearest: An index of the folder's vectors; None to compare each query with every document. A corpus file has
+            none.
+        rescore_multiplier: For a folder of binary vectors, how many are scored again for each document wanted (see
+            `search_signs`); None for 4.
+
+    Raises:
+        InputError: If the corpus cannot be used, or another model encoded it, or it was encoded with another context or
+            another number of dimensions.
+        OptionError: If the model takes no such context, `rescore_multiplier` is not positive, or it is given and the
+            corpus is no folder of binary vectors, or an index is given and the corpus is a file.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        corpus: str | Path,
+        *,
+        context: Context | ContextDraw | None = None,
+        nearest: NearestRows | None = None,
+        rescore_multiplier: int | None = None,
+    ) -> None:
+        self.encoder = encoder
+        self._folder, self._context = None, None
+        self._rescore_multiplier = RESCORE_MULTIPLIER if rescore_multiplier is None else rescore_multiplier
+        require_multiplier(self._rescore_multiplier)
+        if Path(corpus).is_dir():
+            fields = {"model_sha256": embedder_sha256(encoder), "embedding_dim": encoder.embedding_dim}
+            check_manifest(corpus, {"kind": "vectors", "complete": True, **fields})
+            self._folder = VectorFolder.open(corpus)
+            _check_effect(rescore_multiplier, self._folder.vector_format == "binary")
+            self._context = self._folder.context()
+            if context is not None:
+                check_same_context(self._folder.path, self._context, context)
+            self._nearest = nearest or self._compare_all
+        else:
+            if nearest is not None:
+                raise OptionError(
+                    "nearest", "an index", "needs an encoded folder", "encode the corpus, or leave it out"
+                )
+            _check_effect(rescore_multiplier, False)
+            self._all = list(read_corpus(corpus))
+            self._context = context.encoded(encoder) if isinstance(context, ContextDraw) else context
+            texts = [document.text for document in self._all]
+            self._vector_ND = unit_rows(encoder.encode(texts, None, self._context, role="document"))
+            self._nearest = self._compare_all
+
+    @property
+    def has_context(self) -> bool:
+        """Whether queries and documents are read in a context."""
+        return self._context is not None
+
+    def search(self, queries: Sequence[str], top_k: int = 10) -> list[list[Hit]]:
+        """The documents with the largest cosines of each query, best first.
+
+        Args:
+            queries: Texts to search for.
+            top_k: Most documents of a query.
+
+        Raises:
+            InputError: If one of the folder's vectors is zero or not finite, or its documents are damaged.
+            OptionError: If `top_k` is not positive.
+        """
+        query_QD = unit_rows(self.encoder.encode(queries, None, self._context, role="query"))
+        found = self._nearest(query_QD, top_k)
+        return [
+            [
+                Hit(document.document_id, score, document.text)
+                for document, score in zip(self._documents(rows), scores, strict=False)
+            ]
+            for rows, scores in zip(found.index_QK.tolist(), found.score_QK.tolist(), strict=True)
+        ]
+
+    def _compare_all(self, query_QD: npt.NDArray[np.float32], top_k: int) -> TopK:
+        if self._folder is not None and self._folder.vector_format == "binary":
+            return search_signs(query_QD, self._folder.shards, top_k, self._rescore_multiplier)
+        documents = self._vector_ND if self._folder is None else self._folder.directions()
+        return search_top_k(query_QD, documents, top_k, self.encoder.device)
+
+    def _documents(self, rows: list[int]) -> list[Document]:
+        """The documents in some rows; an index that found fewer has -1 in the last ones."""
+        rows = [row for row in rows if row >= 0]
+        return [self._all[row] for row in rows] if self._folder is None else self._folder.documents(rows)
+
+
+def _check_effect(rescore_multiplier: int | None, is_binary: bool) -> None:
+    if rescore_multiplier is not None and not is_binary:
+        rule = "has no effect but on a folder of binary vectors"
+        raise OptionError("rescore_multiplier", rescore_multiplier, rule, "leave it out")
+
+
+def search_corpus(
+    encoder: Encoder,
+    corpus: str | Path,
+    queries: Sequence[str],
+    top_k: int = 10,
+    *,
+    context: Context | ContextDraw | None = None,
+) -> list[list[Hit]]:
+    """The documents with the largest cosines of each query, best first; see `CorpusSearch`."""
+    return CorpusSearch(encoder, corpus, context=context).search(queries, top_k)

@@ -20,7 +20,7 @@ from embeddings.common.fileio import atomic_path, check_manifest
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array
 from embeddings.common.randomness import derive_seed
 from embeddings.data.samplers.base import KeyedPermutation
-from embeddings.inference.vector_shards import VectorShards
+from embeddings.inference.vectors import VectorShards
 from embeddings.mining.pair_index import PairIndex, concatenated_ranges
 from embeddings.mining.pair_vectors import PairVectors
 

@@ -12,7 +12,7 @@ from embeddings.common.fileio import check_manifest
 from embeddings.common.randomness import derive_seed
 from embeddings.data.samplers.base import KeyedPermutation
 from embeddings.data.store import CachedSource
-from embeddings.inference.search import unit_rows
+from embeddings.inference.vectors import unit_rows
 from embeddings.mining.pair_vectors import PairVectors
 
 Int64s = NDArray[np.int64]

@@ -29,7 +29,7 @@ from embeddings.data.near_duplicates import NearDuplicates, Shingle
 from embeddings.data.records import LabelledText, Record, has_levels, write_labelled_texts, write_records
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_languages, read_records
-from embeddings.inference.model_digest import embedder_sha256
+from embeddings.inference.encoder import embedder_sha256
 from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segment_size
 from embeddings.mining.duplicates import (
     COPY,

@@ -21,7 +21,7 @@ from embeddings.common.text import PromptChoice
 from embeddings.data.records import Record
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_records
-from embeddings.inference.model_digest import embedder_sha256
+from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.mining.faiss_library import faiss_version, load_faiss
 from embeddings.mining.mined_shards import (

@@ -19,10 +19,9 @@ from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard
 from embeddings.common.log import logger
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, instruction_prompt
 from embeddings.data.store import CachedSource
-from embeddings.inference.model_digest import embedder_sha256
-from embeddings.inference.search import unit_rows
+from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE, VectorFolder
-from embeddings.inference.vector_shards import VectorShards, save_vectors
+from embeddings.inference.vectors import VectorShards, save_vectors, unit_rows
 from embeddings.mining.pair_index import BLOCK, Int64s, PairIndex, equal_hashes, index_pairs
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard
 from embeddings.common.randomness import derive_seed
 from embeddings.inference.precision import has_native_bfloat16
 from embeddings.inference.search import TopK
-from embeddings.inference.vector_shards import VectorShards, save_vectors
+from embeddings.inference.vectors import VectorShards, save_vectors
 from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_faiss, new_lists, without_missing
 
 Floats = npt.NDArray[np.float32]

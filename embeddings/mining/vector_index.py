@@ -17,8 +17,9 @@ from embeddings.common.fileio import (
     check_room,
     write_manifest_file,
 )
-from embeddings.inference.search import TopK, require_top_k, search_top_k, unit_rows
+from embeddings.inference.search import TopK, require_top_k, search_top_k
 from embeddings.inference.vector_folder import VectorFolder
+from embeddings.inference.vectors import unit_rows
 from embeddings.mining.faiss_library import (
     faiss_version,
     load_faiss,

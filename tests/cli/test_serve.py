@@ -7,7 +7,7 @@ import pytest
 from embeddings.cli.encode import FormatName
 from embeddings.cli.main import main
 from embeddings.inference import Encoder
-from embeddings.inference.vector_formats import VECTOR_FORMATS
+from embeddings.inference.vectors import VECTOR_FORMATS
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.cli.test_interactive import Typed
 from tests.helpers.runs import backbone_folder, write_retrieval_folder

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embeddings.evaluation.classification import logistic_regression_scores
-from embeddings.inference.search import unit_rows
+from embeddings.inference.vectors import unit_rows
 
 
 def three_classes(count, spread, seed):

@@ -3,7 +3,7 @@ import pytest
 
 from embeddings.data.tokenize import TokenSpan
 from embeddings.figures.anchor_tokens import draw_anchor_tokens, shaded_pieces, weighted_pieces
-from embeddings.inference.token_weights import TokenWeights
+from embeddings.inference.inspection import TokenWeights
 
 
 def weights_of(text, spans, weights, num_prompt=0):

@@ -9,8 +9,7 @@ import torch
 
 from embeddings.common import OptionError, TextSettings
 from embeddings.data.tokenize import TokenSpan
-from embeddings.inference.anchor_shares import PLACES, anchor_shares, place_of, shares_of
-from embeddings.inference.token_weights import TokenWeights
+from embeddings.inference.inspection import PLACES, TokenWeights, anchor_shares, place_of, shares_of
 from embeddings.models import Embedder, MeanPooling
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.inference.context import Context, check_same_context, context_of, documents_sha256, sample_rows
+from embeddings.inference.context import check_same_context, context_of, documents_sha256, sample_rows
 from embeddings.inference.corpus import Document
+from embeddings.inference.encoder import Context
 
 DOCUMENTS = [Document(f"d{row}", f"text {row}") for row in range(4)]
 VECTORS = np.arange(12, dtype=np.float32).reshape(4, 3)

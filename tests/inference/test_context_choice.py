@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.inference import context_choice as module
-from embeddings.inference.context import sample_rows
-from embeddings.inference.context_choice import choose_context, draw_context, draw_documents, sample_context
+from embeddings.inference import context as module
+from embeddings.inference.context import choose_context, draw_context, draw_documents, sample_context, sample_rows
 from embeddings.inference.corpus import read_corpus
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import encode_corpus

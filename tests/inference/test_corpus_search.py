@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.inference.corpus_search import CorpusSearch, search_corpus
 from embeddings.inference.encoder import Encoder
-from embeddings.inference.search import TopK
+from embeddings.inference.search import CorpusSearch, TopK, search_corpus
 from embeddings.inference.vector_folder import encode_corpus
-from embeddings.inference.vector_formats import float_rows, stored_rows
+from embeddings.inference.vectors import float_rows, stored_rows
 from tests.inference.models import counted_encodings, some_texts, tiny_embedder
 
 QUERIES = [some_texts(11)[3], "quick fox"]
@@ -36,8 +35,8 @@ def test_what_does_not_depend_on_the_query_is_done_once(is_folder, corpus, encod
     expected = [search_corpus(encoder, place, [query], top_k=3)[0] for query in QUERIES]
     searched = CorpusSearch(encoder, place)
     counts = counted_encodings(monkeypatch)
-    monkeypatch.setattr("embeddings.inference.corpus_search.read_corpus", lambda *_: pytest.fail("read again"))
-    monkeypatch.setattr("embeddings.inference.corpus_search.embedder_sha256", lambda *_: pytest.fail("hashed again"))
+    monkeypatch.setattr("embeddings.inference.search.read_corpus", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("embeddings.inference.search.embedder_sha256", lambda *_: pytest.fail("hashed again"))
     found = [searched.search([query], 3)[0] for query in QUERIES]
     assert counts == [1, 1]
     assert found == expected

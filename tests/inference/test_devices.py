@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from embeddings.common import OptionError
-from embeddings.inference import devices, vector_folder
-from embeddings.inference.devices import on_devices, parse_devices
+from embeddings.inference import vector_folder
 from embeddings.inference.encoder import Encoder
-from embeddings.inference.vector_folder import encode_corpus
+from embeddings.inference.vector_folder import encode_corpus, on_devices, parse_devices
 from tests.inference.models import some_texts, tiny_embedder
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +84,7 @@ def test_the_model_makes_room_for_others_and_is_back_afterwards(is_closed, model
             events.append((item, list(moves)))
             yield item
 
-    monkeypatch.setattr(devices, "spread", spread)
+    monkeypatch.setattr(vector_folder, "spread", spread)
     results = on_devices(encoder, ("cpu", "cpu"), print, [1, 2])
     assert moves == []
     assert next(results) == 1

@@ -7,7 +7,7 @@ import torch
 from embeddings.common import NumericError, OptionError
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference import encoder as encoder_module
-from embeddings.inference import text_preparation
+from embeddings.inference import encoder as text_preparation
 from embeddings.inference.encoder import Encoder
 from tests.inference.models import some_texts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual

@@ -1,7 +1,7 @@
 import pytest
 from torch import nn
 
-from embeddings.inference.evaluating import evaluating
+from embeddings.inference.encoder import evaluating
 
 
 @pytest.mark.parametrize("fails", [False, True])

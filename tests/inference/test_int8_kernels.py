@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from embeddings.inference.int8_kernels import QuantisedInput
+from embeddings.inference.precision import QuantisedInput
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="int8 is for x86 processors")
 
 OVERFLOW = """
 import torch
-from embeddings.inference import int8_kernels
-int8_kernels.has_int8_products = lambda: {has_products}
+from embeddings.inference import precision as module
+module.has_int8_products = lambda: {has_products}
 layer = torch.nn.Linear(64, 8)
 with torch.inference_mode():
     layer.weight.fill_(0.5)[::2] *= -1
-    product = int8_kernels.linear_product(layer, layer, int8_kernels.QuantisedInput())
+    product = module.linear_product(layer, layer, module.QuantisedInput())
     input_NI = torch.full((40, 64), 3.0)
     print((product(input_NI) - layer(input_NI)).abs().max().item())
 """

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from embeddings.inference import Encoder, encode_corpus, int8_kernels, search_corpus
-from embeddings.inference.int8_products import Int8Products
-from embeddings.inference.precision import has_int8_products
+from embeddings.inference import Encoder, encode_corpus, search_corpus
+from embeddings.inference import precision as int8_kernels
+from embeddings.inference.precision import Int8Products, has_int8_products
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_modernbert, tiny_nomic, tiny_xlm_roberta

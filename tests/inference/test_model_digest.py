@@ -6,8 +6,7 @@ from tokenizers import normalizers, processors
 from torch import nn
 
 from embeddings.common import TextSettings
-from embeddings.inference.encoder import Encoder
-from embeddings.inference.model_digest import embedder_sha256
+from embeddings.inference.encoder import Encoder, embedder_sha256
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora, make_bidirectional
 from embeddings.models.context_directory import ContextForm
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_mistral

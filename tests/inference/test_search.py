@@ -5,7 +5,8 @@ import pytest
 
 from embeddings.common import OptionError
 from embeddings.inference import search
-from embeddings.inference.search import search_top_k, unit_rows
+from embeddings.inference.search import search_top_k
+from embeddings.inference.vectors import unit_rows
 
 
 def whole_numbers(rows, width=4, seed=0, largest=3):

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.inference import sign_search
-from embeddings.inference.search import unit_rows
-from embeddings.inference.sign_search import nearest_signs, search_signs
-from embeddings.inference.vector_formats import sign_bits
-from embeddings.inference.vector_shards import VectorShards, save_vectors
+from embeddings.inference import search as module
+from embeddings.inference.search import nearest_signs, search_signs
+from embeddings.inference.vectors import VectorShards, save_vectors, sign_bits, unit_rows
 
 
 def some_vectors(rows, width=24, seed=0):
@@ -40,8 +38,8 @@ def search_by_hand(query, documents, top_k, multiplier):
 @pytest.mark.parametrize("width", [8, 24, 64, 136])
 @pytest.mark.parametrize(("tile", "top_k"), [(1, 1), (3, 7), (3, 40), (50, 7), (50, 60), (1000, 40)])
 def test_distances_and_ties_equal_a_count_by_hand(width, tile, top_k, monkeypatch):
-    monkeypatch.setattr(sign_search, "DOCUMENT_TILE", tile)
-    monkeypatch.setattr(sign_search, "_QUERIES", max(1, tile // 2))
+    monkeypatch.setattr(module, "DOCUMENT_TILE", tile)
+    monkeypatch.setattr(module, "_QUERIES", max(1, tile // 2))
     queries, documents = some_vectors(6, width, 1), some_vectors(50, width)
     documents[40:44] = documents[3]
     pieces = [sign_bits(documents[start:stop]) for start, stop in ((0, 11), (11, 11), (11, 50))]
@@ -54,7 +52,7 @@ def test_distances_and_ties_equal_a_count_by_hand(width, tile, top_k, monkeypatc
 @pytest.mark.parametrize("shard_size", [1, 7, 100])
 @pytest.mark.parametrize(("top_k", "multiplier"), [(1, 1), (5, 1), (5, 4), (3, 100), (60, 4)])
 def test_scores_and_order_equal_a_loop_by_hand(shard_size, top_k, multiplier, tmp_path, monkeypatch):
-    monkeypatch.setattr(sign_search, "_QUERIES", 4)
+    monkeypatch.setattr(module, "_QUERIES", 4)
     queries, documents = some_vectors(9, seed=1), some_vectors(40)
     documents[[30, 20]] = documents[10]
     found = search_signs(queries, shards(tmp_path, documents, shard_size), top_k, multiplier)

@@ -2,7 +2,7 @@ import pytest
 
 from embeddings.common import OptionError
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference.spanned_batches import spanned_batches
+from embeddings.inference.inspection import spanned_batches
 from tests.inference.models import some_texts, tiny_embedder
 
 

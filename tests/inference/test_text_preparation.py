@@ -8,9 +8,8 @@ import torch
 
 from embeddings.common import OptionError
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference import text_preparation
-from embeddings.inference.encoder import Encoder
-from embeddings.inference.text_preparation import unique_texts
+from embeddings.inference import encoder as text_preparation
+from embeddings.inference.encoder import Encoder, unique_texts
 from tests.inference.models import some_texts, tiny_embedder
 
 

@@ -8,7 +8,7 @@ import torch
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference.token_weights import token_weights
+from embeddings.inference.inspection import token_weights
 from embeddings.models import AnchorTokenPooling, Embedder, MeanPooling, make_bidirectional
 from tests.helpers.tiny import bpe_tokenizer, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual

@@ -7,11 +7,11 @@ import pytest
 
 from embeddings.common import InputError, OptionError
 from embeddings.inference import vector_folder
-from embeddings.inference.context_choice import choose_context, draw_context
-from embeddings.inference.corpus_search import search_corpus
+from embeddings.inference.context import choose_context, draw_context
 from embeddings.inference.encoder import Encoder
+from embeddings.inference.search import search_corpus
 from embeddings.inference.vector_folder import VectorFolder, encode_corpus
-from embeddings.inference.vector_formats import stored_rows
+from embeddings.inference.vectors import stored_rows
 from tests.inference.models import some_texts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.inference.search import unit_rows
-from embeddings.inference.vector_formats import (
+from embeddings.inference.vectors import (
     VECTOR_FORMATS,
     VectorFormat,
     bytes_per_vector,
@@ -16,6 +15,7 @@ from embeddings.inference.vector_formats import (
     sign_bits,
     stored_rows,
     stored_type,
+    unit_rows,
 )
 from tests.data.cluster_folders import unit_vectors
 

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.inference.vector_formats import VECTOR_FORMATS, float_rows, stored_rows
-from embeddings.inference.vector_shards import VectorShards, save_vectors
+from embeddings.inference.vectors import VECTOR_FORMATS, VectorShards, float_rows, save_vectors, stored_rows
 from tests.data.cluster_folders import unit_vectors
 
 

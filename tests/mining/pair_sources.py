@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from embeddings.common.fileio import write_manifest
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached
-from embeddings.inference.vector_shards import VectorShards, save_vectors
+from embeddings.inference.vectors import VectorShards, save_vectors
 from embeddings.mining.pair_index import index_pairs
 from embeddings.mining.pair_vectors import PairVectors
 from tests.data.cluster_folders import unit_vectors

@@ -9,8 +9,7 @@ from embeddings.common.fileio import write_manifest
 from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
-from embeddings.inference.search import unit_rows
-from embeddings.inference.vector_shards import VectorShards, save_vectors
+from embeddings.inference.vectors import VectorShards, save_vectors, unit_rows
 from embeddings.mining import consistency
 from embeddings.mining.consistency import NOT_RANKED, GroupedSegments, Segments, rank_pairs, require_segment_size
 from embeddings.mining.pair_index import index_pairs

@@ -8,7 +8,7 @@ import pytest
 from embeddings.common import InputError
 from embeddings.common.fileio import text_hash
 from embeddings.inference import Encoder, choose_context, encode_corpus
-from embeddings.inference.model_digest import embedder_sha256
+from embeddings.inference.encoder import embedder_sha256
 from embeddings.mining import pair_index
 from embeddings.mining import pair_vectors as encoded_texts
 from embeddings.mining.pair_vectors import EncodedFolder, EncodedTexts

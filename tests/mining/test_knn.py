@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.inference.vector_shards import save_vectors
+from embeddings.inference.vectors import save_vectors
 from embeddings.mining import search as knn
 from embeddings.mining.search import ExactSearch, pair_scores, tiles
 from tests.mining.vectors import brute_force, shards, unit_vectors

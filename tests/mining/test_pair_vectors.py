@@ -9,7 +9,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
 from embeddings.inference import Encoder, encode_corpus
 from embeddings.inference.vector_folder import SHARD_SIZE
-from embeddings.inference.vector_shards import save_vectors
+from embeddings.inference.vectors import save_vectors
 from embeddings.mining.pair_vectors import EncodedTexts, encode_pairs, open_pair_vectors
 from tests.data.rows import write_jsonl
 from tests.inference.models import some_texts, tiny_embedder

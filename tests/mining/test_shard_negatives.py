@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.inference.vector_shards import save_vectors
+from embeddings.inference.vectors import save_vectors
 from embeddings.mining import mined_shards as shard_negatives
 from embeddings.mining.mined_shards import ShardMiner
 from embeddings.mining.negatives import NegativeRules

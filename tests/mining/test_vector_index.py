@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.inference.search import search_top_k, unit_rows
+from embeddings.inference.search import search_top_k
 from embeddings.inference.vector_folder import VectorFolder
-from embeddings.inference.vector_formats import stored_rows
-from embeddings.inference.vector_shards import save_vectors
+from embeddings.inference.vectors import save_vectors, stored_rows, unit_rows
 from embeddings.mining.vector_index import INDEX_FILE, MANIFEST_FILE, build_index, folder_sha256, recall_of
 from embeddings.mining.vector_index import VectorIndex as Index
 from tests.mining.vectors import shards, unit_vectors

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from embeddings.inference.vector_shards import VectorShards, save_vectors
+from embeddings.inference.vectors import VectorShards, save_vectors
 
 
 def unit_vectors(count, width=8, seed=0, copies=()):
