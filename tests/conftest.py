@@ -12,8 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.processes import start_server
+
 # Tiny matrices lose more to waiting threads than they gain; child processes get the same by OMP_NUM_THREADS.
 torch.set_num_threads(1)
+# Processes that multiprocessing spawns would import what has started pytest before they do what they are for.
+vars(sys.modules["__main__"]).update(__spec__=None, __file__=None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the server of processes while this one has imported all and has run no test."""
+    if session.items and not session.config.option.collectonly:
+        start_server()
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,5 @@
 """GradCache under Lightning; that its gradient is right is tested with the engine and end to end."""
 
-import subprocess
-import sys
-
 import lightning as L
 import pytest
 import torch
@@ -12,6 +9,7 @@ from safetensors.torch import load_file
 from embeddings.callbacks import GradCacheCallback
 from embeddings.common import OptionError, UserError
 from embeddings.training.gradcache import GradCache
+from tests.helpers.processes import run_command
 from tests.helpers.runs import run_config, write_config
 
 
@@ -67,9 +65,7 @@ def test_two_ranks_train_to_the_weights_of_one_with_twice_the_batch(kind, tmp_pa
         }
         config["data"]["init_args"]["batch_size"] = batch_size
         path = write_config(tmp_path, config, f"{ranks}.yaml")
-        subprocess.run(
-            [sys.executable, "main.py", "fit", "--config", path], check=True, capture_output=True, timeout=240
-        )
+        run_command(["main.py", "fit", "--config", path], check=True)
         weights[ranks] = load_file(tmp_path / f"m{ranks}" / "model.safetensors")
     assert len(weights[1]) > 10
     difference = {name: (weights[1][name] - weights[2][name]).abs().max().item() for name in weights[1]}

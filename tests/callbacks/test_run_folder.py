@@ -1,7 +1,6 @@
 import csv
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from embeddings.figures import draw_curves
 from embeddings.figures.report import write_report
 from embeddings.figures.run_facts import RunFacts
 from embeddings.figures.run_metrics import read_curves
+from tests.helpers.processes import Command
 from tests.helpers.runs import run_config, write_config
 
 pytestmark = pytest.mark.filterwarnings(
@@ -211,7 +211,7 @@ def test_a_run_that_somebody_writes_to_is_not_resumed_and_a_killed_writer_leaves
     words = ["fit", "--config", write_config(tmp_path, config)]
     folder = Path(run_trainer([*words, "--trainer.max_steps=2"]).trainer.log_dir)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
+    with Command(["-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
         assert main([*words, "--trainer.max_steps=4", "--ckpt_path=auto"]) == 2
         line = capsys.readouterr().err.splitlines()[-1]

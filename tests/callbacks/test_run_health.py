@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,6 +13,7 @@ from embeddings.callbacks.run_health import weights_checksum
 from embeddings.cli.fit import run_trainer
 from embeddings.common import NumericError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
+from tests.helpers.processes import run_command
 from tests.helpers.runs import run_config, write_config
 from tests.modules.language_runs import language_config
 
@@ -104,8 +103,7 @@ def test_all_ranks_stop_where_one_goes_wrong(callback, line, tmp_path):
     config = run_config(tmp_path)
     config["trainer"] |= {"devices": 2, "strategy": "ddp"}
     config["trainer"]["callbacks"] = [callback, HEALTH, checkpoint(every_n_steps=500)]
-    command = [sys.executable, "main.py", "fit", "--config", write_config(tmp_path, config)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run_command(["main.py", "fit", "--config", write_config(tmp_path, config)])
     assert ended.returncode == 70, ended.stderr
     assert line in ended.stderr
     assert sorted(written(tmp_path)) == ["numeric-error-rank-0.json", "numeric-error-rank-1.json"]
@@ -115,9 +113,8 @@ def test_all_ranks_stop_where_one_goes_wrong(callback, line, tmp_path):
 def test_a_dead_worker_is_named_at_once(tmp_path):
     config = run_config(tmp_path, num_workers=2)
     config["trainer"]["callbacks"] = [poison("KillWorker", batch=1)]
-    command = [sys.executable, "main.py", "fit", "--config", write_config(tmp_path, config)]
     start = time.monotonic()
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run_command(["main.py", "fit", "--config", write_config(tmp_path, config)])
     assert ended.returncode == 70, ended.stderr
     worker = re.search(r"worker (\d+)", ended.stdout)[1]
     *_, line = ended.stderr.strip().splitlines()

@@ -2,12 +2,12 @@ import errno
 import fcntl
 import os
 import subprocess
-import sys
 import threading
 
 import pytest
 
 from embeddings.common.file_lock import file_lock, passing_lock, process_lock
+from tests.helpers.processes import Command
 
 COUNT = """
 import sys
@@ -45,8 +45,8 @@ def test_a_passing_lock_is_gone_whatever_happens_under_it(tmp_path):
 
 def test_processes_that_take_turns_by_a_passing_lock_lose_nothing(tmp_path):
     (tmp_path / "count").write_text("0")
-    command = [sys.executable, "-c", COUNT, str(tmp_path / "lock"), str(tmp_path / "count")]
-    processes = [subprocess.Popen(command) for _ in range(3)]
+    command = ["-c", COUNT, str(tmp_path / "lock"), str(tmp_path / "count")]
+    processes = [Command(command) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert (tmp_path / "count").read_text() == "600"
     assert [path.name for path in tmp_path.iterdir()] == ["count"]
@@ -95,7 +95,7 @@ time.sleep(60)
 
 def test_a_process_lock_ends_with_its_process_and_not_with_a_child_that_outlives_it(tmp_path):
     path = tmp_path / "lock"
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, process_group=0) as holder:
+    with Command(["-c", HOLD, str(path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"True\n"
         assert process_lock(path) is None
         child = int(subprocess.run(["pgrep", "-P", str(holder.pid)], capture_output=True, text=True).stdout or 0)

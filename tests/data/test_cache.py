@@ -1,7 +1,6 @@
 import json
 import os
 import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +10,7 @@ from embeddings.data import SourceConfig, store
 from embeddings.data.store import cache_folder, open_cached, read_records, record_place
 from embeddings.data.table import ROWS_FILE
 from tests.data.rows import labelled, pairs, write_jsonl
+from tests.helpers.processes import Command
 
 CONVERT = """
 import sys
@@ -30,8 +30,8 @@ print(len(open_cached(SourceConfig("a", sys.argv[1]), sys.argv[2]).table), flush
 @contextmanager
 def amid_conversion(path, root):
     """Another process that has come to row 30 of the conversion and waits for a line to go on."""
-    arguments = [sys.executable, "-c", CONVERT, str(path), str(root)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    arguments = ["-c", CONVERT, str(path), str(root)]
+    with Command(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "amid\n"
         yield process
 

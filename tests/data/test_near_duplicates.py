@@ -2,8 +2,6 @@
 
 import random
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from embeddings.common import OptionError
 from embeddings.data.near_duplicates import LEAST_THRESHOLD, NearDuplicates, mark_copies
 from embeddings.data.near_duplicates import jaccard as set_jaccard
+from tests.helpers.processes import run_command
 
 
 def shingles(text, unit):
@@ -116,7 +115,7 @@ def test_keys_do_not_depend_on_the_process_or_on_the_other_texts():
     assert all((rule.keys([item])[0] == key).all() for item, key in zip(items, keys, strict=True))
     assert rule.keys([]).shape == (0, rule.num_keys)
     code = f"from embeddings.data.near_duplicates import NearDuplicates as N; print(N(0.8, 2).keys({items!r}).tolist())"
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    finished = run_command(["-c", code], check=True)
     assert finished.stdout.strip() == str(keys.tolist())
 
 

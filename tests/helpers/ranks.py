@@ -1,34 +1,56 @@
-"""Two gloo ranks for tests: start them once, run many cases, bring the results back."""
+"""Two gloo ranks for tests: run many cases in one group, bring the results back."""
 
 import datetime
 import tempfile
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.helpers.processes import Command
 
 Cases = Callable[[int], dict[str, Any]]
 
 
-def run_on_two_ranks(cases: Cases) -> list[dict[str, Any]]:
+def run_on_two_ranks(cases: Cases, timeout_seconds: float = 280) -> list[dict[str, Any]]:
     """What `cases(rank)`, a function of a module's top level, returns on rank 0 and on rank 1.
 
-    A deadlock ends in an error after a minute.
+    Each call has two processes of its own, forked from the server, and so a group, an environment, random numbers and
+    threads that no other test has touched. A collective that one rank does not enter ends in an error after a minute.
+
+    Raises:
+        RuntimeError: If a rank fails, with what it said, or takes longer than the limit; the other one is killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (folder, cases), nprocs=2)
+        ranks = [Command([rank, folder, cases], function=_worker) for rank in range(2)]
+        end = time.monotonic() + timeout_seconds
+        try:
+            while any(rank.poll() is None for rank in ranks):
+                if any(rank.returncode for rank in ranks) or time.monotonic() > end:
+                    break
+                time.sleep(0.005)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if any(rank.returncode for rank in ranks):
+            said = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
+            raise RuntimeError("\n".join([f"exit codes {[rank.returncode for rank in ranks]}", *said]))
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def _worker(rank: int, folder: str, cases: Cases) -> None:
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
     try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
         torch.save(cases(rank), Path(folder) / f"{rank}.pt")
         dist.barrier()
-    finally:
         dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
+        raise

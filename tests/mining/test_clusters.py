@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import replace
 
@@ -18,6 +16,7 @@ from embeddings.mining import clusters
 from embeddings.mining.clusters import ClusterSettings, cluster_pairs, require_free
 from embeddings.mining.features import Bm25Features, VectorFeatures
 from tests.data.cluster_folders import unit_vectors
+from tests.helpers.processes import run_command
 from tests.mining.pair_sources import made_vectors, topic_of, topic_source
 
 pytest.importorskip("faiss")
@@ -207,7 +206,7 @@ def test_a_process_killed_anywhere_is_gone_on_from_with_the_same_bytes(name, cou
     _note_rows(tmp_path / "vectors", vectors)
     cluster_pairs(VectorFeatures(vectors, 6), source, tmp_path / "whole", SETTINGS)
     arguments = [str(tmp_path), str(tmp_path / "killed"), name, str(count)]
-    ended = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False, stderr=subprocess.PIPE, text=True)
+    ended = run_command(["-c", KILLED, *arguments])
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     with pytest.raises(InputError, match="'complete' is False"):
         clusters.ClusterFolder(tmp_path / "killed")

@@ -1,4 +1,3 @@
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ from embeddings.mining.faiss_library import (
     without_missing,
     write_lists,
 )
+from tests.helpers.processes import run_command
 
 
 def test_the_processors_faiss_is_loaded():
@@ -85,5 +85,4 @@ for _ in range(300):
 
 
 def test_nothing_reads_the_file_once_a_search_has_returned(tmp_path):
-    command = [sys.executable, "-c", _SHORTER_AFTER_EACH_SEARCH, str(tmp_path / "lists")]
-    assert subprocess.run(command, timeout=120).returncode == 0
+    run_command(["-c", _SHORTER_AFTER_EACH_SEARCH, str(tmp_path / "lists")], check=True)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from embeddings.mining import consistency, filter
 from embeddings.mining.duplicates import Decontaminator, EvaluationTexts
 from embeddings.mining.filter import RULES, FilterRules, filter_pairs
 from tests.data.rows import pairs, write_jsonl
+from tests.helpers.processes import Command
 from tests.inference.models import tiny_embedder
 from tests.mining.filter_world import PLACES, planted_records, run_filter, stop_at, topic_vectors, write_source
 
@@ -77,9 +77,9 @@ def test_what_was_planted_goes_by_its_rule_and_nothing_else(tmp_path):
 def test_a_killed_process_is_resumed_with_the_same_bytes(whole, tmp_path):
     config, expected = whole
     output = tmp_path / "killed" / "whole.parquet"
-    arguments = [sys.executable, "-c", CHILD, config.path, str(output)]
+    arguments = ["-c", CHILD, config.path, str(output)]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+    with Command(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
         assert process.stdout.readline() == "amid\n"
         process.kill()
     work = output.parent / "whole.parquet.work"

@@ -1,8 +1,5 @@
 """CDE through the real command line, on tiny stand-ins: what its context is, and that it trains as it should."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,19 +18,13 @@ from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.modules import CDEModule, ContextSettings
 from embeddings.training.plain_step import plain_step
 from tests.helpers.contrastive import Record, batch_of, random_batch
+from tests.helpers.processes import run_command
 from tests.helpers.runs import backbone_folder, write_config, write_retrieval_folder
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 from tests.modules.cde_runs import CACHE, CONTEXT, cde_config, fit
 
+
 # One start of two processes for both runs.
-BOTH = """
-import sys
-from embeddings.cli.fit import run_trainer
-for path in sys.argv[1:]:
-    run_trainer(["fit", "--config", path])
-"""
-
-
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     return backbone_folder(tmp_path_factory.mktemp("backbone"))
@@ -198,11 +189,8 @@ def test_two_ranks_train_the_same_weights_with_gradcache_as_without(tmp_path: Pa
         export = {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / name)}}
         config["trainer"]["callbacks"] = [*callbacks, export]
         paths.append(write_config(tmp_path, config, f"{name}.yaml"))
-    script = tmp_path / "both.py"
-    script.write_text(BOTH)
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    command = [sys.executable, str(script), *paths]
-    subprocess.run(command, check=True, capture_output=True, timeout=240, env=environment)
+    for path in paths:
+        run_command(["main.py", "fit", "--config", path], check=True)
     for name in ("plain", "cached"):
         files = sorted((tmp_path / name).rglob("*.safetensors"))
         weights[name] = {

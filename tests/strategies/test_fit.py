@@ -1,8 +1,6 @@
 """The command line under strategies that cut the weights: scores, the best checkpoint, a resumed run, the export."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.processes import run_command
 from tests.helpers.runs import run_config, write_config, write_retrieval_folder
 
 DDP = {"class_path": "lightning.pytorch.strategies.DDPStrategy"}
@@ -20,9 +19,7 @@ ZERO_3 = {"class_path": "tests.strategies.cpu_zero.CpuZero", "init_args": {"stag
 def fit(folder: Path, config: dict[str, Any], *extra: str) -> None:
     path = write_config(folder, config)
     environment = {**os.environ, "EMBED_IMPORTS": "tests", "DS_ACCELERATOR": "cpu"}
-    words = [sys.executable, "main.py", "fit", "--config", path, *extra]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_command(["main.py", "fit", "--config", path, *extra], env=environment, check=True)
 
 
 def config_of(folder: Path, scores: Path, strategy: dict[str, Any]) -> dict[str, Any]:

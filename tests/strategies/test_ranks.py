@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from embeddings.common import OptionError
 from embeddings.strategies import FSDP2Strategy
 from embeddings.strategies.ranks import set_up_ranks
+from tests.helpers.processes import run_command
 from tests.helpers.runs import run_config, write_config
 from tests.helpers.waiting import wait_for
 
@@ -68,7 +69,7 @@ print("ended by itself", [shell.poll() for shell in shells])
 def test_a_dead_rank_is_named_in_one_line_and_ends_the_others(
     words: tuple[str, ...], code: int, error: str, output: str
 ) -> None:
-    ended = subprocess.run([sys.executable, "-c", RANKS, *words], capture_output=True, text=True, timeout=120)
+    ended = run_command(["-c", RANKS, *words])
     assert ended.returncode == code, ended.stderr
     assert ended.stderr.count("\n") == bool(error)
     assert error in ended.stderr

@@ -1,0 +1,344 @@
+"""Processes for tests, forked in milliseconds from one that has imported what the tests import.
+
+`start_server`, which conftest calls once the tests are collected, forks the server from pytest before the first test
+runs: it has torch, Lightning and the library loaded, and the state of no test. Each job is a fork of the server, in a
+session and process group of its own. A job whose client has closed or died is killed, and so are all when pytest ends.
+
+    ended = run_command(["main.py", "fit", "--config", path])        # exit code, stdout, stderr
+    with Command(["main.py", "fit", "--config", path]) as process:   # as subprocess.Popen
+        process.send_signal(signal.SIGTERM)
+
+Lightning's launcher starts the other ranks of such a command in the same way. What only a new interpreter can show
+(imports, the environment that libraries read when they load, `-I`) needs a real `subprocess.run`.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import logging
+import multiprocessing.util
+import os
+import pickle
+import random
+import runpy
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+
+# What commands need; imported by the server, when it gets its first job, where the tests have not done so.
+LOADED = (
+    "embeddings.cli.fit",
+    "embeddings.modules",
+    "embeddings.callbacks",
+    "embeddings.data",
+    "embeddings.models",
+    "embeddings.strategies",
+    "lightning.pytorch.cli",
+    "lightning.pytorch.strategies.launchers.subprocess_script",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.mistral.modeling_mistral",
+)
+_NUMBER = struct.Struct("i")
+_server: list[Any] = []  # the path of its socket, and a descriptor that keeps it running
+
+
+class Command(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen` of a Python command line, or of a function, as a job of the server.
+
+    Args:
+        words: A script, `-m` and a module, or `-c` and code, with its arguments; a Python before them is dropped. The
+            arguments where a function is given.
+        function: A function of a module's top level, called in place of a command line.
+        options: Of `subprocess.Popen`: `env`, `cwd`, `stdin`, `stdout`, `stderr`, `text`.
+    """
+
+    def __init__(self, words: Sequence[Any], *, function: Callable[..., object] | None = None, **options: Any) -> None:
+        self._function = function
+        super().__init__(words, **options)
+
+    def _execute_child(self, words: Any, *options: Any) -> None:
+        folder, environment, ends = options[4], options[5], options[9:15]
+        if self._function is None:
+            words = [os.fsdecode(word) for word in words]
+            words = words[1:] if words[0] == sys.executable else words
+        function = pickle.dumps((self._function or _run, words))
+        job = (dict(os.environ if environment is None else environment), os.path.abspath(folder or "."), function)
+        streams = [ends[place] if ends[place] >= 0 else number for number, place in enumerate((0, 3, 5))]
+        with open(os.memfd_create("job"), "wb") as file:
+            pickle.dump(job, file)
+            file.flush()
+            self._connection, path = socket.socket(socket.AF_UNIX), start_server()
+            try:
+                self._connection.connect(path)
+                socket.send_fds(self._connection, [b"job"], [*streams, file.fileno()])
+                (self.pid,) = _NUMBER.unpack(self._connection.recv(_NUMBER.size))
+            except OSError as error:
+                self._connection.close()
+                found = Path(path).with_name("error.txt")
+                said = found.read_text() if found.exists() else "it ended without a word"
+                raise RuntimeError(f"the server of processes is no more: {said}") from error
+        self._child_created = True
+        self._close_pipe_fds(*ends)
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        self._connection.setblocking(not wait_flags)
+        try:
+            found = self._connection.recv(_NUMBER.size)
+        except BlockingIOError:
+            return 0, 0
+        self._connection.close()
+        return self.pid, _NUMBER.unpack(found)[0] if found else int(signal.SIGKILL)
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        # Asked by `poll`, `send_signal` and the destructor, of which the last may come after all modules have gone.
+        if self.returncode is None and self._child_created and self._waitpid_lock.acquire(False):
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid:
+                    self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
+
+
+def run_command(
+    words: Sequence[Any],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    timeout: float = 280,
+    check: bool = False,
+    text: bool = True,
+) -> subprocess.CompletedProcess[Any]:
+    """Exit code, stdout and stderr of a Python command line, as `subprocess.run` gives them.
+
+    Args:
+        words: As of `Command`.
+        env: Its environment; this process's where there is none.
+        cwd: Its working directory; this process's where there is none.
+        timeout: Seconds after which it is killed.
+        check: Whether another exit code than 0 is an error, with what the command said.
+        text: Whether the output is text rather than bytes.
+
+    Raises:
+        subprocess.TimeoutExpired: If it takes longer.
+        AssertionError: If `check` finds another exit code.
+    """
+    with Command(words, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=text) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        finally:
+            # The server kills a job without its client.
+            process.kill()
+    if check:
+        assert process.returncode == 0, stderr[-6000:]
+    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
+
+
+def start_server() -> str:
+    """Fork the server where there is none yet; returns the path of its socket."""
+    if _server:
+        return _server[0]
+    folder = tempfile.mkdtemp(prefix="fork-server-")
+    _server.append(f"{folder}/socket")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(_server[0])
+    listener.listen(64)
+    # Read by the server, written by nobody: it ends with the last process that holds the other end.
+    lifeline, kept = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        # Its own parent ends at once, so that it is no child of pytest's.
+        if os.fork():
+            os._exit(0)
+        try:
+            os.setsid()
+            _serve(listener, lifeline)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException:
+            Path(folder, "error.txt").write_text(traceback.format_exc())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(lifeline)
+    listener.close()
+    _server.append(str(kept))
+    return _server[0]
+
+
+def _serve(listener: socket.socket, lifeline: int) -> None:
+    """Fork a job for each connection and tell its client the exit status; end when nobody holds the lifeline's end."""
+    faulthandler.disable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    # All else, pipes among it that pytest's own parent waits to see closed.
+    kept = sorted((listener.fileno(), lifeline))
+    for before, after in zip([2, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(before + 1, after)
+    gc.freeze()
+    is_loaded = False
+    jobs: dict[int, tuple[int, socket.socket]] = {}  # a descriptor of the job → its number, its client
+    while True:
+        clients = {client.fileno(): pid for pid, client in jobs.values()}
+        ready, _, _ = select.select([listener, lifeline, *jobs, *clients], [], [])
+        if lifeline in ready:
+            for pid, _ in jobs.values():
+                _kill(pid)
+            return
+        for number in ready:
+            if number in jobs:
+                pid, client = jobs.pop(number)
+                os.close(number)
+                status = os.waitpid(pid, 0)[1]
+                with client, contextlib.suppress(OSError):
+                    client.sendall(_NUMBER.pack(status))
+            elif number in clients:
+                # The client has gone; the job's end comes next.
+                _kill(clients[number])
+        if listener in ready:
+            if not is_loaded:
+                for name in LOADED:
+                    importlib.import_module(name)
+                gc.freeze()
+                is_loaded = True
+            client, _ = listener.accept()
+            _, descriptors, _, _ = socket.recv_fds(client, 16, 4)
+            pid = os.fork()
+            if not pid:
+                for other in (listener, client, *(of for _, of in jobs.values())):
+                    other.close()
+                for number in (lifeline, *jobs):
+                    os.close(number)
+                _work(descriptors)
+            for number in descriptors:
+                os.close(number)
+            with contextlib.suppress(OSError):
+                client.sendall(_NUMBER.pack(pid))
+            jobs[os.pidfd_open(pid)] = pid, client
+
+
+def _kill(pid: int) -> None:
+    """End a job and what it has started in its group."""
+    for end in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            end(pid, signal.SIGKILL)
+
+
+def _work(descriptors: list[int]) -> NoReturn:
+    """Be a job: what pytest has changed in this process is as in a new one, then the function is called."""
+    code = 1
+    try:
+        os.setsid()
+        *streams, content = descriptors
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        with open(content, "rb") as file:
+            file.seek(0)
+            # The function's own module may need the environment.
+            environment, folder, job = pickle.load(file)
+        _begin(environment, folder)
+        function, words = pickle.loads(job)
+        code = function(*words) or 0
+    except BaseException:
+        traceback.print_exc()
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF)
+
+
+def _begin(environment: dict[str, str], folder: str) -> None:
+    """Undo what pytest has done to this process: streams, signals, warnings, log handlers, what is left for the end."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *range(32, 34)}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+    importlib.reload(warnings)
+    logging.root.handlers.clear()
+    for logger in logging.root.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", ()):
+            if "stream" in vars(handler) and not isinstance(handler, logging.FileHandler):
+                handler.stream = sys.stderr
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    atexit.register(logging.shutdown)
+    atexit.register(multiprocessing.util._exit_function)
+    random.seed()
+    torch.manual_seed(torch.default_generator.initial_seed())
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
+    # What Lightning and the library read when they are imported.
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning.pytorch.strategies.launchers import subprocess_script
+
+    from embeddings.strategies import ranks
+
+    rank_zero_only.rank = int(environment.get("RANK", environment.get("LOCAL_RANK", 0)))
+    ranks._parent = os.getppid()
+    subprocess_script.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Command})
+
+
+def _run(*words: str) -> int:
+    """Run a Python command line as this process's own; returns its exit code."""
+    try:
+        if words[0] == "-c":
+            sys.path.insert(0, "")
+            sys.argv = ["-c", *words[2:]]
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(compile(words[1], "<string>", "exec"), vars(main))
+        elif words[0] == "-m":
+            sys.path.insert(0, os.getcwd())
+            sys.argv = list(words[1:])
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            assert not words[0].startswith("-"), f"options of Python are not known here: {words}"
+            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+            sys.argv = list(words)
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
