@@ -25,7 +25,7 @@ from lightning.pytorch.loggers import Logger
 
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from embeddings.callbacks import ExportModel, GradCacheCallback
-from embeddings.common.fileio import atomic_path
+from embeddings.common.io import atomic_path
 from embeddings.data import BlendedBatchSampler, ClusteredBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.data.docstrings import prepare_docstrings
 from embeddings.data.store import open_cached

@@ -33,7 +33,7 @@ from benchmarks.trials import (
     trial_options,
 )
 from embeddings.common import ContrastiveBatch
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 from embeddings.data.records import Example
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
 from embeddings.evaluation import Judgments, RetrievalFolder, score_retrieval

@@ -24,7 +24,7 @@ from benchmarks.docstring_trials import MODEL, WARMUP_SEED, World, fit
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from embeddings.callbacks import ExportModel
 from embeddings.callbacks.routing_statistics import RoutingStatistics
-from embeddings.common.fileio import write_text
+from embeddings.common.io import write_text
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, HomogeneousBatchSampler, SourceConfig
 from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, score_retrieval
 from embeddings.inference import Encoder

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness import compare, options, peak_growth_bytes, record
-from embeddings.common.fileio import write_manifest
+from embeddings.common.io import write_manifest
 from embeddings.data.samplers.cluster_folder import KIND, ClusterFolder, write_cluster_files
 from embeddings.data.samplers.clustered import PackedClusters, nearest_order, random_order
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.harness import Ratio, compare, options, record
 from benchmarks.workloads import minilm_folder, question_answer_texts
 from embeddings.common import TokenBatch
-from embeddings.common.mini_batches import plan_mini_batches
+from embeddings.common.types import plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.models.embedder import Embedder
 

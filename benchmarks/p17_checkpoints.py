@@ -18,9 +18,8 @@ from torch.optim import AdamW
 from benchmarks.harness import RESULTS, Action, Ratio, options, record
 from benchmarks.workloads import question_answer_workload
 from embeddings.callbacks import DurableCheckpointIO
-from embeddings.common.checkpoint_file import read_checkpoint
-from embeddings.common.fileio import atomic_path
-from embeddings.common.plain_content import pack
+from embeddings.common.checkpoint_file import pack, read_checkpoint
+from embeddings.common.io import atomic_path
 
 STEPS_BETWEEN = 100
 CONTROL_LIMITS = (0.8, 1.25)

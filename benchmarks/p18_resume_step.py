@@ -22,8 +22,7 @@ from torch import Tensor
 from benchmarks.harness import compare_all, options, record
 from benchmarks.workloads import random_encoder, random_texts
 from embeddings.cli.fit import TrainerCLI, run_trainer
-from embeddings.common.checkpoint_file import read_checkpoint, write_checkpoint
-from embeddings.common.plain_content import pack
+from embeddings.common.checkpoint_file import pack, read_checkpoint, write_checkpoint
 from embeddings.data import BlendedBatchSampler
 from embeddings.models import MeanPooling
 

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.harness import Action, compare, options, record
 from benchmarks.workloads import minilm_folder, question_answer_texts
-from embeddings.common.mini_batches import plan_mini_batches
+from embeddings.common.types import plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.encoder import CPU_MINI_BATCH_TOKENS_PER_THREAD
 from embeddings.interop.onnx_graph import GRAPH_FILE, write_onnx

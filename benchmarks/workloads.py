@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from embeddings.common import ContrastiveBatch, LossOutput, Representations, TextSettings, TokenBatch
-from embeddings.common.fileio import text_hash
+from embeddings.common.io import text_hash
 from embeddings.losses import InfoNCE
 from embeddings.models import Embedder
 from embeddings.models.pooling import Pooling

@@ -6,7 +6,7 @@ import lightning as L
 
 from embeddings.callbacks.durable_checkpoints import finish_writing
 from embeddings.callbacks.whole_weights import cuts_weights
-from embeddings.common.log import logger
+from embeddings.common.process import logger
 
 
 def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:

@@ -8,8 +8,8 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from embeddings.common.fileio import check_room
-from embeddings.common.slurm import is_first_process
+from embeddings.common.io import check_disk_space
+from embeddings.common.process import is_first_process
 
 # The old checkpoint and the new one while it is written, and a tenth for what lies beside.
 _CHECKPOINTS = 2.2
@@ -38,7 +38,7 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
     needed = int(_CHECKPOINTS * checkpoint_bytes(module, str(trainer.precision)))
     for folder in {str(callback.dirpath or usual) for callback in kept}:
         if "://" not in folder:
-            check_room(folder, needed, _replaced_bytes(folder, resumed))
+            check_disk_space(folder, needed, _replaced_bytes(folder, resumed))
 
 
 def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:

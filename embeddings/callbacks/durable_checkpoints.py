@@ -11,9 +11,8 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from embeddings.common import OptionError
-from embeddings.common.checkpoint_file import read_checkpoint, write_checkpoint
-from embeddings.common.fileio import Stage, unnoticed
-from embeddings.common.plain_content import PackedContent, pack
+from embeddings.common.checkpoint_file import PackedContent, pack, read_checkpoint, write_checkpoint
+from embeddings.common.io import Stage, unnoticed
 
 
 class DurableCheckpointIO(CheckpointIO):

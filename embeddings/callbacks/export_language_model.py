@@ -8,7 +8,7 @@ from embeddings.callbacks.best_checkpoint import load_best
 from embeddings.callbacks.run_record import check_output, mark_output
 from embeddings.callbacks.whole_weights import cuts_weights, whole_weights
 from embeddings.common import UserError
-from embeddings.common.log import logger
+from embeddings.common.process import logger
 from embeddings.models import LanguageModel
 from embeddings.models.directory import replaced_folder
 

@@ -10,7 +10,7 @@ from embeddings.callbacks.embedder_of import embedder_of
 from embeddings.callbacks.run_record import RunRecord, check_output, mark_output
 from embeddings.callbacks.whole_weights import cuts_weights, whole_weights
 from embeddings.common import TextSettings
-from embeddings.common.log import logger
+from embeddings.common.process import logger
 from embeddings.models.directory import replaced_folder
 from embeddings.models.model_card import keeps_card, write_model_card
 

@@ -11,7 +11,7 @@ from embeddings.callbacks.durable_checkpoints import finish_writing
 from embeddings.callbacks.exception_checkpoints import write_none_on_exception
 from embeddings.common import OptionError, PreemptedError
 from embeddings.common.distributed import reduce_int
-from embeddings.common.stopping import answer, stop_request
+from embeddings.common.signals import answer, stop_request
 
 
 class Preemption(L.Callback):

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+from filelock import FileLock, Timeout
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 
 from embeddings.common import UserError
-from embeddings.common.file_lock import process_lock
-from embeddings.common.fileio import write_text
-from embeddings.common.metrics_file import METRICS_FILE, read_metrics, row_steps_made
+from embeddings.common.io import METRICS_FILE, read_metrics, row_steps_made, write_text
 
 LOCK_FILE = ".lock"
 
@@ -50,7 +49,7 @@ class RunLogger(CSVLogger):
         self.resumed = resumed
         # Loggers that write into the same folder, and wait for its number.
         self.followers: list[TensorBoardLogger] = []
-        self._lock: io.TextIOWrapper | None = None
+        self._lock: FileLock | None = None
         if resumed is not None:
             parent = resumed.folder.parent
             if not (os.path.isdir(self.root_dir) and os.path.samefile(self.root_dir, parent)):
@@ -67,12 +66,14 @@ class RunLogger(CSVLogger):
         if self._lock is not None or "://" in self.log_dir:
             return
         path = Path(self.log_dir) / LOCK_FILE
-        self._lock = process_lock(path)
-        if self._lock is None:
+        lock = FileLock(path, blocking=False)
+        try:
+            lock.acquire()
+        except Timeout:
             holder = path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
-            raise UserError(f"{self.log_dir}: {holder} is at work on this run; wait until it ends, or end it")
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self._lock.flush()
+            raise UserError(f"{self.log_dir}: {holder} is at work on this run; wait until it ends, or end it") from None
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        self._lock = lock
 
     @property
     @rank_zero_experiment
@@ -94,7 +95,7 @@ class RunLogger(CSVLogger):
         """Write the last rows, and let go of the folder."""
         super().finalize(status)
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
             self._lock = None
 
     def _make_folder(self) -> None:

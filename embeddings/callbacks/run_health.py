@@ -12,7 +12,7 @@ from torch import nn
 from embeddings.callbacks.exception_checkpoints import write_none_on_exception
 from embeddings.common import NumericError, OptionError
 from embeddings.common.distributed import gather_counts
-from embeddings.common.fileio import write_json
+from embeddings.common.io import write_json
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -17,9 +17,9 @@ from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from embeddings.callbacks.exception_checkpoints import write_none_on_exception
 from embeddings.callbacks.run_folder import run_logger
 from embeddings.common import OptionError, PreemptedError
-from embeddings.common.distributed import whole_shape
-from embeddings.common.fileio import installed_versions, write_json
-from embeddings.common.hardware import device_name
+from embeddings.common.distributed import full_shape
+from embeddings.common.io import package_versions, write_json
+from embeddings.common.process import device_name
 from embeddings.models.directory import require_folder_or_nothing
 from embeddings.models.model_card import TrainingFacts
 from embeddings.models.upcycling import parameter_counts
@@ -67,14 +67,12 @@ class RunRecord(SaveConfigCallback):
             "commit": git_commit(),
             "world_size": trainer.world_size,
             "precision": str(trainer.precision),
-            "versions": installed_versions(),
+            "versions": package_versions(),
             "hardware": device_name(trainer.strategy.root_device),
             "started": _now(),
             "parameters": {
                 **parameter_counts(pl_module)._asdict(),
-                "trained": sum(
-                    whole_shape(weight).numel() for weight in pl_module.parameters() if weight.requires_grad
-                ),
+                "trained": sum(full_shape(weight).numel() for weight in pl_module.parameters() if weight.requires_grad),
             },
             "source_rows": getattr(getattr(trainer, "datamodule", None), "source_rows", {}),
             "earlier": earlier,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, OptionError, UserError
-from embeddings.common.distributed import gather_counts, whole_shape
-from embeddings.common.packed_rows import Prediction
+from embeddings.common.distributed import full_shape, gather_counts
+from embeddings.common.types import Prediction
 from embeddings.models.lora import plain_backbone
 from embeddings.models.upcycling import parameter_counts
 from embeddings.training.mini_batch_plan import CANDIDATE, CONTEXT, QUERY, has_context, lengths_read, plan_stages
@@ -189,7 +189,7 @@ def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
 
 def _numbers(parameters: Iterable[Tensor]) -> int:
     """How many numbers some parameters hold, on all ranks together."""
-    return sum(whole_shape(parameter).numel() for parameter in parameters)
+    return sum(full_shape(parameter).numel() for parameter in parameters)
 
 
 def backbone_of(module: nn.Module) -> nn.Module | None:

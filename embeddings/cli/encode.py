@@ -104,7 +104,7 @@ def draw_named_context(encoder: "Encoder", source: Path | None, size: int | None
 
 def warn_of_untrained(encoder: "Encoder", widths: list[int]) -> None:
     """Say so where vectors are to be cut to a width that the model was not trained at, as far as it says."""
-    from embeddings.common.log import logger
+    from embeddings.common.process import logger
 
     trained = encoder.embedder.trained_widths
     untrained = [width for width in widths if 0 < width < encoder.embedder.embedding_dim and width not in trained]
@@ -116,7 +116,7 @@ def warn_of_untrained(encoder: "Encoder", widths: list[int]) -> None:
 
 def warn_without_context(encoder: "Encoder", has_context: bool, option: str) -> None:
     """Say so where a model that reads texts in a context is given none."""
-    from embeddings.common.log import logger
+    from embeddings.common.process import logger
 
     if encoder.num_context and not has_context:
         logger.warning("the model is contextual, and without %s it reads texts with no context", option)

@@ -19,7 +19,7 @@ from embeddings.cli.source_names import parameters_in_source, public_names
 from embeddings.cli.source_types import argument_in_source
 from embeddings.common import NumericError, PreemptedError, UserError
 from embeddings.common.errors import WorkerError, is_panic
-from embeddings.common.slurm import is_first_process, process_rank
+from embeddings.common.process import is_first_process, process_rank
 from embeddings.common.text import one_line
 
 EXIT_OK = 0

@@ -162,7 +162,7 @@ def _score_folders(encoder: "Encoder", folders: list[Path], output: Path | None,
     """Print the scores on folders, and write them where a file is named."""
     from dataclasses import asdict
 
-    from embeddings.common.fileio import write_json
+    from embeddings.common.io import write_json
     from embeddings.evaluation import evaluate_folders, format_results
 
     results = evaluate_folders(encoder, folders, **settings)

@@ -42,7 +42,7 @@ from embeddings.cli.resume import (
 )
 from embeddings.cli.yaml_files import parse_yaml
 from embeddings.common import InputError, OptionError, UserError
-from embeddings.common.slurm import is_first_process
+from embeddings.common.process import is_first_process
 from embeddings.common.text import one_line
 from embeddings.strategies.ranks import set_up_ranks
 

@@ -15,9 +15,8 @@ from embeddings.cli.fit_line import check_fit_line
 from embeddings.cli.given import check_names, check_nulls, given_mappings, signature_of
 from embeddings.cli.imports import restrict_imports
 from embeddings.cli.recipes import expand_recipe
-from embeddings.common.log import shown_on_stderr
-from embeddings.common.slurm import check_variables
-from embeddings.common.stopping import answering_stops
+from embeddings.common.process import check_variables, log_to_stderr
+from embeddings.common.signals import handle_preemption
 
 TRAINER_COMMANDS = {"fit": "train a model from configs"}
 # Lightning's other loops, which no module has, and what does their work here.
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0
-    with shown_on_stderr():
+    with log_to_stderr():
         return run_guarded(lambda: dispatch(argv))
 
 
@@ -55,7 +54,7 @@ def dispatch(argv: list[str]) -> None:
     elif name in TRAINER_COMMANDS:
         check_variables()
         check_fit_line(expand_recipe(argv))
-        with answering_stops():
+        with handle_preemption():
             from embeddings.cli.fit import run_trainer  # Lightning and torch load only for the commands that train
 
             run_trainer(argv)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from embeddings.cli.errors import ConfigError
-from embeddings.common.fileio import write_json
+from embeddings.common.io import write_json
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from embeddings.common import InputError
 from embeddings.common.errors import shown
-from embeddings.common.slurm import is_first_process
+from embeddings.common.process import is_first_process
 
 if TYPE_CHECKING:
     import lightning as L

@@ -12,9 +12,9 @@ from embeddings.cli.errors import ConfigError
 from embeddings.cli.sweep_file import SEED_KEY, Metric, Sweep, is_number, label, read_sweep, short_names
 from embeddings.cli.sweep_runs import Run, SignalForwarder, check_place, exclusive, runs_of, train
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
-from embeddings.common.fileio import atomic_path
-from embeddings.common.slurm import is_first_process, num_processes
-from embeddings.common.stopping import EXIT_RESUMABLE, STOP_SIGNALS, answer, answering_stops
+from embeddings.common.io import atomic_path
+from embeddings.common.process import is_first_process, num_processes
+from embeddings.common.signals import EXIT_RESUMABLE, STOP_SIGNALS, answer, handle_preemption
 
 if TYPE_CHECKING:
     from embeddings.figures.sweep import Dot
@@ -128,7 +128,7 @@ def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: b
     missing = [run for run in runs if run.status != "done"]
     if len(missing) < len(runs):
         print(f"{len(runs) - len(missing)} of {len(runs)} done already")
-    with answering_stops():
+    with handle_preemption():
         check_runs(plan, file, missing)
     failed: dict[int, int] = {}
     with SignalForwarder() as forwarder:

@@ -21,8 +21,7 @@ from embeddings.cli.given import unfolded
 from embeddings.cli.resume import newest_checkpoint
 from embeddings.cli.sweep_file import Point, Sweep
 from embeddings.common import InputError, PreemptedError
-from embeddings.common.fileio import write_json
-from embeddings.common.metrics_file import read_metrics
+from embeddings.common.io import read_metrics, write_json
 
 MAIN = Path(__file__).parents[2] / "main.py"
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"

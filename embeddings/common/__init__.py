@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from embeddings.common.errors import InputError, MissingExtraError, NumericError, OptionError, PreemptedError, UserError
-from embeddings.common.lazy import lazy_names
+from embeddings.common.process import lazy_names
 from embeddings.common.text import TextRole, TextSettings, instruction_prompt
 
 if TYPE_CHECKING:

@@ -5,31 +5,174 @@ cut or has changed is known. Any program that reads safetensors finds the tensor
 (`state_dict/embedder.backbone…`, `optimizer_states/0/state/0/exp_avg`).
 """
 
+import base64
 import errno
 import glob
 import json
+import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from embeddings.common.errors import InputError
-from embeddings.common.fileio import Stage, atomic_path, check_room, no_room, unnoticed
-from embeddings.common.plain_content import PackedContent, unpack
+from embeddings.common.io import Stage, atomic_path, check_disk_space, disk_full_message, unnoticed
 
 FORMAT, VERSION = "embeddings checkpoint", 1
+
+# Lists and mappings inside each other; what Python reads back without exhausting its stack.
+MAX_LEVELS = 100
+
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"!dict": dict, "!OrderedDict": OrderedDict, "!Counter": Counter}
+_TAGS = {kind: tag for tag, kind in _MAPPINGS.items()}
+
+
+@dataclass(frozen=True)
+class PackedContent:
+    """A content taken apart.
+
+    Args:
+        tree: The content as JSON can hold it. Values that JSON lacks are mappings with one key that begins with `!`,
+            such as `{"!tuple": […]}` and `{"!tensor": NAME}`.
+        tensors: The tensors by their path in the content, each once, wherever they lie.
+    """
+
+    tree: Any
+    tensors: dict[str, Tensor]
+
+    def copied(self, earlier: "PackedContent | None" = None) -> "PackedContent":
+        """The same content with its tensors in main memory that nobody else writes to.
+
+        Args:
+            earlier: A copy that is not needed any more: its memory is used again where shapes and dtypes are equal.
+        """
+        memory = earlier.tensors if earlier is not None else {}
+        return PackedContent(self.tree, {name: _copied(x, memory.get(name)) for name, x in self.tensors.items()})
+
+
+def pack(content: Any) -> PackedContent:
+    """Take a content apart; nothing is copied but the plain values.
+
+    None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict and Counter (keys: str and int), dense tensors
+    and numpy arrays come back as they were, bit for bit. Tensors that are one (tied weights) stay one; other views of
+    one memory, and parameters, come back as tensors of their own.
+
+    Raises:
+        InputError: If anything else is there; the message names where.
+    """
+    packer = _Packer()
+    return PackedContent(packer.pack(content, ()), packer.tensors)
+
+
+def unpack(packed: PackedContent) -> Any:
+    """The content that was taken apart.
+
+    Raises:
+        ValueError: If the tree is none that `pack` makes.
+    """
+    try:
+        return _unpacked(packed.tree, packed.tensors)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__} {error}") from error
+
+
+class _Packer:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[Hashable, str] = {}
+
+    def pack(self, value: Any, path: tuple[str, ...]) -> Any:
+        """A value as JSON can hold it; its tensors go into the table. Subclasses of plain types are not plain."""
+        kind = type(value)
+        if len(path) > MAX_LEVELS:
+            raise _refusal(path[:3], f"is nested more than {MAX_LEVELS} levels deep")
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"!float": repr(value)}
+        if kind is bytes:
+            return {"!bytes": base64.b64encode(value).decode("ascii")}
+        if kind in (list, tuple):
+            items = [self.pack(item, (*path, str(place))) for place, item in enumerate(value)]
+            return items if kind is list else {"!tuple": items}
+        if kind in _TAGS:
+            return self._pack_mapping(value, path)
+        if kind in (Tensor, nn.Parameter):
+            return {"!tensor": self._add(value, path)}
+        if kind is np.ndarray and value.dtype.kind in "biuf" and value.dtype.isnative:
+            return {"!array": self._add(torch.from_numpy(value), path)}
+        raise _refusal(path, f"is a {kind.__module__}.{kind.__qualname__}, which is no plain type")
+
+    def _pack_mapping(self, mapping: dict[Any, Any], path: tuple[str, ...]) -> Any:
+        items = []
+        for key, item in mapping.items():
+            if type(key) not in (str, int):
+                raise _refusal(path, f"has the key {key!r}, which is no string and no whole number")
+            items.append([key, self.pack(item, (*path, str(key)))])
+        if type(mapping) is dict and all(type(key) is str and not key.startswith("!") for key, _ in items):
+            return dict(items)
+        return {_TAGS[type(mapping)]: items}
+
+    def _add(self, tensor: Tensor, path: tuple[str, ...]) -> str:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise _refusal(path, "is a tensor that is not dense")
+        place: Hashable = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr())
+        if place in self._names:
+            return self._names[place]
+        name = "/".join(path)
+        while name in self.tensors or name == "__metadata__":  # {"a": {"b": …}, "a/b": …}
+            name += "'"
+        self.tensors[name] = tensor.detach()
+        if tensor.numel():
+            self._names[place] = name
+        return name
+
+
+def _unpacked(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(tree, list):
+        return [_unpacked(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    tag = next((key for key in tree if key.startswith("!")), None)
+    if tag is None:
+        return {key: _unpacked(item, tensors) for key, item in tree.items()}
+    if tag in _MAPPINGS:
+        return _MAPPINGS[tag]({key: _unpacked(item, tensors) for key, item in tree[tag]})
+    makers: dict[str, Callable[[Any], Any]] = {
+        "!tuple": lambda items: tuple(_unpacked(item, tensors) for item in items),
+        "!float": float,
+        "!bytes": base64.b64decode,
+        "!tensor": tensors.__getitem__,
+        "!array": lambda name: tensors[name].numpy(),
+    }
+    return makers[tag](tree[tag])
+
+
+def _copied(tensor: Tensor, memory: Tensor | None) -> Tensor:
+    if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return memory.copy_(tensor)
+
+
+def _refusal(path: tuple[str, ...], what: str) -> InputError:
+    hint = "keep tensors, numbers, strings, lists and dicts of them in what is saved"
+    return InputError(f"checkpoint[{']['.join(path)}]", what, hint)
+
+
 # What readers of safetensors take.
-LARGEST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 
 _PIECE_BYTES = 4 * 2**20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -97,7 +240,7 @@ def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_sta
     for rest in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         rest.unlink(missing_ok=True)
     needed = num_bytes + num_bytes // 1000
-    check_room(path, needed)
+    check_disk_space(path, needed)
     try:
         with atomic_path(path, _verify, on_stage) as temporary:
             on_stage("write")
@@ -106,7 +249,7 @@ def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_sta
         error.filename = str(path)
         if error.errno in _NO_SPACE:
             free = shutil.disk_usage(path.parent).free
-            error.strerror = no_room(str(error.strerror), needed, free)
+            error.strerror = disk_full_message(str(error.strerror), needed, free)
         raise
 
 
@@ -166,8 +309,8 @@ def _header(tree: Any, entries: list[_Entry], checksums: Mapping[str, str]) -> b
         header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
-    if len(text) > LARGEST_HEADER_BYTES:
-        what = f"holds {len(text):,} bytes besides tensors, {LARGEST_HEADER_BYTES:,} at most"
+    if len(text) > MAX_HEADER_BYTES:
+        what = f"holds {len(text):,} bytes besides tensors, {MAX_HEADER_BYTES:,} at most"
         raise InputError("checkpoint", what, "keep what is large in tensors")
     return struct.pack("<Q", len(text)) + text
 

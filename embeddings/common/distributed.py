@@ -36,7 +36,7 @@ def reduce_int(value: int, operation: str, device: torch.device | str = "cpu") -
     return int(tensor)
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
+def full_shape(parameter: Tensor) -> torch.Size:
     """The shape of a parameter that may be cut over the ranks; ZeRO-3 leaves an empty one, FSDP2 one that says so."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape

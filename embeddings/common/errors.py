@@ -1,15 +1,17 @@
 """Errors that people cause, and the exit code each one ends a command with."""
 
+import importlib
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake that a person can mend: one line that says what is wrong, where, and the way out.
+    """A mistake that a person can mend: one line that says what is wrong, where, and a hint.
 
     The command line prints the message as one line on standard error and exits with `exit_code`; nothing is written.
     Raise it at the border where a human wrote the value; inside the library trust the types.
@@ -28,11 +30,11 @@ class InputError(UserError):
     Args:
         where: File and row (`train.jsonl:17`), or the option that named the file.
         what: The rule and the value that broke it.
-        fix: The way out, as an imperative.
+        hint: What to do, as an imperative.
     """
 
-    def __init__(self, where: str, what: str, fix: str) -> None:
-        super().__init__(f"{where}: {what}; {fix}")
+    def __init__(self, where: str, what: str, hint: str) -> None:
+        super().__init__(f"{where}: {what}; {hint}")
 
 
 class OptionError(UserError):
@@ -42,11 +44,11 @@ class OptionError(UserError):
         option: Its name as the user writes it (`data.batch_size`).
         value: What was given.
         rule: What must hold (`must be > 0`).
-        fix: The way out, as an imperative.
+        hint: What to do, as an imperative.
     """
 
-    def __init__(self, option: str, value: object, rule: str, fix: str) -> None:
-        super().__init__(f"{option} {rule}, got {shown(value)}; {fix}")
+    def __init__(self, option: str, value: object, rule: str, hint: str) -> None:
+        super().__init__(f"{option} {rule}, got {shown(value)}; {hint}")
 
 
 class MissingExtraError(UserError):
@@ -96,7 +98,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 @contextmanager
-def panics_as_errors() -> Iterator[None]:
+def rust_panics_as_errors() -> Iterator[None]:
     """Inside, a panic of a library written in Rust is a RuntimeError.
 
     What such a library writes to standard error meanwhile, a backtrace of some forty lines, is dropped; whatever else
@@ -137,3 +139,17 @@ def shown(value: object, most: int = 60) -> str:
 def _from_line(kind: type[UserError], *line: str) -> UserError:
     """An error that arrives from another process, as it was there."""
     return kind.__new__(kind, *line)
+
+
+def require(library: str, extra: str) -> ModuleType:
+    """The module `library`, imported now.
+
+    Raises:
+        MissingExtraError: If it is not installed; the message names the extra to install.
+    """
+    try:
+        return importlib.import_module(library)
+    except ModuleNotFoundError as error:
+        if error.name is not None and library.split(".")[0] == error.name.split(".")[0]:
+            raise MissingExtraError(library, extra) from error
+        raise

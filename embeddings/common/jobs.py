@@ -13,10 +13,16 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.file_lock import file_lock
-from embeddings.common.fileio import atomic_path, check_manifest, check_manifest_file, file_sha256, write_manifest
+from embeddings.common.io import (
+    atomic_path,
+    check_file_manifest,
+    check_manifest,
+    file_lock,
+    file_sha256,
+    load_array,
+    write_manifest,
+)
 
 _PROGRESS_DELAY_SECONDS = 2.0
 _GIVE_TASK = "give --task_index and --num_tasks"
@@ -304,7 +310,7 @@ def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any]
         return None
     if not manifest_path(output).is_file():
         raise InputError(str(output), "something else lies there already", "name a new file")
-    found = check_manifest_file(manifest_path(output), fields)
+    found = check_file_manifest(manifest_path(output), fields)
     if file_sha256(output) != found["output_sha256"]:
         raise InputError(str(output), "is not the file that its manifest describes", "delete it and run again")
     return found

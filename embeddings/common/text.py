@@ -146,12 +146,12 @@ def check_tokenizer_files(folder: Path) -> None:
     Raises:
         InputError: If tokenizer.json is no file, or is missing beside a vocabulary.
     """
-    file, fix = folder / "tokenizer.json", "take a whole copy, or save the tokenizer again"
+    file, hint = folder / "tokenizer.json", "take a whole copy, or save the tokenizer again"
     if file.is_dir():
-        raise InputError(str(file), "is a folder", fix)
+        raise InputError(str(file), "is a folder", hint)
     vocabularies = sorted(path.name for path in folder.glob("vocab*"))
     if vocabularies and not file.is_file():
-        raise InputError(str(folder), f"holds {vocabularies[0]} and no tokenizer.json", fix)
+        raise InputError(str(folder), f"holds {vocabularies[0]} and no tokenizer.json", hint)
 
 
 def one_line(message: str, limit: int = 300) -> str:

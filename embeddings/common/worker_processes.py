@@ -13,13 +13,13 @@ from threading import Thread
 from typing import Any, Generic, TypeVar
 
 from embeddings.common.errors import NumericError, UserError, WorkerError
-from embeddings.common.stopping import held_back
+from embeddings.common.signals import block_signals
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # Items that a process has: one at work, and the next one at hand.
-_MOST_ITEMS = 2
+_MAX_ITEMS = 2
 _SECONDS_TO_END = 10.0
 _KEPT = "what is finished is kept"
 
@@ -55,7 +55,7 @@ def _exchange(workers: "list[_Worker[Item, Result]]", source: Iterator[Item]) ->
     while True:
         while more and failure is None:
             free = min(workers, key=lambda worker: worker.num_items)
-            if free.num_items == _MOST_ITEMS:
+            if free.num_items == _MAX_ITEMS:
                 break
             try:
                 free.send(next(source))
@@ -90,7 +90,7 @@ class _Worker(Generic[Item, Result]):
         # Ctrl-C reaches all processes of a terminal; this one decides when the others end. Python's tracker, which is
         # started with the first of them, would let it through again.
         resource_tracker.ensure_running()
-        with held_back((signal.SIGINT,)):
+        with block_signals((signal.SIGINT,)):
             self._process.start()
         # Only the other process holds its end from now on, so its death closes the line.
         theirs.close()

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from embeddings.common.lazy import lazy_names
+from embeddings.common.process import lazy_names
 
 if TYPE_CHECKING:
     from embeddings.data.datamodule import EmbeddingDataModule, ResumableLoader

@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.log import logger
+from embeddings.common.process import logger
 from embeddings.common.protocols import BatchNeeds
 from embeddings.common.text import TextSettings
 from embeddings.data.dataset import SourceDataset

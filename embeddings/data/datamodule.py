@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.fileio import check_manifest
-from embeddings.common.log import logger
+from embeddings.common.io import check_manifest
+from embeddings.common.process import logger
 from embeddings.common.protocols import BatchNeeds, NeedsBatches
-from embeddings.common.randomness import run_seed
-from embeddings.common.stopping import STOP_SIGNALS, held_back
+from embeddings.common.random import run_seed
+from embeddings.common.signals import STOP_SIGNALS, block_signals
 from embeddings.common.text import TextSettings, check_tokenizer_files
 from embeddings.data.checks import (
     check_instruction,
@@ -84,7 +84,7 @@ class ShieldedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """The batches."""
-        with held_back():
+        with block_signals():
             return super().__iter__()
 
 

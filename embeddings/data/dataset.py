@@ -9,8 +9,8 @@ from itertools import accumulate, chain
 from typing import NamedTuple, Protocol
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.log import logger
-from embeddings.common.randomness import derive_seed, numpy_generator
+from embeddings.common.process import logger
+from embeddings.common.random import derive_seed, numpy_generator
 from embeddings.common.text import TextSettings
 from embeddings.data.records import Example, Negative, label_key
 from embeddings.data.samplers.base import LevelRule, PlanEntry, SourceIdentity

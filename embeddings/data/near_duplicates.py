@@ -11,8 +11,8 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from embeddings.common.errors import OptionError
-from embeddings.common.fileio import text_hash
-from embeddings.common.randomness import numpy_generator
+from embeddings.common.io import text_hash
+from embeddings.common.random import numpy_generator
 from embeddings.data.samplers.base import mix_bits
 
 Shingle = Literal["word", "character"]

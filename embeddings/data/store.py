@@ -17,10 +17,17 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError
-from embeddings.common.fileio import check_manifest, file_sha256, text_hash, write_json, write_manifest
-from embeddings.common.log import logger
+from embeddings.common.io import (
+    atomic_folder,
+    check_manifest,
+    file_sha256,
+    load_array,
+    text_hash,
+    write_json,
+    write_manifest,
+)
+from embeddings.common.process import logger
 from embeddings.data.records import Record, look_alikes, parse_labelled_text, parse_record, parse_scored_pair
 from embeddings.data.sources import (
     HUB_PREFIX,
@@ -33,7 +40,6 @@ from embeddings.data.sources import (
     resolve_files,
     resolve_revision,
 )
-from embeddings.data.staging import staged_folder
 from embeddings.data.table import ROWS_FILE, StoredRow, Table, write_table
 
 CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
@@ -448,7 +454,7 @@ def _require_current(files: Sequence[FileHash]) -> None:
 def _convert(config: SourceConfig, files: Sequence[FileHash], target: Path, identity: dict[str, Any]) -> None:
     facts = Facts()
     readers = _readers(config, [file.path for file in files], identity["inputs"][0])
-    with staged_folder(target) as folder:
+    with atomic_folder(target) as folder:
         rows = facts.noting_columns(_with_progress(f"converting {config.name}", readers))
         num_rows = write_table(folder, convert_rows(config, rows, facts))
         facts.columns |= dict.fromkeys(name for reader in readers for name in reader.unread_columns)

@@ -10,10 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from embeddings.common.arrays import load_array
-from embeddings.common.directions import CHECKED, UNIT_TOLERANCE, require_directions
 from embeddings.common.errors import InputError
-from embeddings.common.fileio import check_manifest
+from embeddings.common.io import CHECKED, UNIT_TOLERANCE, check_manifest, check_vectors, load_array
 
 # Files that a process holds mapped at once: a system allows some 65,000 maps, and large sources have more shards.
 _MAPPED_SHARDS = 512
@@ -113,8 +111,8 @@ class _Entries(NamedTuple):
 class _Shards:
     def __init__(self, folder: Path, kind: str, source_key: str) -> None:
         fields = check_manifest(folder, {"kind": kind, "source_key": source_key, "complete": True})
-        self.folder, self.width = folder, fields.whole("embedding_dim", least=1)
-        self.num_rows, self.shard_size = fields.whole("num_rows"), fields.whole("shard_size", least=1)
+        self.folder, self.width = folder, fields.integer("embedding_dim", least=1)
+        self.num_rows, self.shard_size = fields.integer("num_rows"), fields.integer("shard_size", least=1)
         self._vouched_ns = (folder / "manifest.json").stat().st_mtime_ns if fields.get(CHECKED) else 0
         # Shards whose vectors nobody vouches for: written by other hands, or after the manifest.
         self._unchecked = [s for s in range(-(-self.num_rows // self.shard_size)) if not self._is_vouched_for(s)]
@@ -128,7 +126,7 @@ class _Shards:
         vector: Vectors = self._load(shard)[place]
         # NaN marks a text without a vector further on, and a vector of zeros is as near to one candidate as to another.
         if not abs(float(vector @ vector) - 1) < UNIT_TOLERANCE:
-            require_directions(vector[None], str(self.folder / _file(shard)), place, unit=True)
+            check_vectors(vector[None], str(self.folder / _file(shard)), place, unit=True)
         return vector
 
     def check(self) -> None:
@@ -138,7 +136,7 @@ class _Shards:
                 vector_ND = self._map(shard)
                 for start in range(0, len(vector_ND), _CHECKED_ROWS):
                     block_nD = vector_ND[start : start + _CHECKED_ROWS]
-                    require_directions(block_nD, str(self.folder / _file(shard)), start, unit=True)
+                    check_vectors(block_nD, str(self.folder / _file(shard)), start, unit=True)
 
     def _map(self, shard: int) -> Vectors:
         return np.asarray(_mapped(self.folder / _file(shard)))

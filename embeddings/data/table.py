@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError
+from embeddings.common.io import load_array
 
 ROWS_FILE, STARTS_FILE = "rows.arrow", "starts.npy"
 MAX_BATCH_ROWS, MAX_BATCH_CHARACTERS = 65_536, 32 * 2**20

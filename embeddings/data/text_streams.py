@@ -21,14 +21,12 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.fileio import check_manifest, write_manifest
+from embeddings.common.io import atomic_folder, check_manifest, load_array, write_manifest
 from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES
 from embeddings.data.docstrings.extract import SourceFile, find_sources, is_available, require_available
 from embeddings.data.records import kind_of
 from embeddings.data.sources import HUB_PREFIX, HubReader, Reader, open_reader, resolve_files, resolve_revision
-from embeddings.data.staging import staged_folder
 from embeddings.data.store import CACHE_VARIABLE, FileHash, cache_folder, hash_file, remember_hash
 
 # Names that stand for lists of packages.
@@ -336,7 +334,7 @@ def open_stream(
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     if not (root / key).is_dir():
         try:
-            with staged_folder(root / key) as folder:
+            with atomic_folder(root / key) as folder:
                 _write(folder, documents, tokenizer, {**identity, "key": key})
         except (PermissionError, FileExistsError, NotADirectoryError) as error:
             raise InputError(

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.errors import OptionError
-from embeddings.common.fileio import text_hash
-from embeddings.common.randomness import derive_seed
+from embeddings.common.io import text_hash
+from embeddings.common.random import derive_seed
 from embeddings.common.text import TextRole, TextSettings, in_context_prompt
 from embeddings.common.types import ContrastiveBatch, TokenBatch
 from embeddings.data.records import Example

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 
 NUM_RUNS = 5
 

@@ -8,7 +8,7 @@ from functools import partialmethod
 from types import ModuleType
 from typing import Any
 
-from embeddings.common.optional import require
+from embeddings.common.errors import require
 
 _TALKATIVE = ("mteb", "datasets", "huggingface_hub", "sentence_transformers")
 

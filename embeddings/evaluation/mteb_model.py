@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mteb.models.search_wrappers import SearchEncoderWrapper
 from mteb.similarity_functions import cos_sim, pairwise_cos_sim
 
-from embeddings.common.arrays import load_array
+from embeddings.common.io import load_array
 from embeddings.common.text import TextRole
 from embeddings.evaluation.task_prompts import task_prompt
 from embeddings.inference.context import ContextDraw, sample_context, sample_rows

@@ -18,7 +18,7 @@ from mteb.abstasks import (
 from mteb.abstasks.task_metadata import TaskMetadata
 
 from embeddings.common.errors import InputError
-from embeddings.common.fileio import file_sha256
+from embeddings.common.io import file_sha256
 from embeddings.evaluation.folders import (
     ClassificationFolder,
     ClusteringFolder,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from embeddings.common.errors import OptionError
-from embeddings.common.log import logger
+from embeddings.common.process import logger
 from embeddings.common.text import TextRole
 from embeddings.evaluation.classification import logistic_regression_scores
 from embeddings.evaluation.clustering import kmeans_v_measure

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mteb import TaskResult
 
 from embeddings.common.errors import InputError
-from embeddings.common.fileio import atomic_path, write_json, write_text
+from embeddings.common.io import atomic_path, write_json, write_text
 
 if TYPE_CHECKING:
     from mteb import AbsTask

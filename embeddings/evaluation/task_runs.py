@@ -15,9 +15,9 @@ from mteb.models.model_meta import ScoringFunction
 from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.log import logger
+from embeddings.common.io import remove_abandoned, scratch_folder
+from embeddings.common.process import logger
 from embeddings.common.text import one_line
-from embeddings.data.staging import remove_abandoned, scratch_folder
 from embeddings.evaluation.instructions import Instructions
 from embeddings.evaluation.mteb_library import quiet
 from embeddings.evaluation.mteb_model import ContextualTaskEncoder, TaskEncoder

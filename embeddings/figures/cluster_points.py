@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common import OptionError
-from embeddings.common.randomness import numpy_generator
+from embeddings.common.random import numpy_generator
 from embeddings.data.samplers.cluster_folder import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.inference.vectors import unit_rows

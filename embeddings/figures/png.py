@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from embeddings.common import InputError
-from embeddings.common.fileio import atomic_path
-from embeddings.common.optional import require
+from embeddings.common.errors import require
+from embeddings.common.io import atomic_path
 
 DOTS_PER_INCH = 120
 

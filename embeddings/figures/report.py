@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from embeddings.common.fileio import write_text
+from embeddings.common.io import write_text
 from embeddings.figures import run_words as words
 from embeddings.figures.curves import draw_curves
 from embeddings.figures.html import Html, definitions, element, joined, png_image, table

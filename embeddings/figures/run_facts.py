@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from embeddings.common.metrics_file import steps_made
+from embeddings.common.io import steps_made
 from embeddings.figures.run_folder import read_run_config, read_run_record, run_parts
 from embeddings.figures.run_metrics import Curve, metrics_path, read_curves
 

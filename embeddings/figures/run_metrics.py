@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embeddings.common import InputError
-from embeddings.common.metrics_file import METRICS_FILE, read_metrics, steps_made
+from embeddings.common.io import METRICS_FILE, read_metrics, steps_made
 from embeddings.figures.run_folder import run_parts
 
 # The steps at which something was logged, and its values.

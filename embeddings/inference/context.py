@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.randomness import numpy_generator
+from embeddings.common.random import numpy_generator
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Context, Encoder
 from embeddings.inference.vector_folder import VectorFolder

@@ -19,13 +19,11 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError, NumericError, OptionError
-from embeddings.common.fileio import atomic_path, check_manifest, file_sha256
-from embeddings.common.freed_memory import keep_freed_memory
-from embeddings.common.mini_batches import plan_mini_batches
+from embeddings.common.io import atomic_path, check_manifest, file_sha256, load_array
+from embeddings.common.process import tune_malloc
 from embeddings.common.text import PromptChoice, TextRole
-from embeddings.common.types import PaddedTokens, TokenBatch
+from embeddings.common.types import PaddedTokens, TokenBatch, plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.precision import Int8Products, Precision, resolve_precision
 from embeddings.inference.vectors import save_vectors
@@ -166,7 +164,7 @@ class Encoder:
     threads. Another set of texts or another budget puts a text beside other neighbours, and with other threads the
     libraries may sum in another order: either changes its vector by rounding only.
 
-    Memory: on a processor the whole process keeps memory that it has freed from here on (see `keep_freed_memory`).
+    Memory: on a processor the whole process keeps memory that it has freed from here on (see `tune_malloc`).
 
     Args:
         embedder: The model; it stays where it is unless `device` says otherwise, and its mode is left as found.
@@ -206,7 +204,7 @@ class Encoder:
         self.device = embedder.device
         self.dtype = resolve_precision(precision, self.device, {weight.dtype for weight in embedder.parameters()})
         if self.device.type == "cpu":
-            keep_freed_memory()
+            tune_malloc()
         self._int8 = Int8Products(embedder) if self.dtype == torch.int8 else None
         if mini_batch_tokens is None:
             is_processor = self.device.type == "cpu"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.mini_batches import plan_mini_batches
 from embeddings.common.text import TextRole
+from embeddings.common.types import plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer, TokenSpan
 from embeddings.inference.encoder import Context, Encoder, evaluating
 from embeddings.inference.vectors import unit_rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embeddings.common.errors import OptionError
-from embeddings.common.fileio import check_manifest
+from embeddings.common.io import check_manifest
 from embeddings.inference.context import ContextDraw, check_same_context
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Context, Encoder, embedder_sha256

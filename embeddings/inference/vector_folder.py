@@ -17,10 +17,9 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
-from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError, OptionError, shown
-from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
-from embeddings.common.log import logger
+from embeddings.common.io import atomic_path, check_manifest, check_vectors, file_sha256, write_manifest, write_text
+from embeddings.common.process import logger
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.worker_processes import spread
 from embeddings.inference.corpus import Document, read_corpus
@@ -77,7 +76,7 @@ class VectorFolder:
         """
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
         documents, width, size = (
-            fields.whole(name, least=1) for name in ("num_documents", "embedding_dim", "shard_size")
+            fields.integer(name, least=1) for name in ("num_documents", "embedding_dim", "shard_size")
         )
         # Folders from before there were formats do not name theirs.
         vector_format = fields.get("vector_format", "float32")
@@ -118,7 +117,7 @@ class VectorFolder:
         """
         for shard in range(self.num_shards):
             for start, vector_nD in self.shards.pieces(shard, DOCUMENT_TILE):
-                require_directions(vector_nD, str(self.shards.path(shard)), start)
+                check_vectors(vector_nD, str(self.shards.path(shard)), start)
                 yield unit_rows(vector_nD)
 
     def context(self) -> Context | None:

@@ -9,9 +9,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.arrays import load_array
-from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.io import check_vectors, load_array
 
 VectorFormat = Literal["float32", "float16", "int8", "binary"]
 VECTOR_FORMATS: tuple[VectorFormat, ...] = get_args(VectorFormat)
@@ -79,7 +78,7 @@ def stored_rows(
     Raises:
         InputError: If a vector is zero or not finite, or has a number beyond float16 or none that it can tell from 0.
     """
-    require_directions(vector_ND, where, first_row)
+    check_vectors(vector_ND, where, first_row)
     match vector_format:
         case "float32":
             return vector_ND
@@ -207,7 +206,7 @@ class VectorShards:
             shard, place_n = int(shard_N[start]), order_N[start:stop]
             row_n = row_N[place_n] % self.shard_size
             vector_nD = float_rows(self.stored(shard)[row_n], self.vector_format)
-            require_directions(vector_nD, str(self.path(shard)), unit=unit, row_N=row_n)
+            check_vectors(vector_nD, str(self.path(shard)), unit=unit, row_N=row_n)
             vector_ND[place_n] = vector_nD
         return vector_ND
 

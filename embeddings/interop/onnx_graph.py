@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from embeddings.common.errors import OptionError
-from embeddings.common.fileio import atomic_path
-from embeddings.common.optional import require
+from embeddings.common.errors import OptionError, require
+from embeddings.common.io import atomic_path
 from embeddings.models.backbone import load_model
 from embeddings.models.directory import needs_own_code
 from embeddings.models.embedder import Embedder

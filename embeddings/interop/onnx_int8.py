@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoConfig
 
-from embeddings.common.errors import OptionError
-from embeddings.common.fileio import atomic_path
-from embeddings.common.optional import require
+from embeddings.common.errors import OptionError, require
+from embeddings.common.io import atomic_path
 from embeddings.interop.onnx_graph import CHECKED_SHAPES, GRAPH_FILE, example_inputs, open_graph
 
 # sentence-transformers names graphs so: signed weights of 8 bits, for processors that sum their products in 32.

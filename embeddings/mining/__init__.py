@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from embeddings.common.jobs import ArrayTask, ShardedJob
-from embeddings.common.lazy import lazy_names
+from embeddings.common.process import lazy_names
 
 if TYPE_CHECKING:
     from embeddings.mining.clusters import ClusterSettings, cluster_pairs

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, nothing_left_of
-from embeddings.common.log import logger
-from embeddings.common.randomness import derive_seed
+from embeddings.common.process import logger
+from embeddings.common.random import derive_seed
 from embeddings.data.samplers.cluster_folder import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
 from embeddings.data.store import CachedSource
 from embeddings.mining.faiss_library import (

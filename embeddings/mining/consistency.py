@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from embeddings.common.errors import OptionError
-from embeddings.common.fileio import atomic_path, check_manifest
+from embeddings.common.io import atomic_path, check_manifest
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 from embeddings.data.samplers.base import KeyedPermutation
 from embeddings.inference.vectors import VectorShards
 from embeddings.mining.pair_index import PairIndex, concatenated_ranges

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import OptionError
-from embeddings.common.fileio import atomic_path, text_hash
+from embeddings.common.io import atomic_path, text_hash
 from embeddings.common.jobs import (
     KEPT,
     SHARD_ROWS,

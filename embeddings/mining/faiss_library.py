@@ -12,9 +12,8 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from embeddings.common.directions import require_directions
-from embeddings.common.errors import InputError, OptionError
-from embeddings.common.optional import require
+from embeddings.common.errors import InputError, OptionError, require
+from embeddings.common.io import check_vectors
 
 
 def load_faiss(gpu: bool = False) -> ModuleType:
@@ -178,7 +177,7 @@ def kmeans_run(
     check_num_clusters(num_clusters, len(vectors))
     if num_iterations < 1:
         raise OptionError("num_iterations", num_iterations, "must be >= 1", "the paper takes 100")
-    require_directions(vectors, where)
+    check_vectors(vectors, where)
     faiss = load_faiss(gpu)
     if num_clusters == len(vectors):
         return KMeans(vectors.copy(), 1.0)

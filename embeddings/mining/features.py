@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.fileio import check_manifest
-from embeddings.common.randomness import derive_seed
+from embeddings.common.io import check_manifest
+from embeddings.common.random import derive_seed
 from embeddings.data.samplers.base import KeyedPermutation
 from embeddings.data.store import CachedSource
 from embeddings.inference.vectors import unit_rows

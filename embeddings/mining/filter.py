@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.file_lock import file_lock
-from embeddings.common.fileio import atomic_path, file_sha256, write_manifest_file
+from embeddings.common.io import atomic_path, file_lock, file_sha256, write_file_manifest
 from embeddings.common.jobs import (
     KEPT,
     SHARD_ROWS,
@@ -355,7 +354,7 @@ def _write(
         assert count == report.num_kept
         facts = {"removed": report.removed, "num_kept": count, "output_sha256": file_sha256(temporary)}
         # The file comes last: where it lies, its manifest does too.
-        write_manifest_file(manifest_path(report.output), {**fields, **facts})
+        write_file_manifest(manifest_path(report.output), {**fields, **facts})
 
 
 def _kept(config: SourceConfig, source: CachedSource, reason_N: npt.NDArray[np.uint8]) -> Iterator[Record]:

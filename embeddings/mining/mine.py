@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.file_lock import file_lock
-from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest_file
+from embeddings.common.io import atomic_path, check_manifest, file_lock, file_sha256, write_file_manifest
 from embeddings.common.jobs import ArrayTask, ShardedJob, finished_manifest, manifest_path, nothing_left_of
-from embeddings.common.log import logger
+from embeddings.common.process import logger
 from embeddings.common.text import PromptChoice
 from embeddings.data.records import Record
 from embeddings.data.sources import SourceConfig
@@ -336,7 +335,7 @@ def _merge(
         budgets = [check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors]
         made_of = {"mini_batch_tokens": budgets, "output_sha256": file_sha256(temporary)}
         # The file comes last: where it lies, its manifest does too.
-        write_manifest_file(manifest_path(output), {**fields, **facts, **made_of})
+        write_file_manifest(manifest_path(output), {**fields, **facts, **made_of})
     report = MiningReport(output, **facts)
     for count, what in (
         (report.num_replaced, "had negatives of their own, which the mined ones replace"),

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError
+from embeddings.common.io import check_vectors
 from embeddings.data.records import Record, record_schema, record_table
 from embeddings.mining.negatives import (
     Candidates,
@@ -84,7 +84,7 @@ class ShardMiner:
         queries = self.vectors[0].query_shards.rows(shard)
         query_TQD = [np.array(vectors.query_shards.load(shard)) for vectors in self.vectors]
         for vectors, query_QD in zip(self.vectors, query_TQD, strict=True):
-            require_directions(query_QD, str(vectors.query_shards.path(shard)), unit=True)
+            check_vectors(query_QD, str(vectors.query_shards.path(shard)), unit=True)
         row_Q = np.arange(queries.start, queries.stop)
         hash_Q = np.asarray(self.index.query_hashes[queries.start : queries.stop])
         known = self.index.known_positives(row_Q)

@@ -11,12 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.format import open_memmap
 
-from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError
-from embeddings.common.fileio import check_manifest, file_sha256, text_hash, write_manifest
-from embeddings.common.log import logger
+from embeddings.common.io import atomic_folder, check_manifest, file_sha256, load_array, text_hash, write_manifest
+from embeddings.common.process import logger
 from embeddings.data.sources import open_reader
-from embeddings.data.staging import staged_folder
 from embeddings.data.store import CachedSource
 from embeddings.data.table import StoredRow, Table, write_table
 from embeddings.inference.corpus import text_field
@@ -68,7 +66,7 @@ class PairIndex:
     def __init__(self, folder: str | os.PathLike[str], source: CachedSource) -> None:
         self.folder, self.source = Path(folder), source
         self.fields = check_manifest(self.folder, {"kind": "pair_index", "source_key": source.folder.name})
-        self.num_queries, self.num_documents = (self.fields.whole(name) for name in ("num_queries", "num_documents"))
+        self.num_queries, self.num_documents = (self.fields.integer(name) for name in ("num_queries", "num_documents"))
         self.positive_offsets: Int64s = self._mapped("positive_offsets")
         self.positive_rows: npt.NDArray[Any] = self._mapped("positive_rows")
         with_negatives = bool(self.fields.get("negatives"))
@@ -170,7 +168,7 @@ def index_pairs(
     if target.exists():
         check_manifest(target, key)
         return PairIndex(target, source)
-    with staged_folder(target) as stage:
+    with atomic_folder(target) as stage:
         hashes, bodies = stage / "hashes.bin", stage / "bodies.bin"
         with open(hashes, "wb") as file:
             sizes = {"positive": _write_rows(source.table, stage, file)}

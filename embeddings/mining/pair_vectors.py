@@ -11,12 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.format import open_memmap
 
-from embeddings.common.directions import CHECKED, require_directions
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.file_lock import file_lock
-from embeddings.common.fileio import atomic_path, check_manifest, text_hash
+from embeddings.common.io import CHECKED, atomic_path, check_manifest, check_vectors, file_lock, text_hash
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard
-from embeddings.common.log import logger
+from embeddings.common.process import logger
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, instruction_prompt
 from embeddings.data.store import CachedSource
 from embeddings.inference.encoder import embedder_sha256
@@ -306,7 +304,7 @@ def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairV
     for role, name in _FOLDERS.items():
         fields = check_manifest(Path(folder) / name, {"kind": f"{role} vectors", **index.key, "complete": True})
         num_rows, width, shard_size = (
-            fields.whole(field, least=1) for field in ("num_rows", "embedding_dim", "shard_size")
+            fields.integer(field, least=1) for field in ("num_rows", "embedding_dim", "shard_size")
         )
         made.append(VectorShards(Path(folder) / name, num_rows, width, shard_size))
     return PairVectors(index, *made)
@@ -374,7 +372,7 @@ def _encode_shard(
         for prompt, places in side.prompts(index, left):
             texts = [side.text(index, left[place]) for place in places]
             vector_ND[left_n[places]] = encoder.encode(texts, prompt, role=side.role)
-    require_directions(vector_ND, f"{side.name} of {index.source.folder.name}", rows.start)
+    check_vectors(vector_ND, f"{side.name} of {index.source.folder.name}", rows.start)
     save_vectors(path, unit_rows(vector_ND))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError
-from embeddings.common.fileio import text_hash
+from embeddings.common.io import text_hash
 from embeddings.mining.pair_index import BLOCK, KnownPositives, PairIndex, concatenated_ranges
 
 Int8s = npt.NDArray[np.int8]

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.io import check_vectors
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 from embeddings.inference.precision import has_native_bfloat16
 from embeddings.inference.search import TopK
 from embeddings.inference.vectors import VectorShards, save_vectors
@@ -256,7 +256,7 @@ def check_search(documents: VectorShards, query_QD: Floats, top_k: int, gpu: boo
             f"holds vectors of width {documents.embedding_dim}, the queries' is {query_QD.shape[1]}",
             "encode both with one model",
         )
-    require_directions(query_QD, "query vectors", unit=True)
+    check_vectors(query_QD, "query vectors", unit=True)
 
 
 def tiles(documents: VectorShards) -> Iterator[tuple[int, Floats]]:
@@ -271,7 +271,7 @@ def tiles(documents: VectorShards) -> Iterator[tuple[int, Floats]]:
     for shard, vector_ND in enumerate(documents):
         for start in range(0, len(vector_ND), size):
             part_nD = vector_ND[start : start + size]
-            require_directions(part_nD, str(documents.path(shard)), start, unit=True)
+            check_vectors(part_nD, str(documents.path(shard)), start, unit=True)
             while len(part_nD):
                 taken = min(len(part_nD), size - filled)
                 tile_TD[filled : filled + taken] = part_nD[:taken]
@@ -543,7 +543,7 @@ def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int 
 def _train(documents: VectorShards, num_lists: int, seed: int, gpu: bool, shard: int, path: Path) -> None:
     """Write the centroids of a sample that is spread evenly over the documents."""
     for shard, vector_ND in enumerate(documents):
-        require_directions(vector_ND, str(documents.path(shard)), unit=True)
+        check_vectors(vector_ND, str(documents.path(shard)), unit=True)
     sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
     save_vectors(path, train_centroids(sample_nD, num_lists, seed, gpu))
 

@@ -10,12 +10,12 @@ import numpy as np
 from tqdm import tqdm
 
 from embeddings.common.errors import InputError
-from embeddings.common.fileio import (
+from embeddings.common.io import (
     atomic_path,
+    check_disk_space,
+    check_file_manifest,
     check_manifest,
-    check_manifest_file,
-    check_room,
-    write_manifest_file,
+    write_file_manifest,
 )
 from embeddings.inference.search import TopK, require_top_k, search_top_k
 from embeddings.inference.vector_folder import VectorFolder
@@ -74,12 +74,12 @@ class VectorIndex:
         if not path.is_file():
             raise InputError(str(path), "there is no index of these vectors", _MAKE)
         expected = {"kind": "ivf index", "vectors_sha256": folder_sha256(folder), **_of_file(path, folder)}
-        fields = check_manifest_file(folder.path / MANIFEST_FILE, expected, _MAKE)
+        fields = check_file_manifest(folder.path / MANIFEST_FILE, expected, _MAKE)
         try:
             lists = map_lists(path)
         except (RuntimeError, MemoryError):
             raise InputError(str(path), "is damaged", _MAKE) from None
-        lists.nprobe = min(fields.whole("num_probes", least=1), lists.nlist)
+        lists.nprobe = min(fields.integer("num_probes", least=1), lists.nlist)
         return cls(lists, path)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
@@ -132,7 +132,7 @@ def build_index(
     faiss = load_faiss()
     num_lists, num_probes = ivf_sizes(folder.num_documents, num_lists, num_probes)
     path, manifest = folder.path / INDEX_FILE, folder.path / MANIFEST_FILE
-    check_room(path, _list_bytes(folder) + 4 * num_lists * folder.embedding_dim)
+    check_disk_space(path, _list_bytes(folder) + 4 * num_lists * folder.embedding_dim)
     row_n = sample_rows(folder.num_documents, num_lists, seed)
     centroid_CD = train_centroids(unit_rows(folder.shards.take(row_n, unit=False)), num_lists, seed)
     quantizer = faiss.IndexFlatIP(folder.embedding_dim)
@@ -153,7 +153,7 @@ def build_index(
         "seed": seed,
         "faiss": faiss_version(),
     }
-    write_manifest_file(manifest, fields)
+    write_file_manifest(manifest, fields)
     return VectorIndex.open(folder)
 
 

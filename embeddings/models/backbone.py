@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 import embeddings.models.architectures  # noqa: F401 - makes our own known
 from embeddings.common import InputError, OptionError
-from embeddings.common.errors import panics_as_errors, shown
+from embeddings.common.errors import rust_panics_as_errors, shown
 from embeddings.common.text import check_tokenizer_files, one_line
 from embeddings.models.bidirectional import make_bidirectional_config, require_bidirectional
 from embeddings.models.hub import resolve_model
@@ -285,7 +285,7 @@ def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokeniz
         # transformers would make an empty one and go on.
         raise InputError(str(folder), "holds no tokenizer", "save one beside the model")
     try:
-        with panics_as_errors():
+        with rust_panics_as_errors():
             tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
             # Some files have the library panic only when a text is read, which would end a loader's worker.
             with suppress(Exception):

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, TextSettings
-from embeddings.common.file_lock import passing_lock
+from embeddings.common.io import file_lock
 from embeddings.common.text import INSTRUCTION_TEMPLATE
 from embeddings.models.backbone import quiet_transformers
 from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextParts, write_context
@@ -356,8 +356,12 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         yield new
         _flush(new)
         # Of two that write one model at a time the second replaces the first one's, whole.
-        with passing_lock(target.with_name(f".{target.name}.lock")):
-            _exchange(new, target, old)
+        lock = target.with_name(f".{target.name}.lock")
+        with file_lock(lock):
+            try:
+                _exchange(new, target, old)
+            finally:
+                lock.unlink(missing_ok=True)
         exchanged = True
     finally:
         # Where even the way back failed, the only whole copy is in there: leave it.

@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from embeddings.common import OptionError
-from embeddings.common.packed_rows import positions_in_document
+from embeddings.common.types import positions_in_document
 from embeddings.models.position_free import first_position, learned_positions
 
 # The others take no mask that says which token sees which.

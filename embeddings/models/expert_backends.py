@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import OptionError
-from embeddings.common.optional import require
+from embeddings.common.errors import require
 from embeddings.models.experts import (
     Backend,
     Experts,

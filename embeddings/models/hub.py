@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.fileio import file_sha256
+from embeddings.common.io import file_sha256
 from embeddings.models.model_files import weights_checksum
 
 PACKAGED_NAME = "all-MiniLM-L6-v2"

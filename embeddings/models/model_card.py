@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from embeddings.common.fileio import write_text
-from embeddings.common.log import logger
+from embeddings.common.io import write_text
+from embeddings.common.process import logger
 from embeddings.models.hub import PACKAGED_NAME
 from embeddings.models.model_files import IMPORT_FILE
 

@@ -10,7 +10,7 @@ from transformers.models.jina_embeddings_v3.configuration_jina_embeddings_v3 imp
 from transformers.models.nomic_bert.configuration_nomic_bert import NomicBertConfig
 
 from embeddings.common import OptionError
-from embeddings.common.distributed import whole_shape
+from embeddings.common.distributed import full_shape
 from embeddings.models.backbone import enable_checkpointing
 from embeddings.models.experts import Experts
 from embeddings.models.moe_router import check_routing
@@ -145,12 +145,12 @@ def parameter_counts(model: nn.Module) -> ParameterCounts:
 
     The paper's model has 475M and 305M.
     """
-    total = sum(whole_shape(parameter).numel() for parameter in model.parameters())
+    total = sum(full_shape(parameter).numel() for parameter in model.parameters())
     idle = 0
     for layer in model.modules():
         experts, router = getattr(layer, "experts", None), getattr(layer, "router", None)
         if isinstance(experts, Experts) and router is not None:
-            stacked = [whole_shape(weight) for weight in (experts.w1, experts.w2, experts.bias1) if weight is not None]
+            stacked = [full_shape(weight) for weight in (experts.w1, experts.w2, experts.bias1) if weight is not None]
             num_experts = stacked[0][0]
             idle += (num_experts - router.top_k) * sum(shape[1:].numel() for shape in stacked)
     return ParameterCounts(total, total - idle)

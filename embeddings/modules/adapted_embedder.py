@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from embeddings.common import OptionError, TextSettings, UserError
-from embeddings.common.randomness import run_seed
+from embeddings.common.random import run_seed
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
 from embeddings.models.directory import read_model_directory
 from embeddings.models.hub import FrozenBase, resolve_model

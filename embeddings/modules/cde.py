@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
 from embeddings.common.distributed import is_distributed
-from embeddings.common.log import logger
-from embeddings.common.mini_batches import take_texts
-from embeddings.common.randomness import derive_seed, run_seed
+from embeddings.common.process import logger
+from embeddings.common.random import derive_seed, run_seed
+from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 from embeddings.losses.prediction import WordPrediction
 from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone

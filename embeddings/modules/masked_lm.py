@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import LossOutput, OptionError
 from embeddings.common.distributed import gather_counts
-from embeddings.common.packed_rows import Prediction
-from embeddings.common.randomness import run_seed
+from embeddings.common.random import run_seed
+from embeddings.common.types import Prediction
 from embeddings.losses.prediction import token_cross_entropy
 from embeddings.models import BackboneConfig, LoraSettings
 from embeddings.models.bidirectional import check_causal

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from embeddings.common import InputError, NumericError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.distributed import reduce_int
-from embeddings.common.randomness import derive_seed, run_seed
+from embeddings.common.random import derive_seed, run_seed
 from embeddings.common.text import one_line
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import accumulated_batches, batches_since_step, run_steps

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from embeddings.common.distributed import whole_shape
+from embeddings.common.distributed import full_shape
 
 Groups = Sequence[Sequence[nn.Parameter]]
 
@@ -103,7 +103,7 @@ def set_optimizer_state(optimizer: Any, groups: Groups, state: Mapping[str, Any]
 
 def _whole(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor:
     """One entry of a parameter's state, put together from all ranks' fragments."""
-    shape = whole_shape(parameter)
+    shape = full_shape(parameter)
     whole = torch.zeros(shape.numel(), device=parameter.device)
     for partition, fragment, start, size in _fragments(optimizer, parameter):
         whole.narrow(0, start, size).copy_(optimizer.optimizer.state[partition][name].narrow(0, fragment, size))

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.optional import require
-from embeddings.common.randomness import derive_seed
+from embeddings.common.errors import InputError, OptionError, UserError, require
+from embeddings.common.random import derive_seed
 from embeddings.common.text import one_line
 from embeddings.synthesis.validate import Answer
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.fileio import file_sha256
-from embeddings.common.log import logger
+from embeddings.common.io import file_sha256
+from embeddings.common.process import logger
 from embeddings.data.records import Record
 from embeddings.data.samplers.blended import Apportionment
 from embeddings.data.sources import SourceConfig, open_reader

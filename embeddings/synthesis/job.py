@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from embeddings.common.errors import InputError, UserError
-from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, text_hash, write_manifest
+from embeddings.common.io import atomic_path, check_manifest, file_sha256, text_hash, write_manifest
 from embeddings.synthesis.client import ChatClient, Request, make_request
 from embeddings.synthesis.runner import Asker, Journal, Spending, Traffic, open_journal
 from embeddings.synthesis.validate import Answer, Draft, Parsed, Reason, RejectedAnswer, normalised, parse_answer

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 
 MethodName = Literal["mgh", "nv_embed"]
 

@@ -17,8 +17,8 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.fileio import fsync_path
-from embeddings.common.log import logger
+from embeddings.common.io import fsync_path
+from embeddings.common.process import logger
 from embeddings.synthesis.client import ChatClient, EndpointError, Request, UnansweredError
 from embeddings.synthesis.validate import Answer
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.common.directions import require_directions
 from embeddings.common.errors import InputError
+from embeddings.common.io import check_vectors
 from embeddings.common.text import TextRole
 from embeddings.data.records import NUM_LEVELS, Record, parse_record
 from embeddings.data.sources import open_reader
@@ -422,7 +422,7 @@ def _graded_records(paths: Sequence[Path]) -> Iterator[Record]:
 
 
 def _unit(vector_ND: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    require_directions(vector_ND, "the judge's vectors")
+    check_vectors(vector_ND, "the judge's vectors")
     wide_ND = vector_ND.astype(np.float64)
     unit_ND: npt.NDArray[np.float64] = wide_ND / np.linalg.norm(wide_ND, axis=1, keepdims=True)
     return unit_ND

@@ -16,7 +16,7 @@ from embeddings.common import (
     Representations,
 )
 from embeddings.common.distributed import is_distributed, reduce_int
-from embeddings.common.mini_batches import take_texts
+from embeddings.common.types import take_texts
 from embeddings.models.experts import shared_casts
 from embeddings.training.graph_budget import GraphBudget
 from embeddings.training.graphs import GraphMemory, attach_gradient, graph_leaves

@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from embeddings.common.packed_rows import PackedRows, Prediction
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
+from embeddings.common.types import PackedRows, Prediction
 from embeddings.training.masking import Masking, mask_tokens
 
 Objective = Literal["mlm", "mntp", "causal"]

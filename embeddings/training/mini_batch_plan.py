@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, TokenBatch
-from embeddings.common.mini_batches import plan_mini_batches
+from embeddings.common.types import plan_mini_batches
 
 QUERY, CANDIDATE, CONTEXT = 0, 1, 2
 

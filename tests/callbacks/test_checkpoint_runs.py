@@ -14,8 +14,7 @@ from torch import Tensor
 from embeddings.callbacks import DurableCheckpointIO, durable_checkpoints, preemption
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
-from embeddings.common.checkpoint_file import read_checkpoint, write_checkpoint
-from embeddings.common.plain_content import pack
+from embeddings.common.checkpoint_file import pack, read_checkpoint, write_checkpoint
 from tests.callbacks.preempted_runs import fit_words, preempted_config, signalled
 from tests.helpers.checkpoints import RESUMABLE, damage, save
 from tests.helpers.runs import run_config, write_config

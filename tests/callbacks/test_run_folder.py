@@ -13,6 +13,7 @@ from embeddings.callbacks.run_folder import LOCK_FILE, ResumedRun, RunLogger, ke
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import UserError
+from embeddings.common.io import file_lock
 from embeddings.figures import draw_curves
 from embeddings.figures.report import write_report
 from embeddings.figures.run_facts import RunFacts
@@ -249,11 +250,10 @@ def test_a_folder_held_twice_in_one_process_is_let_go_of_at_the_end(tmp_path):
     assert first._lock is None
 
 
-def test_a_lock_held_elsewhere_is_a_users_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("embeddings.callbacks.run_folder.process_lock", lambda path: None)
+def test_a_lock_held_elsewhere_is_a_users_error(tmp_path):
     (tmp_path / "version_0").mkdir()
-    (tmp_path / "version_0" / LOCK_FILE).write_text("")
-    with pytest.raises(UserError, match="another process is at work on this run"):
+    lock = tmp_path / "version_0" / LOCK_FILE
+    with file_lock(lock), pytest.raises(UserError, match="another process is at work on this run"):
         RunLogger(ResumedRun(tmp_path / "version_0", 0), save_dir=str(tmp_path)).hold()
 
 

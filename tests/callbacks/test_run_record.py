@@ -14,7 +14,7 @@ from embeddings.callbacks.run_record import RunRecord, git_commit
 from embeddings.cli.fit import run_trainer
 from embeddings.common import PreemptedError
 from embeddings.common.checkpoint_file import read_checkpoint
-from embeddings.common.hardware import processors
+from embeddings.common.process import processors
 from tests.helpers.runs import run_config, write_config
 
 

@@ -15,7 +15,7 @@ from embeddings.callbacks import Throughput
 from embeddings.callbacks.throughput import Work, backbone_of, dtype_of, flops, matmul_tflops, work_of
 from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError
-from embeddings.common.packed_rows import Prediction
+from embeddings.common.types import Prediction
 from embeddings.models.upcycling import Upcycling, upcycle
 from embeddings.training.gradcache import GradCache
 from tests.helpers.contrastive import random_batch, with_context

@@ -30,7 +30,7 @@ HOSTILE = {
     "torch.hub.load": {"repo_or_dir": "x/y", "model": "z"},
     "torch.load": {"f": "CANARY"},
     "embeddings.data.store.os.system": {"command": "touch CANARY"},
-    "embeddings.common.optional.require": {"library": "antigravity", "extra": "x"},
+    "embeddings.common.errors.require": {"library": "antigravity", "extra": "x"},
     "lightning.pytorch.cli.instantiate_class": {"args": [], "init": {"class_path": "os.system"}},
 }
 
@@ -66,7 +66,7 @@ def test_nor_by_a_word_of_the_command_line(option, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["embeddings.data.staging.remove_abandoned", "torch.nn.init.zeros_", "embeddings.callbacks.RunHealth.setup"]
+    "path", ["embeddings.common.io.remove_abandoned", "torch.nn.init.zeros_", "embeddings.callbacks.RunHealth.setup"]
 )
 def test_a_callbacks_hook_names_no_function(path, tmp_path, monkeypatch):
     config = run_config(tmp_path)

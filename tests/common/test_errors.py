@@ -1,5 +1,8 @@
+"""Errors that people cause, and optional libraries."""
+
 import os
 import pickle
+import sys
 
 import pytest
 
@@ -9,7 +12,8 @@ from embeddings.common.errors import (
     NumericError,
     OptionError,
     UserError,
-    panics_as_errors,
+    require,
+    rust_panics_as_errors,
 )
 
 
@@ -63,7 +67,7 @@ class PanicException(BaseException):
 
 
 def failing(error: BaseException) -> None:
-    with panics_as_errors():
+    with rust_panics_as_errors():
         os.write(2, b"a note")
         raise error
 
@@ -75,9 +79,37 @@ def test_a_panic_is_an_error_without_its_backtrace(capfd):
 
 
 def test_what_else_is_written_meanwhile_comes_afterwards_and_other_exceptions_pass(capfd):
-    with panics_as_errors():
+    with rust_panics_as_errors():
         os.write(2, b"a warning")
     assert capfd.readouterr().err == "a warning"
     with pytest.raises(KeyboardInterrupt):
         failing(KeyboardInterrupt())
     assert capfd.readouterr().err == "a note"
+
+
+def test_an_installed_library_is_returned():
+    assert require("json", "dev") is sys.modules["json"]
+
+
+def test_a_missing_library_names_its_extra():
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[cpu\]'"):
+        require("no_such_library_at_all", "cpu")
+
+
+def test_a_library_that_breaks_inside_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "half_broken.py").write_text("import a_dependency_that_is_absent\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_dependency_that_is_absent"):
+        require("half_broken", "cpu")
+
+
+def test_importing_the_library_loads_nothing_heavy():
+    import subprocess
+
+    code = (
+        "import sys, embeddings, embeddings.cli.main; "
+        "heavy = {'torch', 'transformers', 'lightning', 'datasets', 'faiss', 'mteb', 'deepspeed', 'sklearn'}; "
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

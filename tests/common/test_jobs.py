@@ -9,8 +9,7 @@ import time
 import pytest
 
 from embeddings.common import InputError, OptionError, jobs
-from embeddings.common.file_lock import file_lock
-from embeddings.common.fileio import file_sha256, write_manifest_file
+from embeddings.common.io import file_lock, file_sha256, write_file_manifest
 from embeddings.common.jobs import ArrayTask, ShardedJob, finished_manifest, manifest_path, nothing_left_of
 from tests.helpers.processes import run_command
 
@@ -243,10 +242,10 @@ def test_the_manifest_lies_beside_the_file(tmp_path):
 
 def test_a_file_is_finished_where_its_manifest_and_content_fit(tmp_path):
     output, fields = tmp_path / "a.parquet", {"seed": 1, "rules": {"top_k": 2}}
-    write_manifest_file(manifest_path(output), fields)
+    write_file_manifest(manifest_path(output), fields)
     assert finished_manifest(output, fields) is None
     output.write_text("content")
-    write_manifest_file(manifest_path(output), {**fields, "output_sha256": file_sha256(output), "count": 3})
+    write_file_manifest(manifest_path(output), {**fields, "output_sha256": file_sha256(output), "count": 3})
     assert finished_manifest(output, fields)["count"] == 3
     with pytest.raises(InputError, match=r"a\.manifest\.json: field 'seed' is 1, expected 2"):
         finished_manifest(output, {**fields, "seed": 2})

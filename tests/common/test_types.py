@@ -1,6 +1,10 @@
+"""Token batches, packed rows, mini-batches and the protocols between a method and its trainer."""
+
+import pytest
 import torch
 
-from embeddings.common import ContrastiveBatch, TokenBatch
+from embeddings.common import ContextualStep, ContrastiveBatch, ContrastiveStep, OptionError, TokenBatch
+from embeddings.common.types import PackedRows, Prediction, plan_mini_batches, positions_in_document, take_texts
 
 
 def batch_of(texts, masks=None):
@@ -50,3 +54,117 @@ def test_a_batch_moves_whole():
     moved = ContrastiveBatch(**{**fields, **texts, **absent}).to("meta")
     assert moved.query.device.type == "meta"
     assert all(getattr(moved, name) is None for name in absent)
+
+
+DOCUMENT_NL = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, -1, -1]])
+
+
+def test_positions_count_within_each_document_and_begin_anew_in_each_row() -> None:
+    expected = []
+    for row in DOCUMENT_NL.tolist():
+        seen: dict[int, int] = {}
+        for document in row:
+            expected.append(seen.get(document, 0))
+            seen[document] = seen.get(document, 0) + 1
+    assert positions_in_document(DOCUMENT_NL).flatten().tolist() == expected
+
+
+def test_lengths_are_rows_and_targets() -> None:
+    number_N = torch.arange(2)
+    rows = PackedRows(DOCUMENT_NL, DOCUMENT_NL, DOCUMENT_NL < 0, number_N, number_N)
+    assert len(rows) == 2
+    assert torch.equal(rows.to("cpu").row_N, number_N)
+    read_P = torch.tensor([1, 2, 3])
+    moved = Prediction(DOCUMENT_NL, DOCUMENT_NL, read_P, read_P + 1, True, number_N).to("cpu")
+    assert len(moved) == 3
+    assert moved.has_padding is True
+    assert torch.equal(moved.label_P, read_P + 1)
+    assert torch.equal(moved.row_N, number_N)
+
+
+def lengths(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 30, 1000])
+@pytest.mark.parametrize("max_texts", [None, 1, 3])
+def test_each_text_is_in_one_mini_batch_within_the_budget(budget: int, max_texts: int | None) -> None:
+    lengths_N = torch.randint(1, 20, (37,), generator=torch.Generator().manual_seed(0))
+    plan = plan_mini_batches(lengths_N, budget, max_texts)
+    assert sorted(row for rows_n in plan for row in rows_n.tolist()) == list(range(37))
+    for rows_n in plan:
+        assert len(rows_n) == 1 or len(rows_n) * int(lengths_N[rows_n].max()) <= budget
+        assert max_texts is None or len(rows_n) <= max_texts
+
+
+def test_the_longest_texts_come_first_and_ties_keep_their_order() -> None:
+    assert [rows.tolist() for rows in plan_mini_batches(lengths(2, 5, 2, 4), 8)] == [[1], [3, 0], [2]]
+
+
+def test_a_text_longer_than_the_budget_is_alone() -> None:
+    assert [rows.tolist() for rows in plan_mini_batches(lengths(3, 50, 3), 10)] == [[1], [0, 2]]
+
+
+def test_texts_without_tokens_and_no_texts_make_a_plan() -> None:
+    assert [rows.tolist() for rows in plan_mini_batches(lengths(0, 0), 10)] == [[0, 1]]
+    assert plan_mini_batches(lengths(), 10) == []
+
+
+def test_sorting_leaves_almost_no_padding_in_a_long_tailed_set() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths_N = (torch.randn(2000, generator=generator) * 0.8 + 4).exp().clamp(4, 512).long()
+    plan = plan_mini_batches(lengths_N, 2048)
+    padded = sum(len(rows_n) * int(lengths_N[rows_n].max()) for rows_n in plan)
+    assert int(lengths_N.sum()) / padded >= 0.95
+
+
+@pytest.mark.parametrize(("budget", "max_texts", "name"), [(0, None, "mini_batch_tokens"), (5, 0, "max_texts")])
+def test_an_impossible_limit_is_refused(budget: int, max_texts: int | None, name: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} must be >= 1, got 0"):
+        plan_mini_batches(lengths(1), budget, max_texts)
+
+
+def test_texts_are_taken_whole_in_the_order_given() -> None:
+    tokens = TokenBatch.from_lists([[1, 2, 3], [], [4], [5, 6]], [[True, False, True], [], [False], [True, True]])
+    taken = take_texts(tokens, torch.tensor([3, 1, 0]))
+    assert taken.input_ids_T.tolist() == [5, 6, 1, 2, 3]
+    assert taken.pooling_mask_T.tolist() == [True, True, True, False, True]
+    assert taken.lengths_N.tolist() == [2, 0, 3]
+
+
+def test_taking_no_text_leaves_an_empty_batch() -> None:
+    taken = take_texts(TokenBatch.from_lists([[1, 2]], [[True, True]]), torch.empty(0, dtype=torch.int64))
+    assert (len(taken), taken.num_tokens) == (0, 0)
+
+
+def test_taken_texts_can_be_cut_at_their_ends():
+    tokens = TokenBatch.from_lists([[1, 2, 3], [4], [], [5, 6]], [[False, True, True], [True], [], [True, True]])
+    cut = take_texts(tokens, torch.tensor([3, 0, 2, 1]), max_length=1)
+    assert cut.input_ids_T.tolist() == [5, 1, 4]
+    assert cut.pooling_mask_T.tolist() == [True, False, True]
+    assert cut.lengths_N.tolist() == [1, 1, 0, 1]
+    assert take_texts(tokens, torch.tensor([0]), max_length=9).input_ids_T.tolist() == [1, 2, 3]
+
+
+def test_a_class_with_the_two_functions_is_a_step():
+    class Step:
+        def embed(self, tokens, context=None): ...
+
+        def loss_from_representations(self, query, candidate, batch): ...
+
+    assert isinstance(Step(), ContrastiveStep)
+    assert not isinstance(object(), ContrastiveStep)
+
+
+def test_a_step_that_embeds_a_context_too_has_two_stages():
+    class Step:
+        def embed(self, tokens, context=None): ...
+
+        def loss_from_representations(self, query, candidate, batch): ...
+
+    class Contextual(Step):
+        def embed_context(self, tokens): ...
+
+    assert isinstance(Contextual(), ContextualStep)
+    assert isinstance(Contextual(), ContrastiveStep)
+    assert not isinstance(Step(), ContextualStep)

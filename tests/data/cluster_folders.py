@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from embeddings.common.fileio import write_manifest
+from embeddings.common.io import write_manifest
 from embeddings.data.samplers.cluster_folder import KIND, ClusterFolder, write_cluster_files
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embeddings.common.fileio import write_manifest
+from embeddings.common.io import write_manifest
 from embeddings.data.store import CachedSource
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from embeddings.common import ContrastiveBatch, OptionError, TextSettings, TokenBatch
-from embeddings.common.fileio import text_hash
-from embeddings.common.randomness import derive_seed
+from embeddings.common.io import text_hash
+from embeddings.common.random import derive_seed
 from embeddings.data.records import Example, Negative
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
 from tests.helpers.tiny import wordpiece_tokenizer

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from embeddings.common.packed_rows import PackedRows
+from embeddings.common.types import PackedRows
 from embeddings.data.samplers.base import PlanEntry
 from embeddings.data.text_datamodule import RowCollator, RowMixture
 from embeddings.data.text_streams import DocumentTokenizer, open_stream

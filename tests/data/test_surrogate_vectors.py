@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.directions import CHECKED
-from embeddings.common.fileio import text_hash, write_manifest
+from embeddings.common.io import CHECKED, text_hash, write_manifest
 from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfig, SourceDataset, surrogate_vectors
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.surrogate_vectors import SurrogateVectors

@@ -13,7 +13,7 @@ from lightning import LightningDataModule
 from lightning.pytorch import Trainer
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.packed_rows import PackedRows
+from embeddings.common.types import PackedRows
 from embeddings.data import BlendedBatchSampler, TextDataModule, TextSource
 from embeddings.data.samplers.base import PlanEntry
 from embeddings.data.text_datamodule import validation_batches

@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from embeddings.common.checkpoint_file import write_checkpoint
-from embeddings.common.plain_content import pack
+from embeddings.common.checkpoint_file import pack, write_checkpoint
 
 # What training goes on from, as far as can be seen from outside.
 RESUMABLE: dict[str, Any] = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, LossOutput, Representations, TokenBatch
-from embeddings.common.mini_batches import take_texts
+from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 
 

@@ -69,7 +69,7 @@ def test_a_context_is_told_by_ids_texts_and_their_order():
 def write(folder, **changes):
     context = context_of(DOCUMENTS, VECTORS, seed=7)
     context.write(folder)
-    from embeddings.common.fileio import file_sha256, write_manifest
+    from embeddings.common.io import file_sha256, write_manifest
 
     sha = file_sha256(folder / "context.npy")
     write_manifest(folder, {**context.manifest_fields(), "context_vectors_sha256": sha, **changes})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, OptionError
-from embeddings.common.mini_batches import take_texts
+from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE, SurrogateFilter
 from embeddings.losses.masks import (
     CandidateFacts,

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from embeddings.common.fileio import text_hash
+from embeddings.common.io import text_hash
 from embeddings.data import SourceConfig
 from embeddings.inference import Encoder
 from embeddings.mining import consistency, duplicates, filter
@@ -24,7 +24,7 @@ PLACES = {
     "verdicts": (duplicates, "_write_verdicts", 2),
     "segment": (consistency, "_write_ranks", 2),
     "writing": (filter, "write_records", 1),
-    "manifest": (filter, "write_manifest_file", 1),
+    "manifest": (filter, "write_file_manifest", 1),
 }
 EVALUATION = EvaluationTexts(
     ["What is the *evaluated* question, please?", "how long does the longest river of africa flow"],

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from embeddings.common.fileio import write_manifest
+from embeddings.common.io import write_manifest
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached
 from embeddings.inference.vectors import VectorShards, save_vectors

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import torch
 
-from embeddings.common.fileio import text_hash
+from embeddings.common.io import text_hash
 
 
 class Teacher:

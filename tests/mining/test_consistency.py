@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.fileio import write_manifest
+from embeddings.common.io import write_manifest
 from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.common.fileio import text_hash
+from embeddings.common.io import text_hash
 from embeddings.inference import Encoder, choose_context, encode_corpus
 from embeddings.inference.encoder import embedder_sha256
 from embeddings.mining import pair_index

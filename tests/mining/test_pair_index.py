@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.common.fileio import text_hash
+from embeddings.common.io import text_hash
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.mining import pair_index

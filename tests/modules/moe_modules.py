@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, Representations
-from embeddings.common.mini_batches import take_texts
+from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, RotaryMoeModel, Upcycling
 from embeddings.modules import MoEEmbedModule

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import OptionError
-from embeddings.common.packed_rows import PackedRows, Prediction
+from embeddings.common.types import PackedRows, Prediction
 from embeddings.data.samplers.base import PlanEntry
 from embeddings.figures.run_metrics import read_curves
 from embeddings.models import BackboneConfig, FromScratch, HeadSettings, LoraSettings, MeanPooling

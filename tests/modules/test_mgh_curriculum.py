@@ -14,7 +14,7 @@ from torch import Tensor
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import ContrastiveBatch, ContrastiveStep, OptionError, Representations, TokenBatch
-from embeddings.common.mini_batches import take_texts
+from embeddings.common.types import take_texts
 from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE
 from embeddings.models import AnchorTokenPooling, BackboneConfig, LoraSettings

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 
 from embeddings.callbacks import GradCacheCallback
 from embeddings.common import ContrastiveBatch, TokenBatch
-from embeddings.common.mini_batches import take_texts
-from embeddings.common.packed_rows import Prediction
+from embeddings.common.types import Prediction, take_texts
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, LoraSettings, Upcycling
 from embeddings.modules import (

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached, read_records
 from embeddings.synthesis.client import ChatClient, Sampling

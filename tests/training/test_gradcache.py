@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError, Representations, TokenBatch
-from embeddings.common.mini_batches import take_texts
+from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 from embeddings.training import GradCache
 from embeddings.training.graphs import GraphMemory

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from embeddings.common import ContextualStep, ContrastiveBatch, Representations, TokenBatch
-from embeddings.common.mini_batches import take_texts
+from embeddings.common.types import take_texts
 from embeddings.training import GradCache, gradcache
 from embeddings.training.mini_batch_plan import CANDIDATE, CONTEXT, QUERY, tower_tokens
 from tests.helpers.contrastive import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embeddings.common import ContrastiveBatch, Representations, TokenBatch
-from embeddings.common.mini_batches import take_texts
+from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 from embeddings.training import GradCache
 from tests.helpers.contrastive import TinyContextualStep, batch_of, gradient_vector, relative_error, with_context

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from embeddings.common.packed_rows import PackedRows, Prediction
+from embeddings.common.types import PackedRows, Prediction
 from embeddings.training.language_task import LanguageTask
 from embeddings.training.masking import Masking
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import OptionError
-from embeddings.common.randomness import numpy_generator
+from embeddings.common.random import numpy_generator
 from embeddings.data.docstrings.extract import DocumentedFunction
 from embeddings.data.near_duplicates import NearDuplicates, mark_copies
 from embeddings.data.records import Negative

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.fileio import atomic_path, check_manifest, file_sha256, write_manifest, write_text
-from embeddings.common.log import logger
+from embeddings.common.io import atomic_path, check_manifest, file_sha256, write_manifest, write_text
+from embeddings.common.process import logger
 from embeddings.data.docstrings.corpus import (
     DocstringSplit,
     EvaluationSet,

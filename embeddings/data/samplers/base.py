@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from embeddings.common.errors import OptionError
 from embeddings.common.protocols import BatchNeeds
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 
 Rows = NDArray[np.int64]
 # One more whenever the same options come to mean other batches.

@@ -8,7 +8,7 @@ from math import lcm
 import numpy as np
 
 from embeddings.common.errors import OptionError
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 from embeddings.data.samplers.base import BatchSampler, KeyedPermutation, Proportions, Rows, source_parts
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embeddings.common.arrays import load_array
 from embeddings.common.errors import InputError
-from embeddings.common.fileio import atomic_path, check_manifest, file_sha256
+from embeddings.common.io import atomic_path, check_manifest, file_sha256, load_array
 
 KIND = "clusters"
 IDS_FILE, ROWS_FILE, OFFSETS_FILE = "cluster_ids.npy", "rows_by_cluster.npy", "offsets.npy"
@@ -47,15 +46,15 @@ class ClusterFolder:
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
         fields = check_manifest(path, {"kind": KIND, "complete": True})
-        self.num_rows, self.num_clusters = (fields.whole(name, least=1) for name in ("num_rows", "num_clusters"))
+        self.num_rows, self.num_clusters = (fields.integer(name, least=1) for name in ("num_rows", "num_clusters"))
         self.source_key: str = fields["source_key"]
         self.key: str = fields["clusters_key"]
         sizes = fields["num_bytes"]
-        k, width = self.num_clusters, fields.whole("embedding_dim", least=1)
+        k, width = self.num_clusters, fields.integer("embedding_dim", least=1)
         self.rows_by_cluster = self._load(ROWS_FILE, sizes, np.uint32, (self.num_rows,))
         self.offsets = self._load(OFFSETS_FILE, sizes, np.int64, (k + 1,))
         self.centroids = self._load(CENTROIDS_FILE, sizes, np.float32, (k, width))
-        self.neighbours = self._load(NEIGHBOURS_FILE, sizes, np.int32, (k, fields.whole("num_neighbours")))
+        self.neighbours = self._load(NEIGHBOURS_FILE, sizes, np.int32, (k, fields.integer("num_neighbours")))
         if self.offsets[0] != 0 or self.offsets[-1] != self.num_rows or (np.diff(self.offsets) < 0).any():
             raise self._damaged(OFFSETS_FILE)
         self._check(ROWS_FILE, self.rows_by_cluster, self._are_rows, f"is none of the {self.num_rows} rows")

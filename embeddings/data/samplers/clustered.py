@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.fileio import check_manifest
+from embeddings.common.io import check_manifest
 from embeddings.common.protocols import BatchNeeds
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 from embeddings.data.samplers.base import BatchSampler, KeyedPermutation, Rows, SourceIdentity, sorted_permutation
 from embeddings.data.samplers.cluster_folder import KIND, ClusterFolder
 from embeddings.data.sources import fill_path

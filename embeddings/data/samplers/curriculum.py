@@ -10,7 +10,7 @@ import numpy as np
 
 from embeddings.common.errors import OptionError
 from embeddings.common.protocols import BatchNeeds
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 from embeddings.data.records import NUM_LEVELS
 from embeddings.data.samplers.base import (
     BatchSampler,

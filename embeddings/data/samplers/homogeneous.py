@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.errors import OptionError
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 from embeddings.data.samplers.base import (
     BatchSampler,
     KeyedPermutation,

@@ -55,7 +55,7 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     kind, tokenizer, weights = _kind(config), released_tokenizer(folder), ReleasedWeights(folder)
     if kind == "nomic":
         config.require(disable_transductive_rotary_embedding=True)
-    num_context, form = config.whole("transductive_corpus_size"), _FORMS[kind]
+    num_context, form = config.integer("transductive_corpus_size"), _FORMS[kind]
     parts = _empty_parts(kind, config, weights, tokenizer, num_context)
     left = tuple(f"{stage}{name}" for stage in (_FIRST, _SECOND) for name in LEFT)
     states, report = take_parts(KeyMap(FAMILY, _names(kind), left), weights, parts)

@@ -89,7 +89,7 @@ class ReleasedConfig:
             raise self._error(name, "an object")
         return ReleasedConfig(self.path, value, f"{self._prefix}{name}.", self.assumed)
 
-    def whole(self, name: str, least: int = 1, default: int | None = None) -> int:
+    def integer(self, name: str, least: int = 1, default: int | None = None) -> int:
         """A field that is a whole number.
 
         Raises:
@@ -120,7 +120,7 @@ class ReleasedConfig:
         """
         if self.fields.get(name) is None:
             return int(self.assumed.take(name, usual))
-        return self.whole(name, least)
+        return self.integer(name, least)
 
     def assume_number(self, name: str, usual: float) -> float:
         """The same of any number."""

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from embeddings.common import InputError, OptionError, UserError
-from embeddings.common.log import logger
+from embeddings.common.process import logger
 from embeddings.common.text import one_line
 from embeddings.interop.released.checkpoint import Assumed
 from embeddings.interop.released.detect import folders_of, loader_of

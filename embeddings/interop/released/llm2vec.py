@@ -103,7 +103,7 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
         rank_pattern={},
         alpha_pattern={},
     )
-    rank, alpha = config.whole("r"), config.number("lora_alpha")
+    rank, alpha = config.integer("r"), config.number("lora_alpha")
     scale = alpha / (rank**0.5 if config.fields.get("use_rslora") else rank)
     layers = _targets(model, config)
     expected = {}

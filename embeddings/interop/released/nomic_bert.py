@@ -63,19 +63,19 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
         rotary_emb_interleaved=False,
         rotary_emb_scale_base=None,
     )
-    step, rows = config.whole("pad_vocab_size_multiple", default=1), config.whole("vocab_size")
+    step, rows = config.integer("pad_vocab_size_multiple", default=1), config.integer("vocab_size")
     trained = _trained_positions(config)
-    positions = longest_text(config) or max(trained, config.whole("n_positions", default=trained))
-    width, num_heads = config.whole("n_embd"), config.whole("n_head")
+    positions = longest_text(config) or max(trained, config.integer("n_positions", default=trained))
+    width, num_heads = config.integer("n_embd"), config.integer("n_head")
     if width % (2 * num_heads):
         what = f"has n_embd {width} and n_head {num_heads}, which make no heads that can be rotated in halves"
         raise InputError(str(config.path), what, "take config.json and weights from one checkpoint")
     return {
         "vocab_size": -(-rows // step) * step,
         "hidden_size": width,
-        "num_hidden_layers": config.whole("n_layer"),
+        "num_hidden_layers": config.integer("n_layer"),
         "num_attention_heads": num_heads,
-        "type_vocab_size": config.whole("type_vocab_size"),
+        "type_vocab_size": config.integer("type_vocab_size"),
         "layer_norm_eps": config.number("layer_norm_epsilon"),
         "hidden_dropout_prob": config.number("resid_pdrop", 0.0),
         "attention_probs_dropout_prob": config.number("attn_pdrop", 0.0),

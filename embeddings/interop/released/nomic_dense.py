@@ -7,7 +7,7 @@ from transformers import AutoModelForMaskedLM, NomicBertConfig, PreTrainedTokeni
 
 from embeddings.common import InputError
 from embeddings.common.errors import shown
-from embeddings.common.log import logger
+from embeddings.common.process import logger
 from embeddings.interop.released.checkpoint import Assumed, ReleasedConfig, ReleasedWeights, released_tokenizer
 from embeddings.interop.released.fill import Imported, empty_model, filled_model
 from embeddings.interop.released.key_map import KeyMap, KeyReport, Published
@@ -62,7 +62,7 @@ def dense_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> 
         # The published code takes an MLP without a gate where nothing is said.
         what = f"has activation_function {shown(function)}, known here are {', '.join(_GATES)}"
         raise InputError(str(config.path), what, "import another checkpoint")
-    width = -(-config.whole("n_inner") // _WIDTH_STEP) * _WIDTH_STEP
+    width = -(-config.integer("n_inner") // _WIDTH_STEP) * _WIDTH_STEP
     fields = encoder_fields(config, tokenizer)
     return NomicBertConfig(**fields, intermediate_size=width, hidden_act=_GATES[function])
 

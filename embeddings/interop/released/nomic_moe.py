@@ -45,14 +45,14 @@ def moe_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> Ro
         moe_normalize_expert_weights=False,
         rotary_scaling_factor=None,
     )
-    every, num_layers = config.whole("moe_every_n_layers", 2), config.whole("n_layer")
+    every, num_layers = config.integer("moe_every_n_layers", 2), config.integer("n_layer")
     return RotaryMoeConfig(
         **encoder_fields(config, tokenizer),
-        intermediate_size=config.whole("n_inner"),
+        intermediate_size=config.integer("n_inner"),
         hidden_act="gelu",
         moe_layers=list(range(1, num_layers, every)),
-        num_experts=config.whole("num_experts"),
-        experts_per_token=config.whole("moe_top_k"),
+        num_experts=config.integer("num_experts"),
+        experts_per_token=config.integer("moe_top_k"),
     )
 
 

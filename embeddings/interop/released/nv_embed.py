@@ -80,15 +80,15 @@ def _backbone_config(config: ReleasedConfig) -> PretrainedConfig:
     """Our config of the decoder; its window was never applied."""
     config.require(model_type="bidir_mistral", rope_scaling=None, hidden_act="silu")
     rope = {"rope_type": "default", "rope_theta": float(config.number("rope_theta"))}
-    fields: dict[str, Any] = {name: config.whole(name) for name in _WHOLE}
+    fields: dict[str, Any] = {name: config.integer(name) for name in _WHOLE}
     ours = MistralConfig(
         **fields,
         rms_norm_eps=config.number("rms_norm_eps"),
         attention_dropout=config.number("attention_dropout", 0.0),
         initializer_range=config.number("initializer_range", 0.02),
         rope_parameters=rope,
-        bos_token_id=config.whole("bos_token_id", 0),
-        eos_token_id=config.whole("eos_token_id", 0),
+        bos_token_id=config.integer("bos_token_id", 0),
+        eos_token_id=config.integer("eos_token_id", 0),
         use_cache=False,
     )
     make_bidirectional_config(ours)
@@ -97,5 +97,5 @@ def _backbone_config(config: ReleasedConfig) -> PretrainedConfig:
 
 def _pooling(config: ReleasedConfig, hidden_size: int) -> LatentAttentionPooling:
     config.require(hidden_dim=hidden_size, latent_dim=hidden_size)
-    latents, heads = config.whole("num_latents_value"), config.whole("num_cross_heads")
-    return LatentAttentionPooling(hidden_size, latents, heads, head_dim=config.whole("cross_dim_head"))
+    latents, heads = config.integer("num_latents_value"), config.integer("num_cross_heads")
+    return LatentAttentionPooling(hidden_size, latents, heads, head_dim=config.integer("cross_dim_head"))

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch import Tensor
 
 from embeddings.common import ContrastiveBatch, InputError, OptionError
-from embeddings.common.fileio import text_hash
+from embeddings.common.io import text_hash
 from embeddings.data import EmbeddingDataModule, SourceConfig
 from embeddings.data.samplers import BlendedBatchSampler, CurriculumBatchSampler
 from embeddings.data.samplers.curriculum import level_of

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from embeddings.common.randomness import derive_seed
+from embeddings.common.random import derive_seed
 from embeddings.data.samplers.base import PLAN_VERSION, KeyedPermutation, mix_bits, sorted_permutation
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100, 1000, 1023, 1024, 1025, 4095, 4097, 2**17 - 1, 2**17 + 1]

@@ -16,9 +16,9 @@ def config(folder, **fields):
 
 def test_fields_are_read_as_what_they_are(tmp_path):
     found = config(tmp_path, size=3, base=1000, inner={"size": 0, "rate": 0.5}, flag=None)
-    assert (found.whole("size"), found.number("base"), found.number("other", 2.0)) == (3, 1000, 2.0)
-    assert (found.whole("other", default=7), found.whole("size", default=7)) == (7, 3)
-    assert (found.part("inner").whole("size", 0), found.part("inner").number("rate")) == (0, 0.5)
+    assert (found.integer("size"), found.number("base"), found.number("other", 2.0)) == (3, 1000, 2.0)
+    assert (found.integer("other", default=7), found.integer("size", default=7)) == (7, 3)
+    assert (found.part("inner").integer("size", 0), found.part("inner").number("rate")) == (0, 0.5)
     # A switch that is off may be written as null, or not at all.
     found.require(size=3, flag=False, absent=7, inner={"size": 0, "rate": 0.5})
 
@@ -55,10 +55,10 @@ def test_a_number_that_cannot_be_assumed_is_one_line(given, says, tmp_path):
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
-        (lambda c: c.whole("size", 4), "has size 3, expected a whole number >= 4"),
-        (lambda c: c.whole("flag"), "has flag True, expected a whole number >= 1"),
+        (lambda c: c.integer("size", 4), "has size 3, expected a whole number >= 4"),
+        (lambda c: c.integer("flag"), "has flag True, expected a whole number >= 1"),
         (lambda c: c.number("flag"), "has flag True, expected a number"),
-        (lambda c: c.part("inner").whole("rate"), "has inner.rate 0.5, expected a whole number >= 1"),
+        (lambda c: c.part("inner").integer("rate"), "has inner.rate 0.5, expected a whole number >= 1"),
         (lambda c: c.part("size"), "has size 3, expected an object"),
         (lambda c: c.part("inner").require(rate=1.0), "has inner.rate 0.5, and only 1.0 is known here"),
         (lambda c: c.require(flag=False), "has flag True, and only False is known here"),

@@ -1,17 +1,17 @@
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 
-from embeddings.data.staging import remove_abandoned, scratch_folder, staged_folder
-from tests.helpers.processes import Command
+from embeddings.common.io import atomic_folder, remove_abandoned, scratch_folder
 
 HANGING = """
 import sys, time
 from pathlib import Path
-from embeddings.data.staging import staged_folder
-with staged_folder(Path(sys.argv[1])) as folder:
+from embeddings.common.io import atomic_folder
+with atomic_folder(Path(sys.argv[1])) as folder:
     (folder / "half").write_text("half")
     print("ready", flush=True)
     time.sleep(60)
@@ -19,7 +19,7 @@ with staged_folder(Path(sys.argv[1])) as folder:
 
 
 def test_a_folder_appears_whole_under_its_name(tmp_path):
-    with staged_folder(tmp_path / "deep" / "target") as folder:
+    with atomic_folder(tmp_path / "deep" / "target") as folder:
         (folder / "file").write_text("content")
         assert not (tmp_path / "deep" / "target").exists()
     assert os.listdir(tmp_path / "deep") == ["target"]
@@ -27,37 +27,39 @@ def test_a_folder_appears_whole_under_its_name(tmp_path):
 
 
 def test_an_error_leaves_nothing(tmp_path):
-    with pytest.raises(FileNotFoundError), staged_folder(tmp_path / "target") as folder:
+    with pytest.raises(FileNotFoundError), atomic_folder(tmp_path / "target") as folder:
         (folder / "missing" / "file").write_text("content")
     assert os.listdir(tmp_path) == []
 
 
 def test_the_first_to_finish_wins(tmp_path):
-    with staged_folder(tmp_path / "target") as slow:
+    with atomic_folder(tmp_path / "target") as slow:
         (slow / "file").write_text("slow")
-        with staged_folder(tmp_path / "target") as fast:
+        with atomic_folder(tmp_path / "target") as fast:
             (fast / "file").write_text("fast")
     assert (tmp_path / "target" / "file").read_text() == "fast"
     assert os.listdir(tmp_path) == ["target"]
 
 
 def test_a_killed_writer_leaves_no_target_and_the_next_one_tidies_up(tmp_path):
-    with Command(["-c", HANGING, str(tmp_path / "target")], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING, str(tmp_path / "target")], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n"
-        with staged_folder(tmp_path / "other"):
+        with atomic_folder(tmp_path / "other"):
             assert len(os.listdir(tmp_path)) == 2
         process.send_signal(signal.SIGKILL)
     assert not (tmp_path / "target").exists()
     assert any(name.startswith(".target.") for name in os.listdir(tmp_path))
-    with staged_folder(tmp_path / "target") as folder:
+    with atomic_folder(tmp_path / "target") as folder:
         (folder / "file").write_text("whole")
     assert sorted(os.listdir(tmp_path)) == ["other", "target"]
 
 
 def test_a_living_writer_is_left_alone(tmp_path):
-    with staged_folder(tmp_path / "target") as first:
+    with atomic_folder(tmp_path / "target") as first:
         (first / "file").write_text("first")
-        with pytest.raises(ZeroDivisionError), staged_folder(tmp_path / "target"):
+        with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "target"):
             raise ZeroDivisionError
         assert (first / "file").read_text() == "first"
     assert (tmp_path / "target" / "file").read_text() == "first"

@@ -1,6 +1,6 @@
 import torch
 
-from embeddings.common.randomness import derive_seed, fork_rng, numpy_generator
+from embeddings.common.random import derive_seed, fork_rng, numpy_generator
 
 
 def test_a_seed_is_the_same_number_on_every_machine():

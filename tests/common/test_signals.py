@@ -5,8 +5,8 @@ from contextlib import suppress
 import pytest
 
 from embeddings.common import PreemptedError
-from embeddings.common.stopping import STOP_SIGNALS, answer, answering_stops, held_back, stop_request
-from tests.common.test_slurm import NAMES
+from embeddings.common.signals import STOP_SIGNALS, answer, block_signals, handle_preemption, stop_request
+from tests.common.test_process import NAMES
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def import_that_is_interrupted():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_before_training_ends_the_run_where_it_is(number, code):
-    with pytest.raises(PreemptedError) as stop, answering_stops():
+    with pytest.raises(PreemptedError) as stop, handle_preemption():
         send(number)
     assert (stop.value.exit_code, stop.value.line) == (code, f"{number.name}: stopped before its first step")
 
@@ -41,28 +41,28 @@ def test_a_signal_before_training_ends_the_run_where_it_is(number, code):
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_one_of_several_ranks_only_notes_a_signal_before_training(name, monkeypatch):
     monkeypatch.setenv(name, "2")
-    with answering_stops():
+    with handle_preemption():
         send(signal.SIGUSR1)
         assert stop_request.first == signal.SIGUSR1
     # What ends it then is not the signal.
-    with pytest.raises(ImportError), answering_stops():
+    with pytest.raises(ImportError), handle_preemption():
         import_that_is_interrupted()
 
 
 def test_what_the_interrupted_code_made_of_it_is_still_the_signals_end():
-    with pytest.raises(PreemptedError), answering_stops():
+    with pytest.raises(PreemptedError), handle_preemption():
         import_that_is_interrupted()
 
 
 def test_nothing_comes_between_a_stop_and_the_exit():
-    with pytest.raises(PreemptedError), answering_stops():
+    with pytest.raises(PreemptedError), handle_preemption():
         send(signal.SIGUSR1)
     send(signal.SIGTERM, signal.SIGUSR1)
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == [signal.SIG_IGN] * 3
 
 
 def test_during_training_the_first_signal_is_noted_and_no_more():
-    with answering_stops():
+    with handle_preemption():
         stop_request.deferred = True
         send(signal.SIGUSR1, signal.SIGTERM)
         assert stop_request.first == signal.SIGUSR1
@@ -72,16 +72,16 @@ def test_during_training_the_first_signal_is_noted_and_no_more():
 def test_a_run_without_a_signal_gives_the_handlers_back(error):
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     if error is None:
-        with answering_stops():
+        with handle_preemption():
             assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
     else:
-        with pytest.raises(error), answering_stops():
+        with pytest.raises(error), handle_preemption():
             raise error
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_a_forked_child_ends_as_if_nobody_listened():
-    with answering_stops():
+    with handle_preemption():
         stop_request.deferred = True
         child = os.fork()
         if child == 0:
@@ -93,9 +93,9 @@ def test_a_forked_child_ends_as_if_nobody_listened():
 
 
 def test_a_child_that_is_started_while_signals_are_held_back_never_hears_them():
-    with answering_stops():
+    with handle_preemption():
         stop_request.deferred = True
-        with held_back():
+        with block_signals():
             child = os.fork()
             if child == 0:
                 send(*STOP_SIGNALS)
@@ -114,7 +114,7 @@ def test_a_rank_that_is_not_the_first_asks_and_says_nothing(monkeypatch, tmp_pat
 
 
 def test_ctrl_c_is_noted_once_and_ends_the_process_the_second_time(capfd):
-    with answering_stops():
+    with handle_preemption():
         stop_request.deferred = True
         send(signal.SIGINT)
         assert stop_request.first == signal.SIGINT
@@ -126,7 +126,7 @@ def test_ctrl_c_is_noted_once_and_ends_the_process_the_second_time(capfd):
 def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it():
     """As a shell's background jobs do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with answering_stops():
+    with handle_preemption():
         stop_request.deferred = True
         send(signal.SIGINT, signal.SIGINT)
         assert stop_request.first == 0

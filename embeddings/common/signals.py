@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from embeddings.common.errors import PreemptedError
-from embeddings.common.slurm import is_first_process, job_id, num_processes, requeue
+from embeddings.common.process import is_first_process, job_id, num_processes, requeue
 
 # SLURM's usual warning before the time limit (`--signal`), what pre-emption and most other schedulers send, and Ctrl-C.
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -85,7 +85,7 @@ stop_request = StopRequest()
 
 
 @contextmanager
-def answering_stops() -> Iterator[None]:
+def handle_preemption() -> Iterator[None]:
     """Listen to the stop signals while a run lasts.
 
     Raises:
@@ -107,14 +107,14 @@ def answering_stops() -> Iterator[None]:
         stop_request.leave(ignored)
 
 
-def ignore_stops() -> None:
+def ignore_stop_signals() -> None:
     """Hear no stop signal any more."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
-def held_back(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+def block_signals(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
     """Keep signals from the processes and threads that are started meanwhile, for good.
 
     This process hears them all the same, if not at once.

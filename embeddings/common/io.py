@@ -1,0 +1,385 @@
+"""Files and folders written atomically, locks, content hashes, manifests, and the arrays and metrics of a run."""
+
+import csv
+import errno
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock, Timeout
+
+from embeddings.common.errors import InputError, shown
+
+_MAKE_AGAIN = "make the output again"
+VERSIONED_PACKAGES = ("embeddings", "torch", "transformers", "tokenizers", "lightning", "datasets", "peft", "numpy")
+
+
+# Told what a writer does next, by a word.
+Stage = Callable[[str], None]
+
+
+def unnoticed(stage: str) -> None:
+    """A `Stage` for which nothing is done."""
+
+
+@contextmanager
+def atomic_path(
+    path: str | os.PathLike[str], verify: Callable[[Path], None] | None = None, on_stage: Stage = unnoticed
+) -> Iterator[Path]:
+    """A temporary path beside `path`; on leaving without an error it is flushed to disk and renamed to `path`.
+
+    After a crash at any point `path` holds either its old content or the whole new one.
+
+    Args:
+        path: The place.
+        verify: Called with the temporary path once it is on disk; if it raises, `path` keeps its old content.
+        on_stage: Told what comes next: "sync", "verify", "rename", "sync folder" and "done".
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        on_stage("sync")
+        fsync_path(temporary)
+        on_stage("verify")
+        if verify is not None:
+            verify(temporary)
+        os.chmod(temporary, 0o666 & ~_umask())
+        on_stage("rename")
+        os.replace(temporary, target)
+        on_stage("sync folder")
+        fsync_path(target.parent)
+        on_stage("done")
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+_LOCK = ".lock"
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target`; on leaving without an error it is flushed to disk and becomes `target`.
+
+    Several processes may stage one target at once: the first to finish wins and the others' work is dropped.
+    """
+    made = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
+    try:
+        with scratch_folder(target) as folder:
+            yield folder
+            (folder / _LOCK).unlink()
+            for path in (*folder.iterdir(), folder):
+                fsync_path(path)
+            try:
+                os.rename(folder, target)
+            except OSError:
+                if not target.is_dir():
+                    raise
+            fsync_path(target.parent)
+    finally:
+        # What failed leaves nothing behind, empty folders included.
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
+
+
+@contextmanager
+def scratch_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target`, of this process alone, which is gone on leaving.
+
+    What a killed process left behind is removed by the next one; its lock, which dies with it, tells the living apart.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(target)
+    folder = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
+    folder.mkdir()
+    try:
+        # The lock is held before it gets its name: a folder without a named lock is left alone by others.
+        with file_lock(folder / f"{_LOCK}.new"):
+            os.rename(folder / f"{_LOCK}.new", folder / _LOCK)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_abandoned(target: Path) -> None:
+    """Remove the temporary folders beside `target` whose processes were killed."""
+    for lock_path in target.parent.glob(f".{target.name}.*.tmp/{_LOCK}"):
+        with suppress(OSError), file_lock(lock_path, wait=False) as is_abandoned:
+            if is_abandoned:
+                shutil.rmtree(lock_path.parent, ignore_errors=True)
+
+
+@contextmanager
+def file_lock(path: Path, wait: bool = True) -> Iterator[bool]:
+    """An exclusive lock between processes, which ends with the process that holds it; yields whether it is held.
+
+    Whoever unlinks the file under the lock makes those that wait for it take a new one.
+
+    Args:
+        path: The lock's file; it is made if there is none, and stays.
+        wait: Whether to wait for another holder.
+    """
+    lock = FileLock(path, blocking=wait)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def check_disk_space(path: str | os.PathLike[str], num_bytes: int, spare_bytes: int = 0) -> None:
+    """Check that the disk has room for so many bytes at a place, which need not be there yet.
+
+    Args:
+        path: The place.
+        num_bytes: What is to be written.
+        spare_bytes: What it takes the place of in the end.
+
+    Raises:
+        OSError: If it has not; quotas are met only by writing.
+    """
+    places = (Path(path), *Path(path).absolute().parents)
+    usage = shutil.disk_usage(next(place for place in places if place.exists()))
+    # Some network file systems say that they have none at all.
+    if usage.total and usage.free + spare_bytes < num_bytes:
+        raise OSError(errno.ENOSPC, disk_full_message(os.strerror(errno.ENOSPC), num_bytes, usage.free), str(path))
+
+
+def disk_full_message(reason: str, num_bytes: int, free_bytes: int) -> str:
+    """What to say of a disk that is full."""
+    return f"{reason}: {num_bytes:,} bytes are needed and {free_bytes:,} available"
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` as UTF-8, whole or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as indented JSON, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """The SHA-256 of a file's bytes, as 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_hash(text: str) -> int:
+    """A signed 64-bit hash of a text without its outer white space, equal on every machine."""
+    digest = hashlib.blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def package_versions() -> dict[str, str]:
+    """The versions of Python and of the packages that decide a job's output."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONED_PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_manifest(folder: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
+    """Write `folder/manifest.json`: the given fields and the versions of what made the output."""
+    write_file_manifest(Path(folder) / "manifest.json", fields)
+
+
+def write_file_manifest(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
+    """Write a manifest under a name of its own, for an output that is one file."""
+    write_json(path, {**fields, "versions": package_versions()})
+
+
+class Manifest(dict[str, Any]):
+    """The fields of a manifest; to ask for one that is not there raises an `InputError`.
+
+    Args:
+        path: Its file.
+        fields: What it holds.
+        hint: What to do where a field is missing or wrong.
+    """
+
+    def __init__(self, path: Path, fields: Mapping[str, Any], hint: str = _MAKE_AGAIN) -> None:
+        super().__init__(fields)
+        self.path, self.hint = path, hint
+
+    def __missing__(self, field: str) -> Any:
+        """Refuse it."""
+        raise InputError(str(self.path), f"has no field {field!r}", self.hint)
+
+    def integer(self, field: str, least: int = 0) -> int:
+        """A field that is a whole number.
+
+        Raises:
+            InputError: If it is none, or below `least`.
+        """
+        value = self[field]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            what = f"field {field!r} is {shown(value)}, expected a whole number >= {least}"
+            raise InputError(str(self.path), what, self.hint)
+        return value
+
+
+def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) -> Manifest:
+    """Check that every expected field of `folder/manifest.json` has the expected value; returns all its fields.
+
+    Raises:
+        InputError: If the manifest is missing or damaged, or a field differs; the message names the field and both
+            values.
+    """
+    return check_file_manifest(Path(folder) / "manifest.json", expected)
+
+
+def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any], hint: str = _MAKE_AGAIN) -> Manifest:
+    """The same of a manifest with a name of its own, and a hint of its own."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(str(path), "no manifest lies beside this output", hint)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(str(path), "is empty or damaged", hint)
+    for field, value in expected.items():
+        if found.get(field) != value:
+            what = f"field {field!r} is {shown(found.get(field), 48)}, expected {shown(value, 48)}"
+            raise InputError(str(path), what, hint)
+    return Manifest(path, found, hint)
+
+
+def fsync_path(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
+    """The array of a `.npy` file, or the archive of arrays of a `.npz` file.
+
+    Args:
+        path: The file.
+        hint: What to do where it is damaged.
+        mapped: Whether the array stays on disk, mapped into memory.
+
+    Raises:
+        InputError: If the file is missing or damaged, or holds objects in place of numbers, or is of the other kind.
+        PermissionError: If it may not be read.
+        MemoryError: If there is no room for it.
+    """
+    damaged = InputError(str(path), "is missing, empty or damaged", hint)
+    try:
+        found = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    except PermissionError:
+        raise
+    except MemoryError:
+        # A damaged header may ask for more than the file holds, which is then found out in mapping it.
+        if not mapped:
+            load_array(path, hint, mapped=True)
+        raise
+    # A header is read as Python's literals, and fails in all the ways that these do.
+    except Exception as error:
+        raise damaged from error
+    if isinstance(found, np.ndarray) == (path.suffix == ".npz"):
+        if not isinstance(found, np.ndarray):
+            found.close()
+        raise damaged
+    return found
+
+
+# Of the squared length, after rounding to float32.
+UNIT_TOLERANCE = 1e-3
+# What a manifest says of a folder whose every vector was checked before it was written.
+CHECKED = "directions_checked"
+
+
+def check_vectors(
+    vector_ND: npt.NDArray[np.float32],
+    where: str,
+    first_row: int = 0,
+    unit: bool = False,
+    row_N: npt.NDArray[np.int64] | None = None,
+) -> None:
+    """Check that every vector has a direction: its length is finite and not zero, or 1 where `unit` is set.
+
+    Args:
+        vector_ND: (n, D) float32.
+        where: What the message calls their file.
+        first_row: Row of the first vector in that file; the others follow it.
+        unit: Whether they must be of unit length.
+        row_N: The row of each vector, where they do not follow one another.
+
+    Raises:
+        InputError: At the first vector that is zero, NaN, infinite or of another length; the message names `where` and
+            the row.
+    """
+    square_N = np.einsum("nd,nd->n", vector_ND, vector_ND)
+    usable_N = np.isfinite(square_N) & (square_N > 0)
+    if unit:
+        usable_N &= np.abs(square_N - 1) < UNIT_TOLERANCE
+    bad_n = np.flatnonzero(~usable_N)
+    if bad_n.size:
+        row = first_row + int(bad_n[0]) if row_N is None else int(row_N[bad_n[0]])
+        square = float(square_N[bad_n[0]])
+        kind = "zero" if square == 0 else f"of length {square**0.5:.4g}" if np.isfinite(square) else "not finite"
+        raise InputError(f"{where}:{row}", f"the vector is {kind}", "check its text and the model")
+
+
+METRICS_FILE = "metrics.csv"
+# Logged under the number of the step that is being made, from 0; all else under the number of steps made.
+_OF_A_STEP = ("train/", "lr-")
+
+
+def read_metrics(path: Path) -> "csv.DictReader[str]":
+    """A reader of the whole rows, in which what was not logged is empty or None.
+
+    A kill may cut the last line short, even inside a number: a line without its end is left out.
+    """
+    text = path.read_bytes().decode("utf-8", "replace")
+    return csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+
+
+def steps_made(column: str, step: int) -> int:
+    """How many optimiser steps were made when a value was measured, by its column and the step it was logged under."""
+    return step + column.startswith(_OF_A_STEP)
+
+
+def row_steps_made(row: Mapping[str, str | None]) -> int:
+    """The same of a row; 0 for one without its step."""
+    step = row.get("step") or ""
+    if not step.isdecimal():
+        return 0
+    return max(steps_made(column, int(step)) for column, value in row.items() if value and column is not None)

@@ -1,0 +1,333 @@
+"""Atomic files and folders, locks, manifests, arrays and metrics on disk."""
+
+import errno
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from embeddings.common import InputError
+from embeddings.common.io import (
+    atomic_path,
+    check_disk_space,
+    check_manifest,
+    check_vectors,
+    file_lock,
+    file_sha256,
+    load_array,
+    package_versions,
+    read_metrics,
+    text_hash,
+    write_json,
+    write_manifest,
+    write_text,
+)
+from tests.helpers.disks import fake_disk
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path):
+    target = tmp_path / "value.json"
+    write_text(target, "old")
+
+    def fail_half_way():
+        with atomic_path(target) as temporary:
+            temporary.write_text("half")
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        fail_half_way()
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
+
+
+def test_the_file_appears_only_when_it_is_whole(tmp_path):
+    target = tmp_path / "deep" / "value.txt"
+    with atomic_path(target) as temporary:
+        temporary.write_text("whole")
+        assert not target.exists()
+    assert target.read_text() == "whole"
+
+
+def test_the_bytes_reach_the_disk_before_the_name_changes(tmp_path, monkeypatch):
+    order = []
+    replace, fsync = os.replace, os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (order.append("fsync"), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append("rename"), replace(a, b)))
+    write_text(tmp_path / "x", "text")
+    assert order == ["fsync", "rename", "fsync"]
+
+
+def test_the_mode_follows_the_umask(tmp_path):
+    old = os.umask(0o027)
+    try:
+        write_text(tmp_path / "x", "text")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
+
+
+def test_json_keeps_letters_of_every_script(tmp_path):
+    write_json(tmp_path / "x.json", {"text": "東京 é"})
+    assert "東京" in (tmp_path / "x.json").read_text(encoding="utf-8")
+
+
+def test_file_sha256_is_the_standard_digest(tmp_path):
+    (tmp_path / "x").write_bytes(b"abc")
+    assert file_sha256(tmp_path / "x") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_text_hash_is_stable_and_ignores_outer_white_space():
+    assert text_hash(" abc\n") == text_hash("abc") == 6455300059550759896
+    assert text_hash("abc") != text_hash("Abc")
+    assert -(2**63) <= text_hash("\ud800 lone surrogate") < 2**63
+
+
+def test_a_manifest_mismatch_names_the_field_and_both_values(tmp_path):
+    write_manifest(tmp_path, {"model": "a", "rows": 3})
+    check_manifest(tmp_path, {"model": "a"})
+    with pytest.raises(InputError, match="field 'rows' is 3, expected 4"):
+        check_manifest(tmp_path, {"model": "a", "rows": 4})
+    assert json.loads((tmp_path / "manifest.json").read_text())["versions"]["torch"]
+
+
+def test_long_values_are_shown_by_their_beginning(tmp_path):
+    write_manifest(tmp_path, {"sha256": "a" * 64})
+    with pytest.raises(InputError, match=r"field 'sha256' is 'a{46}…, expected 'b{46}…; make") as caught:
+        check_manifest(tmp_path, {"sha256": "b" * 64})
+    assert len(str(caught.value).removeprefix(str(tmp_path))) < 200
+
+
+def test_a_field_that_is_not_there_or_no_whole_number_is_refused(tmp_path):
+    write_manifest(tmp_path, {"rows": 3, "name": "a", "none": 0, "flag": True})
+    fields = check_manifest(tmp_path, {})
+    assert (fields.integer("rows"), fields.integer("none"), fields.get("gone")) == (3, 0, None)
+    with pytest.raises(InputError, match=r"manifest\.json: has no field 'gone'; make the output again"):
+        fields["gone"]
+    for name, least in (("name", 0), ("none", 1), ("flag", 0)):
+        with pytest.raises(InputError, match=rf"field '{name}' is .*, expected a whole number >= {least}"):
+            fields.integer(name, least)
+
+
+def test_a_missing_manifest_is_refused(tmp_path):
+    with pytest.raises(InputError, match="no manifest"):
+        check_manifest(tmp_path, {})
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"kind": "a', b"[1]", b"null", b"\xff\xfe"])
+def test_a_damaged_manifest_is_refused_in_one_line(content, tmp_path):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"manifest\.json: is empty or damaged; make the output again"):
+        check_manifest(tmp_path, {})
+
+
+def test_versions_name_python_and_torch():
+    assert {"python", "torch", "transformers"} <= set(package_versions())
+
+
+def test_room_is_asked_of_the_disk_that_a_place_is_to_be_on(tmp_path, monkeypatch):
+    asked = fake_disk(monkeypatch, free=100)
+    place = tmp_path / "not" / "yet" / "there"
+    check_disk_space(place, 100)
+    check_disk_space(place, 150, spare_bytes=50)
+    with pytest.raises(OSError, match="No space left on device: 1,101 bytes are needed and 100 available") as failure:
+        check_disk_space(place, 1101, spare_bytes=1000)
+    assert (failure.value.errno, failure.value.filename) == (errno.ENOSPC, str(place))
+    monkeypatch.chdir(tmp_path)
+    check_disk_space("folder/file", 1)
+    check_disk_space(tmp_path, 1)
+    assert asked == [tmp_path] * 5
+    fake_disk(monkeypatch, free=0, total=0)
+    check_disk_space(place, 10**12)
+
+
+def content():
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(6, dtype=np.float32).reshape(2, 3))
+    return buffer.getvalue()
+
+
+def of_shape(shape):
+    """The same content under a header that says another shape."""
+    spare = " " * (len(shape) - len("(2, 3)"))
+    return content().replace(f"(2, 3), }}{spare}".encode(), f"{shape}, }}".encode())
+
+
+def archive():
+    buffer = io.BytesIO()
+    np.savez(buffer, one=np.ones(2))
+    return buffer.getvalue()
+
+
+class Payload:
+    def __reduce__(self):
+        return open, ("canary", "w")
+
+
+def test_an_array_is_read_whole_or_mapped(tmp_path):
+    (tmp_path / "a.npy").write_bytes(content())
+    assert load_array(tmp_path / "a.npy", "x").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert isinstance(load_array(tmp_path / "a.npy", "x", mapped=True), np.memmap)
+    np.savez(tmp_path / "a.npz", one=np.ones(2))
+    with load_array(tmp_path / "a.npz", "x") as archive:
+        assert archive["one"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"text",
+        content()[:-5],
+        content()[:20],
+        content().replace(b"(2, 3)", b"(2, 3*"),
+        content().replace(b"'<f4'", b"'<q9'"),
+        content().replace(b"}", b" "),
+        content().replace(b"(2, 3)", b"(-2,3)"),
+        of_shape("(10000000, 300)"),
+        of_shape("(9999999999, 9999)"),
+        archive(),
+    ],
+)
+def test_what_is_no_array_is_one_line(data, mapped, tmp_path):
+    (tmp_path / "a.npy").write_bytes(data)
+    with pytest.raises(InputError, match=r"a\.npy: is missing, empty or damaged; make it again$"):
+        load_array(tmp_path / "a.npy", "make it again", mapped)
+
+
+def test_a_file_that_is_not_there_and_one_of_objects_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save(tmp_path / "a.npy", np.array([Payload()], dtype=object), allow_pickle=True)
+    for name in ("a.npy", "gone.npy"):
+        with pytest.raises(InputError, match=rf"{name}: is missing, empty or damaged"):
+            load_array(tmp_path / name, "x")
+    assert not (tmp_path / "canary").exists()
+
+
+def test_an_array_is_no_archive(tmp_path):
+    (tmp_path / "a.npz").write_bytes(content())
+    with pytest.raises(InputError, match=r"a\.npz: is missing, empty or damaged"):
+        load_array(tmp_path / "a.npz", "x")
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), MemoryError()])
+def test_what_is_no_fault_of_the_file_is_raised_as_it_is(error, tmp_path, monkeypatch):
+    (tmp_path / "a.npy").write_bytes(content())
+    load = np.load
+
+    def fail(path, mmap_mode, **options):
+        if mmap_mode is None:
+            raise error
+        return load(path, mmap_mode, **options)
+
+    monkeypatch.setattr(np, "load", fail)
+    with pytest.raises(type(error)) as raised:
+        load_array(tmp_path / "a.npy", "x")
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
+def test_a_vector_without_direction_is_named_by_its_row(value, kind):
+    vectors = np.ones((4, 3), np.float32)
+    check_vectors(vectors, "documents")
+    vectors[2] = value
+    with pytest.raises(InputError, match=rf"documents:12: the vector is {kind}"):
+        check_vectors(vectors, "documents", first_row=10)
+
+
+def test_a_vector_of_another_length_is_refused_only_where_unit_vectors_are_asked_for():
+    vectors = np.eye(3, dtype=np.float32)
+    check_vectors(vectors, "documents", unit=True)
+    vectors[1] *= 2
+    check_vectors(vectors, "documents")
+    with pytest.raises(InputError, match="documents:1: the vector is of length 2"):
+        check_vectors(vectors, "documents", unit=True)
+
+
+def test_rows_that_do_not_follow_one_another_are_named():
+    vectors = np.array([[1, 0], [0, 0]], np.float32)
+    with pytest.raises(InputError, match="documents:3: the vector is zero"):
+        check_vectors(vectors, "documents", row_N=np.array([7, 3]))
+
+
+WHOLE = "step,train/loss\r\n0,2.5\r\n1,\r\n"
+ROWS = [{"step": "0", "train/loss": "2.5"}, {"step": "1", "train/loss": ""}]
+
+
+@pytest.mark.parametrize("torn", ["", "2", "20,", "20,1.", "\0\0\0"])
+def test_a_line_that_was_cut_short_is_left_out(torn, tmp_path):
+    (tmp_path / "metrics.csv").write_text(WHOLE + torn, newline="")
+    assert list(read_metrics(tmp_path / "metrics.csv")) == ROWS
+
+
+@pytest.mark.parametrize("text", ["", "step,train/lo"])
+def test_a_file_without_a_whole_line_has_no_columns(text, tmp_path):
+    (tmp_path / "metrics.csv").write_text(text)
+    reader = read_metrics(tmp_path / "metrics.csv")
+    assert (reader.fieldnames, list(reader)) == (None, [])
+
+
+COUNT = """
+import sys
+from pathlib import Path
+from embeddings.common.io import file_lock
+lock, count = Path(sys.argv[1]), Path(sys.argv[2])
+for _ in range(200):
+    with file_lock(lock):
+        count.write_text(str(int(count.read_text()) + 1))
+        lock.unlink()
+"""
+
+
+def test_one_process_holds_a_lock_at_a_time(tmp_path):
+    with file_lock(tmp_path / "lock") as first, file_lock(tmp_path / "lock", wait=False) as second:
+        assert (first, second) == (True, False)
+    with file_lock(tmp_path / "lock", wait=False) as third:
+        assert third
+
+
+def test_a_link_in_the_locks_place_is_not_followed(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "lock").symlink_to("mine")
+    with pytest.raises(OSError, match="symbolic links"), file_lock(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_processes_that_take_turns_lose_nothing_where_each_unlinks_the_lock(tmp_path):
+    (tmp_path / "count").write_text("0")
+    command = [sys.executable, "-c", COUNT, str(tmp_path / "lock"), str(tmp_path / "count")]
+    processes = [subprocess.Popen(command) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert (tmp_path / "count").read_text() == "600"
+
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from embeddings.common.io import file_lock
+with file_lock(Path(sys.argv[1]), wait=False) as held:
+    print(held, flush=True)
+    os.fork()
+    time.sleep(60)
+"""
+
+
+def test_a_lock_ends_with_its_process_and_not_with_a_child_that_outlives_it(tmp_path):
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, process_group=0) as holder:
+        assert holder.stdout.readline() == b"True\n"
+        with file_lock(path, wait=False) as held:
+            assert not held
+        child = int(subprocess.run(["pgrep", "-P", str(holder.pid)], capture_output=True, text=True).stdout or 0)
+        holder.kill()
+        holder.wait()
+        with file_lock(path, wait=False) as held:
+            assert held
+        if child:
+            os.kill(child, 9)

@@ -1,0 +1,194 @@
+"""What the environment says of a process, its logger, its machine and its memory."""
+
+import logging
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import embeddings.common
+from embeddings.common import UserError, process
+from embeddings.common.process import device_name, lazy_names, log_to_stderr, logger, processors
+from tests.callbacks.preempted_runs import fake_scontrol
+
+NAMES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "RANK", "LOCAL_RANK")
+NAMES += ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "job"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "12"}, "12"),
+        ({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "12_3"),
+    ],
+)
+def test_a_job_is_named_as_scontrol_names_it(environment, job, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert process.job_id() == job
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_first"),
+    [
+        ({}, True),
+        ({"SLURM_PROCID": "0"}, True),
+        ({"SLURM_PROCID": "1"}, False),
+        # A second process that the first has started inherits what SLURM told the first.
+        ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, False),
+        # The first process of a second node.
+        ({"RANK": "8", "LOCAL_RANK": "0"}, False),
+    ],
+)
+def test_one_process_of_a_run_is_the_first(environment, is_first, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert process.is_first_process() is is_first
+
+
+@pytest.mark.parametrize(
+    ("environment", "number"),
+    [
+        ({}, 1),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, 8),
+        ({"WORLD_SIZE": "2"}, 2),
+        # A batch script that starts one process.
+        ({"SLURM_NTASKS": "8"}, 1),
+        # torchrun in a step of one task.
+        ({"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "4"}, 4),
+    ],
+)
+def test_a_runs_processes_are_counted(environment, number, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert process.num_processes() == number
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NTASKS", "RANK", "WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["first", "-1", "", "1.0", "¹"])
+def test_a_variable_that_is_no_number_is_named(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=rf"^{name} must be a whole number >= 0 in the environment, got "):
+        process.num_processes()
+
+
+@pytest.mark.parametrize(("code", "refusal"), [(0, ""), (1, "Invalid job id")])
+def test_scontrol_is_asked_once_and_its_refusal_is_told(code, refusal, tmp_path, monkeypatch):
+    asked = fake_scontrol(tmp_path, code)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    assert process.requeue("12_3") == refusal
+    assert asked.read_text() == "requeue 12_3\n"
+
+
+def test_a_machine_without_scontrol_and_one_that_does_not_answer_are_refusals(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert process.requeue("12") == "No such file or directory"
+    fake_scontrol(tmp_path)
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\nexec sleep 5\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setattr(process, "TIMEOUT_SECONDS", 0.1)
+    assert process.requeue("12") == "no answer in 0.1 s"
+
+
+def test_the_logger_is_named_for_the_library_and_adds_no_handler():
+    assert logger.name == "embeddings"
+    assert not logger.handlers
+
+
+def test_a_command_shows_notes_and_warnings_and_leaves_the_logger_as_it_was(capsys, monkeypatch):
+    level = logger.level
+    with log_to_stderr():
+        logger.info("a note of %d", 1)
+        logger.warning("a warning")
+        logger.debug("a detail")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with log_to_stderr():
+        logger.info("another rank's note")
+        logger.warning("another rank's warning")
+    assert capsys.readouterr().err.splitlines() == ["a note of 1", "a warning", "another rank's warning"]
+    assert not logger.handlers
+    assert (logger.level, logger.getEffectiveLevel()) == (level, logging.WARNING)
+
+
+def test_a_name_is_loaded_from_its_module_on_first_use():
+    from embeddings.common.types import TokenBatch
+
+    assert lazy_names("embeddings.common", {"TokenBatch": "types"})("TokenBatch") is TokenBatch
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lazy_names("embeddings.common", {})("nothing")
+
+
+def test_every_public_name_can_be_had():
+    assert len(embeddings.common.__all__) == 18
+    assert all(getattr(embeddings.common, name) is not None for name in embeddings.common.__all__)
+
+
+def test_the_processors_are_counted_and_named(tmp_path, monkeypatch):
+    info = tmp_path / "cpuinfo"
+    info.write_bytes(b"processor : 0\nmodel name\t: Some CPU: 2.1\xffGHz\n\nprocessor : 1\nmodel name\t: Some CPU\n")
+    monkeypatch.setattr(process, "_CPU_INFO", info)
+    assert processors().startswith("2 x Some CPU")
+    assert device_name(torch.device("cpu")) == processors()
+
+
+def test_a_machine_that_does_not_say_has_the_name_of_its_kind(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_CPU_INFO", tmp_path / "none")
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert processors() == "riscv64"
+
+
+def test_a_gpu_has_its_own_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    assert device_name(torch.device("cuda", 3)) == "GPU 3"
+
+
+FAULTS = """
+import resource, torch
+from embeddings.common.process import tune_malloc
+print({call})
+for _ in range(10):
+    torch.ones(10, 2**20).neg().sum()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    torch.ones(10, 2**20).neg().sum()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(call: str, **environment: str) -> tuple[bool, int]:
+    """What the call gave, and page faults of 20 rounds of two tensors of 40 MiB, 20,480 pages, that are freed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    code = FAULTS.format(call=call)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**kept, **environment}, capture_output=True, text=True, check=True
+    )
+    said, count = run.stdout.split()
+    return said == "True", int(count)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_not_asked_for_again() -> None:
+    kept, few = faults("tune_malloc()")
+    assert kept
+    # At most three times all pages of a round, where it takes a while to find a place for both.
+    assert few < 3 * 20480
+    assert faults("False")[1] >= 20 * 20480
+
+
+def test_the_environment_goes_before() -> None:
+    assert not faults("tune_malloc()", MALLOC_ARENA_MAX="2")[0]
+    assert not faults("tune_malloc()", GLIBC_TUNABLES="glibc.malloc.arena_max=2")[0]
