@@ -37,7 +37,7 @@ from embeddings.mining import ClusterSettings, VectorFeatures, cluster_pairs, en
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
 from embeddings.modules import CDEModule, ContextSettings, FirstStageTraining, NVEmbedModule
 from embeddings.modules.base import ContrastiveModule
-from embeddings.training.schedule import Schedule
+from embeddings.training.optim import Schedule
 
 MODEL = "all-MiniLM-L6-v2"
 WARMUP_SEED = 1000

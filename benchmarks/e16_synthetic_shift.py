@@ -42,7 +42,7 @@ from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
 from embeddings.modules import CDEModule, ContextSettings, FirstStageTraining, NVEmbedModule
 from embeddings.modules.base import ContrastiveModule
-from embeddings.training.schedule import Schedule
+from embeddings.training.optim import Schedule
 
 WORDS = [f"w{number}" for number in range(60)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]

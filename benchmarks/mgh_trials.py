@@ -29,7 +29,7 @@ from embeddings.models import (
     MeanPooling,
 )
 from embeddings.modules import MGHCurriculumModule
-from embeddings.training.schedule import Schedule
+from embeddings.training.optim import Schedule
 
 PoolingName = Literal["mean", "last", "latent", "anchor, key axis", "anchor, query axis"]
 PAGES = ("held-out packages", "held-out functions")

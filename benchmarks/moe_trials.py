@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 from benchmarks.docstring_trials import MODEL, WARMUP_SEED, World, fit
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from embeddings.callbacks import ExportModel
-from embeddings.callbacks.routing_statistics import RoutingStatistics
+from embeddings.callbacks.run_health import RoutingStatistics
 from embeddings.common.io import write_text
 from embeddings.data import BlendedBatchSampler, EmbeddingDataModule, HomogeneousBatchSampler, SourceConfig
 from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, score_retrieval
@@ -34,7 +34,7 @@ from embeddings.models import BackboneConfig, Embedder
 from embeddings.models.rotary import write_rotary_model
 from embeddings.models.upcycling import Upcycling, parameter_counts
 from embeddings.modules import MoEEmbedModule
-from embeddings.training.schedule import Schedule
+from embeddings.training.optim import Schedule
 
 # Steps after which the entropy of the experts' load is kept.
 ENTROPY_STEPS = (1, 5, 10, 20, 40)

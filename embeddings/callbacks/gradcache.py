@@ -3,10 +3,10 @@
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from embeddings.common import ContextualStep, UserError
 from embeddings.training.gradcache import GradCache
+from embeddings.training.strategy import training_strategy
 
 
 class GradCacheCallback(L.Callback):
@@ -47,12 +47,12 @@ class GradCacheCallback(L.Callback):
         if not hasattr(module, "grad_cache"):
             name = type(module).__name__
             raise UserError(f"GradCacheCallback needs a contrastive module, got {name}; remove the callback")
-        covered = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
-        if not covered and not hasattr(trainer.strategy, "cached_forward_backward"):
+        strategy = training_strategy(trainer.strategy)
+        if not strategy.supports_gradcache:
             name = type(trainer.strategy).__name__
             fix = "set trainer.strategy to ddp, or to embeddings.strategies.FSDP2Strategy or ZeroStrategy"
             raise UserError(f"GradCacheCallback does not run under {name}; {fix}")
-        if isinstance(module, ContextualStep) and getattr(trainer.strategy, "one_stage_alone", False):
+        if isinstance(module, ContextualStep) and not strategy.supports_context_stage:
             what = "ZeRO-1 loses the gradients of the second stage, which the last backward does not reach"
             raise UserError(f"GradCacheCallback: {what}; set trainer.strategy.init_args.stage to 2")
 
@@ -60,7 +60,7 @@ class GradCacheCallback(L.Callback):
         """Hand the engine to the module."""
         self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
         module: Any = pl_module
-        self.engine.equal_mini_batches |= getattr(trainer.strategy, "equal_mini_batches", False)
+        self.engine.equal_mini_batches |= training_strategy(trainer.strategy).equal_mini_batches
         module.grad_cache = self.engine
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -7,8 +7,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-from embeddings.callbacks.durable_checkpoints import finish_writing
-from embeddings.callbacks.exception_checkpoints import write_none_on_exception
+from embeddings.callbacks.checkpoints import finish_writing, write_none_on_exception
 from embeddings.common import OptionError, PreemptedError
 from embeddings.common.distributed import reduce_int
 from embeddings.common.signals import answer, stop_request

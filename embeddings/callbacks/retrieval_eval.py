@@ -2,11 +2,11 @@
 
 import lightning as L
 
-from embeddings.callbacks.embedder_of import embedder_of
-from embeddings.callbacks.whole_weights import cuts_weights
+from embeddings.callbacks.export import embedder_of
 from embeddings.common import OptionError
 from embeddings.evaluation import RetrievalFolder, evaluate_widths, read_retrieval_folder
 from embeddings.inference import Encoder, require_context_size
+from embeddings.training.strategy import training_strategy
 
 METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 
@@ -84,7 +84,7 @@ class RetrievalEvaluation(L.Callback):
         self._scored_step = trainer.global_step
         scores: dict[str, float] | None = None
         # Where weights are cut each rank encodes the same texts, since a forward needs all of them.
-        if trainer.is_global_zero or cuts_weights(trainer):
+        if trainer.is_global_zero or training_strategy(trainer.strategy).is_sharded:
             encoder = Encoder(embedder_of(pl_module, self))
             size = encoder.num_context if self.context_size is None else self.context_size
             widths = [encoder.embedding_dim, *encoder.embedder.trained_widths]

@@ -103,7 +103,7 @@ def trained_module(state: dict[str, Any], checkpoint: Path) -> Any:
         InputError: If the checkpoint does not say how it is built, or it is none of those that train a model, or its
             weights do not fit.
     """
-    from embeddings.modules.optimized import configured_module, set_weights
+    from embeddings.modules.checkpoint import configured_module, set_weights
 
     module = configured_module(state, str(checkpoint), explain=reason)
     set_weights(module, state, str(checkpoint))

@@ -19,14 +19,11 @@ from jsonargparse.typing import register_type
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from embeddings.callbacks.checkpoint_room import check_checkpoint_room
-from embeddings.callbacks.durable_checkpoints import make_checkpoints_durable
-from embeddings.callbacks.export_language_model import ExportLanguageModel
-from embeddings.callbacks.export_model import ExportModel
+from embeddings.callbacks.checkpoints import check_checkpoint_room, make_checkpoints_durable
+from embeddings.callbacks.export import ExportLanguageModel, ExportModel
 from embeddings.callbacks.preemption import Preemption
-from embeddings.callbacks.run_folder import keep_metrics, run_logger
-from embeddings.callbacks.run_record import RunRecord, plain_types
-from embeddings.callbacks.step_progress import show_whole_run
+from embeddings.callbacks.progress import show_whole_run
+from embeddings.callbacks.run_record import RunRecord, keep_metrics, plain_types, run_logger
 from embeddings.cli.errors import ConfigError, reason, with_fix, with_way_out
 from embeddings.cli.fit_line import check_one_method
 from embeddings.cli.given import Signature, check_names, check_nulls, given_mappings, read_config

@@ -14,7 +14,7 @@ from embeddings.common.process import is_first_process
 if TYPE_CHECKING:
     import lightning as L
 
-    from embeddings.callbacks.run_folder import ResumedRun
+    from embeddings.callbacks.run_record import ResumedRun
 
 
 AUTO = "auto"
@@ -117,7 +117,7 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> "Resu
         run: The config of the run that resumes it, as plain types.
         is_auto: Whether `auto` found it.
     """
-    from embeddings.callbacks.run_folder import ResumedRun
+    from embeddings.callbacks.run_record import ResumedRun
     from embeddings.common.checkpoint_file import peek_checkpoint
 
     path = Path(checkpoint)

@@ -60,9 +60,13 @@ class ContextualStep(ContrastiveStep, Protocol):
 
     The plain step is `context = embed_context(batch.context)`, then `ContrastiveStep`'s with
     `embed(tokens, context)`. GradCache runs each stage in mini-batches of its own, so a text's vector may depend on
-    other texts through the context and in no other way. A step whose attribute `trains_context` is false has a first
-    stage without gradient.
+    other texts through the context and in no other way.
     """
+
+    @property
+    def trains_context(self) -> bool:
+        """Whether the first stage gets a gradient."""
+        ...
 
     def embed_context(self, tokens: TokenBatch) -> Tensor:
         """The first stage's vectors of all documents of `tokens`, (M, H) float, in their order."""

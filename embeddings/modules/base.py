@@ -1,33 +1,319 @@
-"""The base of every method: how a contrastive step runs under Lightning, with or without GradCache."""
+"""The base of every method: optimiser, schedule and checks of a run, and the contrastive step under Lightning."""
 
-from collections.abc import Sequence
-from typing import Any
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
 
 import lightning as L
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import (
     BatchNeeds,
     ContextualStep,
     ContrastiveBatch,
+    InputError,
     LossOutput,
+    NumericError,
+    OptionError,
     Representations,
     TextSettings,
     TokenBatch,
+    UserError,
 )
+from embeddings.common.checkpoint_file import read_checkpoint
+from embeddings.common.distributed import reduce_int
+from embeddings.common.random import derive_seed, run_seed
+from embeddings.data.datamodule import PlannedDataModule
+from embeddings.data.samplers.base import accumulated_batches, batches_since_step, run_steps
 from embeddings.losses import InfoNCE
 from embeddings.losses.masks import without_surrogates
-from embeddings.models import Embedder
-from embeddings.modules.optimized import OptimizedModule
-from embeddings.modules.optimized import OptimizerFactory as OptimizerFactory
-from embeddings.training.gradcache import GradCache
-from embeddings.training.plain_step import plain_step
-from embeddings.training.schedule import Schedule
+from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
+from embeddings.models.directory import read_model_directory
+from embeddings.models.hub import FrozenBase, resolve_model
+from embeddings.models.layers import compile_layers, is_compiled
+from embeddings.models.lora import frozen_weights
+from embeddings.modules.checkpoint import configured_module, rewind, set_weights
+from embeddings.training.gradcache import GradCache, plain_step
+from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
+from embeddings.training.sharding import shard
+from embeddings.training.strategy import training_strategy
+
+OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
+PoolingFactory = Callable[[int], Pooling]
 
 
-class ContrastiveModule(OptimizedModule):
+# Where a checkpoint holds weights: the second where Lightning's `WeightAveraging` puts its average into the first.
+_WEIGHTS = ("state_dict", "current_model_state")
+
+
+class BaseModule(L.LightningModule):
+    """What all trained modules share: optimiser, schedule, seeds of a step, checks of a run, checkpoints.
+
+    Optimisation is Lightning's automatic one over the trainable parameters.
+
+    Determinism: every random choice of a step (dropout) follows from (seed, epoch, batch, rank), so a resumed run
+    draws what the uninterrupted run would have drawn.
+
+    Args:
+        optimizer: Makes the optimiser from parameter groups.
+        schedule: Learning-rate schedule in optimiser steps.
+        seed: Seed of the step's random choices, None for the run's (`seed_everything`).
+    """
+
+    def __init__(self, optimizer: OptimizerFactory, schedule: Schedule, seed: int | None) -> None:
+        super().__init__()
+        # A deep copy of the module shares the lambda. A config's factory holds its parser, which cannot be copied, and
+        # callbacks that average weights copy the module.
+        self._optimizer: OptimizerFactory = lambda groups: optimizer(groups)
+        self._schedule = schedule
+        self._seed = run_seed(seed)
+        self.frozen_base: FrozenBase | None = None
+        self._found_rate: float | None = None
+
+    @property
+    def lr(self) -> float:
+        """The peak learning rate of the first parameter group; a `LearningRateFinder` that sets it scales all."""
+        if self._found_rate is not None:
+            return self._found_rate
+        return float(self._make_optimizer().param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        self._found_rate = rate
+
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+        """Check optimiser and schedule against the trainer and the data.
+
+        Raises:
+            OptionError: If the schedule does not fit the run, the strategy cannot shard a parameter, weights in half
+                precision would lose their updates, or layers are to be compiled and there is no compiler.
+            InputError: If the optimiser refuses its options.
+        """
+        self._check_trainer(trainer)
+        self._make_optimizer()
+        if trainer.max_steps > 0 or trainer.max_epochs == -1:
+            self._check_schedule(trainer, trainer.max_steps if trainer.max_steps > 0 else None)
+
+    def prepare_data(self) -> None:
+        """Check the run, and the schedule against the length of the data, before any file of the run is written."""
+        self.check_run(self.trainer, self, getattr(self.trainer, "datamodule", None))
+        self._check_schedule(self.trainer, self._trainer_steps())
+
+    def configure_model(self) -> None:
+        """Shard the weights over the ranks where the strategy is FSDP2."""
+        mesh = self.device_mesh
+        product_dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else None
+        for part, entries in self.sharded_parts():
+            if mesh is not None and not isinstance(part, FSDPModule):
+                shard(part, mesh["data_parallel"], entries, product_dtype)
+
+    def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
+        """The modules that hold the weights, each with its methods other than `forward` that use them."""
+        raise NotImplementedError
+
+    def parts_of_own_rate(self) -> Mapping[str, nn.Module]:
+        """The parts for which `rate_factor` gives a learning rate of their own, by name."""
+        return {}
+
+    def rate_factor(self, part: str | None, step: int, total_steps: int) -> float:
+        """The share of the peak learning rate at an optimiser step, for one of these parts or, where None, the rest."""
+        return self._schedule.factor(step, total_steps)
+
+    def on_fit_start(self) -> None:
+        """Switch dropout on: Lightning does not change modes, and a loaded model is in evaluation mode."""
+        self.train()
+
+    def on_train_start(self) -> None:
+        """Set the epoch's accumulation: its scheduler does so when an epoch begins, but a resumed run is past that."""
+        self.trainer.accumulate_grad_batches = accumulated_batches(self.trainer, self.current_epoch)
+        if self._found_rate is not None:
+            # Lightning has set the rate of the optimiser only; the schedule would undo it at the next step.
+            for config in self.trainer.lr_scheduler_configs:
+                scale_rates(config.scheduler, self._found_rate)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Seed the random choices of the step from its epoch, batch and rank, not from earlier steps."""
+        progress: Any = self.trainer.fit_loop.epoch_progress
+        if progress.current.ready == progress.current.processed:
+            # Lightning 2.6 does not count an epoch that begins right after a resume from the end of another one, and
+            # would then leave the loader's position out of the next checkpoint.
+            progress.increment_ready()
+            progress.increment_started()
+        torch.manual_seed(derive_seed(self._seed, "step", self.current_epoch, batch_idx, self.global_rank))
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Stop all ranks before an update where the loss of any rank is NaN or infinite.
+
+        Distributed: one all-reduce of a number.
+        Raises:
+            NumericError: If a loss is NaN or infinite.
+        """
+        is_finite = bool(torch.isfinite(loss))
+        if reduce_int(int(is_finite), "min", loss.device):
+            return
+        whose = f"loss is {loss.item()}" if not is_finite else "loss of another rank is NaN or infinite"
+        raise NumericError(f"{whose} at step {self.global_step}: no update was made")
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Stop before an update by a gradient that is NaN or infinite; the gradient is the same on all ranks.
+
+        Loss scaling of float16 finds such gradients itself and skips the update. Under ZeRO gradients are not averaged
+        yet here, so its engine's step checks them.
+
+        Raises:
+            NumericError: If a gradient is NaN or infinite.
+        """
+        scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if scales or training_strategy(self.trainer.strategy).checks_gradients:
+            return
+        norm = torch.nn.utils.get_total_norm(
+            [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        )
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if not torch.isfinite(norm):
+            raise NumericError(f"gradient is {norm.item()} at step {self.global_step}: no update was made")
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimiser over trainable parameters and its schedule, stepped once an optimiser step."""
+        optimizer = self._make_optimizer()
+        scheduler = self._schedule.scheduler(optimizer, self._trainer_steps(), self.rate_factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave out the weights of a frozen base, and gradients that are being accumulated.
+
+        A checkpoint within an accumulation resumes at the first batch of it.
+        """
+        left_out = self.frozen_names()
+        for key in _WEIGHTS if left_out else ():
+            if key in checkpoint:
+                checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name not in left_out}
+        if self.frozen_base is not None and self.trainer.is_global_zero:
+            checkpoint["frozen_base"] = self.frozen_base.to_dict()
+        num_batches, data = batches_since_step(self.trainer), self.trainer.datamodule  # type: ignore[attr-defined]
+        if num_batches and isinstance(data, PlannedDataModule):
+            rewind(checkpoint, type(data).__qualname__, num_batches)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the frozen base's weights, which this module has from its files, to those of a checkpoint.
+
+        Raises:
+            InputError: If the checkpoint was trained on another base.
+        """
+        saved = checkpoint.get("frozen_base")
+        if saved is None or self.frozen_base is None:
+            return
+        self.frozen_base.check(saved)
+        own, names = self.state_dict(), self.frozen_names()
+        for key in _WEIGHTS:
+            if key in checkpoint:
+                checkpoint[key] = {**{name: own[name] for name in names}, **checkpoint[key]}
+
+    def frozen_names(self) -> set[str]:
+        """The weights that a checkpoint leaves out, since the files of the frozen base hold them."""
+        return frozen_weights(self) if self.frozen_base is not None else set()
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **arguments: Any,
+    ) -> Self:
+        """The module of a checkpoint with its weights.
+
+        Args:
+            checkpoint_path: A file that `fit` wrote.
+            map_location: The device, None for the CPU.
+            hparams_file: Refused: a checkpoint has its configuration inside.
+            strict: Whether the checkpoint must have exactly the module's weights; None for yes.
+            weights_only: Without effect: reading a checkpoint never runs code.
+            arguments: All arguments of the module; none for the configuration inside the checkpoint.
+
+        Raises:
+            InputError: If it is not a checkpoint of such a module.
+        """
+        if hparams_file is not None:
+            raise OptionError("hparams_file", hparams_file, "is not used", "leave it out, or give the arguments")
+        content, path = read_checkpoint(checkpoint_path), os.fspath(checkpoint_path)
+        module = cls(**arguments) if arguments else configured_module(content, path)
+        if not isinstance(module, cls):
+            rule = f"holds a {type(module).__name__}, not a {cls.__name__}"
+            raise InputError(path, rule, f"call {type(module).__name__}.load_from_checkpoint")
+        set_weights(module, content, path, strict=strict is not False)
+        return module if map_location is None else module.to(map_location)
+
+    def state_per_weight(self) -> float:
+        """How many numbers the optimiser keeps for each trained weight."""
+        return state_per_weight(self._optimizer)
+
+    def _check_trainer(self, trainer: L.Trainer) -> None:
+        """Check that strategy, precision, callbacks and compiler can train these weights."""
+        strategy, precision = trainer.strategy, str(trainer.precision)
+        if isinstance(strategy, ModelParallelStrategy):
+            for name, parameter in self.named_parameters():
+                if parameter.ndim == 0:
+                    rule = f"cannot shard {name}, a single number"
+                    hint = "set learnable_temperature: false, or take ddp"
+                    raise OptionError("trainer.strategy", type(strategy).__name__, rule, hint)
+        # bfloat16 rounds away updates below 1/512 of a weight: at a learning rate of 2e-5 most of them.
+        half = {str(weight.dtype).removeprefix("torch.") for weight in self.parameters() if weight.requires_grad}
+        half &= {"bfloat16", "float16"}
+        keeps_copy = training_strategy(strategy).keeps_float32_weights and precision != "32-true"
+        if half and not keeps_copy and not precision.endswith("16-true"):
+            rule = "loses most updates of weights that are trained in it"
+            hint = (
+                "set float32 with trainer.precision bf16-mixed, or add lora; bf16-true trains in bfloat16 all the same"
+            )
+            raise OptionError("model.backbone.dtype", half.pop(), rule, hint)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning):
+                rule = "would train weights that the optimiser and its schedule do not have from the first step"
+                hint = "leave it out; lora trains little of the backbone"
+                raise OptionError("trainer.callbacks", type(callback).__name__, rule, hint)
+        compiler = os.environ.get("CXX", "g++")
+        if is_compiled(self) and strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
+            raise OptionError(
+                "model.backbone.compile", True, f"needs {compiler} on a CPU", "install it, or leave it out"
+            )
+
+    def _make_optimizer(self) -> Optimizer:
+        groups, fix = parameter_groups(self, self.parts_of_own_rate()), "the method configs hold usual values"
+        try:
+            optimizer = self._optimizer(groups)
+        except ValueError as error:
+            raise InputError("model.optimizer", str(error), fix) from error
+        for name, value in optimizer.defaults.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InputError("model.optimizer", f"Invalid {name}: {value}", fix)
+        return optimizer
+
+    def _check_schedule(self, trainer: L.Trainer, steps: int | None) -> None:
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._schedule.check(steps)
+
+    def _trainer_steps(self) -> int | None:
+        """Optimiser steps of the run, None where the trainer has no limit."""
+        batches = getattr(getattr(self.trainer, "datamodule", None), "batches_per_epoch", None)
+        return run_steps(self.trainer, batches)
+
+
+class ContrastiveModule(BaseModule):
     """Trains an `Embedder` with a contrastive loss; a method says how to embed and how to score.
 
     The plain step is `loss(embed(queries), embed(candidates))`. The GradCache callback sets `grad_cache`, and the same
@@ -45,7 +331,7 @@ class ContrastiveModule(OptimizedModule):
         seed: Seed of the step's random choices, None for the run's (`seed_everything`).
     """
 
-    # The batch sampler that a method is made for, and what it loses by another (`BatchNeeds`); none where any serves.
+    # The batch sampler that a method needs, and what it loses with another one (`BatchNeeds`); empty where any will do.
     made_for: tuple[()] | tuple[str, str] = ()
 
     def __init__(
@@ -70,7 +356,7 @@ class ContrastiveModule(OptimizedModule):
 
     @property
     def batch_needs(self) -> BatchNeeds:
-        """What the loss takes of a batch."""
+        """What the loss needs of a batch."""
         gathers = self.loss.gather_across_devices and self.loss.in_batch_negatives != "off"
         return BatchNeeds(self.loss.in_batch_negatives, gathers, *self.made_for)
 
@@ -80,11 +366,11 @@ class ContrastiveModule(OptimizedModule):
         return self.embedder.text
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
-        """Check loss, lengths, optimiser and schedule against what the trainer and the data say of themselves.
+        """Check loss, lengths, optimiser and schedule against the trainer and the data.
 
         Raises:
-            OptionError: If the loss does not suit the width of the vectors, a filter has no vectors to go by, a text is
-                longer than the backbone has positions, or the schedule does not fit the run.
+            OptionError: If the loss does not fit the dimensions of the vectors, its filter has no surrogate vectors, a
+                text is longer than the backbone has positions, or the schedule does not fit the run.
             InputError: If the optimiser refuses its options.
         """
         if self.loss.false_negative_filter is not None and not getattr(data, "has_surrogates", False):
@@ -102,7 +388,7 @@ class ContrastiveModule(OptimizedModule):
     def setup(self, stage: str) -> None:
         """Take the text settings from the data module, so that a saved model encodes as it was trained.
 
-        What they leave to the model stays: the pooling rule of an imported one.
+        Settings that the data module leaves open stay, such as the pooling rule of an imported model.
         """
         text = getattr(getattr(self.trainer, "datamodule", None), "text", None)
         if isinstance(text, TextSettings):
@@ -115,7 +401,7 @@ class ContrastiveModule(OptimizedModule):
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """The contrastive loss of a whole batch."""
+        """The contrastive loss of a full batch."""
         output = self.loss(query.vector_ND, candidate.vector_ND, batch)
         assert isinstance(output, LossOutput)
         return output
@@ -123,7 +409,7 @@ class ContrastiveModule(OptimizedModule):
     def forward(
         self, tokens: TokenBatch, context: Any = None, is_context: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`embed` or, for a context, `embed_context`, in plain tensors: the entry for a wrapper (ZeRO's engine)."""
+        """`embed` or, for a context, `embed_context`, as plain tensors: the entry for a wrapper (ZeRO's engine)."""
         if is_context:
             assert isinstance(self, ContextualStep)
             return self.embed_context(tokens), {}
@@ -131,7 +417,7 @@ class ContrastiveModule(OptimizedModule):
         return found.vector_ND, found.statistics
 
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
-        """The loss of one batch; under GradCache all backward passes but the last mini-batch's have then run."""
+        """The loss of one batch; under GradCache all backward passes but the last mini-batch's have run by then."""
         if self.grad_cache is None:
             output = plain_step(self, batch)
         else:
@@ -139,8 +425,8 @@ class ContrastiveModule(OptimizedModule):
                 for optimizer in self.trainer.optimizers:
                     optimizer.zero_grad()
             is_last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
-            run = getattr(self.trainer.strategy, "cached_forward_backward", _cached_forward_backward)
-            output = run(self.grad_cache, self, batch, self._early_scale(), is_last)
+            strategy = training_strategy(self.trainer.strategy)
+            output = strategy.gradcache_step(self.grad_cache, self, batch, self._early_scale(), is_last)
         self.check_loss(output.loss)
         self.log("train/loss", output.loss.detach(), prog_bar=True, batch_size=len(batch))
         self.log_dict({f"train/{name}": value for name, value in output.terms.items()}, batch_size=len(batch))
@@ -151,14 +437,14 @@ class ContrastiveModule(OptimizedModule):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Clear gradients, unless GradCache did so before its first backward pass.
 
-        Lightning calls this between `training_step` and its own backward pass, where GradCache's early gradients are
-        already in place.
+        Lightning calls this between `training_step` and its own backward pass, when GradCache's early gradients exist
+        already.
         """
         if self.grad_cache is None:
             optimizer.zero_grad()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the text settings beside the weights."""
+        """Save the text settings beside the weights."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["text_settings"] = self.embedder.text.to_dict()
 
@@ -169,14 +455,72 @@ class ContrastiveModule(OptimizedModule):
             self.embedder.text = TextSettings.from_dict(checkpoint["text_settings"])
 
     def _early_scale(self) -> float:
-        """The factor that Lightning puts on the returned loss, for the backward passes that run before."""
+        """The factor that Lightning applies to the returned loss, for the backward passes that run before it."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
         return loss_scale / self.trainer.accumulate_grad_batches
 
 
-def _cached_forward_backward(
-    engine: GradCache, module: ContrastiveModule, batch: ContrastiveBatch, scale: float, is_last: bool
-) -> LossOutput:
-    """GradCache's step but for the last backward, where that one synchronises gradients for all (DDP)."""
-    return engine.forward_backward(module, batch, scale=scale)
+def build_embedder(
+    backbone: BackboneConfig,
+    pooling: PoolingFactory,
+    lora: LoraSettings | None,
+    initial_model: str | None,
+    normalize: bool,
+    seed: int | None,
+    usual_pooling: str,
+    change: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
+) -> Embedder:
+    """The model of a method with one pooling on one backbone: new or from a model directory, with or without LoRA.
+
+    Determinism: random initial weights follow from the seed; the global random state does not change.
+
+    Args:
+        backbone: Which model, and how it is loaded.
+        pooling: Makes the pooling from the hidden size.
+        lora: LoRA settings, or None to train the full backbone.
+        initial_model: A model directory whose weights replace those of `backbone` and `pooling`, or None.
+        normalize: Whether vectors have unit norm.
+        seed: Seed of random initial weights, None for the run's (`seed_everything`).
+        usual_pooling: What the method's paper uses, for the error about an impossible pooling.
+        change: Changes the loaded backbone before adapters are added, such as upcycling; None for no change.
+
+    Raises:
+        UserError: If the pooling is impossible, or differs from that of `initial_model`, or no layer can be compiled.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run_seed(seed))
+        text = TextSettings()
+        norm: nn.LayerNorm | None = None
+        head: nn.Linear | None = None
+        if initial_model is None:
+            model, tokenizer = load_backbone(backbone)
+            made = _make_pooling(pooling, model.config.hidden_size, usual_pooling)
+        else:
+            # The parts, since an embedder would already hook the backbone for a pooling by attention.
+            model, tokenizer = load_backbone(replace(backbone, name=initial_model, revision=None))
+            parts = read_model_directory(resolve_model(initial_model), model, tokenizer)
+            made, norm, head, text = parts.pooling, parts.norm, parts.head, parts.text
+            _check_pooling(made, _make_pooling(pooling, made.hidden_size, usual_pooling), initial_model)
+        changed = model if change is None else change(model)
+        adapted = changed if lora is None else add_lora(changed, lora)
+    embedder = Embedder(adapted, tokenizer, made, norm=norm, head=head, normalize=normalize, text=text)
+    if lora is not None and changed is model:
+        name, revision = (backbone.name, backbone.revision) if initial_model is None else (initial_model, None)
+        embedder.frozen_base = FrozenBase(name, resolve_model(name, revision))
+    if backbone.compile:
+        compile_layers(embedder.backbone)
+    return embedder
+
+
+def _make_pooling(pooling: PoolingFactory, hidden_size: int, usual: str) -> Pooling:
+    try:
+        return pooling(hidden_size)
+    except ValueError as error:
+        raise UserError(f"model.{error}; {usual}") from error
+
+
+def _check_pooling(found: Pooling, asked: Pooling, initial_model: str) -> None:
+    if type(found) is not type(asked) or found.arguments() != asked.arguments():
+        rule = f"must be what {initial_model} was trained with: {type(found).__name__} {found.arguments()}"
+        raise OptionError("model.pooling", f"{type(asked).__name__} {asked.arguments()}", rule, "repeat that pooling")

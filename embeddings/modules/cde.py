@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -22,9 +21,10 @@ from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
 from embeddings.models.layers import compile_layers
 from embeddings.models.lora import plain_backbone
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory
+from embeddings.training.gradcache import RandomState
 from embeddings.training.graphs import attach_gradient
-from embeddings.training.replay import RandomState
-from embeddings.training.schedule import Schedule
+from embeddings.training.optim import Schedule
+from embeddings.training.strategy import training_strategy
 
 Phase = Literal["words", "frozen", "joint"]
 
@@ -269,7 +269,7 @@ class CDEModule(ContrastiveModule):
         loss = super().training_step(self.read_batch, batch_idx)
         if self._phase != "words":
             self._watch_context(batch)
-        if is_distributed() and not self._cuts_weights:
+        if is_distributed() and not training_strategy(self.trainer.strategy).is_sharded:
             # DDP waits for a gradient of every parameter.
             loss = attach_gradient(loss, [loss], [torch.ones_like(loss)], self._resting())
         return loss
@@ -305,11 +305,6 @@ class CDEModule(ContrastiveModule):
         first = set(self.embedder.first_stage.parameters())
         return [p for p in self.parameters() if p.requires_grad and (p in first) == (self._phase == "frozen")]
 
-    @property
-    def _cuts_weights(self) -> bool:
-        strategy = self.trainer.strategy
-        return isinstance(strategy, ModelParallelStrategy) or getattr(strategy, "shards_weights", False)
-
     def _check_schedule(self, trainer: L.Trainer, steps: int | None) -> None:
         super()._check_schedule(trainer, steps)
         num_words, total_steps = self.first_stage_training.word_steps, self._schedule.total_steps or steps
@@ -328,7 +323,7 @@ class CDEModule(ContrastiveModule):
             return
         found = {"context_spread": context_spread(context_MH)}
         is_measured = (self.global_step + 1) % MEASURED_EVERY == 0
-        if is_measured and before_MH is not None and not self._cuts_weights:
+        if is_measured and before_MH is not None and not training_strategy(self.trainer.strategy).is_sharded:
             found["context_sensitivity"] = self._sensitivity(batch, context_MH, before_MH)
         self.log_dict({f"train/{name}": value for name, value in found.items()}, batch_size=len(batch))
         if is_measured and not self._has_warned and found["context_spread"] < DEAD_SPREAD:

@@ -22,13 +22,12 @@ from embeddings.models.language_model import HeadSettings, LanguageModel, load_l
 from embeddings.models.layers import compile_layers
 from embeddings.models.lora import plain_backbone
 from embeddings.models.position_free import first_position, learned_positions
-from embeddings.modules.optimized import OptimizedModule, OptimizerFactory
-from embeddings.training.language_task import LanguageTask, Objective
-from embeddings.training.masking import Masking
-from embeddings.training.schedule import Schedule
+from embeddings.modules.base import BaseModule, OptimizerFactory
+from embeddings.training.language_task import LanguageTask, Masking, Objective
+from embeddings.training.optim import Schedule
 
 
-class MaskedLMModule(OptimizedModule):
+class MaskedLMModule(BaseModule):
     """Trains an encoder or a decoder to predict tokens of plain texts, which `TextDataModule` packs into rows.
 
     Three uses:

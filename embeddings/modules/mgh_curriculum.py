@@ -4,9 +4,8 @@ import torch
 
 from embeddings.losses import InfoNCE
 from embeddings.models import AnchorTokenPooling, BackboneConfig, LoraSettings
-from embeddings.modules.adapted_embedder import PoolingFactory, adapted_embedder
-from embeddings.modules.base import ContrastiveModule, OptimizerFactory
-from embeddings.training.schedule import Schedule
+from embeddings.modules.base import ContrastiveModule, OptimizerFactory, PoolingFactory, build_embedder
+from embeddings.training.optim import Schedule
 
 
 class MGHCurriculumModule(ContrastiveModule):
@@ -56,5 +55,5 @@ class MGHCurriculumModule(ContrastiveModule):
         seed: int | None = None,
     ) -> None:
         usual = "MGH uses AnchorTokenPooling as it is, without arguments"
-        embedder = adapted_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
+        embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)

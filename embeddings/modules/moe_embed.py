@@ -22,9 +22,8 @@ from embeddings.models.routing_sums import (
     read_routing,
 )
 from embeddings.models.upcycling import Upcycling, upcycle
-from embeddings.modules.adapted_embedder import PoolingFactory, adapted_embedder
-from embeddings.modules.base import ContrastiveModule, OptimizerFactory
-from embeddings.training.schedule import Schedule
+from embeddings.modules.base import ContrastiveModule, OptimizerFactory, PoolingFactory, build_embedder
+from embeddings.training.optim import Schedule
 
 
 class MoEEmbedModule(ContrastiveModule):
@@ -85,7 +84,7 @@ class MoEEmbedModule(ContrastiveModule):
             return model if upcycling is None else upcycle(model, upcycling)
 
         usual = "Nomic Embed v2 uses MeanPooling"
-        embedder = adapted_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual, sparse)
+        embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual, sparse)
         if load_balancing is not None and not has_experts(embedder.backbone):
             rule = "has no effect on a model without experts"
             raise OptionError("model.load_balancing", load_balancing, rule, "set it to null, or give model.upcycling")

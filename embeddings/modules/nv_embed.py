@@ -4,9 +4,8 @@ import torch
 
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings
-from embeddings.modules.adapted_embedder import PoolingFactory, adapted_embedder
-from embeddings.modules.base import ContrastiveModule, OptimizerFactory
-from embeddings.training.schedule import Schedule
+from embeddings.modules.base import ContrastiveModule, OptimizerFactory, PoolingFactory, build_embedder
+from embeddings.training.optim import Schedule
 
 
 class NVEmbedModule(ContrastiveModule):
@@ -49,5 +48,5 @@ class NVEmbedModule(ContrastiveModule):
         seed: int | None = None,
     ) -> None:
         usual = "NV-Embed uses 512 latents and 8 heads"
-        embedder = adapted_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
+        embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)

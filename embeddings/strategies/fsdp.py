@@ -1,4 +1,4 @@
-"""FSDP2 under Lightning: sharded weights, gradients and optimiser, and checkpoints that any strategy goes on from."""
+"""FSDP2 under Lightning: sharded weights, gradients and optimiser, with checkpoints that any strategy resumes."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -12,30 +12,30 @@ from lightning.pytorch.strategies.strategy import Strategy
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from embeddings.common import ContrastiveBatch, LossOutput
+from embeddings.common import ContrastiveBatch, ContrastiveStep, LossOutput
 from embeddings.strategies.ranks import TIMEOUT
 from embeddings.training import GradCache
-from embeddings.training.sharding import sharded_like, whole_parameters, whole_state
+from embeddings.training.sharding import full_parameters, full_state, sharded_like
+from embeddings.training.strategy import TrainingStrategy
 
 
-class FSDP2Strategy(ModelParallelStrategy):
-    """Cuts weights, gradients and optimiser state over all ranks; a layer is whole only while it is computed.
+class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
+    """Shards weights, gradients and optimiser state over all ranks; a layer is gathered only while it is computed.
 
-    For a model that with its optimiser does not fit on one device. The gradient is that of DDP; precision is the
-    trainer's, as everywhere, and under `bf16-mixed` the layers' matrices are gathered in bfloat16. A module says in
-    `configure_model` what is sharded (see `training.sharding.shard`).
+    For a model that does not fit on one device together with its optimiser. The gradient equals DDP's; precision is the
+    trainer's, and under `bf16-mixed` the layers' matrices are gathered in bfloat16. A module says in `configure_model`
+    what is sharded (see `training.sharding.shard`).
 
-    A checkpoint is one file with whole tensors, as a single process writes it: it goes on under any strategy and on any
-    number of ranks. The first rank's memory has to hold it.
+    A checkpoint is one file with full tensors, as a single process writes it: any strategy resumes it, on any number of
+    ranks. The first rank's memory has to hold it.
 
     Args:
         process_group_backend: "nccl", "gloo" …; None for what suits the device.
         timeout: How long a rank waits for the others in a collective before the run ends.
     """
 
-    shards_weights = True
+    is_sharded = True
     equal_mini_batches = True
-    one_file_checkpoints = True
 
     def __init__(self, process_group_backend: str | None = None, timeout: timedelta = TIMEOUT) -> None:
         super().__init__(
@@ -50,34 +50,34 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """A context in which rank 0 has all weights, for what is written; no forward may run inside."""
+    def full_weights(self) -> AbstractContextManager[None]:
+        """A context in which rank 0 has all weights, for writing them; no forward may run inside."""
         assert self.model is not None
-        return whole_parameters(self.model, keep=self.is_global_zero)
+        return full_parameters(self.model, keep=self.is_global_zero)
 
-    def cached_forward_backward(
-        self, engine: GradCache, module: Any, batch: ContrastiveBatch, scale: float, is_last: bool
+    def gradcache_step(
+        self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, scale: float, is_last: bool
     ) -> LossOutput:
-        """GradCache's step but for the last backward, which Lightning runs; every one averages its gradients."""
-        return engine.forward_backward(module, batch, scale=scale, syncs_each=True)
+        """GradCache's step but for the last backward, which Lightning runs; every backward averages its gradients."""
+        return engine.forward_backward(step, batch, scale=scale, syncs_each=True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights, on rank 0; None in their place on the others."""
+        """The full weights on rank 0; None in their place on the others."""
         assert self.model is not None
-        state: dict[str, Any] = whole_state(self.model.state_dict(), keep=self.is_global_zero)
+        state: dict[str, Any] = full_state(self.model.state_dict(), keep=self.is_global_zero)
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's part of the weights."""
+        """Load this rank's part of the weights."""
         assert self.model is not None
         state = sharded_like(dict(checkpoint["state_dict"]), self.model.state_dict())
         self.model.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimiser's whole state, as that of a single process, on rank 0."""
+        """The optimiser's full state on rank 0, as a single process has it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        state: dict[str, Any] = whole_state(optimizer.state_dict(), keep=self.is_global_zero)
+        state: dict[str, Any] = full_state(optimizer.state_dict(), keep=self.is_global_zero)
         return state
 
     @property
@@ -86,7 +86,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return True
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's part of each optimiser's state."""
+        """Load this rank's part of each optimiser's state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(_sharded_optimizer_state(optimizer, state))
 
@@ -102,7 +102,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def _sharded_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> StateDict:
-    """A whole state with each tensor that has its parameter's shape cut as the parameter is."""
+    """A full state in which each tensor of its parameter's shape is sharded as the parameter is."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     of_parameter = {}
     for index, values in state["state"].items():

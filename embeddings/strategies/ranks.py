@@ -1,4 +1,4 @@
-"""The ranks of a run: whether they can start, how long each waits for the others, and which of them has died."""
+"""The ranks of a run: a check that they can start, a limit on waiting for each other, and a watch over dead ones."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from embeddings.common import OptionError
 
 TIMEOUT = timedelta(minutes=10)
 _SECONDS_BETWEEN_LOOKS = 0.25
-# How long the first rank has to end by itself once another has died: killed, or by an error that it has reported.
+# How long the first rank may take to end once another has been killed, or has reported an error.
 _SECONDS_AFTER_KILL = 2.0
 _SECONDS_AFTER_ERROR = 5.0
 _EXIT_INTERNAL = 70
@@ -27,7 +27,7 @@ Processes = list[subprocess.Popen[bytes]]
 
 # The processes that this one has started for the other ranks, in the order of the ranks.
 _started: list[Processes] = []
-# Taken by the thread that names the dead rank; nobody else does then.
+# Held by the one thread that names the dead rank.
 _told = Lock()
 _parent = os.getppid()
 
@@ -35,10 +35,10 @@ _parent = os.getppid()
 def set_up_ranks(trainer: L.Trainer) -> None:
     """Check that the ranks can meet, limit how long they wait for each other, and watch those that Lightning starts.
 
-    They wait ten minutes in a collective where the config does not say how long; torch waits thirty.
+    They wait ten minutes in a collective unless the config says otherwise; torch waits thirty.
 
     Raises:
-        OptionError: If there are several nodes, and nothing that starts a process on each.
+        OptionError: If there are several nodes, but no launcher that starts a process on each.
     """
     strategy: Any = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
@@ -53,11 +53,11 @@ def set_up_ranks(trainer: L.Trainer) -> None:
 
 
 def lost_rank() -> str | None:
-    """Which rank has died, asked where a collective has failed.
+    """Which rank has died, for the message after a collective has failed.
 
     Returns:
-        A sentence about it, in one process alone: the one that has started the others, or the second where that one has
-        died itself. Empty in the others, and None where something else starts the ranks.
+        A sentence in one process only: the one that has started the others, or the second rank where that process has
+        died itself. It is empty in the other processes, and None where something else starts the ranks.
     """
     is_launched = not _started and os.environ.get("LOCAL_RANK", "0") != "0" and "RANK" not in os.environ
     if not _started and (not is_launched or "SLURM_PROCID" in os.environ):
@@ -75,15 +75,15 @@ def lost_rank() -> str | None:
 
 
 def _watch(children: Processes) -> None:
-    """In place of Lightning's observer: look after the processes of the other ranks as long as they run."""
+    """Watch the processes of the other ranks as long as they run, in place of Lightning's observer."""
     _started.append(children)
     Thread(target=_end_with, args=(children,), daemon=True, name="ranks").start()
 
 
 def _end_with(children: Processes) -> None:
-    """End all processes of this run once one has died: the others would wait for it in their next collective."""
+    """End all processes of this run once one has died, since the others would wait for it in their next collective."""
     while not (dead := _dead(children)):
-        # One that is to end by itself has emptied the list.
+        # A run that ends normally has emptied the list.
         if all(child.poll() == 0 for child in children):
             return
         time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -99,18 +99,18 @@ def _end_with(children: Processes) -> None:
 
 
 def _kill(children: Processes) -> None:
-    """End what is left: over NCCL it would wait in a collective for minutes."""
+    """Kill the remaining processes: over NCCL they would wait in a collective for minutes."""
     for child in children:
         child.kill()
 
 
 def _tell(line: str) -> str:
-    """The line, for the first that asks."""
+    """The line for the first caller, empty for later ones."""
     return line if _told.acquire(blocking=False) else ""
 
 
 def _dead(children: Processes) -> str:
-    """Which of the processes ended otherwise than by itself, and how; empty for none."""
+    """Which process ended with an error or by a signal, and how; empty for none."""
     first = int(os.environ.get("NODE_RANK", 0)) * (len(children) + 1)
     for rank, child in enumerate(list(children), start=first + 1):
         code = child.poll()

@@ -1,45 +1,55 @@
-"""DeepSpeed's ZeRO under Lightning, for plain steps and for GradCache."""
+"""DeepSpeed's ZeRO under Lightning, for plain steps and for GradCache, with checkpoints that any strategy resumes."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embeddings.common import ContrastiveBatch, LossOutput, NumericError, Representations, TokenBatch
-from embeddings.strategies import zero_state
+from embeddings.common import (
+    ContextualStep,
+    ContrastiveBatch,
+    ContrastiveStep,
+    LossOutput,
+    NumericError,
+    Representations,
+    TokenBatch,
+)
+from embeddings.common.distributed import full_shape
 from embeddings.strategies.ranks import TIMEOUT
 from embeddings.training import GradCache
 from embeddings.training.sharding import make_contiguous
+from embeddings.training.strategy import TrainingStrategy
 
 
-class ZeroStrategy(DeepSpeedStrategy):
-    """Cuts the optimiser's state over all ranks (stage 1), the gradients too (2), the weights too (3).
+class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
+    """Shards the optimiser's state over all ranks (stage 1), the gradients too (2), the weights too (3).
 
-    The gradient is DDP's, with accumulation and under GradCache too. There each mini-batch's forward goes through
-    DeepSpeed's engine, since the training step as a whole does not.
+    The gradient equals DDP's, also with accumulation and under GradCache, where each mini-batch's forward goes through
+    DeepSpeed's engine instead of the training step.
 
-    A checkpoint is one file with whole tensors, as a single process writes it, and none of DeepSpeed's own: it goes on
-    under any strategy and on any number of ranks. The first rank's memory has to hold it.
+    A checkpoint is one file with full tensors, as a single process writes it, not DeepSpeed's own folder: any strategy
+    resumes it, on any number of ranks. The first rank's memory has to hold it.
 
     Args:
-        stage: What is cut.
-        offload_optimizer: Whether the optimiser's state lies in the processor's memory.
-        offload_parameters: Whether the weights do where they are not in use; stage 3 alone.
+        stage: What is sharded.
+        offload_optimizer: Whether the optimiser's state is in CPU memory.
+        offload_parameters: Whether weights that are not in use are in CPU memory; stage 3 only.
         process_group_backend: "nccl", "gloo" …; None for what suits the device.
         timeout: How long a rank waits for the others in a collective before the run ends.
     """
 
-    one_file_checkpoints = True
     checks_gradients = True
-    # Under bf16-mixed and 16-mixed the engine's optimiser has the weights in float32 beside the model's own.
+    # Under bf16-mixed and 16-mixed the engine's optimiser has a float32 copy of the weights.
     keeps_float32_weights = True
 
     def __init__(
@@ -57,12 +67,12 @@ class ZeroStrategy(DeepSpeedStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.shards_weights = stage == 3
-        # From stage 2 on every backward averages its gradients; before, the last one does for all.
+        self.is_sharded = stage == 3
+        # From stage 2 on every backward averages its gradients; in stage 1 the last backward does so for all.
         self.equal_mini_batches = stage >= 2
-        # Stage 1 then takes garbage for the gradient of what only earlier backwards reached (DeepSpeed 0.19).
-        self.one_stage_alone = stage == 1
-        # DeepSpeed logs a throughput by it; Lightning would ask the loader, which knows its batches later.
+        # Stage 1 reads invalid memory as the gradient of weights that only earlier backwards reached (DeepSpeed 0.19).
+        self.supports_context_stage = stage != 1
+        # DeepSpeed only logs a throughput by it; Lightning would ask the loader, which does not know its batches yet.
         assert isinstance(self.config, dict)
         self.config["train_micro_batch_size_per_gpu"] = 1
 
@@ -72,31 +82,31 @@ class ZeroStrategy(DeepSpeedStrategy):
         make_contiguous(self.model)
         super().setup(trainer)
 
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """A context in which the ranks have all weights, for what is written; no forward may run inside."""
+    def full_weights(self) -> AbstractContextManager[None]:
+        """A context in which the ranks have all weights, for writing them; no forward may run inside."""
         assert self.lightning_module is not None
-        return zero_state.gathered(list(self.lightning_module.parameters()))
+        return gathered_parameters(list(self.lightning_module.parameters()))
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Optimizer | None, *args: Any) -> Any:
-        # DeepSpeed takes the parameters out of the groups.
+        # DeepSpeed removes the parameters from the groups.
         assert optimizer is not None
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         return super()._setup_model_and_optimizer(model, optimizer, *args)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights, on rank 0; None in their place on the others."""
+        """The full weights on rank 0; None in their place on the others."""
         assert self.lightning_module is not None
-        return dict(zero_state.weights(self.lightning_module, keep=self.is_global_zero))
+        return dict(full_state_dict(self.lightning_module, keep=self.is_global_zero))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's part of the weights."""
+        """Load this rank's part of the weights."""
         assert self.lightning_module is not None
-        zero_state.set_weights(self.lightning_module, checkpoint["state_dict"])
+        set_full_state_dict(self.lightning_module, checkpoint["state_dict"])
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimiser's whole state, as that of a single process, on rank 0."""
+        """The optimiser's full state on rank 0, as a single process has it."""
         zero = self.deepspeed_engine.optimizer
-        return zero_state.optimizer_state(zero, self._groups, keep=self.is_global_zero)
+        return full_optimizer_state(zero, self._groups, keep=self.is_global_zero)
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -104,9 +114,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         return True
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's part of the optimiser's state."""
+        """Load this rank's part of the optimiser's state."""
         (state,) = checkpoint["optimizer_states"]
-        zero_state.set_optimizer_state(self.deepspeed_engine.optimizer, self._groups, state)
+        set_full_optimizer_state(self.deepspeed_engine.optimizer, self._groups, state)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -119,7 +129,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """The module's step, inside the engine's forward unless GradCache calls that one for each mini-batch."""
+        """The module's step, inside the engine's forward unless GradCache calls that forward for each mini-batch."""
         if getattr(self.lightning_module, "grad_cache", None) is None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
@@ -133,13 +143,13 @@ class ZeroStrategy(DeepSpeedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
-        """The engine's step; it leaves an update out where a gradient is no number, and the run ends then.
+        """The engine's step, which skips the update where a gradient is NaN or infinite; the run then ends.
 
-        Under float16 that is the loss scaler's way, and the run goes on.
+        Under float16 skipped updates are part of loss scaling, and the run continues.
 
         Distributed: the engine asks all ranks, so all of them end.
         Raises:
-            NumericError: If it is not.
+            NumericError: If a gradient is NaN or infinite.
         """
         assert self.lightning_module is not None
         step, engine = self.lightning_module.global_step, self.deepspeed_engine
@@ -148,18 +158,10 @@ class ZeroStrategy(DeepSpeedStrategy):
             raise NumericError(f"gradient is NaN or infinite at step {step}: no update was made")
         return output
 
-    def cached_forward_backward(
-        self, engine: GradCache, module: L.LightningModule, batch: ContrastiveBatch, scale: float, is_last: bool
+    def gradcache_step(
+        self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, scale: float, is_last: bool
     ) -> LossOutput:
-        """GradCache's step but for the last backward, which Lightning runs.
-
-        Args:
-            engine: GradCache.
-            module: A contrastive module.
-            batch: The batch.
-            scale: As in `GradCache.forward_backward`.
-            is_last: Whether the optimiser steps after this batch.
-        """
+        """GradCache's step but for the last backward, each mini-batch's forward through DeepSpeed's engine."""
         zero = self.deepspeed_engine
 
         def backward(loss: Tensor) -> None:
@@ -167,17 +169,17 @@ class ZeroStrategy(DeepSpeedStrategy):
             zero.set_gradient_accumulation_boundary(False)
             zero.backward(loss, scale_wrt_gas=False)
 
-        step = _ThroughEngine(zero, module)
-        output = engine.forward_backward(step, batch, backward, scale=scale, syncs_each=self.equal_mini_batches)
+        through = _ThroughEngine(zero, step)
+        output = engine.forward_backward(through, batch, backward, scale=scale, syncs_each=self.equal_mini_batches)
         self._count_backward()
         zero.set_gradient_accumulation_boundary(is_last)
         return output
 
     def _count_backward(self) -> None:
-        """Have stage 3 add the next backward's gradient to what there is.
+        """Have stage 3 add the next backward's gradient to the present one.
 
-        It replaces it otherwise, unless a forward came between the two: the engine's begins with this call. A kept
-        graph has its forward long before.
+        It would replace it unless a forward came between two backwards: the engine's forward begins with this call. A
+        kept graph has its forward long before.
         """
         clear = getattr(self.deepspeed_engine.optimizer, "clear_backward_seen_flag", None)
         if clear is not None:
@@ -190,7 +192,7 @@ class _ThroughEngine(nn.Module):
     def __init__(self, engine: nn.Module, module: Any) -> None:
         super().__init__()
         self.engine, self.module = engine, module
-        self.trains_context = getattr(module, "trains_context", True)
+        self.trains_context = isinstance(module, ContextualStep) and module.trains_context
 
     def embed_context(self, tokens: TokenBatch) -> Tensor:
         vector_MH: Tensor = self.engine(tokens, is_context=True)[0]
@@ -204,3 +206,136 @@ class _ThroughEngine(nn.Module):
     ) -> LossOutput:
         output: LossOutput = self.module.loss_from_representations(query, candidate, batch)
         return output
+
+
+# DeepSpeed keeps weights and optimiser state in flat float32 partitions, of which a parameter has fragments on some
+# ranks. The functions below assemble them to the state of a plain module and optimiser, and distribute it again.
+Groups = Sequence[Sequence[nn.Parameter]]
+
+
+@contextmanager
+def gathered_parameters(parameters: Sequence[nn.Parameter], writer: int | None = None) -> Iterator[None]:
+    """A context with full parameters; under stages 1 and 2 they always are.
+
+    Args:
+        parameters: The parameters, the same on all ranks.
+        writer: The rank whose changes are kept, or None where nothing is changed.
+    """
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=writer):
+        yield
+
+
+def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Tensor | None]:
+    """The full weights and buffers, trained ones in float32.
+
+    Args:
+        module: The module that the engine trains.
+        keep: Whether this rank wants them; it takes part in the gathers all the same.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found: dict[str, Tensor | None] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        whole = safe_get_full_fp32_param(value) if isinstance(value, nn.Parameter) and value.requires_grad else None
+        if whole is None:
+            with gathered_parameters([value] if isinstance(value, nn.Parameter) else []):
+                whole = value.detach().clone()
+        found[name] = whole.cpu() if keep else None
+    return found
+
+
+def set_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Set weights and buffers, and the partitions in float32 that the optimiser steps on.
+
+    Args:
+        module: The module that the engine trains.
+        state: What `full_state_dict` returned, the same on all ranks.
+    """
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    for name, value in module.state_dict(keep_vars=True).items():
+        whole = state[name].to(value.device)
+        with gathered_parameters([value] if isinstance(value, nn.Parameter) else [], writer=0), torch.no_grad():
+            value.data.copy_(whole) if value.shape == whole.shape else None
+        if isinstance(value, nn.Parameter) and value.requires_grad:
+            safe_set_full_fp32_param(value, whole.float())
+
+
+def full_optimizer_state(optimizer: Any, groups: Groups, keep: bool) -> dict[str, Any]:
+    """The full state, as a plain optimiser over the same groups has it.
+
+    Args:
+        optimizer: DeepSpeed's optimiser.
+        groups: The parameters of each group, as the plain optimiser got them.
+        keep: As in `full_state_dict`.
+    """
+    state: dict[int, dict[str, Any]] = {}
+    names = [name for name, value in _any_state(optimizer).items() if value.ndim]
+    single = {name: value for name, value in _any_state(optimizer).items() if not value.ndim}
+    for index, parameter in enumerate(parameter for group in groups for parameter in group):
+        whole = {name: _whole(optimizer, parameter, name) for name in names}
+        values = {name: value.cpu() if keep else None for name, value in whole.items()}
+        if values or single:
+            state[index] = values | {name: value.clone() for name, value in single.items()}
+    return {"state": state, "param_groups": _described(optimizer, groups)}
+
+
+def set_full_optimizer_state(optimizer: Any, groups: Groups, state: Mapping[str, Any]) -> None:
+    """Set what `full_optimizer_state` returned, the same on all ranks."""
+    for inner, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        inner.update({name: value for name, value in saved.items() if name != "params"})
+    parameters = [parameter for group in groups for parameter in group]
+    for index, values in state["state"].items():
+        for name, value in values.items():
+            for partition, fragment, start, size in _fragments(optimizer, parameters[int(index)]):
+                own = optimizer.optimizer.state[partition]
+                if not value.ndim:
+                    own[name] = value.clone()
+                    continue
+                own.setdefault(name, torch.zeros_like(partition))
+                own[name].narrow(0, fragment, size).copy_(value.flatten().narrow(0, start, size))
+
+
+def _whole(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor:
+    """One entry of a parameter's state, assembled from all ranks' fragments."""
+    shape = full_shape(parameter)
+    whole = torch.zeros(shape.numel(), device=parameter.device)
+    for partition, fragment, start, size in _fragments(optimizer, parameter):
+        whole.narrow(0, start, size).copy_(optimizer.optimizer.state[partition][name].narrow(0, fragment, size))
+    dist.all_reduce(whole)
+    return whole.view(shape)
+
+
+def _any_state(optimizer: Any) -> dict[str, Tensor]:
+    """The state of the first partition that has one: the optimiser's names."""
+    for state in optimizer.optimizer.state.values():
+        if state:
+            return dict(state)
+    return {}
+
+
+def _described(optimizer: Any, groups: Groups) -> list[dict[str, Any]]:
+    """The groups' options, with the parameters' places."""
+    found, start = [], 0
+    for inner, group in zip(optimizer.param_groups, groups, strict=True):
+        options = {name: value for name, value in inner.items() if name != "params"}
+        found.append({**options, "params": list(range(start, start + len(group)))})
+        start += len(group)
+    return found
+
+
+def _fragments(optimizer: Any, parameter: Any) -> Iterator[tuple[Tensor, int, int, int]]:
+    """Where a parameter is on this rank: a partition, the offset in it, the offset in the parameter, and the size."""
+    if hasattr(parameter, "ds_id"):
+        group, place, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = size * optimizer._get_param_partition_rank(parameter)
+        yield optimizer.fp32_partitioned_groups_flat[group], place, start, min(size, parameter.ds_numel - start)
+    elif parameter._hp_mapping is not None:
+        mapping = parameter._hp_mapping
+        partitions = optimizer.single_partition_of_fp32_groups
+        own = mapping.get_hp_fragment().untyped_storage().data_ptr()
+        partition = next(one for one in partitions if one.untyped_storage().data_ptr() == own)
+        address = mapping.hp_fragment_address
+        yield partition, address.start, mapping.lp_fragment_address.start, address.numel

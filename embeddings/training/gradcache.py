@@ -1,8 +1,18 @@
-"""GradCache: the gradient of a batch that does not fit in memory, exact, one mini-batch at a time."""
+"""GradCache: the exact gradient of a batch that does not fit in memory, computed in mini-batches.
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+`GradCache` is the engine. A step of it (`_TwoPasses`) goes over the mini-batches twice:
+
+1. Embed every mini-batch, most of them without a graph, and note the random state before each.
+2. Compute the loss of all representations together, and its gradient with respect to each of them.
+3. Embed each mini-batch again, from its random state and with a graph, and pass its share of that gradient backwards.
+
+`plan_stages` cuts a batch into mini-batches, `RandomState` replays dropout, `plain_step` is what all of this equals.
+Which graphs of the first pass are kept, and need no second forward, is decided in `training.graphs`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,47 +24,183 @@ from embeddings.common import (
     LossOutput,
     OptionError,
     Representations,
+    TokenBatch,
 )
 from embeddings.common.distributed import is_distributed, reduce_int
-from embeddings.common.types import take_texts
+from embeddings.common.types import plan_mini_batches, take_texts
 from embeddings.models.experts import shared_casts
-from embeddings.training.graph_budget import GraphBudget
-from embeddings.training.graphs import GraphMemory, attach_gradient, graph_leaves
-from embeddings.training.mini_batch_plan import (
-    CANDIDATE,
-    CONTEXT,
-    QUERY,
-    MiniBatch,
-    extend_plan,
-    plan_stages,
-    tower_tokens,
-)
-from embeddings.training.replay import RandomState
+from embeddings.training.graphs import GraphBudget, GraphMemory, attach_gradient, graph_leaves
 
 Backward = Callable[[Tensor], None]
 NoSync = Callable[[], AbstractContextManager[object]]
 
+# The towers: the groups of texts that are embedded. The context's documents have an encoder of their own.
+QUERY, CANDIDATE, CONTEXT = 0, 1, 2
 
-class GradCache:
-    """Two passes over mini-batches that give the loss and the gradient of the whole batch.
 
-    First every mini-batch is embedded, most without a graph; then the loss of all representations gives each of them
-    its gradient; then each mini-batch without a graph is embedded again, its random state replayed, and handed its
-    share. Memory for graphs is that of one mini-batch, or of as many as may be kept: a kept graph is not recomputed.
-    The mini-batches are cut by token budget from texts sorted by length, each tower for itself, and run from the
-    longest to the shortest, so a run that does not fit fails at once.
+@dataclass(frozen=True, slots=True, eq=False)
+class MiniBatch:
+    """Texts that go through an encoder together.
 
-    Where no other graph fills the memory, the last mini-batch of the first pass keeps its graph, since recomputing it
-    would need as much: a batch of one mini-batch a tower costs little more than a plain step.
+    Attributes:
+        tower: `QUERY`, `CANDIDATE` or `CONTEXT`.
+        rows_n: Their rows in the tower, (n,) int64 on the CPU.
+        longest: Tokens of the longest text; a query or candidate counts its context as one token a document.
+        is_filler: Whether it only gives all ranks the same number of forwards: it is embedded, its gradient is zero.
+    """
 
-    A `ContextualStep` over a batch with a context has two stages. The first pass runs them in order, and the vectors
-    of the first are a leaf that every mini-batch of the second reads; the second pass runs them in reverse, so that
-    the leaf has the gradient of both towers when the first stage is handed it. A second stage that is not trained
-    costs nothing but its recomputation; a first stage that is not (`trains_context` of the step is false) runs once.
+    tower: int
+    rows_n: Tensor
+    longest: int
+    is_filler: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Their tokens, padding and context included."""
+        return len(self.rows_n) * self.longest
+
+
+def plan_stages(batch: ContrastiveBatch, mini_batch_tokens: int, mini_batch_texts: int | None) -> list[list[MiniBatch]]:
+    """The mini-batches of each stage of a step, from the longest texts to the shortest.
+
+    The first stage embeds the context, where the batch has one; the last one embeds queries and candidates.
 
     Args:
-        mini_batch_tokens: Most padded tokens of a mini-batch, a text's context included. A longer text is alone.
-        mini_batch_texts: Most texts of a mini-batch; None for no such limit.
+        batch: The batch.
+        mini_batch_tokens: Maximum of padded tokens of a mini-batch, its texts' context included.
+        mini_batch_texts: Maximum of texts of a mini-batch; None for no limit.
+    """
+    stages = [(CONTEXT,), (QUERY, CANDIDATE)] if has_context(batch) else [(QUERY, CANDIDATE)]
+    return [
+        _longest_first(
+            [
+                _mini_batch(batch, tower, rows_n)
+                for tower in towers
+                for rows_n in plan_mini_batches(lengths_read(batch, tower), mini_batch_tokens, mini_batch_texts)
+            ]
+        )
+        for towers in stages
+    ]
+
+
+def extend_plan(plan: list[MiniBatch], count: int, batch: ContrastiveBatch) -> list[MiniBatch]:
+    """The same texts in exactly `count` mini-batches, at least as many as there are.
+
+    The largest are halved until there are enough. Once each holds one text, fillers embed a short one again.
+    """
+    plan = list(plan)
+    while len(plan) < count:
+        largest = max(range(len(plan)), key=lambda index: (len(plan[index].rows_n) > 1) * plan[index].num_tokens)
+        rows_n, tower = plan[largest].rows_n, plan[largest].tower
+        if len(rows_n) == 1:
+            plan += [replace(plan[-1], is_filler=True)] * (count - len(plan))
+            break
+        half = (len(rows_n) + 1) // 2
+        plan[largest : largest + 1] = [_mini_batch(batch, tower, part_n) for part_n in (rows_n[:half], rows_n[half:])]
+    return _longest_first(plan)
+
+
+def tower_tokens(batch: ContrastiveBatch, tower: int) -> TokenBatch:
+    """The texts of a tower."""
+    tokens = (batch.query, batch.candidate, batch.context)[tower]
+    assert tokens is not None
+    return tokens
+
+
+def lengths_read(batch: ContrastiveBatch, tower: int) -> Tensor:
+    """Tokens of each text of a tower as its encoder reads it, (N,) int64: after the context and soft prompts."""
+    lengths_N = tower_tokens(batch, tower).lengths_N
+    num_context = 0 if batch.context is None else len(batch.context)
+    return lengths_N if tower == CONTEXT else lengths_N + max(batch.num_extra_tokens, num_context)
+
+
+def has_context(batch: ContrastiveBatch) -> bool:
+    """Whether a step over the batch has a context stage."""
+    return batch.context is not None and len(batch.context) > 0
+
+
+def _mini_batch(batch: ContrastiveBatch, tower: int, rows_n: Tensor) -> MiniBatch:
+    return MiniBatch(tower, rows_n, int(lengths_read(batch, tower)[rows_n].max()))
+
+
+def _longest_first(plan: list[MiniBatch]) -> list[MiniBatch]:
+    return sorted(plan, key=lambda mini_batch: -mini_batch.longest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RandomState:
+    """The random states of the CPU and of one device at one moment, so that dropout can be replayed."""
+
+    device: torch.device
+    cpu_state: Tensor
+    device_state: Tensor | None
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "RandomState":
+        """The states now.
+
+        Args:
+            device: The device that computes; it may be the CPU.
+        """
+        device_state = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        return cls(device, torch.get_rng_state(), device_state)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Return to these states inside, and to the current ones afterwards."""
+        before = RandomState.capture(self.device)
+        self._restore()
+        try:
+            yield
+        finally:
+            before._restore()
+
+    def _restore(self) -> None:
+        torch.set_rng_state(self.cpu_state)
+        if self.device_state is not None:
+            torch.get_device_module(self.device).set_rng_state(self.device_state, self.device)
+
+
+def plain_step(step: ContrastiveStep, batch: ContrastiveBatch) -> LossOutput:
+    """The loss of a batch whose texts are all embedded at once, with the graphs of all encoders behind it.
+
+    Where the batch has a context, its documents are embedded once and both towers read the same vectors.
+
+    Args:
+        step: The method, a `ContextualStep` where the batch has a context.
+        batch: The batch.
+
+    Related: `GradCache`, the same loss and gradient within the memory of one mini-batch.
+    """
+    context = None
+    with shared_casts():
+        if has_context(batch):
+            context = _contextual(step).embed_context(tower_tokens(batch, CONTEXT))
+        query, candidate = step.embed(batch.query, context), step.embed(batch.candidate, context)
+    return step.loss_from_representations(query, candidate, batch)
+
+
+def _contextual(step: ContrastiveStep) -> ContextualStep:
+    assert isinstance(step, ContextualStep), "a batch with a context needs a step that embeds it"
+    return step
+
+
+class GradCache:
+    """Two passes over mini-batches that give the loss and the gradient of the full batch.
+
+    Memory for graphs is that of one mini-batch, or of as many as may be kept. Where no other graph fills the memory,
+    the last mini-batch of the first pass keeps its graph, since recomputing it would need as much memory: a batch of
+    one mini-batch a tower costs little more than a plain step. The longest mini-batch comes first, so a run that does
+    not fit fails at once.
+
+    A `ContextualStep` over a batch with a context has two stages. The first pass runs them in order, and the vectors
+    of the first stage are a leaf that every mini-batch of the second reads. The second pass runs them in reverse, so
+    that this leaf has the gradient of both towers when the first stage needs it. A second stage that is not trained
+    costs only its recomputation; a first stage that is not trained (`trains_context` is false) runs once.
+
+    Args:
+        mini_batch_tokens: Maximum of padded tokens of a mini-batch, a text's context included. A longer text is alone.
+        mini_batch_texts: Maximum of texts of a mini-batch; None for no limit.
         kept_fraction: Share of all padded tokens, 0 to 1, whose graphs may be kept; None leaves it to `kept_gib`.
         kept_gib: Memory that kept graphs may hold together, in GiB on this rank; None leaves it to `kept_fraction`.
             The longest mini-batch of a stage is measured, the others are taken to need as much a token. With both
@@ -62,8 +208,8 @@ class GradCache:
         equal_mini_batches: Whether all ranks run the same number of mini-batches and keep the same number of graphs,
             as strategies need that gather parameters in each forward (FSDP, ZeRO-3).
 
-    Precision: representations keep their dtype, and so do their gradients; what the mini-batches say of a context is
-        summed in float32 or better. The backward runs outside autocast.
+    Precision: representations keep their dtype, and so do their gradients; the context's gradient is summed over
+        mini-batches in float32 or better. The backward runs outside autocast.
     Distributed: one gradient synchronisation a step, by the last backward, which is the first stage's. A parameter
         that only earlier mini-batches, a later stage or the loss reached takes part in it. Each rank has its own
         context; only candidates cross ranks, in the loss.
@@ -86,19 +232,10 @@ class GradCache:
         self.budget = GraphBudget(kept_fraction, kept_gib)
         self.mini_batch_tokens = mini_batch_tokens
         self.mini_batch_texts = mini_batch_texts
-        self.kept_fraction = kept_fraction
-        self.kept_gib = kept_gib
         self.equal_mini_batches = equal_mini_batches
 
-    def plan(self, batch: ContrastiveBatch) -> list[MiniBatch]:
-        """The mini-batches of a batch in the order they first run: stage by stage, the longest texts first.
-
-        Distributed: as `plan_stages`.
-        """
-        return [mini_batch for stage in self.plan_stages(batch) for mini_batch in stage]
-
-    def plan_stages(self, batch: ContrastiveBatch) -> list[list[MiniBatch]]:
-        """The mini-batches of each stage of a batch.
+    def plan(self, batch: ContrastiveBatch) -> list[list[MiniBatch]]:
+        """The mini-batches of each stage of a batch, in the order in which they first run.
 
         Distributed: one all-reduce a stage where the ranks must have equally many.
         """
@@ -116,7 +253,7 @@ class GradCache:
         no_sync: NoSync | None = None,
         scale: float = 1.0,
     ) -> LossOutput:
-        """Run a whole step: the gradient of `scale` times the loss is added to the parameters' `.grad`.
+        """Run a full step: the gradient of `scale` times the loss is added to the parameters' `.grad`.
 
         Args:
             step: The method.
@@ -141,11 +278,11 @@ class GradCache:
         scale: float = 1.0,
         syncs_each: bool = False,
     ) -> LossOutput:
-        """Run everything but the last backward, and leave that one to the caller.
+        """Run everything but the last backward, which the caller runs.
 
-        The loss that comes back has the whole batch's value and the last mini-batch's graph: a caller whose framework
-        runs one backward a step (Lightning's automatic optimisation) returns it as if it were a plain loss.
-        Without gradients enabled it is just the loss.
+        The returned loss has the value of the full batch and the graph of the last mini-batch. A caller whose framework
+        runs one backward a step (Lightning's automatic optimisation) returns it like a plain loss. Where gradients are
+        disabled it is the loss without a graph.
 
         Args:
             step: The method.
@@ -165,7 +302,7 @@ class GradCache:
             LossOutput: `loss` () with the last graph behind it; `terms` detached.
         """
         passes = _TwoPasses(self, step, batch, keeps_last=no_sync is None, syncs_each=syncs_each)
-        # Sharded weights are whole for one layer at a time, and so are their casts.
+        # Sharded weights are gathered for one layer at a time, so their casts cannot be shared.
         with nullcontext() if syncs_each else shared_casts():
             if not torch.is_grad_enabled():
                 passes.embed_all()
@@ -182,7 +319,7 @@ class GradCache:
 
 @dataclass(slots=True, eq=False)
 class _Visit:
-    """A mini-batch between the two passes; `graph` is there while its graph is kept."""
+    """A mini-batch between the two passes; `graph` holds its representations while its graph is kept."""
 
     mini_batch: MiniBatch
     random_state: RandomState
@@ -190,23 +327,21 @@ class _Visit:
 
 
 class _TwoPasses:
-    """One step: what the first pass found, and what the second one makes of it."""
+    """One step: what the first pass found, and what the second pass does with it."""
 
     def __init__(
         self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, keeps_last: bool, syncs_each: bool
     ) -> None:
-        self.engine = engine
-        self.step = step
-        self.batch = batch
-        self.keeps_last = keeps_last
-        self.syncs_each = syncs_each
-        self.device = batch.query.device
-        self.stages = engine.plan_stages(batch)
+        self.engine, self.budget = engine, engine.budget
+        self.step, self.batch, self.device = step, batch, batch.query.device
+        self.keeps_last, self.syncs_each = keeps_last, syncs_each
+        self.stages = engine.plan(batch)
+        self.stage_tokens = [[mini_batch.num_tokens for mini_batch in stage] for stage in self.stages]
         # The first stage whose mini-batches have a second pass.
-        self.first_trained = int(len(self.stages) > 1 and not getattr(step, "trains_context", True))
-        self.num_kept: list[int] = []
+        self.first_trained = int(len(self.stages) > 1 and not _contextual(step).trains_context)
+        self.num_kept: list[int] = []  # graphs that each stage keeps, from its first mini-batch on
         self.visits: list[list[_Visit]] = []
-        self.towers: dict[int, Representations] = {}
+        self.towers: dict[int, Representations] = {}  # leaves: all vectors and summed statistics of each tower
         self.gradient_of: dict[Tensor, Tensor] = {}
         self.early_leaves: set[Tensor] = set()
         self.casts_have_graph = False
@@ -225,11 +360,11 @@ class _TwoPasses:
                 leaf.requires_grad_(torch.is_grad_enabled() and leaf.is_floating_point() and is_trained)
 
     def loss(self) -> LossOutput:
-        """The loss of the whole batch."""
+        """The loss of the full batch."""
         return self.step.loss_from_representations(self.towers[QUERY], self.towers[CANDIDATE], self.batch)
 
     def find_gradients(self, loss: Tensor) -> None:
-        """The gradients of the representations, and of parameters that the loss itself has."""
+        """The loss's gradient with respect to each representation, and to the loss's own parameters."""
         leaves = dict.fromkeys([leaf for leaf in self._leaves() if leaf.requires_grad] + graph_leaves(loss))
         with torch.autocast(self.device.type, enabled=False):
             gradients = torch.autograd.grad(loss, list(leaves), allow_unused=True, materialize_grads=True)
@@ -240,7 +375,7 @@ class _TwoPasses:
             self.gradient_of[self.context] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
     def second_order(self) -> list[_Visit]:
-        """From the last stage to the first; of each the kept graphs before the others, whose memory they free."""
+        """From the last stage to the first; in each the kept graphs come first, so that their memory is freed."""
         trained = self.visits[self.first_trained :]
         return [visit for visits in reversed(trained) for visit in sorted(visits, key=lambda v: v.graph is None)]
 
@@ -266,27 +401,33 @@ class _TwoPasses:
         return attach_gradient(loss, [*outputs, *of_loss], [*gradients, *of_loss.values()], missing)
 
     def _embed_stage(self, stage: int) -> None:
-        plan, budget = self.stages[stage], self.engine.budget
-        with_graphs = torch.is_grad_enabled() and stage >= self.first_trained
-        num_kept = budget.num_kept(self.stages, self.num_kept) if with_graphs else 0
-        visits: list[_Visit] = []
-        for index, mini_batch in enumerate(plan):
-            keeps = with_graphs and self._keeps(stage, index, num_kept)
-            random_state, memory = RandomState.capture(self.device), GraphMemory()
-            measures = index == 0 and keeps and budget.measures
-            with memory.measured(self.device, self._parameters) if measures else nullcontext():
-                graph = self._embed(mini_batch, keeps)
-            if measures:
-                memory.leave_out_casts(_tensors(graph).values())
-            visits.append(_Visit(mini_batch, random_state, graph if keeps else None))
-            self._store(mini_batch, graph)
-            if index == 0 and with_graphs:
-                num_kept = self._agreed_num_kept(stage, memory.num_bytes)
-                if not self._keeps(stage, 0, num_kept):
-                    visits[0].graph = None
-            del graph
-        self.visits.append(visits)
-        self.num_kept.append(num_kept)
+        """The first pass over one stage; memory that graphs need is measured at its first, longest mini-batch."""
+        builds_graphs = torch.is_grad_enabled() and stage >= self.first_trained
+        self.num_kept.append(self.budget.num_kept(self.stage_tokens, self.num_kept) if builds_graphs else 0)
+        self.visits.append([])
+        for index, mini_batch in enumerate(self.stages[stage]):
+            keeps = builds_graphs and self._keeps(stage, index)
+            visit = _Visit(mini_batch, RandomState.capture(self.device), None)
+            visit.graph = self._embed_and_measure(
+                stage, mini_batch, keeps and index == 0 and self.budget.measures, keeps
+            )
+            self._store(mini_batch, visit.graph)
+            if index == 0 and builds_graphs:
+                self.num_kept[stage] = self._agreed_num_kept(stage)
+                keeps = keeps and self._keeps(stage, 0)
+            if not keeps:
+                visit.graph = None
+            self.visits[stage].append(visit)
+
+    def _embed_and_measure(self, stage: int, mini_batch: MiniBatch, measures: bool, keeps: bool) -> Representations:
+        memory = GraphMemory()
+        with memory.measured(self.device, self._parameters) if measures else nullcontext():
+            found = self._embed(mini_batch, keeps)
+        if measures:
+            memory.leave_out_casts(_tensors(found).values())
+            if memory.num_bytes:
+                self.budget.learn(stage, memory.num_bytes, mini_batch.num_tokens)
+        return found
 
     def _embed(self, mini_batch: MiniBatch, with_graph: bool) -> Representations:
         if with_graph and not self.casts_have_graph:
@@ -296,8 +437,7 @@ class _TwoPasses:
         tokens = take_texts(tower_tokens(self.batch, mini_batch.tower), mini_batch.rows_n)
         with torch.set_grad_enabled(with_graph):
             if mini_batch.tower == CONTEXT:
-                assert isinstance(self.step, ContextualStep), "a batch with a context needs a step that embeds it"
-                return Representations(self.step.embed_context(tokens))
+                return Representations(_contextual(self.step).embed_context(tokens))
             return self.step.embed(tokens, self.context)
 
     def _outputs_and_gradients(self, visit: _Visit) -> tuple[list[Tensor], list[Tensor]]:
@@ -319,7 +459,7 @@ class _TwoPasses:
         return outputs, gradients
 
     def _take_context_gradient(self, scale: float) -> None:
-        """Add what a backward of the second stage left on the context to its gradient, without the scale."""
+        """Add the gradient that a backward of the second stage left on the context, without the scale."""
         context = self.context
         if context is not None and context.grad is not None:
             self.gradient_of[context].add_(context.grad, alpha=1.0 / scale)
@@ -343,23 +483,21 @@ class _TwoPasses:
         for name, value in found.statistics.items():
             tower.statistics[name].add_(value.detach())
 
-    def _keeps(self, stage: int, index: int, num_kept: int) -> bool:
-        """Whether a mini-batch keeps its graph where the first `num_kept` of its stage may."""
+    def _keeps(self, stage: int, index: int) -> bool:
+        """Whether a mini-batch keeps its graph, where its stage keeps `self.num_kept[stage]` of them."""
+        is_counted = index < self.num_kept[stage]
         if index < len(self.stages[stage]) - 1:
-            return index < num_kept
+            return is_counted
         if stage == self.first_trained and not self.keeps_last:
             # Its backward ends the step, and the wrapper must see its forward outside `no_sync`.
             return False
-        # Beside graphs that fill a memory budget the last one has no room, unless it was counted.
+        # The last forward's graph fits where no kept graphs fill a memory budget.
         is_last_forward = stage == len(self.stages) - 1
-        has_room = not self.engine.budget.measures or sum(self.num_kept) + num_kept == 0
-        return index < num_kept or (is_last_forward and has_room)
+        return is_counted or (is_last_forward and (not self.budget.measures or sum(self.num_kept) == 0))
 
-    def _agreed_num_kept(self, stage: int, first_bytes: int) -> int:
-        """The number of kept graphs once the first mini-batch's memory is known, where it was measured."""
-        if first_bytes:
-            self.engine.budget.learn(stage, first_bytes, self.stages[stage][0].num_tokens)
-        num_kept = self.engine.budget.num_kept(self.stages, self.num_kept)
+    def _agreed_num_kept(self, stage: int) -> int:
+        """How many graphs a stage keeps, now that the memory of its first one may be known."""
+        num_kept = self.budget.num_kept(self.stage_tokens, self.num_kept[:stage])
         return reduce_int(num_kept, "min", self.device) if self.engine.equal_mini_batches else num_kept
 
     def _parameters(self) -> list[Tensor]:

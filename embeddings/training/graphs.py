@@ -1,9 +1,10 @@
-"""Autograd graphs: what they reach, what they hold, and how to hand them a gradient."""
+"""Autograd graphs: attaching a gradient to them, finding their leaves, and keeping them within a memory budget."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,20 +12,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from embeddings.common import OptionError
+
 
 def attach_gradient(
     value: Tensor, outputs: Sequence[Tensor], gradients: Sequence[Tensor], untouched: Sequence[Tensor] = ()
 ) -> Tensor:
-    """A scalar that has a given value, and given gradients with respect to given tensors.
+    """A scalar with a given value, and with given gradients with respect to given tensors.
 
-    GradCache's surrogate: no sum of products is made, so nothing can overflow in half precision, and a loss scale
-    multiplies the gradients in float32 before they take the outputs' dtype.
+    This is GradCache's surrogate loss. No sum of products is computed, so nothing can overflow in half precision, and a
+    loss scale multiplies the gradients in float32 before they take the outputs' dtype.
 
     Args:
         value: Its value, ().
         outputs: Tensors with a graph behind them, or leaves.
         gradients: For each output its gradient, of its shape.
-        untouched: Leaves that its backward reaches with a gradient of zero, which takes no memory.
+        untouched: Leaves that its backward reaches with a gradient of zero, without using memory.
     """
     attached: Tensor = _AttachGradient.apply(  # type: ignore[no-untyped-call]
         value.detach(), len(outputs), *gradients, *outputs, *untouched
@@ -82,13 +85,13 @@ class GraphMemory:
     def measured(self, device: torch.device, parameters: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
         """Measure the graphs built inside.
 
-        On a CUDA device it is what the allocator hands out and does not get back. Elsewhere it is the storages that
-        autograd saves, each once; a checkpointed layer's input is not seen there. Parameters are left out, and so is
-        what a sharded layer's weights were gathered into, which has been freed by the end.
+        On a CUDA device it is the memory that the allocator hands out and does not get back. Elsewhere it is the
+        storages that autograd saves, each once; the input of a checkpointed layer is not counted there. Parameters are
+        left out, and so are gathered weights of a sharded layer, which have been freed by the end.
 
         Args:
-            device: Where the graph lives.
-            parameters: Gives the tensors that live anyway.
+            device: Where the graph is.
+            parameters: Returns the tensors that exist anyway.
         """
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)
@@ -112,10 +115,10 @@ class GraphMemory:
         self.num_bytes += sum(storage.nbytes() for storage in saved.values())
 
     def leave_out_casts(self, roots: Iterable[Tensor]) -> None:
-        """Take weights that were cast to another dtype off the bytes: under autocast all graphs of a step share them.
+        """Subtract weights that were cast to another dtype: under autocast all graphs of a step share them.
 
         Args:
-            roots: What was computed while measured, with its graph.
+            roots: The tensors that were computed while measured, with their graph.
         """
         for node in _nodes(roots):
             if node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable"):
@@ -127,3 +130,54 @@ class GraphMemory:
                         continue
                     self._storages[size] -= 1
                 self.num_bytes -= size
+
+
+class GraphBudget:
+    """How many mini-batches of each stage keep their graphs, from a share of tokens and a limit of memory.
+
+    The memory that a token needs is learnt from the first graph of each stage. Stages are asked for in the order in
+    which they run, and a later stage has what the earlier ones left. Without either limit nothing is kept.
+
+    Args:
+        kept_fraction: Share of a step's padded tokens, 0 to 1, whose graphs may be kept; None leaves it to `kept_gib`.
+        kept_gib: Memory that kept graphs may hold together, in GiB; None leaves it to `kept_fraction`.
+
+    Raises:
+        OptionError: If a limit is impossible.
+    """
+
+    def __init__(self, kept_fraction: float | None = None, kept_gib: float | None = None) -> None:
+        if kept_fraction is not None and not 0 <= kept_fraction <= 1:
+            raise OptionError("kept_fraction", kept_fraction, "must be within 0 and 1", "0.5 keeps half the graphs")
+        if kept_gib is not None and not kept_gib >= 0:
+            raise OptionError("kept_gib", kept_gib, "must be >= 0", "0 keeps no more than one graph")
+        self.kept_fraction, self.kept_gib = kept_fraction, kept_gib
+        self._bytes_per_token: dict[int, float] = {}
+
+    @property
+    def measures(self) -> bool:
+        """Whether memory is limited, so that the first graph of each stage has to be measured."""
+        return self.kept_gib is not None
+
+    def learn(self, stage: int, num_bytes: int, num_tokens: int) -> None:
+        """Remember what the graph of one mini-batch of a stage holds."""
+        self._bytes_per_token[stage] = max(1.0, num_bytes / num_tokens)
+
+    def num_kept(self, stage_tokens: Sequence[Sequence[int]], kept: Sequence[int] = ()) -> int:
+        """How many mini-batches from the start of the next stage keep their graphs, by what is known of their memory.
+
+        Args:
+            stage_tokens: Padded tokens of each mini-batch of every stage of the step, in the order in which they run.
+            kept: How many of each earlier stage keep theirs: the stage asked for is the one after these.
+        """
+        fraction = self.kept_fraction
+        if fraction is None:
+            fraction = 0.0 if self.kept_gib is None else 1.0
+        tokens_left = fraction * sum(tokens for stage in stage_tokens for tokens in stage)
+        bytes_left = math.inf if self.kept_gib is None else self.kept_gib * 2**30
+        for stage, count in enumerate(kept):
+            num_tokens = sum(stage_tokens[stage][:count])
+            tokens_left -= num_tokens
+            bytes_left -= num_tokens * self._bytes_per_token.get(stage, 1.0)
+        limit = min(tokens_left, bytes_left / self._bytes_per_token.get(len(kept), 1.0))
+        return sum(tokens <= limit for tokens in accumulate(stage_tokens[len(kept)]))

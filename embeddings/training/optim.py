@@ -1,11 +1,16 @@
 """Parameter groups for an optimiser, and what it keeps of them."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from embeddings.common.errors import OptionError
 
 
 def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = None) -> list[dict[str, Any]]:
@@ -52,3 +57,97 @@ def state_per_weight(make: Callable[[Iterable[Any]], Optimizer]) -> float:
         return 0.0
     kept = [value.numel() for value in optimizer.state[matrix].values() if isinstance(value, Tensor)]
     return round(sum(kept) / matrix.numel(), 2)
+
+
+# The share of the peak rate at a step of so many, for the part that a parameter group names.
+PartFactor = Callable[[str | None, int, int], float]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, then a decay to zero at the last step.
+
+    Args:
+        warmup_steps: Optimiser steps (not batches) over which the rate rises linearly. NV-Embed: 50 (Table 11).
+        decay: What follows: `linear` (NV-Embed, Appendix C) or `cosine` to zero at `total_steps`, or `constant`.
+        total_steps: Optimiser steps of the whole run; None takes the trainer's.
+
+    Raises:
+        OptionError: If a count is negative, or the warm-up is longer than the run.
+    """
+
+    warmup_steps: int = 50
+    decay: Literal["linear", "cosine", "constant"] = "linear"
+    total_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise OptionError("model.schedule.warmup_steps", self.warmup_steps, "must be >= 0", "NV-Embed uses 50")
+        if self.total_steps is not None and self.total_steps < 1:
+            raise OptionError("model.schedule.total_steps", self.total_steps, "must be >= 1", "leave it out")
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """The share of the peak rate that optimiser step `step` (0-based) uses, 0 to 1.
+
+        The first step of a warm-up of W steps uses 1/W of the peak, so no step is wasted at a rate of zero.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return 1.0
+        left = max(0.0, (total_steps - step) / max(1, total_steps - self.warmup_steps))
+        return left if self.decay == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
+
+    def scheduler(
+        self, optimizer: Optimizer, trainer_steps: int | None, part_factor: PartFactor | None = None
+    ) -> LambdaLR:
+        """The schedule as a PyTorch scheduler that is stepped once an optimiser step.
+
+        Args:
+            optimizer: Whose learning rates are the peak.
+            trainer_steps: The trainer's optimiser steps, used where `total_steps` is None.
+            part_factor: Takes the place of `factor`; its first argument is a group's `part`, None where it has none.
+        """
+        steps = self._length(trainer_steps) or self.warmup_steps + 1
+
+        def of_group(part: str | None) -> Callable[[int], float]:
+            return lambda step: self.factor(step, steps) if part_factor is None else part_factor(part, step, steps)
+
+        return LambdaLR(optimizer, [of_group(group.get("part")) for group in optimizer.param_groups])
+
+    def check(self, trainer_steps: int | None) -> None:
+        """Check that the run has an end to decay towards, and that the warm-up comes before it.
+
+        Args:
+            trainer_steps: The trainer's optimiser steps, used where `total_steps` is None.
+
+        Raises:
+            OptionError: If it does not.
+        """
+        total_steps = self._length(trainer_steps)
+        if total_steps is not None and 0 < self.warmup_steps >= total_steps:
+            rule = f"must be below the run's {total_steps} optimiser steps"
+            raise OptionError("model.schedule.warmup_steps", self.warmup_steps, rule, "lower it or train longer")
+
+    def _length(self, trainer_steps: int | None) -> int | None:
+        total_steps = self.total_steps or trainer_steps
+        if total_steps is None and self.decay != "constant":
+            raise OptionError(
+                "model.schedule.total_steps", None, "must be known to decay", "set trainer.max_steps or max_epochs"
+            )
+        return total_steps
+
+
+def scale_rates(scheduler: Any, peak: float) -> None:
+    """Have a `LambdaLR` go on with other rates: the peak of the first parameter group, and of the others in proportion.
+
+    Args:
+        scheduler: The schedule, at any step.
+        peak: The rate of the first group where its factor is 1.
+    """
+    first = scheduler.base_lrs[0]
+    scheduler.base_lrs = [peak * (rate / first) for rate in scheduler.base_lrs]
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    for group, rate, factor in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, factors, strict=True):
+        group.update(initial_lr=rate, lr=rate * factor)
+    scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

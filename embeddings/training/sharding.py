@@ -1,6 +1,6 @@
-"""FSDP2: a model whose weights lie in parts, one on each rank, and are put together a layer at a time."""
+"""FSDP2: weights are sharded over the ranks and gathered one layer at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,21 +17,20 @@ from embeddings.models.layers import layers
 def shard(
     module: nn.Module, mesh: DeviceMesh, entries: Sequence[str] = (), product_dtype: torch.dtype | None = None
 ) -> None:
-    """Shard a module: each of its repeated layers for itself, and what is left as one group.
+    """Shard a module: each repeated layer is a group of its own, the other weights are one group.
 
     A layer's weights are gathered when its forward or backward begins and freed after it; its gradient is averaged over
     the ranks, and scattered, by every backward.
 
-    With a `product_dtype` the matrices of the layers are cast before they are gathered, which halves what is sent, and
-    the gradients are averaged in float32. Autocast would cast them after, to the same values; only the bias that
-    experts share is rounded too. What autocast leaves in float32 (norms, routers) is a group of its own, gathered as it
-    is.
+    With a `product_dtype` the layers' matrices are cast before they are gathered, which halves the traffic, and the
+    gradients are averaged in float32. Autocast would cast them afterwards, to the same values; only the bias that
+    experts share is rounded too. Weights that autocast leaves in float32 (norms, routers) are a group of their own.
 
     Args:
         module: The module, whose calls are its forward; it becomes an `FSDPModule` in place.
         mesh: The ranks, one dimension.
-        entries: Methods beside `forward` that use its weights.
-        product_dtype: What autocast computes products in, None without autocast.
+        entries: Methods other than `forward` that use its weights.
+        product_dtype: The dtype in which autocast computes products, None without autocast.
     """
     make_contiguous(module)
     for layer in layers(module):
@@ -48,7 +47,7 @@ def shard(
 
 
 def _float32_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost parts with float32 weights none of which is of a product under autocast."""
+    """The outermost parts with float32 weights that autocast uses in no product."""
     for part in module.children():
         weights = list(part.parameters())
         if any(isinstance(inner, nn.Linear | Experts) for inner in part.modules()):
@@ -58,14 +57,14 @@ def _float32_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def make_contiguous(module: nn.Module) -> None:
-    """Lay every parameter out row by row, as what cuts parameters wants it; the experts' second matrices are not."""
+    """Store every parameter row by row, as sharding needs; the experts' second matrices are not."""
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
 
 
 @contextmanager
-def whole_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
-    """Have whole parameters, in the memory of the processor, in place of the cut ones; no forward may run inside.
+def full_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
+    """A context with full parameters in CPU memory in place of sharded ones; no forward may run inside.
 
     Args:
         module: The sharded module.
@@ -76,26 +75,28 @@ def whole_parameters(module: nn.Module, keep: bool) -> Iterator[None]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    named: list[tuple[nn.Module, str, Any]] = [
-        (part, name, value) for part in module.modules() for name, value in part._parameters.items()
+    sharded: list[tuple[nn.Module, str, Any]] = [
+        (part, name, value)
+        for part in module.modules()
+        for name, value in part._parameters.items()
+        if isinstance(value, DTensor)
     ]
-    cut: list[tuple[nn.Module, str, Any]] = [of for of in named if isinstance(of[2], DTensor)]
-    whole: dict[Any, nn.Parameter] = {}
-    for _, _, value in cut:
-        if value not in whole:
-            tensor = whole_state(value.detach(), keep)
-            whole[value] = nn.Parameter(tensor, value.requires_grad) if keep else value
+    full: dict[Any, nn.Parameter] = {}
+    for _, _, value in sharded:
+        if value not in full:
+            tensor = full_state(value.detach(), keep)
+            full[value] = nn.Parameter(tensor, value.requires_grad) if keep else value
     try:
-        for part, name, value in cut:
-            part._parameters[name] = whole[value]
+        for part, name, value in sharded:
+            part._parameters[name] = full[value]
         yield
     finally:
-        for part, name, value in cut:
+        for part, name, value in sharded:
             part._parameters[name] = value
 
 
-def whole_state(state: Any, keep: bool) -> Any:
-    """A state dict with every sharded tensor put together, in the memory of the processor.
+def full_state(state: Any, keep: bool) -> Any:
+    """A state dict in CPU memory with every sharded tensor gathered.
 
     Args:
         state: Nested dicts and lists with tensors.
@@ -103,34 +104,26 @@ def whole_state(state: Any, keep: bool) -> Any:
 
     Distributed: an all-gather a sharded tensor, one after another.
     """
-
-    def whole(tensor: Tensor) -> Tensor | None:
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(state, Tensor):
+        full = state.full_tensor() if isinstance(state, DTensor) else state
         return full.detach().cpu() if keep else None
+    if isinstance(state, dict):
+        return {key: full_state(value, keep) for key, value in state.items()}
+    if isinstance(state, list):
+        return [full_state(value, keep) for value in state]
+    return state
 
-    return _mapped(state, whole)
 
-
-def sharded_like(whole: Any, sharded: Any) -> Any:
-    """A state dict of whole tensors, cut as another one's are; each rank cuts its own part, so nothing is sent.
+def sharded_like(full: Any, sharded: Any) -> Any:
+    """A state dict of full tensors, sharded as another one is; each rank takes its own part, so nothing is sent.
 
     Args:
-        whole: Nested dicts and lists with whole tensors, the same on all ranks.
-        sharded: A dict that has a sharded tensor wherever `whole` is to have one.
+        full: Nested dicts and lists with full tensors, the same on all ranks.
+        sharded: A dict with a sharded tensor wherever the result has one.
     """
-    if isinstance(whole, dict):
-        return {key: sharded_like(value, sharded.get(key)) for key, value in whole.items()}
+    if isinstance(full, dict):
+        return {key: sharded_like(value, sharded.get(key)) for key, value in full.items()}
     if isinstance(sharded, DTensor):
-        tensor = whole.to(sharded.device, sharded.dtype)
+        tensor = full.to(sharded.device, sharded.dtype)
         return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
-    return whole
-
-
-def _mapped(state: Any, function: Callable[[Tensor], Any]) -> Any:
-    if isinstance(state, Tensor):
-        return function(state)
-    if isinstance(state, dict):
-        return {key: _mapped(value, function) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_mapped(value, function) for value in state]
-    return state
+    return full

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from embeddings.callbacks import DurableCheckpointIO
-from embeddings.callbacks.best_checkpoint import load_best
+from embeddings.callbacks.checkpoints import load_best
 from tests.helpers.checkpoints import save
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from embeddings.callbacks.checkpoint_room import check_checkpoint_room, checkpoint_bytes
+from embeddings.callbacks.checkpoints import check_checkpoint_room, checkpoint_bytes
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
-from embeddings.modules.optimized import configured_module
+from embeddings.modules.checkpoint import configured_module
 from tests.helpers.disks import fake_disk
 from tests.helpers.runs import run_config, write_config
 

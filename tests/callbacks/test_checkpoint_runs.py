@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from embeddings.callbacks import DurableCheckpointIO, durable_checkpoints, preemption
+from embeddings.callbacks import DurableCheckpointIO, checkpoints, preemption
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common.checkpoint_file import pack, read_checkpoint, write_checkpoint
@@ -63,7 +63,7 @@ def test_what_lightning_and_our_parts_put_in_comes_back(tmp_path: Path, monkeypa
         saved.append(pack(content).copied())
         return pack(content)
 
-    monkeypatch.setattr(durable_checkpoints, "pack", packed)
+    monkeypatch.setattr(checkpoints, "pack", packed)
     config = checkpointed(tmp_path, monitor="train/loss", save_top_k=2)
     module = "lightning.pytorch.callbacks"
     config["trainer"]["callbacks"] += [
@@ -95,9 +95,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_74_and_the_checkpoint_before(
         if left[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(
-        durable_checkpoints, "write_checkpoint", lambda packed, path, _: write_checkpoint(packed, path, full)
-    )
+    monkeypatch.setattr(checkpoints, "write_checkpoint", lambda packed, path, _: write_checkpoint(packed, path, full))
     for step in (2, 3):  # after it a save fails that is followed by another, and the last one, of which the end tells
         left[0] = step
         folder = tmp_path / str(step)

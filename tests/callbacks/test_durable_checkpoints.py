@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from embeddings.callbacks.durable_checkpoints import DurableCheckpointIO, finish_writing, make_checkpoints_durable
+from embeddings.callbacks.checkpoints import DurableCheckpointIO, finish_writing, make_checkpoints_durable
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import inspect_checkpoint, read_checkpoint
 from embeddings.strategies import FSDP2Strategy

@@ -1,7 +1,7 @@
 import lightning as L
 import pytest
 
-from embeddings.callbacks.embedder_of import embedder_of
+from embeddings.callbacks.export import embedder_of
 from embeddings.common import UserError
 
 

@@ -5,7 +5,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from embeddings.callbacks.exception_checkpoints import write_none_on_exception
+from embeddings.callbacks.checkpoints import write_none_on_exception
 
 
 class Refuses(L.Callback):

@@ -22,7 +22,7 @@ def test_the_engine_is_handed_over_and_taken_back():
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     callback.setup(trainer, module, "fit")
     assert isinstance(module.grad_cache, GradCache)
-    assert (module.grad_cache.mini_batch_tokens, module.grad_cache.kept_fraction) == (100, 0.5)
+    assert (module.grad_cache.mini_batch_tokens, module.grad_cache.budget.kept_fraction) == (100, 0.5)
     callback.teardown(trainer, module, "fit")
     assert module.grad_cache is None
 

@@ -9,7 +9,7 @@ from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
-from embeddings.callbacks.run_folder import LOCK_FILE, ResumedRun, RunLogger, keep_metrics, run_logger
+from embeddings.callbacks.run_record import LOCK_FILE, ResumedRun, RunLogger, keep_metrics, run_logger
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import UserError
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 HOLDER = """
 import sys, time
-from embeddings.callbacks.run_folder import ResumedRun, RunLogger
+from embeddings.callbacks.run_record import ResumedRun, RunLogger
 from pathlib import Path
 logger = RunLogger(ResumedRun(Path(sys.argv[1]), 0), save_dir=".")
 logger.hold()

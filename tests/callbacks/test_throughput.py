@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from embeddings.callbacks import Throughput
-from embeddings.callbacks.throughput import Work, backbone_of, dtype_of, flops, matmul_tflops, work_of
+from embeddings.callbacks.progress import Work, backbone_of, dtype_of, flops, matmul_tflops, work_of
 from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError
 from embeddings.common.types import Prediction

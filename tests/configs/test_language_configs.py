@@ -15,7 +15,7 @@ from embeddings.data import TextDataModule
 from embeddings.models import load_backbone
 from embeddings.models.backbone import BackboneConfig
 from embeddings.modules import MaskedLMModule
-from embeddings.training.masking import Masking
+from embeddings.training.language_task import Masking
 from tests.configs.test_nv_embed_configs import flat
 from tests.configs.test_nv_embed_tables import CONFIGS, read
 from tests.helpers.runs import write_config

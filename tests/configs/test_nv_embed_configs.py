@@ -15,7 +15,7 @@ from embeddings.common import TextSettings
 from embeddings.data.sources import SourceConfig
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings
-from embeddings.training.schedule import Schedule
+from embeddings.training.optim import Schedule
 from tests.configs.test_nv_embed_tables import CONFIGS, read
 
 # Table 11 and Appendix C: (stage 1, stage 2).

@@ -122,6 +122,8 @@ class TinyStep(nn.Module):
 class TinyContextualStep(TinyStep):
     """Two stages: the mean states of the context documents come before each text's words, some of them dropped."""
 
+    trains_context = True
+
     def __init__(
         self, first: nn.Module, backbone: nn.Module, loss: nn.Module | None = None, context_dropout: float = 0.0
     ) -> None:

@@ -1,5 +1,6 @@
 """Sparse embedding modules of tiny encoders, whose experts differ and whose routers are sure of their choices."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def direct_gradient(module: MoEEmbedModule, batch: ContrastiveBatch, engine: Gra
     module.zero_grad()
     vectors: list[dict[int, Tensor]] = [{}, {}]
     sums: list[dict[str, Tensor]] = [{}, {}]
-    for mini_batch in engine.plan(batch):
+    for mini_batch in chain.from_iterable(engine.plan(batch)):
         found = module.embed(take_texts((batch.query, batch.candidate)[mini_batch.tower], mini_batch.rows_n))
         vectors[mini_batch.tower].update(zip(mini_batch.rows_n.tolist(), found.vector_ND, strict=True))
         of_tower = sums[mini_batch.tower]

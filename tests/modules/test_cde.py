@@ -16,7 +16,7 @@ from embeddings.evaluation import evaluate_folder, evaluate_widths
 from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.modules import CDEModule, ContextSettings
-from embeddings.training.plain_step import plain_step
+from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import Record, batch_of, random_batch
 from tests.helpers.processes import run_command
 from tests.helpers.runs import backbone_folder, write_config, write_retrieval_folder

@@ -19,7 +19,7 @@ from embeddings.models import BackboneConfig
 from embeddings.modules import CDEModule, ContextSettings, FirstStageTraining
 from embeddings.modules.cde import context_spread
 from embeddings.training import gradcache
-from embeddings.training.schedule import Schedule
+from embeddings.training.optim import Schedule
 from tests.helpers.contrastive import random_batch
 from tests.helpers.runs import backbone_folder
 from tests.losses.test_word_prediction import by_loops

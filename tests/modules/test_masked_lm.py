@@ -18,7 +18,7 @@ from embeddings.data.samplers.base import PlanEntry
 from embeddings.figures.run_metrics import read_curves
 from embeddings.models import BackboneConfig, FromScratch, HeadSettings, LoraSettings, MeanPooling
 from embeddings.modules import MaskedLMModule, NVEmbedModule
-from embeddings.training.masking import Masking
+from embeddings.training.language_task import Masking
 from tests.helpers.runs import write_config
 from tests.helpers.tiny import bpe_tokenizer, save_backbone, wordpiece_tokenizer
 from tests.models.language_models import causal_mistral, language_model_folder

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from embeddings.losses import InfoNCE
 from embeddings.models import AnchorTokenPooling, BackboneConfig, LoraSettings
 from embeddings.modules import MGHCurriculumModule
 from embeddings.training import GradCache
-from embeddings.training.plain_step import plain_step
+from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import Record, batch_of, gradient_vector, random_records, relative_error
 from tests.helpers.runs import WORDS, backbone_folder, run_config, write_config
 
@@ -112,7 +113,7 @@ def direct_gradient(module: MGHCurriculumModule, batch: ContrastiveBatch, engine
     """The plain step over the same mini-batches in the same order, so that dropout draws the same numbers."""
     module.zero_grad()
     towers: list[dict[int, Tensor]] = [{}, {}]
-    for mini_batch in engine.plan(batch):
+    for mini_batch in chain.from_iterable(engine.plan(batch)):
         tokens = (batch.query, batch.candidate)[mini_batch.tower]
         vector_nD = module.embed(take_texts(tokens, mini_batch.rows_n)).vector_ND
         towers[mini_batch.tower].update(zip(mini_batch.rows_n.tolist(), vector_nD, strict=True))

@@ -15,7 +15,7 @@ from embeddings.common import ContrastiveBatch
 from embeddings.losses import InfoNCE
 from embeddings.modules import MoEEmbedModule
 from embeddings.training import GradCache
-from embeddings.training.plain_step import plain_step
+from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import Record, batch_of, gradient_vector, random_records, relative_error
 from tests.helpers.ranks import run_on_two_ranks
 from tests.modules.moe_modules import dense_folder, moe_module

@@ -7,7 +7,7 @@ import torch
 from embeddings.common import OptionError, TokenBatch
 from embeddings.models import BackboneConfig, LoraSettings, MeanPooling
 from embeddings.modules import NVEmbedModule
-from embeddings.training.schedule import Schedule
+from embeddings.training.optim import Schedule
 from tests.helpers.runs import backbone_folder
 from tests.strategies.fits import batches, train
 
@@ -109,4 +109,4 @@ def test_beside_a_bfloat16_base_the_adapters_are_in_float32(mistral):
     module = NVEmbedModule(BackboneConfig(mistral, dtype="bfloat16"), MeanPooling, lora=LoraSettings(rank=4))
     trained = [weight for weight in module.parameters() if weight.requires_grad]
     assert {weight.dtype for weight in trained} == {torch.float32}
-    module._check_precision(L.Trainer(accelerator="cpu", precision="bf16-mixed", logger=False))
+    module._check_trainer(L.Trainer(accelerator="cpu", precision="bf16-mixed", logger=False))

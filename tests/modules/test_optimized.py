@@ -15,8 +15,9 @@ from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.models import BackboneConfig, Embedder, layers
 from embeddings.models.lora import frozen_weights
 from embeddings.modules import ContrastiveModule, MaskedLMModule, MGHCurriculumModule, NVEmbedModule
-from embeddings.modules.optimized import OptimizedModule, class_paths, configured_module
-from embeddings.training.schedule import Schedule
+from embeddings.modules.base import BaseModule
+from embeddings.modules.checkpoint import class_paths, configured_module
+from embeddings.training.optim import Schedule
 from tests.helpers.checkpoints import save
 from tests.helpers.runs import float16_on_cpu, run_config, write_config
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_mistral
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignor
 CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 40}}
 
 
-class Line(OptimizedModule):
+class Line(BaseModule):
     """A module with one matrix and one vector."""
 
     def __init__(self, lr: float = 0.1) -> None:
@@ -41,8 +42,8 @@ class Line(OptimizedModule):
 
 
 def test_both_kinds_of_method_are_optimised_alike() -> None:
-    assert issubclass(ContrastiveModule, OptimizedModule)
-    assert issubclass(MaskedLMModule, OptimizedModule)
+    assert issubclass(ContrastiveModule, BaseModule)
+    assert issubclass(MaskedLMModule, BaseModule)
 
 
 def test_vectors_have_no_weight_decay() -> None:
@@ -166,7 +167,7 @@ def test_layers_are_compiled_only_where_there_is_a_compiler(tmp_path: Path, monk
     config = run_config(tmp_path)
     config["model"]["init_args"]["backbone"]["compile"] = True
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(OptionError, match=r"model\.backbone\.compile needs no-such-compiler on a processor"):
+    with pytest.raises(OptionError, match=r"model\.backbone\.compile needs no-such-compiler on a CPU"):
         run_trainer(["fit", "--config", write_config(tmp_path, config)])
     assert not (tmp_path / "run").exists()
 

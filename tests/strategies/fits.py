@@ -31,8 +31,8 @@ from embeddings.modules import (
     NVEmbedModule,
 )
 from embeddings.strategies import ZeroStrategy
-from embeddings.training.schedule import Schedule
-from embeddings.training.sharding import whole_state
+from embeddings.training.optim import Schedule
+from embeddings.training.sharding import full_state
 from tests.helpers.contrastive import batch_of, random_records
 from tests.helpers.runs import backbone_folder
 from tests.models.language_models import language_model_folder
@@ -167,8 +167,8 @@ def train(
         trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=start)
     if output is not None:
         trainer.save_checkpoint(output)
-    with trainer.strategy.whole_weights() if isinstance(trainer.strategy, ZeroStrategy) else nullcontext():
-        found: State = whole_state({name: value.detach() for name, value in module.named_parameters()}, keep=True)
+    with trainer.strategy.full_weights() if isinstance(trainer.strategy, ZeroStrategy) else nullcontext():
+        found: State = full_state({name: value.detach() for name, value in module.named_parameters()}, keep=True)
         return {name: value.clone() for name, value in found.items()}
 
 

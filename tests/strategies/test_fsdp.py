@@ -49,5 +49,5 @@ def test_a_single_number_that_is_learnt_is_refused_before_anything_starts(tmp_pa
         accelerator="cpu", devices=2, strategy=FSDP2Strategy(), max_steps=1, logger=False, enable_checkpointing=False
     )
     module = make()
-    with pytest.raises(OptionError, match=r"cannot cut loss\.log_temperature, a single number.*learnable_temperature"):
+    with pytest.raises(OptionError, match=r"cannot shard loss\.log_temperature, a single num.*learnable_temperature"):
         module.check_run(trainer, module, None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from embeddings.callbacks.throughput import Work, flops
+from embeddings.callbacks.progress import Work, flops
 from tests.helpers.ranks import run_on_two_ranks
 from tests.strategies.fits import batches, be_launched, methods, train, write_models
 from tests.strategies.test_gradients import STRATEGIES

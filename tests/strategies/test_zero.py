@@ -67,7 +67,7 @@ class Weights(L.Callback):
 
     def _keep(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(trainer.strategy, CpuZero)
-        with trainer.strategy.whole_weights():
+        with trainer.strategy.full_weights():
             self.kept.append([value.detach().clone() for value in module.parameters()])
 
 

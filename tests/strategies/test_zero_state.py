@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from embeddings.strategies.zero_state import optimizer_state, set_optimizer_state
+from embeddings.strategies.zero import full_optimizer_state, set_full_optimizer_state
 
 
 @pytest.fixture(autouse=True)
@@ -51,15 +51,15 @@ def test_the_state_is_that_of_a_plain_optimiser_and_comes_back() -> None:
     plain.step()
     expected = plain.state_dict()
     zero = flat(groups)
-    set_optimizer_state(zero, groups, expected)
-    found = optimizer_state(zero, groups, keep=True)
+    set_full_optimizer_state(zero, groups, expected)
+    found = full_optimizer_state(zero, groups, keep=True)
     assert found["param_groups"] == expected["param_groups"]
     for index, values in expected["state"].items():
         assert found["state"][index].keys() == values.keys()
         assert all(torch.equal(found["state"][index][name], value) for name, value in values.items())
-    assert optimizer_state(zero, groups, keep=False)["state"][0]["exp_avg"] is None
+    assert full_optimizer_state(zero, groups, keep=False)["state"][0]["exp_avg"] is None
 
 
 def test_an_optimiser_that_has_made_no_step_has_no_state() -> None:
     groups = parameters()
-    assert optimizer_state(flat(groups), groups, keep=True)["state"] == {}
+    assert full_optimizer_state(flat(groups), groups, keep=True)["state"] == {}

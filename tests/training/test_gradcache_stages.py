@@ -1,5 +1,6 @@
 """GradCache over two stages: both encoders get the plain step's gradient, and each way to lose it is caught."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 from embeddings.common import ContextualStep, ContrastiveBatch, Representations, TokenBatch
 from embeddings.common.types import take_texts
 from embeddings.training import GradCache, gradcache
-from embeddings.training.mini_batch_plan import CANDIDATE, CONTEXT, QUERY, tower_tokens
+from embeddings.training.gradcache import CANDIDATE, CONTEXT, QUERY, tower_tokens
 from tests.helpers.contrastive import (
     Record,
     TinyContextualStep,
@@ -52,7 +53,7 @@ def direct_gradients(step: TinyContextualStep, batch: ContrastiveBatch, engine: 
     """The plain step over the same mini-batches in the same order, so that dropout draws the same numbers."""
     step.zero_grad()
     found: dict[int, list[Any]] = {QUERY: [], CANDIDATE: [], CONTEXT: []}
-    for mini_batch in engine.plan(batch):
+    for mini_batch in chain.from_iterable(engine.plan(batch)):
         tokens = take_texts(tower_tokens(batch, mini_batch.tower), mini_batch.rows_n)
         context = in_order(found[CONTEXT])
         embeds_context = mini_batch.tower == CONTEXT
@@ -215,7 +216,7 @@ def test_a_detached_context_is_caught() -> None:
 def test_the_last_backward_is_the_first_stages_and_only_that_is_left_to_the_caller() -> None:
     step, batch, early = make_step(), batch_with_context(), []
     engine = GradCache(mini_batch_tokens=40)
-    stages = engine.plan_stages(batch)
+    stages = engine.plan(batch)
     expected = plain_gradients(step, batch)
 
     def backward(surrogate: Tensor) -> None:
@@ -224,7 +225,7 @@ def test_the_last_backward_is_the_first_stages_and_only_that_is_left_to_the_call
 
     step.zero_grad()
     output = engine.forward_backward(step, batch, backward)
-    assert len(early) == len(engine.plan(batch)) - 1
+    assert len(early) == sum(map(len, engine.plan(batch))) - 1
     # No backward of the second stage reaches the first encoder.
     assert early[: len(stages[1]) + 1] == [0.0] * (len(stages[1]) + 1)
     assert errors(step, expected)[1] <= 1e-12
@@ -325,7 +326,7 @@ def test_kept_graphs_of_both_stages_are_not_recomputed(options: dict[str, Any], 
 
     step.backbone.forward, step.first.forward = map(counted, original)
     engine.step(step, batch)
-    assert sum(counts.values()) == len(engine.plan(batch)) + num_recomputed
+    assert sum(counts.values()) == sum(map(len, engine.plan(batch))) + num_recomputed
 
 
 def test_a_step_with_a_context_stage_is_told_from_one_without() -> None:

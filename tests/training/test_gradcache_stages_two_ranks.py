@@ -76,6 +76,8 @@ class Encoders(nn.Module):
 class WrappedStep:
     """A step whose encoders are inside one DDP, so that each mini-batch's forward goes through it."""
 
+    trains_context = True
+
     def __init__(self, step: TinyContextualStep) -> None:
         self.step, self.encoders = step, DistributedDataParallel(Encoders(step))
         self.loss_from_representations = step.loss_from_representations

@@ -1,16 +1,9 @@
 import pytest
-import torch
 
 from embeddings.common import OptionError
-from embeddings.training.graph_budget import GraphBudget
-from embeddings.training.mini_batch_plan import CONTEXT, QUERY, MiniBatch
+from embeddings.training.graphs import GraphBudget
 
-
-def stage(tower: int, *tokens: int) -> list[MiniBatch]:
-    return [MiniBatch(tower, torch.tensor([0]), longest) for longest in tokens]
-
-
-STAGES = [stage(CONTEXT, 30, 20, 10), stage(QUERY, 20, 10, 10)]
+STAGES = [[30, 20, 10], [20, 10, 10]]
 
 
 def test_without_a_limit_nothing_is_kept() -> None:

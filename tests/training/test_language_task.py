@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from embeddings.common.types import PackedRows, Prediction
-from embeddings.training.language_task import LanguageTask
-from embeddings.training.masking import Masking
+from embeddings.training.language_task import LanguageTask, Masking
 
 MASK, BOS, EOS, PAD = 4, 1, 2, 0
 ORDINARY = torch.arange(5, 60)

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from embeddings.common import OptionError
-from embeddings.training.masking import Masking, mask_tokens
+from embeddings.training.language_task import Masking, mask_tokens
 
 MASK, ORDINARY = 4, torch.arange(5, 105)
 

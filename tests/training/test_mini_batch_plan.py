@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from embeddings.common import ContrastiveBatch
-from embeddings.training.mini_batch_plan import (
+from embeddings.training.gradcache import (
     CANDIDATE,
     CONTEXT,
     QUERY,
     MiniBatch,
     extend_plan,
     plan_stages,
-    plan_towers,
     tower_tokens,
 )
 from tests.helpers.contrastive import Record, batch_of, random_batch, with_context
@@ -34,7 +33,7 @@ def check(plan: list[MiniBatch], batch: ContrastiveBatch) -> None:
 
 def test_both_towers_are_covered_from_the_longest_text_to_the_shortest() -> None:
     batch = random_batch(9, 2)
-    plan = plan_towers(batch, 30, None)
+    plan = plan_stages(batch, 30, None)[0]
     check(plan, batch)
     assert {part.tower for part in plan} == {0, 1}
     assert all(part.num_tokens <= 30 for part in plan)
@@ -43,7 +42,7 @@ def test_both_towers_are_covered_from_the_longest_text_to_the_shortest() -> None
 @pytest.mark.parametrize("missing", [0, 1, 5])
 def test_a_plan_is_extended_by_halving_its_largest_mini_batches(missing: int) -> None:
     batch = random_batch(9, 2)
-    plan = plan_towers(batch, 30, None)
+    plan = plan_stages(batch, 30, None)[0]
     extended = extend_plan(plan, len(plan) + missing, batch)
     assert len(extended) == len(plan) + missing
     assert not any(part.is_filler for part in extended)
@@ -52,7 +51,7 @@ def test_a_plan_is_extended_by_halving_its_largest_mini_batches(missing: int) ->
 
 def test_a_plan_of_single_texts_is_filled_up() -> None:
     batch = batch_of([Record([1, 2], [3])])
-    extended = extend_plan(plan_towers(batch, 10, None), 5, batch)
+    extended = extend_plan(plan_stages(batch, 10, None)[0], 5, batch)
     assert [part.is_filler for part in extended] == [False, False, True, True, True]
     assert all(torch.equal(part.rows_n, torch.tensor([0])) for part in extended)
     check(extended, batch)

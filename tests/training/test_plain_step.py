@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from embeddings.training.plain_step import plain_step
+from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import TinyContextualStep, TinyStep, random_batch, with_context
 from tests.helpers.tiny import tiny_bert
 

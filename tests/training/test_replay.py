@@ -1,6 +1,6 @@
 import torch
 
-from embeddings.training.replay import RandomState
+from embeddings.training.gradcache import RandomState
 
 
 def test_a_replayed_state_draws_the_same_and_leaves_no_trace() -> None:

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from embeddings.common import OptionError
-from embeddings.training.schedule import Schedule, scale_rates
+from embeddings.training.optim import Schedule, scale_rates
 
 
 def test_warm_up_is_linear_and_wastes_no_step():

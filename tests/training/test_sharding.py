@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from embeddings.training.sharding import layers, make_contiguous, shard, sharded_like, whole_parameters, whole_state
+from embeddings.training.sharding import full_parameters, full_state, layers, make_contiguous, shard, sharded_like
 from tests.helpers.tiny import tiny_bert
 from tests.models.moe import padded_ids, tiny_moe
 
@@ -75,7 +75,7 @@ def test_whole_parameters_take_the_place_of_cut_ones_and_stay_tied(keep: bool, m
     expected = {name: value.clone() for name, value in module.state_dict().items()}
     shard(module, mesh)
     before = dict(module.named_parameters())
-    with whole_parameters(module, keep):
+    with full_parameters(module, keep):
         state = module.state_dict()
         assert all(isinstance(value, DTensor) != keep for value in state.values())
         if keep:
@@ -88,11 +88,11 @@ def test_a_state_is_put_together_and_cut_again(mesh: DeviceMesh) -> None:
     module = tied()
     shard(module, mesh)
     state = {"weights": module.state_dict(), "rate": 0.5, "list": [torch.ones(2)]}
-    whole = whole_state(state, keep=True)
+    whole = full_state(state, keep=True)
     assert whole["rate"] == 0.5
     assert not any(isinstance(value, DTensor) for value in whole["weights"].values())
-    assert whole_state(state, keep=False)["weights"].keys() == state["weights"].keys()
-    assert set(whole_state(state, keep=False)["weights"].values()) == {None}
+    assert full_state(state, keep=False)["weights"].keys() == state["weights"].keys()
+    assert set(full_state(state, keep=False)["weights"].values()) == {None}
     again = sharded_like(whole["weights"], state["weights"])
     assert all(torch.equal(again[name].full_tensor(), value) for name, value in whole["weights"].items())
 

@@ -1,5 +1,6 @@
 """Checkpoints that are whole, checked and on disk once they have their name."""
 
+import os
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from embeddings.common import OptionError
 from embeddings.common.checkpoint_file import PackedContent, pack, read_checkpoint, write_checkpoint
-from embeddings.common.io import Stage, unnoticed
+from embeddings.common.io import Stage, check_disk_space, unnoticed
+from embeddings.common.process import is_first_process, logger
+from embeddings.training.strategy import training_strategy
 
 
 class DurableCheckpointIO(CheckpointIO):
@@ -123,8 +127,7 @@ def make_checkpoints_durable(trainer: L.Trainer) -> None:
         OptionError: If another way was chosen: nothing here would read what it writes.
     """
     strategy = trainer.strategy
-    is_plain = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
-    if not is_plain and not getattr(strategy, "one_file_checkpoints", False):
+    if not training_strategy(strategy).single_file_checkpoints:
         return
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = DurableCheckpointIO()
@@ -142,3 +145,94 @@ def finish_writing(trainer: L.Trainer) -> None:
     """
     if isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO):
         trainer.strategy.checkpoint_io.wait()
+
+
+# The old checkpoint and the new one while it is written, and a tenth for what lies beside.
+_CHECKPOINTS = 2.2
+
+
+def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed: str | None = None) -> None:
+    """Check that two checkpoints fit on the disk of each folder that the run keeps them in; rank 0's, which writes.
+
+    Their size is estimated: the weights, and what the optimiser keeps of those that are trained. Remote places and the
+    files that a run of many checkpoints piles up are left out.
+
+    Args:
+        trainer: The trainer, before the run.
+        module: What it trains, whole.
+        resumed: The checkpoint that the run goes on from. In the folder that it lies in it will be replaced: of the two
+            it is there already.
+
+    Raises:
+        OSError: If they do not.
+    """
+    kept = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    if not kept or trainer.fast_dev_run or not is_first_process():  # type: ignore[attr-defined]
+        return
+    of_logger = trainer.loggers[0].save_dir if trainer.loggers else None
+    usual = of_logger or trainer.default_root_dir
+    needed = int(_CHECKPOINTS * checkpoint_bytes(module, str(trainer.precision)))
+    for folder in {str(callback.dirpath or usual) for callback in kept}:
+        if "://" not in folder:
+            check_disk_space(folder, needed, _replaced_bytes(folder, resumed))
+
+
+def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
+    """The size of a checkpoint of a run, but for what is small.
+
+    Args:
+        module: The module, whole, and before the trainer gives its weights another type.
+        precision: One of Lightning's.
+    """
+    halves = precision in ("bf16-true", "16-true")
+    state: Any = getattr(module, "state_per_weight", None)
+    per_weight = 0.0 if state is None else state()
+    left_out: set[str] = getattr(module, "frozen_names", set)()
+    total = 0.0
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if name in left_out:
+            continue
+        size = 2 if halves and value.is_floating_point() else value.itemsize
+        total += value.numel() * size * (1 + per_weight * value.requires_grad)
+    return int(total)
+
+
+def _replaced_bytes(folder: str, resumed: str | None) -> int:
+    """The bytes of the checkpoint that a run goes on from where it lies in the folder of the next ones, else none."""
+    if resumed is None or not Path(resumed).is_file() or Path(resumed).resolve().parent != Path(folder).resolve():
+        return 0
+    return os.path.getsize(resumed)
+
+
+def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:
+    """Load the best checkpoint into the module: that of the first `ModelCheckpoint` with a `monitor`, if there is one.
+
+    Without such a checkpoint the module keeps its last weights. Where weights are cut over the ranks, each loads its
+    own part.
+
+    Returns:
+        The optimiser steps that the module's weights have taken then.
+    """
+    monitored = [kept for kept in trainer.checkpoint_callbacks if getattr(kept, "monitor", None) is not None]
+    path = getattr(monitored[0], "best_model_path", "") if monitored else ""
+    finish_writing(trainer)
+    is_sharded = training_strategy(trainer.strategy).is_sharded
+    if is_sharded:
+        trainer.strategy.barrier()
+    if not path or not Path(path).is_file():
+        return trainer.global_step
+    state = trainer.strategy.checkpoint_io.load_checkpoint(path)
+    module.on_load_checkpoint(state)
+    if is_sharded:
+        trainer.strategy.load_model_state_dict(state)
+    else:
+        module.load_state_dict(state["state_dict"])
+    logger.info("best checkpoint: %s", path)
+    return int(state["global_step"])
+
+
+def write_none_on_exception(trainer: L.Trainer) -> None:
+    """Have no `ModelCheckpoint` answer the exception that is on its way: each is called after all other callbacks."""
+    for kept in trainer.checkpoint_callbacks:
+        if isinstance(kept, ModelCheckpoint):
+            kept.save_on_exception = False

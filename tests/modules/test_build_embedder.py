@@ -14,7 +14,7 @@ from embeddings.models import (
     LoraSettings,
     MeanPooling,
 )
-from embeddings.modules.adapted_embedder import PoolingFactory, adapted_embedder
+from embeddings.modules.base import PoolingFactory, build_embedder
 from tests.helpers.runs import backbone_folder
 from tests.models.reading import random_tokens
 
@@ -33,7 +33,7 @@ def make(
     initial_model: Path | None = None,
 ) -> Embedder:
     start = None if initial_model is None else str(initial_model)
-    return adapted_embedder(BackboneConfig(name, bidirectional=True), pooling, lora, start, True, 0, "take the usual")
+    return build_embedder(BackboneConfig(name, bidirectional=True), pooling, lora, start, True, 0, "take the usual")
 
 
 @torch.no_grad()

@@ -1,0 +1,90 @@
+"""The content of a checkpoint: a module made from its configuration, its weights, and its position in the data."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+from jsonargparse import ArgumentError, ArgumentParser
+
+from embeddings.common import InputError
+from embeddings.common.text import one_line
+
+# The classes that a checkpoint may name; no other code runs.
+ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
+
+
+def configured_module(
+    content: Mapping[str, Any], source: str, explain: Callable[[str], str] = str
+) -> L.LightningModule:
+    """The module that the configuration inside a checkpoint makes, without the checkpoint's weights.
+
+    Args:
+        content: The checkpoint.
+        source: Its file.
+        explain: Shortens the parser's message to a reason.
+
+    Raises:
+        InputError: If there is no configuration, it does not make a module, or it names a class that is not allowed.
+    """
+    config = content.get("run_config")
+    if not isinstance(config, dict) or "model" not in config:
+        raise InputError(source, "holds no run_config", "give one that `main.py fit` wrote, or the module's arguments")
+    for class_path in class_paths(config["model"]):
+        if not class_path.startswith(ALLOWED_CLASSES):
+            raise InputError(source, f"asks for the class {class_path}", "load it only by a config you wrote")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(L.LightningModule, "model")
+    try:
+        module = parser.instantiate(parser.parse_object({"model": config["model"]})).model
+    except (ArgumentError, TypeError) as error:
+        what = f"its config makes no model: {one_line(explain(str(error)), 120)}"
+        raise InputError(source, what, "load it with the version that wrote it") from error
+    assert isinstance(module, L.LightningModule)
+    return module
+
+
+def set_weights(module: L.LightningModule, content: dict[str, Any], source: str, strict: bool = True) -> None:
+    """Give a module the weights of a checkpoint, those of a frozen base from its files.
+
+    Raises:
+        InputError: If they do not fit the module, or its base has other weights.
+    """
+    try:
+        module.on_load_checkpoint(content)
+        module.load_state_dict(content["state_dict"], strict=strict)
+    except (KeyError, RuntimeError, TypeError) as error:
+        what = f"its content does not fit its config: {one_line(str(error), 100)}"
+        raise InputError(source, what, "give another") from error
+
+
+def class_paths(value: Any) -> list[str]:
+    """Every `class_path` inside nested plain types."""
+    if isinstance(value, dict):
+        found = [value["class_path"]] if isinstance(value.get("class_path"), str) else []
+        return found + [path for item in value.values() for path in class_paths(item)]
+    if isinstance(value, list):
+        return [path for item in value for path in class_paths(item)]
+    return []
+
+
+def rewind(checkpoint: dict[str, Any], data_key: str, num_batches: int) -> None:
+    """Set the state of Lightning's loops and of the loader back to the end of the last optimiser step.
+
+    Args:
+        checkpoint: The checkpoint's content.
+        data_key: Where the data module's state is in it.
+        num_batches: The batches since that step.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    batches = loops["epoch_loop.batch_progress"]
+    for counts in (batches["total"], batches["current"]):
+        last = counts["processed"] - num_batches
+        # As `ModelCheckpoint` saves at the end of a step's last batch: `completed` is one behind.
+        counts.update(ready=last, started=last, processed=last, completed=last - 1)
+    batches["is_last_batch"] = False
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    cleared = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["zero_grad"]
+    for counts in (cleared["total"], cleared["current"]):
+        counts.update({name: count - 1 for name, count in counts.items()})
+    for loader in (checkpoint[data_key]["loader"], *loops["state_dict"].get("combined_loader", [])):
+        loader["delivered"] -= num_batches
