@@ -24,6 +24,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
+from benchmarks.workloads import small_embedder
 from embeddings.callbacks import ExportModel, GradCacheCallback
 from embeddings.common.io import atomic_path
 from embeddings.data import BlendedBatchSampler, ClusteredBatchSampler, EmbeddingDataModule, SourceConfig
@@ -132,6 +133,11 @@ class World:
     def __init__(self, work: Path, tiny: bool) -> None:
         self.folder, self.tiny = (work / ("tiny" if tiny else "docstrings")).absolute(), tiny
 
+    @property
+    def model(self) -> str:
+        """What everything starts from; a small stand-in with random weights where tiny."""
+        return str(self.folder / "model") if self.tiny else MODEL
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Wait until no other process makes anything in the folder, and keep others out meanwhile."""
@@ -144,6 +150,8 @@ class World:
         """Make what these recipes need, with all threads, before their trials run side by side."""
         if self.tiny:
             prepare_docstrings(self.folder / "corpus", TINY_PACKAGES, TINY_HELD_OUT, 0, 10, 5, 20, 10, 30, 10)
+            if not Path(self.model).exists():
+                small_embedder().save_pretrained(self.model)
         else:
             prepare_docstrings(self.folder / "corpus")
         for recipe in recipes:
@@ -190,7 +198,7 @@ class World:
 
     def _cluster(self, recipe: Recipe) -> None:
         source = open_cached(self.source(recipe.copies))
-        embedder = Embedder.from_pretrained(MODEL)
+        embedder = Embedder.from_pretrained(self.model)
         embedder.text = recipe.text
         encoder = Encoder(embedder, show_progress=not self.tiny)
         vectors = encode_pairs(encoder, source, self.folder / f"vectors-{_kind(recipe.copies)}")
@@ -297,7 +305,7 @@ def module_of(world: World, recipe: Recipe, seed: int) -> ContrastiveModule:
     margin = recipe.filter_margin
     rule = None if margin is None else SurrogateFilter(margin)
     options: dict[str, Any] = {
-        "backbone": BackboneConfig(MODEL),
+        "backbone": BackboneConfig(world.model),
         "loss": InfoNCE(temperature=0.05, false_negative_filter=rule),
         "optimizer": partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),
         "schedule": Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),

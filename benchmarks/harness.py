@@ -99,10 +99,10 @@ def _timed(
 ) -> dict[str, Ratio]:
     clock = time.process_time if chosen.threads == 1 else time.perf_counter
     actions = [*ours.values(), peer, peer]
-    repeats = [_repeats(action, clock, 0.0 if chosen.tiny else least_seconds) for action in actions[:-1]]
+    repeats = [1 if chosen.tiny else _repeats(action, clock, least_seconds) for action in actions[:-1]]
     repeats.append(repeats[-1])
     seconds: list[list[float]] = [[] for _ in actions]
-    rounds, places = 2 if chosen.tiny else chosen.pairs, list(range(len(actions)))
+    rounds, places = 1 if chosen.tiny else chosen.pairs, list(range(len(actions)))
     for turn in progress(range(rounds), desc=", ".join(ours), disable=chosen.tiny):
         # Turned round every other time, or the control would nearly always come right after the peer.
         order = places[turn % len(places) :] + places[: turn % len(places)]

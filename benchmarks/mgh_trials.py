@@ -69,7 +69,7 @@ def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
     """Train by the trial's recipe, and score the model."""
     world, recipe = World(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
     start = time.perf_counter()
-    module, found = module_of(recipe, trial.seed), {}
+    module, found = module_of(world, recipe, trial.seed), {}
     if recipe.num_steps:
         found = {"last training loss": train(world, recipe, trial.seed, module)}
         found["training seconds"] = time.perf_counter() - start
@@ -93,10 +93,12 @@ def data_of(world: World, recipe: Recipe, seed: int) -> EmbeddingDataModule:
     return EmbeddingDataModule([source], recipe.text, recipe.batch_size, 1, sampler, seed=seed)
 
 
-def module_of(recipe: Recipe, seed: int) -> MGHCurriculumModule:
+def module_of(world: World, recipe: Recipe, seed: int) -> MGHCurriculumModule:
     """The model of a recipe, untrained."""
     return MGHCurriculumModule(
-        BackboneConfig(recipe.backbone, bidirectional=recipe.bidirectional),
+        BackboneConfig(
+            world.model if recipe.backbone == MODEL else recipe.backbone, bidirectional=recipe.bidirectional
+        ),
         pooling=pooling_of(recipe),
         loss=InfoNCE(temperature=recipe.temperature),
         optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.01),

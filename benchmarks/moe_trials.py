@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from benchmarks.docstring_trials import MODEL, WARMUP_SEED, World, fit
+from benchmarks.docstring_trials import WARMUP_SEED, World, fit
 from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized
 from embeddings.callbacks import ExportModel
 from embeddings.callbacks.run_health import RoutingStatistics
@@ -180,7 +180,7 @@ def _make_start(world: World, recipe: Recipe) -> None:
     if folder.exists():
         return
     if not rotary.exists():
-        write_rotary_model(MODEL, rotary, num_positions=512, keep_head=False)
+        write_rotary_model(world.model, rotary, num_positions=512, keep_head=False)
     dense = replace(recipe, top_k=None, widths=None, corpus="docstrings", num_steps=recipe.warmup_steps)
     module = MoEEmbedModule(
         BackboneConfig(str(rotary)),

@@ -69,15 +69,15 @@ class PeerRows:
 class RandomBatches:
     """Batches of numbers below `num_rows` without end, in the order of an epoch's permutation or as they come."""
 
-    def __init__(self, num_rows: int, permuted: bool) -> None:
-        self.num_rows, self.permuted = num_rows, permuted
+    def __init__(self, num_rows: int, permuted: bool, batch_size: int) -> None:
+        self.num_rows, self.permuted, self.batch_size = num_rows, permuted, batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = 0
         while True:
             order = KeyedPermutation(self.num_rows, epoch)
-            for start in range(0, self.num_rows - BATCH_SIZE + 1, BATCH_SIZE):
-                places = np.arange(start, start + BATCH_SIZE, dtype=np.int64)
+            for start in range(0, self.num_rows - self.batch_size + 1, self.batch_size):
+                places = np.arange(start, start + self.batch_size, dtype=np.int64)
                 yield (order(places) if self.permuted else places).tolist()
             epoch += 1
 
@@ -103,12 +103,12 @@ def num_characters(texts: Texts) -> int:
 
 
 def loader_of(
-    rows: Any, permuted: bool, collate: Callable[[Texts], Any]
+    rows: Any, permuted: bool, batch_size: int, collate: Callable[[Texts], Any]
 ) -> tuple[Iterator[Any], Callable[[], list[int]]]:
     """What `collate` makes of batches without end, read by two workers, and a function that gives their process ids."""
     loader: DataLoader[Any] = DataLoader(
         rows,
-        batch_sampler=RandomBatches(len(rows), permuted),  # type: ignore[arg-type]
+        batch_sampler=RandomBatches(len(rows), permuted, batch_size),  # type: ignore[arg-type]
         collate_fn=collate,
         num_workers=NUM_WORKERS,
         worker_init_fn=start_worker,
@@ -127,13 +127,13 @@ def main() -> None:
     """Check that both give the same rows, time them, and watch the workers' memory."""
     chosen = options(__doc__, threads=2)
     disable_progress_bars()
-    num_rows, num_batches = (20_000, 4) if chosen.tiny else (NUM_ROWS, NUM_BATCHES)
+    num_rows, num_batches, batch_size = (2000, 2, 16) if chosen.tiny else (NUM_ROWS, NUM_BATCHES, BATCH_SIZE)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shuffled = Dataset.from_file(str(write_rows(folder, num_rows))).shuffle(seed=0)
         ours, peer = OurRows(folder), PeerRows(shuffled)
-        order = shuffled._indices.column(0).slice(0, BATCH_SIZE).to_pylist()
-        assert ours.__getitems__(order) == peer.__getitems__(list(range(BATCH_SIZE)))
+        order = shuffled._indices.column(0).slice(0, batch_size).to_pylist()
+        assert ours.__getitems__(order) == peer.__getitems__(list(range(batch_size)))
         gc.freeze()
 
         def read(batches: Iterator[Any]) -> None:
@@ -145,12 +145,12 @@ def main() -> None:
             read(peer)
             return compare(lambda: read(ours), lambda: read(peer), chosen)
 
-        what = f"random batches of {BATCH_SIZE} from {num_rows} rows, {NUM_WORKERS} workers"
-        ratio = time_of(loader_of(ours, True, list)[0], loader_of(peer, False, list)[0])
+        what = f"random batches of {batch_size} from {num_rows} rows, {NUM_WORKERS} workers"
+        ratio = time_of(loader_of(ours, True, batch_size, list)[0], loader_of(peer, False, batch_size, list)[0])
         record(chosen, f"P12 time of {what}, sent to the parent as texts", ratio, "ratio", "none", PEERS)
 
-        our_batches, our_workers = loader_of(ours, True, num_characters)
-        peer_batches, peer_workers = loader_of(peer, False, num_characters)
+        our_batches, our_workers = loader_of(ours, True, batch_size, num_characters)
+        peer_batches, peer_workers = loader_of(peer, False, batch_size, num_characters)
         read(our_batches)
         read(peer_batches)
         before = {
@@ -159,7 +159,7 @@ def main() -> None:
         ratio = time_of(our_batches, peer_batches)
         record(chosen, f"P12 time of {what}, used up there", ratio, "ratio", "<=0.2", PEERS)
         # Every row once and more: what grows with the rows read has grown by now.
-        for _ in range(0 if chosen.tiny else num_rows // (num_batches * BATCH_SIZE) + 1):
+        for _ in range(0 if chosen.tiny else num_rows // (num_batches * batch_size) + 1):
             read(our_batches)
         for key, workers, target in (("ours", our_workers, "<=60"), ("peer", peer_workers, "none")):
             after = list(map(unique_mib, workers()))

@@ -63,7 +63,8 @@ def main() -> None:
         many = [text for pair in question_answer_texts(NUM_COUNTED // 2) for text in pair]
     tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
     mixed = tokenizer(many[:NUM_TIMED], "document")
-    flat = TokenBatch.from_lists([[101, *[2000] * 94, 102]] * len(mixed), [[True] * 96] * len(mixed))
+    length = 12 if chosen.tiny else 96
+    flat = TokenBatch.from_lists([[101, *[2000] * (length - 2), 102]] * len(mixed), [[True] * length] * len(mixed))
 
     def ratio_of(tokens: TokenBatch) -> Ratio:
         """The time of both plans over these texts."""

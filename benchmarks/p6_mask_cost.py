@@ -15,7 +15,7 @@ WIDTH, ENCODER_PAIRS = 384, 128
 def main() -> None:
     """Time the loss with and without its mask, and set the difference against a step of a small encoder."""
     chosen = options(__doc__)
-    num_pairs = 128 if chosen.tiny else 16_384
+    num_pairs, encoder_pairs, num_layers = (128, 4, 1) if chosen.tiny else (16_384, ENCODER_PAIRS, 6)
     batch = synthetic_batch(num_pairs, 1)
     generator = torch.Generator().manual_seed(0)
     query_BD, candidate_CD = (torch.randn(num_pairs, WIDTH, generator=generator).requires_grad_() for _ in range(2))
@@ -34,10 +34,10 @@ def main() -> None:
     start = time.process_time()
     unmasked()
     loss_seconds = time.process_time() - start
-    step, small = small_step(WIDTH, num_layers=6), synthetic_batch(ENCODER_PAIRS, 64)
+    step, small = small_step(WIDTH, num_layers), synthetic_batch(encoder_pairs, 64)
     start = time.process_time()
     GradCache(2048).step(step, small)
-    step_seconds = (time.process_time() - start) * num_pairs / ENCODER_PAIRS
+    step_seconds = (time.process_time() - start) * num_pairs / encoder_pairs
     share = (ratio.median - 1) * loss_seconds / (step_seconds + loss_seconds)
     record(
         chosen, "P6 masks as a share of a step, six layers, 64 tokens, scaled from 128 pairs", share, "share", "<=0.01"

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 
 from embeddings.common import ContrastiveBatch, LossOutput, Representations, TextSettings, TokenBatch
 from embeddings.common.io import text_hash
 from embeddings.losses import InfoNCE
-from embeddings.models import Embedder
+from embeddings.models import Embedder, MeanPooling
 from embeddings.models.pooling import Pooling
 
 
@@ -156,6 +157,19 @@ def random_encoder(pooling: Pooling, length: int, num_layers: int = 12, attn: st
     )
     text = TextSettings(query_max_length=length, document_max_length=length)
     return Embedder(BertModel(config, add_pooling_layer=False), tokenizer, pooling, text=text).eval()
+
+
+def small_embedder() -> Embedder:
+    """A BERT of two layers and MiniLM's width with random weights, whose tokens are characters."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {token: row for row, token in enumerate([*special, *map(chr, range(33, 127))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    torch.manual_seed(0)
+    backbone = small_step(num_layers=2).backbone
+    pooling = MeanPooling(backbone.config.hidden_size)
+    return Embedder(backbone, PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names), pooling)
 
 
 def random_texts(num_texts: int, length: int) -> list[str]:
