@@ -219,7 +219,10 @@ def _serve(listener: socket.socket, lifeline: int) -> None:
         if listener in ready:
             if not is_loaded:
                 for name in LOADED:
-                    importlib.import_module(name)
+                    module = importlib.import_module(name)
+                    for part in getattr(module, "__all__", ()):
+                        # The library's packages load their parts when they are first asked for.
+                        getattr(module, part)
                 gc.freeze()
                 is_loaded = True
             client, _ = listener.accept()

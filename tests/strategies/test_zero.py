@@ -115,7 +115,7 @@ def test_the_command_line_ends_with_70_and_the_rows(tmp_path: Path) -> None:
     environment = {**os.environ, "EMBED_IMPORTS": "tests", "DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
     assert ended.returncode == 70, ended.stderr[-3000:]
-    assert "error: gradient is NaN or infinite at step 1: no update was made" in ended.stderr
+    assert "error: gradient is NaN or infinite at step 1: no update was made" in ended.stderr, ended.stderr
     for rank in (0, 1):
         (path,) = tmp_path.rglob(f"numeric-error-rank-{rank}.json")
         (read,) = json.loads(path.read_text())["batches"]
