@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.harness import compare, options, record
 from benchmarks.workloads import assert_equal_gradients, gradients, question_answer_workload
-from embeddings.models.layers import compile_layers
+from embeddings.models.backbone import compile_layers
 from embeddings.training import GradCache
 
 

@@ -17,8 +17,7 @@ from benchmarks.workloads import minilm_folder, question_answer_texts, small_emb
 from embeddings.common.types import plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.encoder import CPU_MINI_BATCH_TOKENS_PER_THREAD
-from embeddings.interop.onnx_graph import GRAPH_FILE, write_onnx
-from embeddings.interop.onnx_int8 import INT8_GRAPH_FILE, write_int8_onnx
+from embeddings.interop.onnx import GRAPH_FILE, INT8_GRAPH_FILE, write_int8_onnx, write_onnx
 from embeddings.models import Embedder
 
 PEERS = "onnxruntime, torch"

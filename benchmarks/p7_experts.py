@@ -26,9 +26,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from benchmarks.harness import compare, options, record
 from benchmarks.workloads import BASE_WIDTH, assert_equal_gradients
-from embeddings.models.experts import Experts
-from embeddings.models.moe_layer import MoeMlp
-from embeddings.models.moe_router import Router
+from embeddings.models.moe.experts import Experts, Router
+from embeddings.models.moe.rotary_moe import MoeMlp
 
 NUM_EXPERTS, TOP_K = 8, 2
 PEERS = "transformers, torch"

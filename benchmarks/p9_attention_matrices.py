@@ -32,8 +32,8 @@ def tapped(model: Embedder, ids_NL: Tensor) -> tuple[Tensor, Tensor]:
     """Ours: the vectors, (N, H), and the weights of the tokens, (N, L)."""
     pooling, is_token_NL = model.pooling, torch.ones_like(ids_NL, dtype=torch.bool)
     assert isinstance(pooling, AnchorTokenPooling)
-    assert model.tap is not None
-    with model.tap.open() as layers:
+    assert model.capture is not None
+    with model.capture.open() as layers:
         state_NLH = model.backbone(input_ids=ids_NL).last_hidden_state
     weight_NL = pooling.weights(is_token_NL, None, layers())
     return (weight_NL[:, None] @ state_NLH)[:, 0], weight_NL

@@ -11,8 +11,8 @@ from embeddings.callbacks.run_record import RunRecord, check_output, mark_output
 from embeddings.common import TextSettings, UserError
 from embeddings.common.process import logger
 from embeddings.models import Embedder, LanguageModel
-from embeddings.models.directory import replaced_folder
 from embeddings.models.model_card import keeps_card, write_model_card
+from embeddings.models.model_files import replaced_folder
 from embeddings.training.strategy import training_strategy
 
 

@@ -16,7 +16,7 @@ from embeddings.common import ContrastiveBatch, OptionError, UserError
 from embeddings.common.distributed import full_shape, gather_counts
 from embeddings.common.types import Prediction
 from embeddings.models.lora import plain_backbone
-from embeddings.models.upcycling import parameter_counts
+from embeddings.models.moe.upcycling import parameter_counts
 from embeddings.training.gradcache import CANDIDATE, CONTEXT, QUERY, has_context, lengths_read, plan_stages
 
 _BAR_SECONDS = 0.5

@@ -28,9 +28,9 @@ from embeddings.common import OptionError, PreemptedError, UserError
 from embeddings.common.distributed import full_shape
 from embeddings.common.io import METRICS_FILE, package_versions, read_metrics, row_steps_made, write_json, write_text
 from embeddings.common.process import device_name
-from embeddings.models.directory import require_folder_or_nothing
 from embeddings.models.model_card import TrainingFacts
-from embeddings.models.upcycling import parameter_counts
+from embeddings.models.model_files import require_folder_or_nothing
+from embeddings.models.moe.upcycling import parameter_counts
 
 # In a model directory: the run that wrote it.
 MODEL_RUN_FILE = "training_run.json"

@@ -39,10 +39,10 @@ def export(
             unmerged too, as `adapter/` in peft's layout; the model itself has them merged either way.
     """
     from embeddings.common.checkpoint_file import read_checkpoint
-    from embeddings.interop.onnx_graph import check_onnx
-    from embeddings.models.directory import ADAPTER_FOLDER, replaced_folder, require_folder_or_nothing
+    from embeddings.interop.onnx import check_onnx
     from embeddings.models.lora import save_adapters
-    from embeddings.models.model_card import CURVES_FILE, keeps_card, write_model_card
+    from embeddings.models.model_card import keeps_card, write_model_card
+    from embeddings.models.model_files import ADAPTER_FOLDER, CURVES_FILE, replaced_folder, require_folder_or_nothing
 
     require_folder_or_nothing(output)
     if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence):
@@ -86,8 +86,7 @@ def export(
 
 def write_graphs(folder: Path, output: Path, *, with_int8: bool) -> list[str]:
     """Write the ONNX graphs of a model directory, and return a line on each, by the place where it will lie."""
-    from embeddings.interop.onnx_graph import GRAPH_FILE, write_onnx
-    from embeddings.interop.onnx_int8 import INT8_GRAPH_FILE, write_int8_onnx
+    from embeddings.interop.onnx import GRAPH_FILE, INT8_GRAPH_FILE, write_int8_onnx, write_onnx
 
     lines = [f"wrote {output / GRAPH_FILE}: {write_onnx(folder)}"]
     if with_int8:

@@ -114,7 +114,7 @@ def _anchor_pooling(embedder: "Embedder", given: dict[str, object]) -> "tuple[An
     from embeddings.common import OptionError
     from embeddings.inference.inspection import default_pooling, own_pooling
     from embeddings.models import AnchorTokenPooling
-    from embeddings.models.directory import pooling_name
+    from embeddings.models.poolings import pooling_name
 
     own = own_pooling(embedder)
     settings = (own or default_pooling(embedder)).arguments()
@@ -338,7 +338,7 @@ def _texts_of(path: Path) -> list[str]:
 
 def _loads_table(loads: "ExpertLoads") -> str:
     """Each layer's metrics and its experts' shares."""
-    from embeddings.models.routing_metrics import load_metrics
+    from embeddings.models.moe.routing import load_metrics
 
     load, experts = load_metrics(loads.count_YX), range(loads.count_YX.shape[1])
     lines = ["layer  entropy  busiest/even  idle " + "".join(f"{expert:>7}" for expert in experts)]

@@ -9,7 +9,7 @@ from embeddings.figures.page import draw_scale, write
 from embeddings.figures.png import pyplot, write_png
 from embeddings.figures.shades import BLACK, EDGE, GREY, is_dark, shades
 from embeddings.inference.inspection import ExpertLoads
-from embeddings.models.routing_metrics import load_metrics
+from embeddings.models.moe.routing import load_metrics
 
 # With more experts the cells are narrow and hold no numbers.
 MOST_NUMBERED = 32

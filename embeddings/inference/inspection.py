@@ -20,7 +20,7 @@ from embeddings.inference.vectors import unit_rows
 
 if TYPE_CHECKING:
     from embeddings.models.anchor_token import AnchorTokenPooling
-    from embeddings.models.attention_tap import AttentionTap
+    from embeddings.models.attention_capture import AttentionCapture
     from embeddings.models.embedder import Embedder
     from embeddings.models.latent_attention import LatentAttentionPooling
 
@@ -155,19 +155,19 @@ def default_pooling(embedder: "Embedder") -> "AnchorTokenPooling":
 
 
 @contextmanager
-def _tapped(embedder: "Embedder", pooling: "AnchorTokenPooling") -> Iterator["AttentionTap"]:
+def _tapped(embedder: "Embedder", pooling: "AnchorTokenPooling") -> Iterator["AttentionCapture"]:
     """A tap of the pooling's layers, in the place of the model's own."""
     from embeddings.models.contextual import ContextualEmbedder
-    from embeddings.models.embedder import tap_of
+    from embeddings.models.embedder import capture_of
 
     if isinstance(embedder, ContextualEmbedder):
         what = "is contextual, and anchor weights are of a model that reads each text alone"
         raise InputError("the model", what, "use a model without a context")
-    own = embedder.tap
+    own = embedder.capture
     if own is not None:
         own.detach()
     try:
-        tap = tap_of(embedder.backbone, pooling)
+        tap = capture_of(embedder.backbone, pooling)
         assert tap is not None
         try:
             yield tap
@@ -360,8 +360,8 @@ def latent_pooling(embedder: "Embedder") -> "LatentAttentionPooling":
     Raises:
         InputError: If it has another one.
     """
-    from embeddings.models.directory import pooling_name
     from embeddings.models.latent_attention import LatentAttentionPooling
+    from embeddings.models.poolings import pooling_name
 
     if not isinstance(embedder.pooling, LatentAttentionPooling):
         name = pooling_name(embedder.pooling).replace("_", "-")
@@ -412,7 +412,7 @@ def expert_loads(
         OptionError: If the model has no such prompt.
     """
     from embeddings.models.lora import plain_backbone
-    from embeddings.models.routing_sums import COUNTS, has_experts, moe_layers, read_routing
+    from embeddings.models.moe.routing import COUNTS, has_experts, moe_layers, read_routing
 
     backbone = encoder.embedder.backbone
     if encoder.num_context:

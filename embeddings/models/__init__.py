@@ -5,16 +5,21 @@ from embeddings.models.backbone import BackboneConfig, load_backbone
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional
 from embeddings.models.contextual import ContextualEmbedder, load_embedder
 from embeddings.models.embedder import Embedder
-from embeddings.models.expert_backends import set_expert_backend
-from embeddings.models.from_scratch import FromScratch
-from embeddings.models.language_model import HeadSettings, LanguageModel
+from embeddings.models.language_model import FromScratch, HeadSettings, LanguageModel
 from embeddings.models.latent_attention import LatentAttentionPooling
 from embeddings.models.lora import LoraSettings, add_lora, merge_lora
-from embeddings.models.pooling import ClsPooling, LastTokenPooling, MeanPooling, Pooling, WeightedMeanPooling
+from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
+from embeddings.models.moe.routing import set_expert_backend
+from embeddings.models.moe.upcycling import Upcycling, parameter_counts, upcycle
+from embeddings.models.pooling import (
+    ClsPooling,
+    LastTokenPooling,
+    MeanPooling,
+    Pooling,
+    SelfAttentionPooling,
+    WeightedMeanPooling,
+)
 from embeddings.models.rotary import to_rotary, write_rotary_model
-from embeddings.models.rotary_moe import RotaryMoeConfig, RotaryMoeModel
-from embeddings.models.self_attention import SelfAttentionPooling
-from embeddings.models.upcycling import Upcycling, parameter_counts, upcycle
 
 __all__ = [
     "AnchorTokenPooling",

@@ -4,8 +4,16 @@ Every kernel walks over one side's rows ("own", R of them a program) and meets t
 nothing is added by two programs and results are the same from run to run. A query that pays nothing, such as padding,
 has a log-sum-exp of plus infinity, and with it attention 0.
 
-This file travels inside model directories: it imports nothing but torch's own triton.
+This file travels inside model directories: it imports nothing but torch, its triton and the sibling that travels with
+it.
 """
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .anchor_weights import Axis, CapturedAttention
 
 try:
     import triton
@@ -14,6 +22,8 @@ except ImportError:
     # Code that travels may only import what is everywhere, unless it says that it expects a failure.
     raise
 
+# Queries and keys of a tile; wide heads take less, or a tile would not fit the chip's memory.
+TILE, _TILE_OF_WIDE_HEADS = 64, 32
 # Kinds of masks: none, bool, or added to the scores.
 NO_MASK: tl.constexpr = tl.constexpr(0)
 BOOL_MASK: tl.constexpr = tl.constexpr(1)
@@ -235,3 +245,85 @@ def to_keys(
     inside = (row[:, None] < length) & (column_E[None, :] < width)
     where = result + (place * length + row[:, None]) * width + column_E[None, :]
     tl.store(where, sum_RE.to(result.dtype.element_ty), mask=inside)
+
+
+class FusedSums(torch.autograd.Function):
+    """The sums of each head, (N, A, L) float32; the gradient goes to queries and keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_NALE: Tensor, key_NGLE: Tensor, attention: CapturedAttention, is_token_NL: Tensor, axis: Axis
+    ) -> Tensor:
+        """Log-sum-exp, then sums over queries or keys."""
+        query, key = attention.query_NALE, attention.key_NGLE
+        num_texts, num_heads, length, width = query.shape
+        num_shared = num_heads // key.shape[1]
+        is_token, count_N = is_token_NL.to(torch.uint8).contiguous(), is_token_NL.sum(dim=1).float()
+        mask, least, mask_strides = _mask(attention)
+        sizes, flags = _sizes(width), _flags(attention)
+        window = attention.window or 0
+        lse_NAL = torch.empty((num_texts, num_heads, length), dtype=torch.float32, device=query.device)
+        weight_NAL = torch.empty_like(lse_NAL)
+        grid = (num_texts * num_heads, -(-length // sizes["ROWS"]))
+        if lse_NAL.numel():
+            log_sum_exp[grid](
+                query, key, is_token, mask, lse_NAL, least, attention.scaling, length, width, num_heads, num_shared,
+                window, *query.stride(), *key.stride(), *mask_strides, **flags, **sizes,
+            )  # fmt: skip
+            by_key = axis == "key"
+            own, other = (key, query) if by_key else (query, key)
+            shared = (num_shared, 1) if by_key else (1, num_shared)
+            sums[grid](
+                own, other, is_token, mask, lse_NAL, count_N, weight_NAL, least, attention.scaling, length, width,
+                num_heads, *shared, window, *own.stride(), *other.stride(), *mask_strides,
+                OWN_IS_KEY=by_key, **flags, **sizes,
+            )  # fmt: skip
+        ctx.save_for_backward(query_NALE, key_NGLE, lse_NAL, is_token, count_N)
+        ctx.facts = attention, axis
+        return weight_NAL
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of the queries, which finds what the softmax's rule takes off, then that of the keys."""
+        query, key, lse_NAL, is_token, count_N = ctx.saved_tensors
+        attention, axis = ctx.facts
+        num_texts, num_heads, length, width = query.shape
+        num_groups = key.shape[1]
+        mask, least, mask_strides = _mask(attention)
+        gradient_NAL, delta_NAL = gradients[0].float().contiguous(), torch.empty_like(lse_NAL)
+        to_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        to_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+        sizes = _sizes(width)
+        rest = (
+            least, attention.scaling, length, width, num_heads, num_heads // num_groups, attention.window or 0,
+            *query.stride(), *key.stride(), *mask_strides,
+        )  # fmt: skip
+        given = (query, key, is_token, mask, lse_NAL, count_N, gradient_NAL, delta_NAL)
+        flags = {"BY_KEY": axis == "key", **_flags(attention), **sizes}
+        num_tiles = -(-length // sizes["ROWS"])
+        if to_query.numel():
+            to_queries[num_texts * num_heads, num_tiles](*given, to_query, *rest, **flags)
+            to_keys[num_texts * num_groups, num_tiles](*given, to_key, *rest, **flags)
+        return to_query, to_key, None, None, None
+
+
+def _sizes(width: int) -> dict[str, int]:
+    """Rows and columns of a tile, and the width of a head filled up to a power of two."""
+    tile = TILE if width <= 128 else _TILE_OF_WIDE_HEADS
+    return {"ROWS": tile, "COLUMNS": tile, "WIDTH": max(16, 1 << (width - 1).bit_length())}
+
+
+def _flags(attention: CapturedAttention) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    kind = 0 if attention.mask is None else 1 if attention.mask.dtype == torch.bool else 2
+    return {"IS_CAUSAL": attention.is_causal, "HAS_WINDOW": attention.window is not None, "MASK": kind}
+
+
+def _mask(attention: CapturedAttention) -> tuple[Tensor, float, tuple[int, ...]]:
+    """The mask's memory, the number above which an added one lets a key be seen, and its strides over (N, A, L, L)."""
+    mask, query = attention.mask, attention.query_NALE
+    if mask is None:
+        return query, 0.0, (0, 0, 0, 0)
+    least = 0.0 if mask.dtype == torch.bool else torch.finfo(mask.dtype).min / 2
+    plain = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    return plain, least, plain.expand(*query.shape[:3], query.shape[2]).stride()

@@ -3,14 +3,16 @@
 This file travels inside model directories: it imports nothing but torch and the siblings that travel with it.
 """
 
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .anchor_fused import fastest_sums
-from .anchor_weights import Axis, TappedAttention, anchor_weights
+from .anchor_weights import Axis, CapturedAttention, Sums, anchor_weights, tiled_sums
 from .pooling import Pooling
 
 
@@ -63,7 +65,7 @@ class AnchorTokenPooling(Pooling):
         self.by_visible_queries = by_visible_queries
 
     @property
-    def tapped_layers(self) -> tuple[int, ...]:
+    def captured_layers(self) -> tuple[int, ...]:
         """The layers whose queries and keys `forward` is to be given."""
         return self.layers
 
@@ -77,7 +79,7 @@ class AnchorTokenPooling(Pooling):
         hidden_NLH: Tensor,
         pooling_mask_NL: Tensor,
         attention_mask_NL: Tensor | None = None,
-        attention: Sequence[TappedAttention] = (),
+        attention: Sequence[CapturedAttention] = (),
     ) -> Tensor:
         """The weighted mean over the pooled tokens, (N, H) float32.
 
@@ -96,7 +98,7 @@ class AnchorTokenPooling(Pooling):
         self,
         pooling_mask_NL: Tensor,
         attention_mask_NL: Tensor | None,
-        attention: Sequence[TappedAttention],
+        attention: Sequence[CapturedAttention],
     ) -> Tensor:
         """The weight of each token, (N, L) float32: 0 where it is not pooled, 1 over the text; arguments as above."""
         if len(attention) != len(self.layers):
@@ -131,3 +133,152 @@ def _without_first(pooling_mask_NL: Tensor) -> Tensor:
     rest_NL = pooling_mask_NL.clone()
     rest_NL[:, 0] = False
     return torch.where(rest_NL.any(dim=1, keepdim=True), rest_NL, pooling_mask_NL)
+
+
+# More than two tiles of the kernels, and not a multiple of one.
+_TRIAL_LENGTH = 139
+_WIDEST_HEAD = 256
+# Relative, in the norm: both ways accumulate in float32, and gradients are rounded to the inputs' dtype at the end.
+_WEIGHT_TOLERANCE = 1e-4
+_GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def fastest_sums(
+    attention: CapturedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False
+) -> Tensor:
+    """The fused sums on a CUDA device, else the tiled ones; arguments and result of `tiled_sums`.
+
+    The first problem of its kind in a process (device, dtype, shape of the heads, axis, mask) is preceded by a small
+    random one that both ways solve, gradients included. Where they disagree or the kernels do not run, a warning says
+    so once, and the kind stays with the tiled way.
+    """
+    if attention.query_NALE.device.type != "cuda" or not _is_supported(attention):
+        return tiled_sums(attention, is_token_NL, axis, per_head)
+    sums = checked_sums(fused_sums, *_kind(attention), axis)
+    return sums(attention, is_token_NL, axis, per_head)
+
+
+def fused_sums(attention: CapturedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False) -> Tensor:
+    """The sums of logarithms by Triton kernels; arguments, result and gradients of `tiled_sums`.
+
+    A first pass finds each query's log-sum-exp, a second sums log(K exp(score - lse) + 1); both make the scores anew.
+
+    Memory: (N, A, L) and the inputs' own size, forward and backward; no score leaves the chip.
+    Precision: products and sums in float32; those of bfloat16 or float16 inputs are exact, those of float32 never
+        TF32. No atomic additions: the result is the same from run to run.
+    Raises:
+        ImportError: If there is no triton.
+    """
+    from .anchor_kernels import FusedSums
+
+    constant = replace(attention, query_NALE=attention.query_NALE.detach(), key_NGLE=attention.key_NGLE.detach())
+    weight_NAL: Tensor = FusedSums.apply(  # type: ignore[no-untyped-call]
+        attention.query_NALE, attention.key_NGLE, constant, is_token_NL, axis
+    )
+    return weight_NAL if per_head else weight_NAL.sum(dim=1)
+
+
+@functools.cache
+def checked_sums(
+    fused: Sums,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    num_shared: int,
+    is_causal: bool,
+    has_window: bool,
+    mask_dtype: torch.dtype | None,
+    axis: Axis,
+) -> Sums:
+    """`fused` if it solves a small random problem of this kind as the tiled way does, else the tiled way.
+
+    Args:
+        fused: What is on trial.
+        device: Where.
+        dtype: Of queries and keys.
+        width: Of a head.
+        num_shared: Heads that share a key.
+        is_causal: Whether a query sees no later key.
+        has_window: Whether it sees no distant key.
+        mask_dtype: Of the mask, None where there is none.
+        axis: The axis.
+    """
+    problem, is_token_NL = _trial(device, dtype, width, num_shared, is_causal, has_window, mask_dtype)
+    try:
+        error = _disagreement(fused, problem, is_token_NL, axis)
+    except Exception as failure:
+        # Compilers fail in many ways, and none of them may stop a run that has another way.
+        error = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else 'no message'}"
+    if error is None:
+        return fused
+    kind = f"{dtype}, heads of {width}, {num_shared} a key, {axis} axis"
+    logging.getLogger("embeddings").warning(
+        "anchor-token pooling on %s takes the slower tiled way (%s): the fused kernels failed their check: %s",
+        device, kind, error,
+    )  # fmt: skip
+    return tiled_sums
+
+
+def _is_supported(attention: CapturedAttention) -> bool:
+    """Whether the kernels are written for such a problem."""
+    query, key = attention.query_NALE, attention.key_NGLE
+    return query.dtype in _GRADIENT_TOLERANCE and key.dtype == query.dtype and query.shape[-1] <= _WIDEST_HEAD
+
+
+def _kind(attention: CapturedAttention) -> tuple[torch.device, torch.dtype, int, int, bool, bool, torch.dtype | None]:
+    """What decides how the kernels are compiled."""
+    query, mask = attention.query_NALE, attention.mask
+    return (
+        query.device, query.dtype, query.shape[-1], query.shape[1] // attention.key_NGLE.shape[1],
+        attention.is_causal, attention.window is not None, None if mask is None else mask.dtype,
+    )  # fmt: skip
+
+
+def _trial(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    num_shared: int,
+    is_causal: bool,
+    has_window: bool,
+    mask_dtype: torch.dtype | None,
+) -> tuple[CapturedAttention, Tensor]:
+    """A small random problem: two texts of unlike length, two groups of heads, more than two tiles of tokens."""
+    generator, length = torch.Generator().manual_seed(0), _TRIAL_LENGTH
+    query, key = (
+        torch.randn(2, length, heads, width, generator=generator).transpose(1, 2) for heads in (2 * num_shared, 2)
+    )
+    mask = None
+    if mask_dtype is not None:
+        seen = (torch.rand(2, 1, length, length, generator=generator) > 0.3) | torch.eye(length).bool()
+        added = torch.randn(seen.shape, generator=generator)
+        is_bool = mask_dtype == torch.bool
+        mask = seen if is_bool else added.to(mask_dtype).masked_fill(~seen, torch.finfo(mask_dtype).min)
+        mask = mask.to(device)
+    query, key = (side.to(device, dtype).requires_grad_() for side in (query, key))
+    window = length // 2 if has_window else None
+    is_token_NL = torch.arange(length, device=device) < torch.tensor([[length], [length // 2]], device=device)
+    return CapturedAttention(query, key, mask, is_causal, width**-0.5, window), is_token_NL
+
+
+def _disagreement(fused: Sums, problem: CapturedAttention, is_token_NL: Tensor, axis: Axis) -> str | None:
+    """How two ways differ on a problem, or None where they agree."""
+    with torch.inference_mode(False), torch.enable_grad():
+        # Made here: a tensor of inference mode has no gradient.
+        sides = [side.detach().clone().requires_grad_() for side in (problem.query_NALE, problem.key_NGLE)]
+        problem = replace(problem, query_NALE=sides[0], key_NGLE=sides[1])
+        found, expected = (_weight_and_gradients(way, problem, is_token_NL, axis) for way in (fused, tiled_sums))
+    limits = [_WEIGHT_TOLERANCE, *[_GRADIENT_TOLERANCE[sides[0].dtype]] * 2]
+    for name, limit, ours, theirs in zip(("weights", "query", "key"), limits, found, expected, strict=True):
+        error = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+        if not error <= limit:
+            return f"{name} differ by {error:.1e}, more than {limit:.0e}"
+    return None
+
+
+def _weight_and_gradients(
+    way: Callable[..., Tensor], problem: CapturedAttention, is_token_NL: Tensor, axis: Axis
+) -> tuple[Tensor, ...]:
+    """The weights of each head, and the gradients of their squares' sum."""
+    weight_NAL = way(problem, is_token_NL, axis, True)
+    return weight_NAL.detach(), *torch.autograd.grad(weight_NAL.square().sum(), (problem.query_NALE, problem.key_NGLE))

@@ -20,7 +20,7 @@ _MOST_LOG = 87.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TappedAttention:
+class CapturedAttention:
     """The queries and keys of one attention layer, as they enter the softmax.
 
     Attributes:
@@ -42,10 +42,10 @@ class TappedAttention:
     window: int | None = None
 
 
-Sums = Callable[[TappedAttention, Tensor, Axis, bool], Tensor]
+Sums = Callable[[CapturedAttention, Tensor, Axis, bool], Tensor]
 
 
-def tiled_sums(attention: TappedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False) -> Tensor:
+def tiled_sums(attention: CapturedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False) -> Tensor:
     """The sums of logarithms in `anchor_weights`, (N, L), or (N, A, L) with `per_head`: tile by tile of queries."""
     query_NALE, key_NGLE = attention.query_NALE, attention.key_NGLE
     constant = replace(attention, query_NALE=query_NALE.detach(), key_NGLE=key_NGLE.detach())
@@ -56,7 +56,7 @@ def tiled_sums(attention: TappedAttention, is_token_NL: Tensor, axis: Axis = "ke
 
 
 def anchor_weights(
-    attention: TappedAttention,
+    attention: CapturedAttention,
     is_token_NL: Tensor,
     axis: Axis = "key",
     per_head: bool = False,
@@ -98,7 +98,7 @@ def anchor_weights(
 
 
 @torch.no_grad()
-def visible_queries(attention: TappedAttention, is_token_NL: Tensor) -> Tensor:
+def visible_queries(attention: CapturedAttention, is_token_NL: Tensor) -> Tensor:
     """How many queries see each token, over all heads on average, (N, L) float32."""
     count_NL = torch.zeros(is_token_NL.shape, device=is_token_NL.device)
     for rows in _tiles(attention):
@@ -115,7 +115,7 @@ class _AnchorWeights(torch.autograd.Function):
         ctx: Any,
         query_NALE: Tensor,
         key_NGLE: Tensor,
-        attention: TappedAttention,
+        attention: CapturedAttention,
         is_token_NL: Tensor,
         axis: Axis,
         per_head: bool,
@@ -167,7 +167,7 @@ class _AnchorWeights(torch.autograd.Function):
         return to_query, to_key.to(key_NGLE.dtype), None, None, None, None
 
 
-def _tiles(attention: TappedAttention) -> list[slice]:
+def _tiles(attention: CapturedAttention) -> list[slice]:
     """The queries in runs whose scores are not too many."""
     num_texts, num_heads, length, _ = attention.query_NALE.shape
     rows = max(1, TILE_SCORES // max(1, num_texts * num_heads * length))
@@ -179,7 +179,7 @@ def _heads_in_one_logarithm(most_tokens: int) -> int:
     return max(1, int(_MOST_LOG / math.log(most_tokens + 1.0))) if most_tokens else 1
 
 
-def _attention(attention: TappedAttention, is_token_NL: Tensor, rows: slice) -> Tensor:
+def _attention(attention: CapturedAttention, is_token_NL: Tensor, rows: slice) -> Tensor:
     """The softmax of some queries over all keys, (N, A, r, L), zero in padding's rows and columns."""
     query_NArE, key_NGLE = attention.query_NALE[:, :, rows], attention.key_NGLE
     dtype = torch.promote_types(query_NArE.dtype, torch.float32)
@@ -201,7 +201,7 @@ def _attention(attention: TappedAttention, is_token_NL: Tensor, rows: slice) -> 
     return score.masked_fill_(~pays, 0.0)
 
 
-def _visible(attention: TappedAttention, is_token_NL: Tensor, rows: slice) -> Tensor:
+def _visible(attention: CapturedAttention, is_token_NL: Tensor, rows: slice) -> Tensor:
     """Which keys some queries see, broadcastable to (N, A, r, L) bool."""
     seen = is_token_NL[:, None, None, :]
     if attention.mask is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -21,13 +22,14 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 from transformers.utils import logging as transformers_logging
 
-import embeddings.models.architectures  # noqa: F401 - makes our own known
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import rust_panics_as_errors, shown
 from embeddings.common.text import check_tokenizer_files, one_line
-from embeddings.models.bidirectional import make_bidirectional_config, require_bidirectional
-from embeddings.models.hub import resolve_model
-from embeddings.models.model_files import read_json, weight_files
+from embeddings.models.bidirectional import layers, make_bidirectional_config, require_bidirectional
+from embeddings.models.lora import plain_backbone
+from embeddings.models.model_files import read_json, resolve_model, weight_files
+from embeddings.models.moe.experts import Experts
+from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
 
 DtypeName = Literal["float32", "bfloat16", "auto"]
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken")
@@ -367,3 +369,51 @@ def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return one_line(re.split(r"\. (?=[A-Z])", line)[0].rstrip("."), 200)
+
+
+# Not in the model's own file, whose copy in a model directory must not take this one's place.
+AutoConfig.register(RotaryMoeConfig.model_type, RotaryMoeConfig)
+AutoModel.register(RotaryMoeConfig, RotaryMoeModel)
+
+
+# Dropout of torch's own generator: with and without a graph a layer draws the same, which GradCache relies on.
+_COMPILER: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
+# Graphs of one kind of layer: with and without gradients, padding, dropout, a second text. torch gives up after 8.
+_MOST_GRAPHS = 64
+
+
+def compile_layers(backbone: nn.Module) -> None:
+    """Have each layer compiled by torch.compile when it first runs, for any number and length of texts.
+
+    The modules stay as they are, and the names of their weights; layers of one kind share their graphs. Left out are
+    layers with experts, in which the sizes follow from the routing, and those whose attention a pooling reads.
+
+    Args:
+        backbone: A Hugging Face model with all that is put into its layers: adapters, experts, a pooling's tap.
+
+    Raises:
+        OptionError: If no layer is left, or the attention is eager: where there is a graph the compiler puts another in
+            its place, whose dropout GradCache could not replay.
+    """
+    model = plain_backbone(backbone)
+    if model.config._attn_implementation == "eager":
+        rule = "does not go with eager attention, which the compiler would replace by one of other dropout"
+        raise OptionError("model.backbone.compile", True, rule, "set attn_implementation to sdpa")
+    suitable = [layer for layer in layers(backbone) if not any(map(_is_eager, layer.modules()))]
+    if not suitable:
+        rule = "compiles no layer of this model: each has experts, or the pooling reads its attention"
+        raise OptionError("model.backbone.compile", True, rule, "leave it out")
+    from torch._dynamo import config  # the compiler takes seconds to load
+
+    config.recompile_limit = max(_MOST_GRAPHS, config.recompile_limit)
+    for layer in suitable:
+        layer.compile(dynamic=True, **_COMPILER)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a part of a module is compiled."""
+    return any(part._compiled_call_impl is not None for part in module.modules())
+
+
+def _is_eager(part: nn.Module) -> bool:
+    return isinstance(part, Experts) or hasattr(part, "embeddings_capture")

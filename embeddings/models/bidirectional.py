@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from embeddings.common import OptionError
-from embeddings.models.layers import layers
 from embeddings.models.lora import without_cache
 
 _FIX = "use an architecture that transformers builds its masks for, or another attn_implementation"
@@ -244,3 +243,12 @@ def _states(model: PreTrainedModel, ids_NL: Tensor, attention_NL: Tensor) -> Ten
 def _rope_by_layer_type(config: PretrainedConfig) -> bool:
     parameters = getattr(config, "rope_parameters", None)
     return isinstance(parameters, dict) and "sliding_attention" in parameters
+
+
+def layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists of modules: a transformer's layers."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from layers(child)

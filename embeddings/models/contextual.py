@@ -11,27 +11,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
 from embeddings.models.backbone import BackboneConfig, enable_checkpointing, load_model
-from embeddings.models.context_directory import (
-    ContextForm,
-    ContextParts,
-    is_contextual,
-    load_context_weights,
-    read_context_options,
-)
-from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
-from embeddings.models.embedder import Embedder, num_positions
-from embeddings.models.first_stage import FirstStage
-from embeddings.models.hub import resolve_model
-from embeddings.models.lora import plain_backbone
-from embeddings.models.pooling import MeanPooling
-from embeddings.models.portable_contextual import CONTEXT_FOLDER
-from embeddings.models.position_free import (
+from embeddings.models.context_layers import (
+    ContextSlots,
+    FirstStage,
+    ResidualProjection,
+    SoftPrompt,
     check_position_free,
     learned_positions,
     longest_text,
     states_behind_context,
 )
-from embeddings.models.second_stage import ContextSlots, ResidualProjection, SoftPrompt
+from embeddings.models.directory import (
+    ContextForm,
+    ContextParts,
+    ModelParts,
+    is_contextual,
+    load_context_weights,
+    read_context_options,
+    read_model_directory,
+    write_model_directory,
+)
+from embeddings.models.embedder import Embedder, num_positions
+from embeddings.models.lora import plain_backbone
+from embeddings.models.model_files import resolve_model
+from embeddings.models.pooling import MeanPooling
+from embeddings.models.portable_contextual import CONTEXT_FOLDER
 
 
 class ContextualEmbedder(Embedder):

@@ -1,10 +1,13 @@
-"""A model on disk: a sentence-transformers directory, written whole or not at all."""
+"""A model on disk: what a sentence-transformers directory holds beside the backbone, written and read.
+
+sentence-transformers' own modules are named where they give the same vectors. Else the directory carries the code that
+its pooling needs, and nothing else: `portable.py`, the pooling's file with the siblings that it imports, and a table of
+poolings (`poolings.py`) with that one entry.
+"""
 
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,62 +17,84 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_relative_imports
 
 from embeddings.common import InputError, OptionError, TextSettings
-from embeddings.common.io import file_lock
 from embeddings.common.text import INSTRUCTION_TEMPLATE
 from embeddings.models.backbone import quiet_transformers
-from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextParts, write_context
+from embeddings.models.context_layers import ContextSlots, FirstStage, ResidualProjection, SoftPrompt
 from embeddings.models.lora import merged_state_dict, plain_backbone
-from embeddings.models.model_card import CURVES_FILE, is_own_card
-from embeddings.models.model_files import IMPORT_FILE, load_weights, read_json, write_json
+from embeddings.models.model_files import load_weights, read_json, replaced_folder, save_weights, write_json
 from embeddings.models.pooling import Pooling
-from embeddings.models.portable import POOLINGS, TEXT_FILE, save_pooling
-from embeddings.models.vector_layers import read_head, read_norm, write_head, write_norm
-
-# What a directory with modules of our own carries; each imports nothing but torch, transformers and the others.
-PORTABLE_FILES = (
-    "portable.py",
-    "anchor_fused.py",
-    "anchor_kernels.py",
-    "anchor_token.py",
-    "anchor_weights.py",
-    "attention_tap.py",
-    "latent_attention.py",
-    "pooling.py",
-    "self_attention.py",
+from embeddings.models.poolings import POOLINGS, pooling_name
+from embeddings.models.portable import TEXT_FILE, save_pooling
+from embeddings.models.portable_contextual import (
+    CONTEXT_FOLDER,
+    CONTEXT_SETTINGS,
+    CONTEXT_WEIGHTS,
+    RESIDUAL_FOLDER,
+    code_to_root,
+    context_layers,
+    context_settings,
+    residual_settings,
 )
 
-# The key of config_sentence_transformers.json that lists them; that library reads past it.
+# The key of config_sentence_transformers.json for the trained widths; sentence-transformers ignores it.
 WIDTHS_KEY = "matryoshka_dimensions"
-# The key there of `TextSettings.instruction_template`, where it is not the default.
+# The key there for `TextSettings.instruction_template`, where it is not the default.
 TEMPLATE_KEY = "instruction_template"
-
-# What a sparse encoder's own code is; transformers copies it beside the weights.
-MOE_FILES = ("expert_passes.py", "experts.py", "moe_layer.py", "moe_router.py", "rotary_moe.py")
-
-# Ours to the names of sentence-transformers. Only the first two pool the same with and without a prompt.
+# Our names to those of sentence-transformers. Only the first two pool the same with and without a prompt.
 _PROMPT_BLIND = {"cls": "cls_token", "last_token": "lasttoken"}
 _STANDARD = _PROMPT_BLIND | {"mean": "mean_tokens", "weighted_mean": "weightedmean_tokens"}
 _OTHER_FLAGS = ("max_tokens", "mean_sqrt_len_tokens")
 _LIBRARY = "sentence_transformers.models."
-_MODEL_FILES = (
-    "config.json",
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-    CURVES_FILE,
-    IMPORT_FILE,
-)
-# Where a directory may have the LoRA matrices that are merged into its weights.
-ADAPTER_FOLDER = "adapter"
-_MODULE_FOLDERS = ("Context", "Dense", "LayerNorm", "Normalize", "Pooling", "ResidualHead")
-_MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "token*", "vocab*", "merges.txt", "special_tokens*")
+_TABLE = '''"""The pooling of this model.
+
+This file travels inside model directories: it imports nothing but a sibling that travels with it.
+"""
+
+from .{module} import {kind}
+
+POOLINGS = {{"{name}": {kind}}}
+'''
+_EXPORT_AGAIN = "export the model again"
+# The only epsilon of sentence-transformers' LayerNorm module.
+_EPSILON = 1e-5
+_CONTEXT_OPTIONS = ("num_context", "num_soft_prompts", "context_dropout")
+_CONTEXTUAL = ("ContextualTransformer", "ResidualHead")
+
+
+@dataclass(frozen=True)
+class ContextForm:
+    """How a contextual model treats its context; the defaults are the paper's and the released training's.
+
+    Args:
+        adds_pooled: Whether the residual projection adds the pooled states to its output. False in cde-small-v1.
+        has_positions: Whether context vectors have the positions 0 to J - 1, as all other tokens have theirs, and
+            windows hold for them too; their order then matters. True in cde-small-v2.
+        pools_prompt: Whether the first stage pools the prompt of a context document too, whatever the second does. True
+            in cde-small-v2.
+    """
+
+    adds_pooled: bool = True
+    has_positions: bool = False
+    pools_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class ContextParts:
+    """What a contextual model has beside a plain one."""
+
+    first_stage: FirstStage
+    slots: ContextSlots
+    soft_prompt: SoftPrompt
+    residual: ResidualProjection | None
+    has_positions: bool = False
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a model directory holds beside the backbone and its tokenizer; `context` in a contextual model's alone.
+    """What a model directory holds beside the backbone and its tokenizer; `context` for a contextual model only.
 
     `trained_widths` are the widths that vectors may be cut to, the widest first; `norm` stands before the head.
     """
@@ -86,124 +111,87 @@ class ModelParts:
 def write_model_directory(
     folder: str | os.PathLike[str], backbone: nn.Module, tokenizer: PreTrainedTokenizerBase, parts: ModelParts
 ) -> None:
-    """Write a model as a sentence-transformers directory, whole or not at all.
+    """Write a model as a sentence-transformers directory, atomically.
 
-    Adapters are merged into the written weights; the backbone itself is not touched. The library's own modules are
-    named where they give the same vectors; else the directory carries `PORTABLE_FILES` and asks for
-    `trust_remote_code=True`. A model that lay there is replaced, other files of the folder stay.
+    Adapters are merged into the written weights; the backbone itself is not changed. A directory with code of its own
+    needs `trust_remote_code=True` there. An existing model is replaced, other files of the folder stay.
 
     Raises:
-        OptionError: If the pooling is none that a directory can carry, or the path leads to a file.
+        OptionError: If the pooling has no name in the table, or the path leads to a file.
     """
-    name = pooling_name(parts.pooling)
-    portable = parts.context is not None or needs_own_code(parts.pooling, parts.text)
+    name, text, context = pooling_name(parts.pooling), parts.text, parts.context
     with replaced_folder(Path(folder)) as new, quiet_transformers():
         plain_backbone(backbone).save_pretrained(new, state_dict=merged_state_dict(backbone))
         tokenizer.save_pretrained(new)
         (new / "1_Pooling").mkdir()
-        if portable:
-            modules = [("portable.TextTransformer", ""), ("portable.MaskedPooling", "1_Pooling")]
-            save_pooling(new / "1_Pooling", name, parts.pooling)
-            tapped = {"tapped_layers": list(layers)} if (layers := parts.pooling.tapped_layers) else {}
-            write_json(new / TEXT_FILE, {**_without(parts.text.to_dict(), "prompts", TEMPLATE_KEY), **tapped})
-            for file in PORTABLE_FILES if parts.context is None else (*PORTABLE_FILES, *CONTEXTUAL_FILES):
-                shutil.copyfile(Path(__file__).with_name(file), new / file)
+        if context is not None or needs_own_code(parts.pooling, text):
+            modules = _write_own_pooling(new, name, parts)
         else:
-            modules = [(f"{_LIBRARY}Transformer", ""), (f"{_LIBRARY}Pooling", "1_Pooling")]
+            modules = [f"{_LIBRARY}Transformer", f"{_LIBRARY}Pooling"]
             write_json(new / "1_Pooling" / "config.json", _standard_pooling_config(name, parts))
-            write_json(new / "sentence_bert_config.json", _standard_lengths(parts.text))
-        if parts.context is not None:
-            modules = write_context(new, modules, parts.context)
+            write_json(new / "sentence_bert_config.json", _standard_lengths(text))
+        paths = ["", "1_Pooling"]
+        if context is not None:
+            _write_context(new, context)
+            modules += ["portable_contextual.ResidualHead"] if context.residual is not None else []
         if parts.norm is not None:
-            modules.append((f"{_LIBRARY}LayerNorm", f"{len(modules)}_LayerNorm"))
-            write_norm(new / modules[-1][1], parts.norm)
+            modules.append(f"{_LIBRARY}LayerNorm")
+            write_norm(new / f"{len(modules) - 1}_LayerNorm", parts.norm)
         if parts.head is not None:
-            modules.append((f"{_LIBRARY}Dense", f"{len(modules)}_Dense"))
-            write_head(new / modules[-1][1], parts.head)
+            modules.append(f"{_LIBRARY}Dense")
+            write_head(new / f"{len(modules) - 1}_Dense", parts.head)
         if parts.normalize:
-            modules.append((f"{_LIBRARY}Normalize", f"{len(modules)}_Normalize"))
-            (new / modules[-1][1]).mkdir()
+            modules.append(f"{_LIBRARY}Normalize")
+            (new / f"{len(modules) - 1}_Normalize").mkdir()
+        paths += [f"{index}_{kind.rpartition('.')[2]}" for index, kind in enumerate(modules) if index > 1]
+        entries = enumerate(zip(modules, paths, strict=True))
         write_json(
-            new / "modules.json",
-            [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in enumerate(modules)],
+            new / "modules.json", [{"idx": i, "name": str(i), "path": p, "type": kind} for i, (kind, p) in entries]
         )
-        versions = {"transformers": transformers.__version__, "pytorch": torch.__version__}
-        common = {"default_prompt_name": None, "similarity_fn_name": "cosine", "__version__": versions}
-        widths = {WIDTHS_KEY: list(parts.trained_widths)} if parts.trained_widths else {}
-        template = parts.text.instruction_template
-        own = {TEMPLATE_KEY: template} if template != INSTRUCTION_TEMPLATE else {}
-        prompts = {"prompts": parts.text.prompts, **own}
-        write_json(new / "config_sentence_transformers.json", {**prompts, **widths, **common})
-
-
-def read_model_directory(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, contextual: bool = False
-) -> ModelParts:
-    """What a sentence-transformers directory holds beside its backbone; no code of the directory runs.
-
-    Args:
-        folder: The directory.
-        model: Its backbone, of the second stage in a contextual model.
-        tokenizer: Its tokenizer.
-        contextual: Whether the caller reads a contextual model's own parts (see `context_directory`).
-
-    Raises:
-        InputError: If it is no such directory, a file of it is damaged, or it has a module that an `Embedder` has not.
-    """
-    if not (folder / "modules.json").is_file():
-        raise InputError(str(folder), "has no modules.json, so it is no embedding model", "export one, or train it")
-    entries = read_json(folder / "modules.json", list)
-    pooling: Pooling | None = None
-    norm, head, normalize, include_prompt = None, None, False, True
-    for entry in entries:
-        kind, path = _module_entry(folder, entry)
-        if kind == "Pooling":
-            pooling, include_prompt = _read_standard_pooling(path)
-        elif kind == "MaskedPooling":
-            pooling = _read_portable_pooling(path)
-        elif kind == "LayerNorm" and (head is not None or normalize):
-            what = "has a LayerNorm behind its head or Normalize"
-            raise InputError(str(folder / "modules.json"), what, "use a model that has it right behind the pooling")
-        elif kind == "LayerNorm":
-            norm = read_norm(path)
-        elif kind == "Dense":
-            head = read_head(path)
-        elif kind == "Normalize":
-            normalize = True
-        elif kind in ("ContextualTransformer", "ResidualHead") and not contextual:
-            raise InputError(str(folder), "is a contextual model", "load it with embeddings.models.load_embedder")
-        elif contextual and kind in ("ContextualTransformer", "ResidualHead"):
-            continue
-        elif kind not in ("Transformer", "TextTransformer"):
-            raise InputError(str(folder / "modules.json"), f"{kind} is no module of ours", "use another model")
-    if pooling is None:
-        raise InputError(str(folder / "modules.json"), "names no pooling", "use a model with a pooling module")
-    text = _read_text(folder, model, tokenizer, include_prompt)
-    width = pooling.hidden_size if head is None else head.out_features
-    return ModelParts(pooling, head, normalize, text, trained_widths=_read_widths(folder, width), norm=norm)
-
-
-def pooling_name(pooling: Pooling) -> str:
-    """The name that a directory and a config know this pooling by.
-
-    Raises:
-        OptionError: If it is none of the library's.
-    """
-    for name, kind in POOLINGS.items():
-        if type(pooling) is kind:
-            return name
-    rule = "is none that a model directory can carry"
-    raise OptionError("pooling", type(pooling).__name__, rule, f"use one of {', '.join(POOLINGS)}")
+        config: dict[str, Any] = {"prompts": text.prompts}
+        config |= {TEMPLATE_KEY: text.instruction_template} if text.instruction_template != INSTRUCTION_TEMPLATE else {}
+        config |= {WIDTHS_KEY: list(parts.trained_widths)} if parts.trained_widths else {}
+        config |= {"default_prompt_name": None, "similarity_fn_name": "cosine"}
+        config |= {"__version__": {"transformers": transformers.__version__, "pytorch": torch.__version__}}
+        write_json(new / "config_sentence_transformers.json", config)
 
 
 def needs_own_code(pooling: Pooling, text: TextSettings) -> bool:
-    """Whether sentence-transformers' own modules cannot pool so, or not these texts."""
+    """Whether sentence-transformers' own modules cannot compute this pooling of these texts."""
     name = pooling_name(pooling)
     excludes_prompt = not text.pool_prompt and any(text.prompts.values()) and name not in _PROMPT_BLIND
     excludes_start = not text.pool_start and name not in _PROMPT_BLIND
     closes = text.append_eos or bool(text.suffix)
     has_rule = text.pooling_rule not in (None, "exact")
     return name not in _STANDARD or closes or excludes_prompt or excludes_start or has_rule
+
+
+def _write_own_pooling(folder: Path, name: str, parts: ModelParts) -> list[str]:
+    """Write pooling, text settings and their code; returns the classes of the first two modules."""
+    pooling = parts.pooling
+    settings = _without(parts.text.to_dict(), "prompts", TEMPLATE_KEY)
+    first = "portable.TextTransformer" if parts.context is None else "portable_contextual.ContextualTransformer"
+    if pooling.captured_layers:
+        first, settings["tapped_layers"] = "attention_capture.CapturingTransformer", list(pooling.captured_layers)
+    save_pooling(folder / "1_Pooling", name, pooling)
+    write_json(folder / TEXT_FILE, settings)
+    module, kind = type(pooling).__module__.rpartition(".")[2], type(pooling).__name__
+    for file in _with_siblings(["portable", module, first.partition(".")[0]]):
+        shutil.copyfile(Path(__file__).with_name(f"{file}.py"), folder / f"{file}.py")
+    (folder / "poolings.py").write_text(_TABLE.format(module=module, kind=kind, name=name), encoding="utf-8")
+    return [first, "portable.MaskedPooling"]
+
+
+def _with_siblings(modules: Iterable[str]) -> set[str]:
+    """Modules of this package and all that they import of it, but for the table of poolings."""
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        if name not in found and name != "poolings":
+            found.add(name)
+            waiting += get_relative_imports(Path(__file__).with_name(f"{name}.py"))
+    return found
 
 
 def _standard_pooling_config(name: str, parts: ModelParts) -> dict[str, Any]:
@@ -219,19 +207,85 @@ def _standard_lengths(text: TextSettings) -> dict[str, Any]:
     return lengths
 
 
+def read_model_directory(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, contextual: bool = False
+) -> ModelParts:
+    """What a sentence-transformers directory holds beside its backbone; no code of the directory runs.
+
+    Args:
+        folder: The directory.
+        model: Its backbone; the second stage's in a contextual model.
+        tokenizer: Its tokenizer.
+        contextual: Whether the caller reads the parts of a contextual model itself (see `read_context_options`).
+
+    Raises:
+        InputError: If it is no such directory, a file of it is damaged, or it has a module that an `Embedder` has not.
+    """
+    path = folder / "modules.json"
+    if not path.is_file():
+        raise InputError(str(folder), "has no modules.json, so it is no embedding model", "export one, or train it")
+    pooling: Pooling | None = None
+    norm, head, normalize, include_prompt = None, None, False, True
+    for entry in read_json(path, list):
+        kind, place = _module_entry(folder, entry)
+        if kind == "Pooling":
+            pooling, include_prompt = _read_standard_pooling(place)
+        elif kind == "MaskedPooling":
+            pooling = _read_own_pooling(place)
+        elif kind == "LayerNorm" and (head is not None or normalize):
+            what = "has a LayerNorm behind its head or Normalize"
+            raise InputError(str(path), what, "use a model that has it right behind the pooling")
+        elif kind == "LayerNorm":
+            norm = read_norm(place)
+        elif kind == "Dense":
+            head = read_head(place)
+        elif kind == "Normalize":
+            normalize = True
+        elif kind in _CONTEXTUAL and not contextual:
+            raise InputError(str(folder), "is a contextual model", "load it with embeddings.models.load_embedder")
+        elif kind not in ("Transformer", "TextTransformer", "CapturingTransformer", *_CONTEXTUAL):
+            raise InputError(str(path), f"has the unknown module {kind}", "use another model")
+    if pooling is None:
+        raise InputError(str(path), "names no pooling", "use a model with a pooling module")
+    config = folder / "config_sentence_transformers.json"
+    fields = read_json(config) if config.is_file() else {}
+    text = _read_text(folder, fields, model, tokenizer, include_prompt)
+    width = pooling.hidden_size if head is None else head.out_features
+    widths = fields.get(WIDTHS_KEY, [])
+    if not isinstance(widths, list) or not all(type(found) is int and 0 < found <= width for found in widths):
+        rule = f"{WIDTHS_KEY} must list widths from 1 to {width}, got {widths!r}"
+        raise InputError(str(config), rule, _EXPORT_AGAIN)
+    trained_widths = tuple(sorted(set(widths), reverse=True))
+    return ModelParts(pooling, head, normalize, text, trained_widths=trained_widths, norm=norm)
+
+
 def _read_text(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, include_prompt: bool
+    folder: Path,
+    fields: dict[str, Any],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    include_prompt: bool,
 ) -> TextSettings:
     """The text settings of a directory; a tokenizer that must lower-case first is made to."""
     path = folder / "config_sentence_transformers.json"
-    template = read_json(path).get(TEMPLATE_KEY, INSTRUCTION_TEMPLATE) if path.is_file() else INSTRUCTION_TEMPLATE
+    template = fields.get(TEMPLATE_KEY, INSTRUCTION_TEMPLATE)
     if not isinstance(template, str):
-        raise InputError(str(path), f"has an {TEMPLATE_KEY} that is no text", "export the model again")
-    known = {"prompts": _read_prompts(path), TEMPLATE_KEY: template}
-    if (folder / TEXT_FILE).is_file():
-        settings = _without(read_json(folder / TEXT_FILE), "tapped_layers")
-        return _text_settings(folder / TEXT_FILE, {**settings, **known})
-    path = folder / "sentence_bert_config.json"
+        raise InputError(str(path), f"has an {TEMPLATE_KEY} that is no text", _EXPORT_AGAIN)
+    common = {"prompts": _read_prompts(path, fields), TEMPLATE_KEY: template}
+    path = folder / TEXT_FILE
+    if path.is_file():
+        settings = {**_without(read_json(path), "tapped_layers"), **common}
+    else:
+        path = folder / "sentence_bert_config.json"
+        settings = {**_read_lengths(path, model, tokenizer), **common, "pool_prompt": include_prompt}
+    try:
+        return TextSettings.from_dict(settings)
+    except (TypeError, OptionError) as error:
+        raise InputError(str(path), str(error), _EXPORT_AGAIN) from error
+
+
+def _read_lengths(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The lengths that sentence-transformers' own module cuts texts to."""
     settings = read_json(path) if path.is_file() else {}
     if settings.get("do_lower_case"):
         backend = tokenizer.backend_tokenizer
@@ -240,43 +294,26 @@ def _read_text(
     limits = (tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
     if not all(isinstance(limit, int | float) for limit in limits):
         what = f"has a model_max_length {tokenizer.model_max_length!r:.40}, expected a whole number"
-        raise InputError(str(folder / "tokenizer_config.json"), what, "export the model again")
+        raise InputError(str(path.with_name("tokenizer_config.json")), what, _EXPORT_AGAIN)
     length = settings.get("max_seq_length") or min(limits)
     lengths = {f"{role}_max_length": settings.get(f"{role}_length") or length for role in ("query", "document")}
     for value in lengths.values():
         if type(value) is not int:
-            raise InputError(str(path), f"has a length {value!r}, expected a whole number", "export the model again")
-    return _text_settings(path, {**lengths, **known, "pool_prompt": include_prompt})
+            raise InputError(str(path), f"has a length {value!r}, expected a whole number", _EXPORT_AGAIN)
+    return lengths
 
 
-def _read_prompts(path: Path) -> dict[str, str]:
-    """The prompts of a directory that hold something."""
-    saved = read_json(path).get("prompts") or {} if path.is_file() else {}
+def _read_prompts(path: Path, fields: dict[str, Any]) -> dict[str, str]:
+    """The prompts of a directory that are not empty."""
+    saved = fields.get("prompts") or {}
     if not isinstance(saved, dict):
-        raise InputError(str(path), "has prompts that are no object", "export the model again")
+        raise InputError(str(path), "has prompts that are no object", _EXPORT_AGAIN)
     for name, prompt in saved.items():
         if prompt is not None and not isinstance(prompt, str):
-            raise InputError(str(path), f"has a prompt {name!r} that is no text", "export the model again")
+            raise InputError(str(path), f"has a prompt {name!r} that is no text", _EXPORT_AGAIN)
         if any("\ud800" <= letter <= "\udfff" for letter in prompt or ""):
-            raise InputError(str(path), f"has half of a character in prompt {name!r}", "export the model again")
+            raise InputError(str(path), f"has half of a character in prompt {name!r}", _EXPORT_AGAIN)
     return {name: prompt for name, prompt in saved.items() if prompt}
-
-
-def _read_widths(folder: Path, embedding_dim: int) -> tuple[int, ...]:
-    """The widths that a directory says its vectors were trained at, the widest first; none where it says nothing."""
-    path = folder / "config_sentence_transformers.json"
-    widths = read_json(path).get(WIDTHS_KEY, []) if path.is_file() else []
-    if not isinstance(widths, list) or not all(type(width) is int and 0 < width <= embedding_dim for width in widths):
-        rule = f"{WIDTHS_KEY} must list widths from 1 to {embedding_dim}, got {widths!r}"
-        raise InputError(str(path), rule, "export the model again")
-    return tuple(sorted(set(widths), reverse=True))
-
-
-def _text_settings(path: Path, fields: dict[str, Any]) -> TextSettings:
-    try:
-        return TextSettings.from_dict(fields)
-    except (TypeError, OptionError) as error:
-        raise InputError(str(path), str(error), "export the model again") from error
 
 
 def _module_entry(folder: Path, entry: Any) -> tuple[str, Path]:
@@ -297,20 +334,21 @@ def _read_standard_pooling(path: Path) -> tuple[Pooling, bool]:
     ]
     if "pooling_mode" in config:
         named = config["pooling_mode"]
-        modes = [{"cls": "cls_token", "lasttoken": "lasttoken"}.get(m, f"{m}_tokens") for m in _as_list(named)]
+        named = list(named) if isinstance(named, list | tuple) else [named]
+        modes = [{"cls": "cls_token", "lasttoken": "lasttoken"}.get(mode, f"{mode}_tokens") for mode in named]
     ours = [name for name, theirs in _STANDARD.items() if [theirs] == modes]
     if not ours or not isinstance(width, int):
-        what = f"pooling {'+'.join(modes) or 'without a mode'} is none of ours"
+        what = f"has the unknown pooling {'+'.join(modes)}" if modes else "has a pooling without a mode"
         raise InputError(str(path / "config.json"), what, f"use a model that pools by one of {', '.join(_STANDARD)}")
     return POOLINGS[ours[0]](width), bool(config.get("include_prompt", True))
 
 
-def _read_portable_pooling(path: Path) -> Pooling:
+def _read_own_pooling(path: Path) -> Pooling:
     config = read_json(path / "config.json")
     try:
         pooling = POOLINGS[config["name"]](config["hidden_size"], **config["arguments"])
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(str(path / "config.json"), f"names no pooling ({error})", "export the model again") from error
+        raise InputError(str(path / "config.json"), f"names no pooling ({error})", _EXPORT_AGAIN) from error
     if pooling.state_dict():
         load_weights(pooling, path / "model.safetensors")
     return pooling
@@ -320,90 +358,125 @@ def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in names}
 
 
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
+# The layers between pooling and unit length, as sentence-transformers' own modules.
 
 
-def require_folder_or_nothing(target: str | os.PathLike[str]) -> None:
-    """Refuse to write a model where something else than a folder lies.
+def write_norm(folder: Path, norm: nn.LayerNorm) -> None:
+    """Write a layer norm as a new folder; one without weights is written with ones and zeros.
 
     Raises:
-        OptionError: If there is a file, or a folder on the way there is none.
+        OptionError: If it has another epsilon than sentence-transformers' module.
     """
-    path = Path(target).expanduser()
-    for place in (path, *path.parents):
-        if place.exists() or place.is_symlink():
-            if not place.is_dir():
-                raise OptionError("output", str(path), f"leads to {place}, which is no folder", "name a new folder")
-            return
+    if norm.eps != _EPSILON:
+        rule = f"must be {_EPSILON}, the only one that a model directory can carry"
+        raise OptionError("norm.eps", norm.eps, rule, "build the norm with that")
+    folder.mkdir()
+    write_json(folder / "config.json", {"dimension": norm.normalized_shape[0]})
+    written = nn.LayerNorm(norm.normalized_shape)
+    written.load_state_dict(norm.state_dict(), strict=False)
+    save_weights(written, folder / "model.safetensors", prefix="norm.")
 
 
-@contextmanager
-def replaced_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` that takes its place on leaving without an error.
+def read_norm(folder: Path) -> nn.LayerNorm:
+    """The layer norm of a folder; ones and zeros are read as no weights, so that no training moves them.
 
-    At every moment either the old or the new model is whole on disk. What lay in the old folder and is no part of a
-    model is carried over; where that fails, everything goes back to its place.
+    Raises:
+        InputError: If a file is missing or damaged.
     """
-    require_folder_or_nothing(target)
-    target = target.expanduser().resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    workplace = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    new, old = workplace / "new", workplace / "old"
-    new.mkdir()
-    exchanged = False
+    width = read_json(folder / "config.json").get("dimension")
+    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+        what = f"has dimension {width!r:.40}, expected a whole number >= 1"
+        raise InputError(str(folder / "config.json"), what, _EXPORT_AGAIN)
+    norm = nn.LayerNorm(width)
+    load_weights(norm, folder / "model.safetensors", prefix="norm.")
+    is_plain = torch.equal(norm.weight, torch.ones_like(norm.weight)) and not bool(norm.bias.any())
+    return nn.LayerNorm(width, elementwise_affine=False) if is_plain else norm
+
+
+def write_head(folder: Path, head: nn.Linear) -> None:
+    """Write a linear head as a new folder."""
+    folder.mkdir()
+    identity = "torch.nn.modules.linear.Identity"
+    shape = {"in_features": head.in_features, "out_features": head.out_features, "bias": head.bias is not None}
+    write_json(folder / "config.json", {**shape, "activation_function": identity})
+    save_weights(head, folder / "model.safetensors", prefix="linear.")
+
+
+def read_head(folder: Path) -> nn.Linear:
+    """The linear head of a folder.
+
+    Raises:
+        InputError: If a file is missing or damaged, or it is more than a linear head.
+    """
+    config = read_json(folder / "config.json")
+    if not str(config.get("activation_function", "")).endswith("Identity") or config.get("use_residual"):
+        what = "is more than a linear head"
+        raise InputError(str(folder / "config.json"), what, "use a model with a linear head")
     try:
-        yield new
-        _flush(new)
-        # Of two that write one model at a time the second replaces the first one's, whole.
-        lock = target.with_name(f".{target.name}.lock")
-        with file_lock(lock):
-            try:
-                _exchange(new, target, old)
-            finally:
-                lock.unlink(missing_ok=True)
-        exchanged = True
-    finally:
-        # Where even the way back failed, the only whole copy is in there: leave it.
-        if exchanged or not os.path.lexists(old):
-            shutil.rmtree(workplace, ignore_errors=True)
+        head = nn.Linear(config["in_features"], config["out_features"], bias=config.get("bias", True))
+    except (KeyError, TypeError) as error:
+        raise InputError(str(folder / "config.json"), f"describes no head ({error})", _EXPORT_AGAIN) from error
+    load_weights(head, folder / "model.safetensors", prefix="linear.")
+    return head
 
 
-def _exchange(new: Path, target: Path, old: Path) -> None:
-    """Put `new` in the place of `target`, which goes to `old`; after an error all is as before."""
-    carried: list[str] = []
-    if os.path.lexists(target):
-        os.replace(target, old)
-    try:
-        os.replace(new, target)
-        if os.path.lexists(old):
-            for entry in list(old.iterdir()):
-                if not _is_model_file(entry) and not (target / entry.name).exists():
-                    os.replace(entry, target / entry.name)
-                    carried.append(entry.name)
-    except BaseException:
-        for name in carried:
-            os.replace(target / name, old / name)
-        if os.path.lexists(old):
-            if target.exists():
-                os.replace(target, new)
-            os.replace(old, target)
-        raise
+# A contextual model's own files: first stage, context layers, residual projection.
 
 
-def _is_model_file(entry: Path) -> bool:
-    if entry.is_dir():
-        number, _, kind = entry.name.partition("_")
-        return entry.name in ("onnx", ADAPTER_FOLDER) or (number.isdecimal() and kind in _MODULE_FOLDERS)
-    known = (*_MODEL_FILES, *PORTABLE_FILES, *CONTEXTUAL_FILES, *MOE_FILES, TEXT_FILE)
-    return is_own_card(entry) or entry.name in known or any(entry.match(pattern) for pattern in _MODEL_PATTERNS)
+def is_contextual(folder: Path) -> bool:
+    """Whether a model directory is a contextual model's."""
+    return (folder / CONTEXT_FOLDER / CONTEXT_SETTINGS).is_file()
 
 
-def _flush(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        with suppress(PermissionError):
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+def _write_context(folder: Path, parts: ContextParts) -> None:
+    """Write what a contextual model has beside a plain one; adapters are merged into the written weights."""
+    target, backbone = folder / CONTEXT_FOLDER, parts.first_stage.backbone
+    plain_backbone(backbone).save_pretrained(target, state_dict=merged_state_dict(backbone))
+    code_to_root(target)
+    settings = context_settings(parts.first_stage, parts.slots, parts.soft_prompt, parts.has_positions)
+    write_json(target / CONTEXT_SETTINGS, settings)
+    save_weights(context_layers(parts.first_stage, parts.slots, parts.soft_prompt), target / CONTEXT_WEIGHTS)
+    if parts.residual is not None:
+        (folder / RESIDUAL_FOLDER).mkdir()
+        write_json(folder / RESIDUAL_FOLDER / "config.json", residual_settings(parts.residual))
+        save_weights(parts.residual, folder / RESIDUAL_FOLDER / "model.safetensors")
+
+
+def read_context_options(folder: Path) -> dict[str, Any]:
+    """The arguments of `ContextualEmbedder` that a directory keeps.
+
+    Raises:
+        InputError: If the directory is no contextual model's, or its settings are damaged.
+    """
+    if not is_contextual(folder):
+        raise InputError(str(folder), "is no contextual model", "load it with embeddings.models.load_embedder")
+    path = folder / CONTEXT_FOLDER / CONTEXT_SETTINGS
+    settings = read_json(path)
+    missing = [name for name in _CONTEXT_OPTIONS if not isinstance(settings.get(name), int | float)]
+    if missing:
+        raise InputError(str(path), f"does not say {missing[0]}", _EXPORT_AGAIN)
+    # Older directories state neither a limit nor a form.
+    max_length = settings.get("context_max_length")
+    if max_length is not None and (not isinstance(max_length, int) or isinstance(max_length, bool)):
+        raise InputError(str(path), f"has context_max_length {max_length!r}, no number", _EXPORT_AGAIN)
+    has_residual = any("ResidualHead" in str(entry) for entry in read_json(folder / "modules.json", list))
+    residual = read_json(folder / RESIDUAL_FOLDER / "config.json") if has_residual else {}
+    form = ContextForm(
+        adds_pooled=residual.get("adds_pooled", True) is not False,
+        has_positions=settings.get("has_positions", False) is True,
+        pools_prompt=settings.get("pools_prompt", False) is True,
+    )
+    options = {name: settings[name] for name in _CONTEXT_OPTIONS}
+    return {**options, "context_max_length": max_length, "residual_projection": has_residual, "form": form}
+
+
+def load_context_weights(folder: Path, parts: ContextParts) -> None:
+    """Load the weights of the context layers and the residual projection; the first stage's backbone has its own.
+
+    Raises:
+        InputError: If a file is missing or damaged, or does not fit the settings.
+    """
+    layers = context_layers(parts.first_stage, parts.slots, parts.soft_prompt)
+    load_weights(layers, folder / CONTEXT_FOLDER / CONTEXT_WEIGHTS)
+    if parts.residual is not None:
+        load_weights(parts.residual, folder / RESIDUAL_FOLDER / "model.safetensors")

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
-from embeddings.models.attention_tap import AttentionTap
+from embeddings.models.attention_capture import AttentionCapture
 from embeddings.models.backbone import BackboneConfig, load_backbone, load_model, load_tokenizer
+from embeddings.models.context_layers import first_position, learned_positions
 from embeddings.models.directory import ModelParts, read_model_directory, write_model_directory
-from embeddings.models.hub import FrozenBase, resolve_model
 from embeddings.models.lora import plain_backbone, without_cache
+from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.models.pooling import Pooling
-from embeddings.models.position_free import first_position, learned_positions
 
 
 class Embedder(nn.Module):
@@ -73,7 +73,7 @@ class Embedder(nn.Module):
                 rule = f"must be as wide as the backbone's {self.hidden_size}"
                 raise OptionError(name, size, rule, "build it with that size")
         self.backbone = backbone
-        self.tap = tap_of(backbone, pooling)
+        self.capture = capture_of(backbone, pooling)
         self.tokenizer = tokenizer
         self.pooling = pooling
         self.norm = norm
@@ -109,7 +109,7 @@ class Embedder(nn.Module):
     def _pooled(self, tokens: PaddedTokens) -> Tensor:
         """The pooled states, (N, H); a pooling by attention is given that of its layers."""
         attention_NL = tokens.attention_mask_NL
-        with nullcontext() if self.tap is None else self.tap.open() as tapped:
+        with nullcontext() if self.capture is None else self.capture.open() as tapped:
             inputs = {"input_ids": tokens.input_ids_NL, "attention_mask": attention_NL.long()}
             output = self.backbone(**inputs, **without_cache(self.backbone))
         attention = () if tapped is None else (attention_NL, tapped())
@@ -236,19 +236,21 @@ def num_positions(backbone: nn.Module) -> int | None:
     return None if table is None else table.num_embeddings - first_position(table)
 
 
-def tap_of(backbone: nn.Module, pooling: Pooling) -> AttentionTap | None:
+def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None:
     """What reads the attention that a pooling needs, or None where it needs none.
 
     Raises:
         OptionError: If the backbone has no such layer, its attention cannot be read, or is causal where the pooling
             needs to see both ways.
     """
-    if not pooling.tapped_layers:
+    if not pooling.captured_layers:
         return None
     try:
-        tap = AttentionTap(plain_backbone(backbone), pooling.tapped_layers)
+        tap = AttentionCapture(plain_backbone(backbone), pooling.captured_layers)
     except ValueError as error:
-        raise OptionError("pooling.layers", list(pooling.tapped_layers), str(error), "-1 is the last layer") from error
+        raise OptionError(
+            "pooling.layers", list(pooling.captured_layers), str(error), "-1 is the last layer"
+        ) from error
     if getattr(pooling, "needs_both_ways", False) and tap.is_causal(backbone):
         tap.detach()
         rule = "weighs early tokens more under a causal mask, whatever they say"

@@ -1,13 +1,15 @@
 """A model that predicts tokens: a backbone and its language-model head, each callable without the other."""
 
+import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -21,27 +23,33 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from embeddings.common import OptionError
+from embeddings.common.text import one_line
+from embeddings.common.types import positions_in_document
 from embeddings.models.backbone import (
     DTYPES,
     BackboneConfig,
+    check_attention,
+    check_flex,
     enable_checkpointing,
+    highest_id,
     load_model,
     load_tokenizer,
     quiet_transformers,
     read_config,
+    read_tokenizer,
 )
-from embeddings.models.bidirectional import require_bidirectional
-from embeddings.models.directory import replaced_folder
-from embeddings.models.document_mask import document_inputs
-from embeddings.models.from_scratch import FromScratch, new_model
-from embeddings.models.hub import resolve_model
+from embeddings.models.bidirectional import make_bidirectional_config, require_bidirectional
+from embeddings.models.context_layers import first_position, learned_positions
 from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict, plain_backbone, without_cache
-from embeddings.models.rotary_moe import RotaryMoeConfig
+from embeddings.models.model_files import replaced_folder, resolve_model
+from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 
 HeadKind = Literal["masked", "causal"]
 _MAPPINGS = {"masked": MODEL_FOR_MASKED_LM_MAPPING, "causal": MODEL_FOR_CAUSAL_LM_MAPPING}
 _AUTO = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM}
 _OBJECTIVES = {"masked": "mlm", "causal": "mntp or causal"}
+# The embedding matrix has a multiple of this many rows.
+VOCABULARY_STEP = 64
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,42 @@ class HeadSettings:
     def __post_init__(self) -> None:
         if self.tile_logits < 1:
             raise OptionError("model.head.tile_logits", self.tile_logits, "must be >= 1", "leave it out for 2**27")
+
+
+@dataclass(frozen=True)
+class FromScratch:
+    """A model with random weights.
+
+    Args:
+        tokenizer: A directory, a Hub id, or `all-MiniLM-L6-v2`: whose tokenizer the model reads with.
+        model_type: Architecture as transformers names it: `mistral`, `llama`, `bert`, ….
+        settings: Fields of its config that differ from transformers' defaults, such as `hidden_size`.
+            Vocabulary size and the ids of special tokens follow from the tokenizer.
+        bidirectional: Turn a decoder's causal mask off.
+        attn_implementation: "eager", "sdpa", …; None is transformers' choice.
+
+    Raises:
+        OptionError: If there is no such architecture or field.
+    """
+
+    tokenizer: str
+    model_type: str = "mistral"
+    settings: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    bidirectional: bool = False
+    attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        check_attention(self.attn_implementation, "model.from_scratch")
+        try:
+            known = AutoConfig.for_model(self.model_type)
+        except ValueError as error:
+            rule = "is no architecture that transformers knows"
+            raise OptionError("model.from_scratch.model_type", self.model_type, rule, "try mistral") from error
+        for name in self.settings:
+            if not hasattr(known, name) or name == "vocab_size":
+                near = difflib.get_close_matches(name, vars(known), n=1)
+                fix = f"did you mean {near[0]}?" if near else "leave it out"
+                raise OptionError("model.from_scratch.settings", name, f"is no setting of {self.model_type}", fix)
 
 
 def load_language_model(
@@ -278,3 +322,120 @@ def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:
         if isinstance(config, RotaryMoeConfig):
             fix = "give the dense model that it was made of, and upcycle what comes out"
     raise OptionError("model.objective", _OBJECTIVES[kind], f"does not fit: {config.model_type} {what}", fix)
+
+
+def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model with random weights in float32, in evaluation mode, and its tokenizer.
+
+    Determinism: the weights follow from torch's random state.
+
+    Args:
+        scratch: What to make.
+        auto_class: What chooses the model's class, such as `AutoModelForCausalLM`.
+
+    Raises:
+        OptionError: If the settings make no model, or its attention cannot be made bidirectional.
+    """
+    tokenizer = read_tokenizer(resolve_model(scratch.tokenizer))
+    options = {} if scratch.attn_implementation is None else {"attn_implementation": scratch.attn_implementation}
+    try:
+        config = AutoConfig.for_model(scratch.model_type, **(dict(scratch.settings) | _of_tokenizer(tokenizer)))
+        if scratch.bidirectional:
+            make_bidirectional_config(config)
+        model = auto_class.from_config(config, **options)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as error:
+        reason = one_line(str(error), 200)
+        raise OptionError("model.from_scratch.settings", scratch.settings, "make no model", reason) from error
+    assert isinstance(model, PreTrainedModel)
+    check_flex(model.config, scratch.attn_implementation)
+    if scratch.bidirectional:
+        backbone: Any = model.base_model
+        require_bidirectional(backbone)
+    model.train(False)
+    return model, tokenizer
+
+
+def _of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """What the tokenizer decides of a config."""
+    bos = _first(tokenizer.bos_token_id, tokenizer.cls_token_id)
+    eos = _first(tokenizer.eos_token_id, tokenizer.sep_token_id)
+    pad = tokenizer.pad_token_id
+    rows = -(-(highest_id(tokenizer) + 1) // VOCABULARY_STEP) * VOCABULARY_STEP
+    # The vector of a config's pad token is never trained, so a separator must not be named as one.
+    return {"vocab_size": rows, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None if pad == eos else pad}
+
+
+def _first(*ids: Any) -> int | None:
+    return next((token for token in ids if isinstance(token, int)), None)
+
+
+# The others take no mask that says which token sees which.
+_ATTENTIONS = ("eager", "sdpa")
+
+
+def document_inputs(model: PreTrainedModel, document_NL: Tensor, causal: bool) -> dict[str, Tensor]:
+    """The mask and the positions with which a model reads each document of a row as if it were alone.
+
+    Args:
+        model: An encoder, or a decoder with or without its causal mask.
+        document_NL: Which document of its row a token is of, -1 for padding, (N, L) int64. Padding sees padding, so
+            that no row of the mask is empty.
+        causal: Whether a token sees only those before it.
+
+    Returns:
+        `attention_mask`, (N, 1, L, L), bool for sdpa and 0 or the lowest number of the model's dtype for eager;
+        `position_ids`, (N, L) int64, counted from each document's start.
+
+    Memory: L values a token. Source: none of the papers separates packed documents; here it is a choice.
+    """
+    sees_NLL = document_NL[:, :, None] == document_NL[:, None, :]
+    if causal:
+        sees_NLL = sees_NLL.tril()
+    table = learned_positions(model)
+    position_NL = positions_in_document(document_NL) + (0 if table is None else first_position(table))
+    mask_N1LL = sees_NLL[:, None]
+    if model.config._attn_implementation == "eager":
+        lowest = torch.finfo(model.dtype).min
+        mask_N1LL = torch.zeros_like(mask_N1LL, dtype=model.dtype).masked_fill(~mask_N1LL, lowest)
+    return {"attention_mask": mask_N1LL, "position_ids": position_NL}
+
+
+def window(config: PretrainedConfig) -> int | None:
+    """The shortest reach of a layer's attention in tokens, or None where every layer sees all."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    found = getattr(config, "sliding_window", None)
+    return None if found is None else int(found)
+
+
+@torch.no_grad()
+def check_separation(model: PreTrainedModel, causal: bool) -> None:
+    """Check that each document of a packed row has the states that it has alone.
+
+    Runs three tiny forward passes.
+
+    Raises:
+        OptionError: If it has not, or the model takes neither such a mask nor positions.
+    """
+    name = f"{type(model).__name__} with {model.config._attn_implementation} attention"
+    option, fix = "model.separate_documents", "set it to false, or use sdpa or eager attention"
+    if model.config._attn_implementation not in _ATTENTIONS:
+        raise OptionError(option, name, "cannot take effect", fix)
+    ids_NL = ((torch.arange(12) * 5) % (int(model.config.vocab_size) - 4) + 3)[None].to(model.device)
+    document_NL = torch.tensor([[0] * 5 + [1] * 7], device=model.device)
+    was_training = model.training
+    model.train(False)
+    try:
+        packed_LH = model(input_ids=ids_NL, **document_inputs(model, document_NL, causal)).last_hidden_state[0].float()
+        alone = [model(input_ids=part).last_hidden_state[0].float() for part in (ids_NL[:, :5], ids_NL[:, 5:])]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(option, name, "cannot take effect", fix) from error
+    finally:
+        model.train(was_training)
+    alone_LH = torch.cat(alone)
+    spread = float((packed_LH - alone_LH).abs().max() / alone_LH.abs().max().clamp(min=1e-6))
+    if spread > (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1):
+        raise OptionError(option, name, f"does not keep documents apart (states differ by {spread:.1e})", fix)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .pooling import Pooling, mean_of_sum
+from .pooling import GatedFeedForward, Pooling, mean_of_sum, zero_parameters
 
 
 class LatentAttentionPooling(Pooling):
@@ -158,31 +158,6 @@ class LatentAttention(nn.Module):
         key, value = self.to_key_value(self.norm_latents(latent_RH)).chunk(2, dim=-1)
         query_ATE, key_ARE, value_ARE = (_split_heads(part, self.num_heads) for part in (query, key, value))
         return query_ATE, key_ARE, value_ARE
-
-
-class GatedFeedForward(nn.Module):
-    """Pre-normed GEGLU, four times as wide as its input, with the exact GELU; the residual is the caller's.
-
-    Args:
-        hidden_size: Width of the tokens, H.
-    """
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden_size)
-        self.expand = nn.Linear(hidden_size, 8 * hidden_size)
-        self.contract = nn.Linear(4 * hidden_size, hidden_size)
-
-    def forward(self, token: Tensor) -> Tensor:
-        """The branch's output, shaped as its input (…, H)."""
-        value, gate = self.expand(self.norm(token)).chunk(2, dim=-1)
-        return _as_tensor(self.contract(value * F.gelu(gate)))
-
-
-def zero_parameters(layer: nn.Module) -> None:
-    """Set every parameter of a layer to zero."""
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
 
 
 def _attend(query_ATE: Tensor, key_ARE: Tensor, value_ARE: Tensor, scale: float | None = None) -> Tensor:

@@ -4,20 +4,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from embeddings.common.io import write_text
 from embeddings.common.process import logger
-from embeddings.models.hub import PACKAGED_NAME
-from embeddings.models.model_files import IMPORT_FILE
+from embeddings.models.embedder import Embedder
+from embeddings.models.model_files import CARD_FILE, CARD_MARK, CURVES_FILE, IMPORT_FILE, PACKAGED_NAME, is_own_card
+from embeddings.models.poolings import pooling_name
 
-if TYPE_CHECKING:
-    from embeddings.models.embedder import Embedder
-
-CARD_FILE, CURVES_FILE = "README.md", "curves.png"
-_OURS = "# Replaced by the next export to this folder; without this line it stays."
 _MAX_CHARACTERS = 200
 _MAX_SETTINGS = 20_000
 _TRAINER_KEYS = (
@@ -78,7 +74,7 @@ class ImportFacts:
 
 def write_model_card(
     folder: Path,
-    embedder: "Embedder",
+    embedder: Embedder,
     facts: TrainingFacts | ImportFacts | None = None,
     *,
     scores: Sequence[Mapping[str, Any]] = (),
@@ -108,14 +104,9 @@ def keeps_card(folder: Path) -> bool:
     return True
 
 
-def is_own_card(path: Path) -> bool:
-    """Whether a file is a card that this library wrote and nobody has taken over."""
-    return path.name == CARD_FILE and path.is_file() and _OURS in path.read_text("utf-8", errors="replace")[:200]
-
-
 def model_card(
     folder: Path,
-    embedder: "Embedder",
+    embedder: Embedder,
     facts: TrainingFacts | ImportFacts | None,
     scores: Sequence[Mapping[str, Any]],
     licence: str | None,
@@ -175,12 +166,10 @@ def _front_matter(facts: TrainingFacts | ImportFacts | None, licence: str | None
         hub = [name for source in _sources(facts.config) if (name := _hub_dataset(source)) is not None]
         fields |= {"datasets": hub} if hub else {}
     fields |= {"license": licence} if licence else {}
-    return f"---\n{_OURS}\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
+    return f"---\n{CARD_MARK}\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
 
 
-def _summary(embedder: "Embedder") -> str:
-    from embeddings.models.directory import pooling_name
-
+def _summary(embedder: Embedder) -> str:
     widths = f", trained to be cut to {', '.join(map(str, embedder.trained_widths))}" if embedder.trained_widths else ""
     norm = "of unit length, compared by cosine" if embedder.normalize else "of any length, compared by cosine"
     pooling = f"{pooling_name(embedder.pooling).replace('_', ' ')} pooling"
@@ -192,7 +181,7 @@ def _summary(embedder: "Embedder") -> str:
     )
 
 
-def _usage(name: str, embedder: "Embedder", needs_code: bool) -> str:
+def _usage(name: str, embedder: Embedder, needs_code: bool) -> str:
     flag = ", trust_remote_code=True" if needs_code else ""
     context = hasattr(embedder, "embed_context")
     lines = ["from sentence_transformers import SentenceTransformer", ""]

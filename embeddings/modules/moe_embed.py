@@ -11,17 +11,18 @@ from embeddings.common.distributed import sum_over_ranks
 from embeddings.losses import InfoNCE
 from embeddings.losses.load_balancing import LoadBalancing, load_balancing_loss, router_z_loss
 from embeddings.models import BackboneConfig, LoraSettings, MeanPooling
-from embeddings.models.expert_backends import BackendName, set_expert_backend
 from embeddings.models.lora import plain_backbone
-from embeddings.models.routing_sums import (
+from embeddings.models.moe.routing import (
     COUNTS,
     PROBABILITIES,
     SQUARED_LOGSUMEXP,
+    BackendName,
     has_experts,
     moe_layers,
     read_routing,
+    set_expert_backend,
 )
-from embeddings.models.upcycling import Upcycling, upcycle
+from embeddings.models.moe.upcycling import Upcycling, upcycle
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory, PoolingFactory, build_embedder
 from embeddings.training.optim import Schedule
 

@@ -28,7 +28,7 @@ from embeddings.common import (
 )
 from embeddings.common.distributed import is_distributed, reduce_int
 from embeddings.common.types import plan_mini_batches, take_texts
-from embeddings.models.experts import shared_casts
+from embeddings.models.moe.experts import shared_casts
 from embeddings.training.graphs import GraphBudget, GraphMemory, attach_gradient, graph_leaves
 
 Backward = Callable[[Tensor], None]

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from embeddings.models.experts import Experts
-from embeddings.models.layers import layers
+from embeddings.models.bidirectional import layers
+from embeddings.models.moe.experts import Experts
 
 
 def shard(

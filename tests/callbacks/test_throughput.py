@@ -16,7 +16,7 @@ from embeddings.callbacks.progress import Work, backbone_of, dtype_of, flops, ma
 from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError
 from embeddings.common.types import Prediction
-from embeddings.models.upcycling import Upcycling, upcycle
+from embeddings.models.moe.upcycling import Upcycling, upcycle
 from embeddings.training.gradcache import GradCache
 from tests.helpers.contrastive import random_batch, with_context
 from tests.helpers.runs import run_config, write_config

@@ -100,7 +100,7 @@ def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_pa
     assert float(re.search(r"least cosine ([\d.]+) of mean states", said)[1]) > 0.99
     before = content(out)
     assert len(before[int8_graph]) < len(before[Path("onnx/model.onnx")])
-    monkeypatch.setattr("embeddings.interop.onnx_graph._TOLERANCE", -1.0)
+    monkeypatch.setattr("embeddings.interop.onnx._TOLERANCE", -1.0)
     assert main(words) == 2
     assert "error: format must give torch's states" in capsys.readouterr().err
     assert content(out) == before

@@ -10,7 +10,7 @@ from embeddings.evaluation.instructions import Instructions
 from embeddings.evaluation.mteb_library import quiet
 from embeddings.evaluation.runner import evaluate_folder
 from embeddings.inference.encoder import Encoder
-from embeddings.models.hub import resolve_model
+from embeddings.models.model_files import resolve_model
 from tests.evaluation.data import write_rows
 from tests.evaluation.task_sets import other_tasks, topic_text, write_other_sets, write_sets  # loads mteb
 from tests.inference.models import tiny_embedder

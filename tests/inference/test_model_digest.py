@@ -8,7 +8,7 @@ from torch import nn
 from embeddings.common import TextSettings
 from embeddings.inference.encoder import Encoder, embedder_sha256
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora, make_bidirectional
-from embeddings.models.context_directory import ContextForm
+from embeddings.models.directory import ContextForm
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_mistral
 from tests.inference.models import tiny_embedder
 from tests.models.contextual_models import tiny_contextual, tiny_nomic

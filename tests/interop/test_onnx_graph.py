@@ -8,8 +8,8 @@ from torch import nn
 from transformers import NomicBertConfig, PretrainedConfig, PreTrainedModel
 
 from embeddings.common import OptionError, TextSettings
-from embeddings.interop import onnx_graph
-from embeddings.interop.onnx_graph import Comparison, check_onnx, write_onnx
+from embeddings.interop import onnx
+from embeddings.interop.onnx import Comparison, check_onnx, write_onnx
 from embeddings.models import ClsPooling, Embedder, LoraSettings, MeanPooling, Pooling, add_lora
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual, tiny_modernbert, tiny_nomic, tiny_xlm_roberta
@@ -53,14 +53,14 @@ def test_a_graph_gives_the_models_states_at_any_length(tmp_path: Path, make: obj
 
 def test_a_graph_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     embedder(tiny_bert()).save_pretrained(tmp_path / "model")
-    export = onnx_graph._export
+    export = onnx._export
 
     def altered(model: PreTrainedModel, *places: Path) -> None:
         export(model, *places)
         with torch.no_grad():
             model.get_parameter("encoder.layer.1.output.dense.weight")[3, 5] += 1e-2
 
-    monkeypatch.setattr(onnx_graph, "_export", altered)
+    monkeypatch.setattr(onnx, "_export", altered)
     says = r"format must give torch's states to .*, this graph's differ by .*; leave it out"
     with pytest.raises(OptionError, match=says):
         write_onnx(tmp_path / "model")
@@ -71,30 +71,30 @@ def test_both_are_compared_past_a_window_and_past_where_angles_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph of one window's texts may have no window at all: every token of them sees every other."""
-    assert onnx_graph._turning_lengths(tiny_bert().config) == []
-    assert onnx_graph._turning_lengths(tiny_modernbert().config) == [3, 6]
+    assert onnx._turning_lengths(tiny_bert().config) == []
+    assert onnx._turning_lengths(tiny_modernbert().config) == [3, 6]
     dynamic = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
     config = NomicBertConfig(max_position_embeddings=24, rope_parameters=dynamic)
-    assert onnx_graph._turning_lengths(config) == [24]
-    compared, example = [], onnx_graph.example_inputs
+    assert onnx._turning_lengths(config) == [24]
+    compared, example = [], onnx.example_inputs
 
     def spy(config: PretrainedConfig, num_texts: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         compared.append((num_texts, length))
         return example(config, num_texts, length)
 
-    monkeypatch.setattr(onnx_graph, "example_inputs", spy)
+    monkeypatch.setattr(onnx, "example_inputs", spy)
     embedder(tiny_modernbert()).save_pretrained(tmp_path / "model")
     found = write_onnx(tmp_path / "model")
     assert found.difference <= 1e-5
     assert (found.longest, found.beyond) == (33, ())
-    assert compared[1:] == [*onnx_graph.CHECKED_SHAPES, (1, 5), (1, 8)]
+    assert compared[1:] == [*onnx.CHECKED_SHAPES, (1, 5), (1, 8)]
 
 
 def test_a_length_that_takes_too_much_is_not_compared_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnx_graph, "_turning_lengths", lambda config: [48, 4096, 8192, 131_072])
-    monkeypatch.setattr(onnx_graph, "_LONGEST", 50)
+    monkeypatch.setattr(onnx, "_turning_lengths", lambda config: [48, 4096, 8192, 131_072])
+    monkeypatch.setattr(onnx, "_LONGEST", 50)
     embedder(tiny_modernbert()).save_pretrained(tmp_path / "model")
     found = write_onnx(tmp_path / "model")
     assert (found.longest, found.beyond) == (50, (4096, 8192, 131_072))
@@ -105,7 +105,7 @@ def test_a_length_that_takes_too_much_is_not_compared_and_named(
 
 def test_nothing_beyond_some_thousand_tokens_is_compared() -> None:
     """The attention of a layer of 12 heads takes less than a gigabyte."""
-    assert 4 * 12 * onnx_graph._LONGEST**2 < 10**9
+    assert 4 * 12 * onnx._LONGEST**2 < 10**9
 
 
 def test_models_that_bring_code_are_refused_in_one_line() -> None:
@@ -116,6 +116,6 @@ def test_models_that_bring_code_are_refused_in_one_line() -> None:
 
 
 def test_a_model_of_more_than_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_graph, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(onnx, "_MOST_BYTES", 1000)
     with pytest.raises(OptionError, match="format is for models below 2 GiB, this one has"):
         check_onnx(embedder(tiny_bert()))

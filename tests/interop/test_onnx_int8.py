@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from embeddings.common import OptionError
-from embeddings.interop.onnx_graph import GRAPH_FILE, write_onnx
-from embeddings.interop.onnx_int8 import INT8_GRAPH_FILE, write_int8_onnx
+from embeddings.interop.onnx import GRAPH_FILE, INT8_GRAPH_FILE, write_int8_onnx, write_onnx
 from embeddings.models import Embedder, MeanPooling
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.reading import random_tokens
@@ -46,7 +45,7 @@ def test_a_graph_whose_numbers_no_scale_holds_is_refused(tmp_path: Path, monkeyp
     exported(tiny_bert(), tmp_path)
     write_onnx(tmp_path)
     states = np.full((1, 1, 32), np.nan, np.float32)
-    monkeypatch.setattr("embeddings.interop.onnx_int8.open_graph", lambda _: lambda _: states)
+    monkeypatch.setattr("embeddings.interop.onnx.open_graph", lambda _: lambda _: states)
     with pytest.raises(OptionError, match=r"^format must give finite states: .*, got 'onnx-int8'; use onnx$"):
         write_int8_onnx(tmp_path)
     assert [path.name for path in (tmp_path / GRAPH_FILE).parent.iterdir()] == ["model.onnx"]

@@ -7,11 +7,10 @@ from torch import Tensor, nn
 from transformers import NomicBertConfig, NomicBertModel, PreTrainedModel, XLMRobertaConfig, XLMRobertaModel
 from transformers.trainer_utils import set_seed
 
-from embeddings.models.experts import Experts
-from embeddings.models.moe_router import Router, Routing, RoutingSums
+from embeddings.models.moe.experts import Experts, Router, Routing, RoutingSums
+from embeddings.models.moe.rotary_moe import RotaryMoeModel
+from embeddings.models.moe.upcycling import Upcycling, upcycle
 from embeddings.models.rotary import to_rotary
-from embeddings.models.rotary_moe import RotaryMoeModel
-from embeddings.models.upcycling import Upcycling, upcycle
 from tests.helpers.tiny import VOCAB_SIZE
 
 HIDDEN, INNER, EXPERTS = 16, 24, 8

@@ -1,5 +1,9 @@
 """Texts to padded tokens, written out as a loop: what the models of these tests are fed."""
 
+import ast
+import sys
+from pathlib import Path
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -46,3 +50,18 @@ def random_tokens(vocab_size: int, lengths: list[int], skip: int = 0, seed: int 
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(4, vocab_size, (length,), generator=generator).tolist() for length in lengths]
     return TokenBatch.from_lists(ids, [[i >= skip for i in range(length)] for length in lengths]).padded()
+
+
+def carried_code(folder: Path) -> set[str]:
+    """The names of a directory's files of code, after a check that each imports what everybody has, or another."""
+    files = {path.stem for path in folder.glob("*.py")}
+    # Triton comes with torch where torch has CUDA, and its import is tried.
+    allowed = {*sys.stdlib_module_names, "torch", "transformers", "safetensors", "triton"}
+    for name in files:
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= allowed
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module is not None
+                assert node.module.split(".")[0] in (files if node.level else allowed), (name, node.module)
+    return files

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from embeddings.models import anchor_fused as module
-from embeddings.models.anchor_fused import checked_sums, fastest_sums, fused_sums
-from embeddings.models.anchor_weights import TappedAttention, tiled_sums
+from embeddings.models import anchor_token as module
+from embeddings.models.anchor_kernels import fused_sums
+from embeddings.models.anchor_token import checked_sums, fastest_sums
+from embeddings.models.anchor_weights import CapturedAttention, tiled_sums
 
 CPU = torch.device("cpu")
 KIND = (CPU, torch.float32, 8, 2, False, False, None, "key")
@@ -17,7 +18,7 @@ KIND = (CPU, torch.float32, 8, 2, False, False, None, "key")
 
 @pytest.fixture(autouse=True)
 def _no_check_is_remembered(monkeypatch):
-    monkeypatch.setattr(module, "_TILE", 8)
+    monkeypatch.setattr(module, "_TRIAL_LENGTH", 27)
     checked_sums.cache_clear()
     yield
     checked_sums.cache_clear()
@@ -142,7 +143,7 @@ def test_fused_sums_of_long_texts_need_no_memory_of_length_squared(monkeypatch):
         torch.randn(1, 8, length, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
         for _ in range(2)
     ]
-    tapped = TappedAttention(*sides, None, False, 0.125)
+    tapped = CapturedAttention(*sides, None, False, 0.125)
     is_token = torch.ones(1, length, dtype=torch.bool, device="cuda")
     expected = tiled_sums(tapped, is_token)
     torch.cuda.reset_peak_memory_stats()

@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 
-from embeddings.models import anchor_fused
-from embeddings.models.anchor_fused import fused_sums
-from embeddings.models.anchor_weights import TappedAttention, tiled_sums
+from embeddings.models import anchor_token
+from embeddings.models.anchor_kernels import fused_sums
+from embeddings.models.anchor_weights import CapturedAttention, tiled_sums
 
 # The interpreter asks numpy for scalars in a way that it will give up.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -32,12 +32,13 @@ def interpreter(monkeypatch):
     pytest.importorskip("triton", reason="triton, which comes with a CUDA build of torch, is not here")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton interprets where TRITON_INTERPRET=1 was set before python began")
-    monkeypatch.setattr(anchor_fused, "_TILE", TILE)
+    monkeypatch.setattr("embeddings.models.anchor_kernels.TILE", TILE)
+    monkeypatch.setattr(anchor_token, "_TRIAL_LENGTH", LENGTH)
 
 
 def problem(dtype=torch.float32, num_shared=1, width=20, is_causal=False, has_window=False, mask_dtype=None):
     device = torch.device("cpu")
-    return anchor_fused._trial(device, dtype, width, num_shared, is_causal, has_window, mask_dtype)
+    return anchor_token._trial(device, dtype, width, num_shared, is_causal, has_window, mask_dtype)
 
 
 def solved(way, tapped, is_token, axis, per_head=False):
@@ -103,4 +104,4 @@ def test_a_text_without_tokens_and_a_query_that_sees_nothing_weigh_nothing():
 def test_a_mask_over_keys_alone_is_spread_over_heads_and_queries():
     tapped, is_token = problem()
     seen = torch.rand(2, 1, 1, LENGTH, generator=torch.Generator().manual_seed(4)) > 0.3
-    assert_alike(TappedAttention(tapped.query_NALE, tapped.key_NGLE, seen, False, 0.3), is_token, "key")
+    assert_alike(CapturedAttention(tapped.query_NALE, tapped.key_NGLE, seen, False, 0.3), is_token, "key")

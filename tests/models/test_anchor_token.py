@@ -17,7 +17,7 @@ from embeddings.models import (
     load_backbone,
     make_bidirectional,
 )
-from embeddings.models.anchor_weights import TappedAttention
+from embeddings.models.anchor_weights import CapturedAttention
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.reading import random_tokens, read
 
@@ -108,7 +108,7 @@ def test_the_tap_changes_no_state_of_the_backbone_and_its_config_stays():
 @torch.no_grad()
 def test_weights_sum_to_one_over_the_pooled_tokens_whatever_the_padding():
     embedder = embedder_of("mistral")
-    assert embedder.tap is not None
+    assert embedder.capture is not None
     found = []
     for extra in (0, 9):
         padded = PaddedTokens(
@@ -116,7 +116,7 @@ def test_weights_sum_to_one_over_the_pooled_tokens_whatever_the_padding():
                 TOKENS.input_ids_NL, TOKENS.attention_mask_NL, TOKENS.pooling_mask_NL,
             ))
         )  # fmt: skip
-        with embedder.tap.open() as tapped:
+        with embedder.capture.open() as tapped:
             embedder.backbone(input_ids=padded.input_ids_NL, attention_mask=padded.attention_mask_NL.long())
         weight = embedder.pooling.weights(padded.pooling_mask_NL, padded.attention_mask_NL, tapped())
         torch.testing.assert_close(weight.sum(1), torch.ones(4))
@@ -129,7 +129,7 @@ def test_a_text_with_nothing_but_its_first_token_keeps_it():
     mask = torch.tensor([[True, False, False], [True, True, False]])
     pooling = AnchorTokenPooling(4, include_first=False)
     states = torch.zeros(2, 1, 3, 4)
-    weight = pooling.weights(mask, mask, [TappedAttention(states, states, None, False, 1.0)])
+    weight = pooling.weights(mask, mask, [CapturedAttention(states, states, None, False, 1.0)])
     assert weight.tolist() == [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
 
 

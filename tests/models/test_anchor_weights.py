@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embeddings.models import anchor_weights as module
-from embeddings.models.anchor_weights import TappedAttention, anchor_weights, visible_queries
+from embeddings.models.anchor_weights import CapturedAttention, anchor_weights, visible_queries
 
 # No tile divides the length; the last holds all.
 TILES = (1, 40, 200, 1 << 21)
@@ -20,7 +20,7 @@ def attention(dtype: torch.dtype = torch.float64, is_causal: bool = False, mask:
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(2, 6, 7, 4, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     key = torch.randn(2, 3, 7, 4, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    return TappedAttention(query, key, mask, is_causal, 0.5)
+    return CapturedAttention(query, key, mask, is_causal, 0.5)
 
 
 def looped(tapped, axis, per_head, by_visible):
@@ -75,7 +75,7 @@ def test_tiles_equal_the_whole_in_float32(axis, monkeypatch):
     found = {}
     for tile in (133 * 16 * 30, 1 << 30):
         monkeypatch.setattr(module, "TILE_SCORES", tile)
-        tapped = TappedAttention(query.requires_grad_(), key.requires_grad_(), None, False, 0.25)
+        tapped = CapturedAttention(query.requires_grad_(), key.requires_grad_(), None, False, 0.25)
         weight = anchor_weights(tapped, is_token, axis)
         found[tile] = weight.detach(), *torch.autograd.grad(weight.square().sum(), (query, key))
     for tiled, whole in zip(*found.values(), strict=True):
@@ -94,7 +94,7 @@ def test_an_additive_mask_says_what_a_boolean_one_says():
 
 def test_padding_neither_receives_nor_adds_weight():
     tapped = attention()
-    short = TappedAttention(tapped.query_NALE[1:, :, :4], tapped.key_NGLE[1:, :, :4], None, False, 0.5)
+    short = CapturedAttention(tapped.query_NALE[1:, :, :4], tapped.key_NGLE[1:, :, :4], None, False, 0.5)
     found = anchor_weights(tapped, IS_TOKEN)[1]
     torch.testing.assert_close(found[:4], anchor_weights(short, IS_TOKEN[1:, :4])[0])
     assert found[4:].eq(0).all()
@@ -116,15 +116,15 @@ def test_no_tile_is_larger_than_its_budget_and_texts_without_tokens_weigh_nothin
     assert max(sizes) == 2 * 6 * 7
 
 
-def heads_of(*patterns: Tensor) -> TappedAttention:
+def heads_of(*patterns: Tensor) -> CapturedAttention:
     """Attention whose softmax is each head's given matrix: one-hot queries on the matrix's logarithm as keys."""
     length = patterns[0].shape[0]
     query = torch.eye(length, dtype=torch.float64).expand(1, len(patterns), -1, -1)
     key = torch.stack([pattern.double().clamp(min=1e-300).log().T for pattern in patterns])[None]
-    return TappedAttention(query, key, None, False, 1.0)
+    return CapturedAttention(query, key, None, False, 1.0)
 
 
-def shares(tapped: TappedAttention, **options) -> Tensor:
+def shares(tapped: CapturedAttention, **options) -> Tensor:
     weight = anchor_weights(tapped, torch.ones(1, tapped.query_NALE.shape[2], dtype=torch.bool), **options)[0]
     return weight / weight.sum()
 
@@ -162,7 +162,7 @@ def test_a_uniform_head_dilutes_the_anchor_unless_heads_count_alike():
 
 def test_under_a_causal_mask_the_key_axis_favours_early_tokens_unless_divided_by_the_queries_that_see_them():
     zeros = torch.zeros(1, 1, 32, 4, dtype=torch.float64)
-    tapped = TappedAttention(zeros, zeros, None, True, 1.0)
+    tapped = CapturedAttention(zeros, zeros, None, True, 1.0)
     biased, mended = shares(tapped), shares(tapped, by_visible_queries=True)
     assert float(biased[0]) == pytest.approx(0.0805, abs=5e-5)
     assert float(biased[-1]) == pytest.approx(0.0013, abs=5e-5)
@@ -176,7 +176,7 @@ def test_the_logarithm_of_a_product_of_heads_does_not_overflow(num_heads):
     length = 600
     keys = torch.zeros(1, num_heads, length, 1)
     keys[:, :, 7] = 100.0
-    tapped = TappedAttention(torch.ones(1, num_heads, length, 1), keys, None, False, 1.0)
+    tapped = CapturedAttention(torch.ones(1, num_heads, length, 1), keys, None, False, 1.0)
     weight = anchor_weights(tapped, torch.ones(1, length, dtype=torch.bool))
     assert weight.isfinite().all()
     assert float(weight[0, 7]) == pytest.approx(num_heads * length * math.log(length + 1), rel=1e-5)

@@ -1,7 +1,7 @@
 from transformers import AutoConfig, AutoModel
 
-import embeddings.models.architectures  # noqa: F401 - what is tested
-from embeddings.models.rotary_moe import RotaryMoeConfig, RotaryMoeModel
+import embeddings.models.backbone  # noqa: F401 - what is tested
+from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
 
 
 def test_our_own_architecture_is_known_by_its_name() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from embeddings.models.attention_tap import AttentionTap, _noting, attention_layers
+from embeddings.models.attention_capture import AttentionCapture, _noting, attention_layers
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 
 IDS = torch.arange(5, 15).view(2, 5)
@@ -18,7 +18,7 @@ def run(backbone):
 @torch.no_grad()
 def test_queries_and_keys_are_those_that_the_layers_own_products_make():
     backbone = tiny_bert()
-    tap = AttentionTap(backbone, (0,))
+    tap = AttentionCapture(backbone, (0,))
     with tap.open() as tapped:
         run(backbone)
         (layer,) = tapped()
@@ -37,7 +37,7 @@ def test_layers_come_in_the_order_asked_for_with_their_shared_keys():
     found = {}
     for layers in ((0, -1), (-1, 0)):
         fresh = tiny_mistral()
-        with AttentionTap(fresh, layers).open() as tapped:
+        with AttentionCapture(fresh, layers).open() as tapped:
             run(fresh)
             found[layers] = tapped()
     assert torch.equal(found[0, -1][0].query_NALE, found[-1, 0][1].query_NALE)
@@ -48,7 +48,7 @@ def test_layers_come_in_the_order_asked_for_with_their_shared_keys():
 
 def test_only_an_open_tap_reads_and_what_it_read_is_let_go():
     backbone = tiny_bert()
-    tap = AttentionTap(backbone, (-1,))
+    tap = AttentionCapture(backbone, (-1,))
     run(backbone)
     with tap.open() as tapped, pytest.raises(RuntimeError, match="without calling its attention function"):
         tapped()
@@ -59,26 +59,26 @@ def test_only_an_open_tap_reads_and_what_it_read_is_let_go():
 
 def test_a_backbone_has_one_tap():
     backbone = tiny_bert()
-    AttentionTap(backbone, (-1,))
+    AttentionCapture(backbone, (-1,))
     with pytest.raises(ValueError, match="reads this backbone's attention already"):
-        AttentionTap(backbone, (-1,))
+        AttentionCapture(backbone, (-1,))
 
 
 def test_a_layer_named_twice_is_refused():
     with pytest.raises(ValueError, match=r"layers \[1, -1\] must name each layer once"):
-        AttentionTap(tiny_bert(), (1, -1))
+        AttentionCapture(tiny_bert(), (1, -1))
 
 
 def test_a_tap_that_is_detached_leaves_its_layers_to_another_and_comes_back():
     backbone = tiny_bert()
     before = [(module.config, set(vars(module))) for module in attention_layers(backbone)]
-    tap = AttentionTap(backbone, (-1, 0))
+    tap = AttentionCapture(backbone, (-1, 0))
     tap.detach()
     assert all(
         module.config is config and set(vars(module)) == names
         for module, (config, names) in zip(attention_layers(backbone), before, strict=True)
     )
-    other = AttentionTap(backbone, (0,))
+    other = AttentionCapture(backbone, (0,))
     with pytest.raises(ValueError, match="already"):
         tap.attach()
     other.detach()
@@ -90,24 +90,24 @@ def test_a_tap_that_is_detached_leaves_its_layers_to_another_and_comes_back():
 
 def test_a_tap_that_is_refused_leaves_every_layer_as_it_was():
     backbone = tiny_bert()
-    AttentionTap(backbone, (-1,))
+    AttentionCapture(backbone, (-1,))
     with pytest.raises(ValueError, match="already"):
-        AttentionTap(backbone, (0, -1))
-    AttentionTap(backbone, (0,))
+        AttentionCapture(backbone, (0, -1))
+    AttentionCapture(backbone, (0,))
 
 
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 def test_a_causal_backbone_is_told_from_one_that_sees_both_ways(attn):
     for backbone, expected in ((tiny_mistral(), True), (tiny_bert(), False)):
         backbone.set_attn_implementation(attn)
-        tap = AttentionTap(backbone.train(), (-1,))
+        tap = AttentionCapture(backbone.train(), (-1,))
         assert tap.is_causal(backbone) is expected
         assert all(module.training for module in backbone.modules())
 
 
 def test_attention_that_cannot_be_read_is_refused_by_name():
     backbone = tiny_bert()
-    tap = AttentionTap(backbone, (-1,))
+    tap = AttentionCapture(backbone, (-1,))
     module = attention_layers(backbone)[-1]
     states = torch.zeros(1, 4, 3, 8)
     with tap.open(), pytest.raises(ValueError, match="attention with softcap cannot be read"):
@@ -117,8 +117,8 @@ def test_attention_that_cannot_be_read_is_refused_by_name():
 @pytest.mark.parametrize("mask", [None, MASK])
 def test_without_a_whole_mask_causality_and_window_are_those_of_the_call(mask, monkeypatch):
     """As flash attention is called: a mask of padding alone, the rest by name."""
-    tap, module = AttentionTap(tiny_bert(), (-1,)), torch.nn.Module()
-    object.__setattr__(module, "embeddings_tap", (tap, "told"))
+    tap, module = AttentionCapture(tiny_bert(), (-1,)), torch.nn.Module()
+    object.__setattr__(module, "embeddings_capture", (tap, "told"))
     called = []
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "told", lambda *given, **_: called.append(given))
     states = torch.zeros(2, 4, 5, 8)

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModel, MambaConfig, MambaModel, PreTrai
 
 from embeddings.common import InputError, OptionError
 from embeddings.models import BackboneConfig, FromScratch, load_backbone
-from embeddings.models.from_scratch import new_model
-from embeddings.models.layers import layers
+from embeddings.models.bidirectional import layers
+from embeddings.models.language_model import new_model
 from tests.helpers.tiny import (
     bpe_tokenizer,
     save_backbone,

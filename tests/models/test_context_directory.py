@@ -7,10 +7,10 @@ from torch import nn
 
 from embeddings.common import InputError
 from embeddings.models import ContextualEmbedder, Embedder, MeanPooling, load_embedder
-from embeddings.models.context_directory import ContextForm, is_contextual, read_context_options
-from embeddings.models.vector_layers import write_norm
+from embeddings.models.directory import ContextForm, is_contextual, read_context_options, write_norm
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
+from tests.models.reading import carried_code
 
 
 def edit(file: Path, **changes: object) -> None:
@@ -26,6 +26,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_both_stages_lie_in_the_directory_with_their_code(written: Path) -> None:
     assert is_contextual(written)
+    assert len(carried_code(written)) == 5
     assert sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()) == [
         "0_Context/config.json",
         "0_Context/context.json",
@@ -34,23 +35,15 @@ def test_both_stages_lie_in_the_directory_with_their_code(written: Path) -> None
         "1_Pooling/config.json",
         "2_ResidualHead/config.json",
         "2_ResidualHead/model.safetensors",
-        "anchor_fused.py",
-        "anchor_kernels.py",
-        "anchor_token.py",
-        "anchor_weights.py",
-        "attention_tap.py",
         "config.json",
         "config_sentence_transformers.json",
-        "first_stage.py",
-        "latent_attention.py",
+        "context_layers.py",
         "model.safetensors",
         "modules.json",
         "pooling.py",
+        "poolings.py",
         "portable.py",
         "portable_contextual.py",
-        "position_free.py",
-        "second_stage.py",
-        "self_attention.py",
         "text_settings.json",
         "tokenizer.json",
         "tokenizer_config.json",

@@ -15,8 +15,8 @@ from embeddings.models import (
     load_embedder,
 )
 from embeddings.models.backbone import enable_checkpointing
-from embeddings.models.context_directory import ContextForm
-from embeddings.models.position_free import states_behind_context
+from embeddings.models.context_layers import states_behind_context
+from embeddings.models.directory import ContextForm
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import BACKBONES, tiny_contextual
 from tests.models.reading import random_tokens

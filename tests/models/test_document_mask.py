@@ -14,7 +14,7 @@ from transformers import (
 from transformers.trainer_utils import set_seed
 
 from embeddings.common import OptionError
-from embeddings.models.document_mask import check_separation, document_inputs, window
+from embeddings.models.language_model import check_separation, document_inputs, window
 
 SIZES = {"vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 DOCUMENT_NL = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1]])
@@ -74,13 +74,13 @@ def test_a_model_that_takes_no_such_mask_is_refused() -> None:
 
 
 def test_a_model_whose_documents_see_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from embeddings.models import document_mask
+    from embeddings.models import language_model
 
     def open_to_all(backbone: PreTrainedModel, document_NL: torch.Tensor, causal: bool) -> dict[str, torch.Tensor]:
         inputs = document_inputs(backbone, document_NL, causal)
         return {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
 
-    monkeypatch.setattr(document_mask, "document_inputs", open_to_all)
+    monkeypatch.setattr(language_model, "document_inputs", open_to_all)
     with pytest.raises(OptionError, match="does not keep documents apart"):
         check_separation(model("bidirectional"), False)
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import MissingExtraError, OptionError
-from embeddings.models.expert_backends import set_expert_backend
-from embeddings.models.experts import grouped_experts, loop_experts
+from embeddings.models.moe.experts import grouped_experts, loop_experts
+from embeddings.models.moe.routing import set_expert_backend
 from tests.models.moe import make_experts, make_router, random_tokens
 
 

@@ -5,9 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embeddings.models.expert_passes import pass_experts
-from embeddings.models.experts import ROWS_BY_EXPERT, Activation, Experts, grouped_experts
-from embeddings.models.moe_router import Routing
+from embeddings.models.moe.experts import ROWS_BY_EXPERT, Activation, Experts, Routing, grouped_experts, pass_experts
 from tests.models.moe import EXPERTS, routing_of
 
 SIZES = (5, 0, 1, 9)

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from embeddings.models.experts import Backend, Experts, grouped_experts, loop_experts, shared_casts
-from embeddings.models.moe_layer import MoeMlp
-from embeddings.models.moe_router import Routing
+from embeddings.models.moe.experts import Backend, Experts, Routing, grouped_experts, loop_experts, shared_casts
+from embeddings.models.moe.rotary_moe import MoeMlp
 from embeddings.training.graphs import GraphMemory
 from tests.models.moe import (
     EXPERTS,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from embeddings.models.first_stage import FirstStage
+from embeddings.models.context_layers import FirstStage
 from tests.helpers.tiny import tiny_bert
 from tests.models.reading import random_tokens
 

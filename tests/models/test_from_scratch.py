@@ -7,7 +7,7 @@ from jsonargparse import ArgumentParser
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 from embeddings.common import OptionError
-from embeddings.models.from_scratch import FromScratch, new_model
+from embeddings.models.language_model import FromScratch, new_model
 from tests.helpers.tiny import bpe_tokenizer, sentencepiece_tokenizer, wordpiece_tokenizer
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

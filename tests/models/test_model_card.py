@@ -6,7 +6,8 @@ import yaml
 
 from embeddings.common import TextSettings
 from embeddings.models import Embedder, MeanPooling
-from embeddings.models.model_card import ImportFacts, TrainingFacts, is_own_card, keeps_card, write_model_card
+from embeddings.models.model_card import ImportFacts, TrainingFacts, keeps_card, write_model_card
+from embeddings.models.model_files import is_own_card
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 

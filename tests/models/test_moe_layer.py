@@ -1,6 +1,6 @@
 import torch
 
-from embeddings.models.moe_layer import MoeMlp
+from embeddings.models.moe.rotary_moe import MoeMlp
 from tests.models.moe import HIDDEN, make_experts, make_router, random_tokens, written_out
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from embeddings.models.moe_router import Router
+from embeddings.models.moe.experts import Router
 from tests.models.moe import EXPERTS, HIDDEN, make_router, random_tokens
 
 

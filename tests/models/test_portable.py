@@ -1,4 +1,3 @@
-import ast
 import json
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from embeddings.common.text import PoolingRule
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference import Encoder
 from embeddings.models import Embedder, LatentAttentionPooling, MeanPooling, Pooling, make_bidirectional
-from embeddings.models.directory import PORTABLE_FILES
-from embeddings.models.portable import POOLINGS, TextTransformer
+from embeddings.models.poolings import POOLINGS
+from embeddings.models.portable import TextTransformer
 from tests.helpers.tiny import bpe_tokenizer, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
-from tests.models.reading import read
+from tests.models.reading import carried_code, read
 
 QUERY = instruction_prompt("Given a question, retrieve passages that answer the question")
 TEXTS = ["how do I pad sequences", "the quick brown fox " * 14, "7 jumps", "東京 café", "", " two numbers", "z"]
@@ -202,25 +201,34 @@ def test_a_truncated_text_keeps_its_end_token_and_an_empty_one_gets_it() -> None
     assert features["pooling_mask"].sum(1).tolist() == [6, 1]
 
 
-def test_travelling_files_import_nothing_but_torch_transformers_and_each_other() -> None:
-    source = Path("embeddings/models")
-    siblings = {Path(name).stem for name in PORTABLE_FILES}
-    standard = {"collections", "contextlib", "copy", "dataclasses", "functools", "json", "logging", "math", "os"}
-    # Triton comes with torch where torch has CUDA, and its import is tried.
-    allowed = {"torch", "transformers", "safetensors", "triton", "pathlib", "sys", "typing"} | standard
-    assert len(PORTABLE_FILES) == 9
-    for name in PORTABLE_FILES:
-        for node in ast.walk(ast.parse((source / name).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                assert {alias.name.split(".")[0] for alias in node.names} <= allowed
-            elif isinstance(node, ast.ImportFrom):
-                assert node.module is not None
-                assert node.module.split(".")[0] in (siblings if node.level else allowed)
+CARRIED = {
+    "mean": {"poolings", "portable", "pooling"},
+    "weighted_mean": {"poolings", "portable", "pooling"},
+    "self_attention": {"poolings", "portable", "pooling"},
+    "latent_attention": {"poolings", "portable", "pooling", "latent_attention"},
+    "anchor_token": {
+        *("poolings", "portable", "pooling", "anchor_token", "anchor_weights", "anchor_kernels", "attention_capture")
+    },
+}
 
 
-def test_the_directory_carries_the_files_as_they_are_here(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(CARRIED))
+def test_a_directory_carries_the_code_of_its_own_pooling_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "anchor_fused.py").write_text(
+        '"""This file travels inside model directories: an older one."""'
+    )
+    (tmp_path / "model" / "my_own.py").write_text("")
+    pooling = latent() if name == "latent_attention" else POOLINGS[name](32)
+    decoder(pooling, sentencepiece_tokenizer()).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "my_own.py").unlink()
+    assert carried_code(tmp_path / "model") == CARRIED[name]
+    for file in CARRIED[name] - {"poolings"}:
+        carried = (tmp_path / "model" / f"{file}.py").read_bytes()
+        assert carried == Path("embeddings/models", f"{file}.py").read_bytes()
+
+
+def test_the_modules_are_named_for_sentence_transformers(tmp_path: Path) -> None:
     decoder(latent(), bpe_tokenizer()).save_pretrained(tmp_path / "model")
-    for name in PORTABLE_FILES:
-        assert (tmp_path / "model" / name).read_bytes() == Path("embeddings/models", name).read_bytes()
     kinds = [entry["type"] for entry in json.loads((tmp_path / "model" / "modules.json").read_text())]
     assert kinds == ["portable.TextTransformer", "portable.MaskedPooling", "sentence_transformers.models.Normalize"]

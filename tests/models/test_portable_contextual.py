@@ -1,4 +1,3 @@
-import ast
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,7 @@ from sentence_transformers import SentenceTransformer
 from embeddings.common import TextSettings
 from embeddings.inference import Encoder
 from embeddings.models import ContextualEmbedder
-from embeddings.models.context_directory import CONTEXTUAL_FILES, ContextForm
-from embeddings.models.directory import PORTABLE_FILES
+from embeddings.models.directory import ContextForm
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
@@ -151,17 +149,3 @@ def test_a_backbone_that_travels_as_code_loads_where_code_is_trusted(tmp_path: P
         theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
     with pytest.raises(ValueError, match="trust_remote_code"):
         SentenceTransformer(str(tmp_path / "model"), device="cpu")
-
-
-def test_travelling_files_import_nothing_but_torch_transformers_and_each_other() -> None:
-    source = Path("embeddings/models")
-    siblings = {Path(name).stem for name in (*PORTABLE_FILES, *CONTEXTUAL_FILES)}
-    allowed = {"torch", "transformers", "safetensors", "json", "pathlib", "collections", "typing"}
-    assert len(CONTEXTUAL_FILES) == 4
-    for name in CONTEXTUAL_FILES:
-        for node in ast.walk(ast.parse((source / name).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                assert {alias.name.split(".")[0] for alias in node.names} <= allowed
-            elif isinstance(node, ast.ImportFrom):
-                assert node.module is not None
-                assert node.module.split(".")[0] in (siblings if node.level else allowed)

@@ -3,7 +3,7 @@ import torch
 from transformers import MPNetConfig, MPNetModel, PreTrainedModel
 
 from embeddings.models import LoraSettings, add_lora
-from embeddings.models.position_free import (
+from embeddings.models.context_layers import (
     check_position_free,
     first_position,
     learned_positions,

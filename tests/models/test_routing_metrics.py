@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from embeddings.models.routing_metrics import load_metrics, routing_metrics
+from embeddings.models.moe.routing import load_metrics, routing_metrics
 
 
 def test_the_metrics_of_two_layers() -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from embeddings.models.lora import LoraSettings, add_lora
-from embeddings.models.routing_sums import has_experts, moe_layers, read_routing
+from embeddings.models.moe.routing import has_experts, moe_layers, read_routing
 from tests.models.moe import padded_ids, tiny_moe, tiny_rotary
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from embeddings.models.second_stage import ContextSlots, ResidualProjection, SoftPrompt
+from embeddings.models.context_layers import ContextSlots, ResidualProjection, SoftPrompt
 
 
 def slots(num_context: int = 5, dropout_fraction: float = 0.0) -> ContextSlots:

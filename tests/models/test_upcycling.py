@@ -4,10 +4,9 @@ from transformers import XLMRobertaConfig, XLMRobertaModel
 
 from embeddings.common import OptionError
 from embeddings.models.backbone import enable_checkpointing
-from embeddings.models.moe_layer import MoeMlp
+from embeddings.models.moe.rotary_moe import MoeMlp, RotaryMoeLayer
+from embeddings.models.moe.upcycling import Upcycling, parameter_counts, upcycle
 from embeddings.models.rotary import to_rotary
-from embeddings.models.rotary_moe import RotaryMoeLayer
-from embeddings.models.upcycling import Upcycling, parameter_counts, upcycle
 from tests.helpers.tiny import tiny_bert
 from tests.models.moe import padded_ids, tiny_moe, tiny_nomic, tiny_rotary
 

@@ -6,7 +6,7 @@ from sentence_transformers.sentence_transformer.modules import LayerNorm
 from torch import nn
 
 from embeddings.common import InputError, OptionError
-from embeddings.models.vector_layers import read_head, read_norm, write_head, write_norm
+from embeddings.models.directory import read_head, read_norm, write_head, write_norm
 from tests.models.test_directory import edit
 
 VECTORS = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)) * 3 + 2

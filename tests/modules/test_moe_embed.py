@@ -12,8 +12,7 @@ from embeddings.common import ContrastiveStep, LossOutput, NumericError, OptionE
 from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE, LoadBalancing, load_balancing_loss
 from embeddings.models import BackboneConfig, LoraSettings, RotaryMoeModel, Upcycling
-from embeddings.models.experts import Experts, loop_experts
-from embeddings.models.moe_router import Router
+from embeddings.models.moe.experts import Experts, Router, loop_experts
 from embeddings.modules import MoEEmbedModule
 from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step

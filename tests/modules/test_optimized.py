@@ -12,7 +12,7 @@ from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import InputError, NumericError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
-from embeddings.models import BackboneConfig, Embedder, layers
+from embeddings.models import BackboneConfig, Embedder, backbone
 from embeddings.models.lora import frozen_weights
 from embeddings.modules import ContrastiveModule, MaskedLMModule, MGHCurriculumModule, NVEmbedModule
 from embeddings.modules.base import BaseModule
@@ -175,7 +175,7 @@ def test_layers_are_compiled_only_where_there_is_a_compiler(tmp_path: Path, monk
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_compiled_run_goes_on_and_is_exported_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_COMPILER", {"backend": "aot_eager"})
+    monkeypatch.setattr(backbone, "_COMPILER", {"backend": "aot_eager"})
     config = run_config(tmp_path)
     keep = {"dirpath": str(tmp_path / "run" / "kept"), "every_n_train_steps": 2, "save_last": True, "save_top_k": 0}
     export = {"output": str(tmp_path / "model")}

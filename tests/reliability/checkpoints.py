@@ -174,11 +174,11 @@ CASES = [
             "an empty list of modules": (model(content("modules.json", "[]")), "model/modules.json: names no pooling"),
             "a module that is unknown": (
                 model(content("modules.json", '[{"type": "sentence_transformers.models.CNN", "path": ""}]')),
-                "model/modules.json: CNN is no module of ours",
+                "model/modules.json: has the unknown module CNN",
             ),
             "a pooling that is unknown": (
                 model(edited("1_Pooling/config.json", pooling_mode_mean_tokens=False)),
-                "model/1_Pooling/config.json: pooling without a mode is none of ours",
+                "model/1_Pooling/config.json: has a pooling without a mode",
             ),
             "a pooling of another width": (
                 model(edited("1_Pooling/config.json", word_embedding_dimension=16)),

@@ -168,7 +168,7 @@ CASES = [
             ),
             "a module that is a function": (
                 model(content("modules.json", '[{"type": "os.system", "path": ""}]')),
-                "system is no module of ours",
+                "has the unknown module system",
             ),
             "an activation that is a function": (
                 model(

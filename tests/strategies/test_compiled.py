@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from embeddings.models import layers
+from embeddings.models import backbone
 from tests.helpers.ranks import run_on_two_ranks
 from tests.strategies.fits import batches, be_launched, methods, one_update, relative_error, write_models
 from tests.strategies.test_gradients import STRATEGIES
@@ -21,7 +21,7 @@ CASES = [("fsdp2", True), ("zero 3", True), ("zero 2", True)]
 def updates(folder: Path, rank: int) -> dict[Any, Any]:
     be_launched(rank)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    layers._COMPILER = {"backend": "aot_eager"}
+    backbone._COMPILER = {"backend": "aot_eager"}
     make, found = methods(folder)[METHOD], {}
     compiled = partial(make.func, replace(make.args[0], compile=True), **make.keywords)  # type: ignore[attr-defined]
     for strategy, cached in CASES:

@@ -10,15 +10,22 @@ from torch.nn import functional as F
 from transformers import ModernBertConfig, NomicBertConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, TextSettings
-from embeddings.interop.released.checkpoint import Assumed, ReleasedConfig, ReleasedWeights, released_tokenizer
-from embeddings.interop.released.fill import Imported, empty_model, filled_model, take_parts
-from embeddings.interop.released.key_map import KeyMap, Published
-from embeddings.interop.released.nomic_bert import LEFT, PROMPTS
-from embeddings.interop.released.nomic_dense import dense_names
-from embeddings.models.context_directory import ContextForm
+from embeddings.interop.released.checkpoint import (
+    Assumed,
+    Imported,
+    KeyMap,
+    Published,
+    ReleasedConfig,
+    ReleasedWeights,
+    empty_model,
+    filled_model,
+    released_tokenizer,
+    take_parts,
+)
+from embeddings.interop.released.nomic import LEFT, PROMPTS, dense_names
+from embeddings.models.context_layers import ContextSlots, FirstStage, ResidualProjection, SoftPrompt
 from embeddings.models.contextual import ContextualEmbedder
-from embeddings.models.first_stage import FirstStage
-from embeddings.models.second_stage import ContextSlots, ResidualProjection, SoftPrompt
+from embeddings.models.directory import ContextForm
 
 FAMILY = "cde-small"
 _FIRST, _SECOND = "first_stage_model.embedder.", "second_stage_model.backbone."

@@ -1,25 +1,36 @@
 """From a published checkpoint to a model directory of this library."""
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import NomicBertConfig
 
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
-from embeddings.interop.released.checkpoint import Assumed
-from embeddings.interop.released.detect import folders_of, loader_of
-from embeddings.interop.released.fill import Imported
-from embeddings.interop.released.licence import stated_licence
-from embeddings.interop.released.usage import USAGES, as_used, check_name, may_want_norm, usage_name
-from embeddings.models.directory import replaced_folder, require_folder_or_nothing
+from embeddings.interop.released import cde, llm2vec, nomic, nv_embed, sentence_transformers
+from embeddings.interop.released.checkpoint import Assumed, Imported, ReleasedConfig
 from embeddings.models.embedder import Embedder
-from embeddings.models.hub import origin_of, resolve_model
+from embeddings.models.language_model import LanguageModel
+from embeddings.models.lora import plain_backbone
 from embeddings.models.model_card import ImportFacts, keeps_card, write_model_card
-from embeddings.models.model_files import IMPORT_FILE, write_json
+from embeddings.models.model_files import (
+    IMPORT_FILE,
+    origin_of,
+    replaced_folder,
+    require_folder_or_nothing,
+    resolve_model,
+    write_json,
+)
+from embeddings.models.moe.rotary_moe import RotaryMoeConfig
+from embeddings.models.pooling import MeanPooling
 
 
 def import_released(
@@ -97,3 +108,162 @@ def _load(folder: Path, base: Sequence[str], assumed: Assumed) -> Imported:
     except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, StrictDataclassError) as error:
         what = f"makes no model: {one_line(str(error), 200)}"
         raise InputError(str(folder / "config.json"), what, "take a whole copy of the checkpoint") from error
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a published model's vectors are used.
+
+    Args:
+        model_type: What the config of its backbone says here.
+        widths: Widths that it was trained to be cut to, the whole one first.
+        layer_norm: Whether vectors pass a layer norm without weights before they are cut.
+    """
+
+    model_type: str
+    widths: tuple[int, ...]
+    layer_norm: bool = False
+
+
+# v1.5's modules.json has Transformer and Pooling alone; its card goes on with layer norm, cut and unit length.
+USAGES: Mapping[str, Usage] = {
+    "nomic-embed-text-v1.5": Usage(NomicBertConfig.model_type, (768, 512, 256, 128, 64), layer_norm=True),
+    "nomic-embed-text-v2-moe": Usage(RotaryMoeConfig.model_type, (768, 256)),
+}
+
+
+def check_name(known_as: str | None) -> None:
+    """Refuse a name that no usage is known of.
+
+    Raises:
+        OptionError: If it is none of `USAGES`.
+    """
+    if known_as is not None and known_as not in USAGES:
+        rule = "must be a published model that is used in a way of its own"
+        raise OptionError("known_as", known_as, rule, f"give one of {', '.join(USAGES)}, or leave it out")
+
+
+def usage_name(model: Embedder | LanguageModel, source: str, known_as: str | None = None) -> str | None:
+    """Which one of `USAGES` an imported model is; None for none of them.
+
+    No file tells v1.5 from what was trained on from it, so the name decides: the last part of the Hub id or directory,
+    and in the Hub's own cache the repository's. Backbone and width must agree.
+
+    Args:
+        model: What was read.
+        source: Where from: a directory or Hub id.
+        known_as: The model's published name, where the source has another.
+
+    Raises:
+        OptionError: If `known_as` is a model of another backbone or width.
+    """
+    name = _published_name(source) if known_as is None else known_as
+    usage = USAGES.get(name)
+    if usage is not None and _model_type(model) == usage.model_type:
+        assert isinstance(model, Embedder)
+        if model.embedding_dim == usage.widths[0]:
+            return name
+    if known_as is not None:
+        rule = f"cannot apply to {source}, which has another backbone or width"
+        raise OptionError("known_as", known_as, rule, "leave it out")
+    return None
+
+
+def as_used(model: Embedder, usage: Usage) -> Embedder:
+    """The model with the vectors of its card: of unit length, and brought there again after a cut to any width."""
+    norm = nn.LayerNorm(model.hidden_size, elementwise_affine=False) if usage.layer_norm else model.norm
+    return Embedder(
+        model.backbone,
+        model.tokenizer,
+        model.pooling,
+        norm=norm,
+        head=model.head,
+        text=model.text,
+        trained_widths=usage.widths,
+    )
+
+
+def may_want_norm(model: Embedder | LanguageModel) -> bool:
+    """Whether a model of no known usage has the files of nomic-embed-text-v1.5, so that it may be a copy of it."""
+    if _model_type(model) != NomicBertConfig.model_type:
+        return False
+    assert isinstance(model, Embedder)
+    return not model.normalize and model.norm is None and type(model.pooling) is MeanPooling
+
+
+def _model_type(model: Embedder | LanguageModel) -> str | None:
+    """What the config of a plain embedding model's backbone says; None for any other model."""
+    return str(plain_backbone(model.backbone).config.model_type) if type(model) is Embedder else None
+
+
+def _published_name(source: str) -> str:
+    path = Path(source).expanduser().absolute()
+    # The Hub's cache: models--OWNER--NAME/snapshots/COMMIT.
+    return path.parents[1].name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
+
+
+KNOWN = "nvembed, nomic_bert, cde-small, adapters of LLM2Vec, or a sentence-transformers directory"
+
+
+def folders_of(folder: Path, base: Sequence[str] = ()) -> list[Path]:
+    """The folders that a checkpoint is read from: its own, and of an adapter those of what it adapts.
+
+    Raises:
+        InputError: If what an adapter adapts cannot be had.
+        OptionError: If more is named than there are adapters.
+    """
+    if not (folder / llm2vec.ADAPTER_CONFIG).is_file():
+        return [folder]
+    adapters, decoder = llm2vec.adapter_chain(folder, base)
+    return [*adapters, decoder]
+
+
+def loader_of(folder: Path, base: Sequence[str] = ()) -> Callable[..., Imported]:
+    """What loads the checkpoint of a folder: called with it, and with `assumed` as in `ReleasedConfig`.
+
+    Args:
+        folder: Where its files lie.
+        base: What adapters adapt; see `llm2vec.load`.
+
+    Raises:
+        InputError: If it is of no family that is known here.
+        OptionError: If a base is named for what is no adapter.
+    """
+    if (folder / llm2vec.ADAPTER_CONFIG).is_file():
+        return partial(llm2vec.load, base=base)
+    if base:
+        raise OptionError("base", list(base), f"cannot apply: {folder} is no adapter", "leave it out")
+    config = ReleasedConfig(folder / "config.json")
+    model_type = config.fields.get("model_type")
+    if model_type == "nvembed":
+        return nv_embed.load
+    if "transductive_corpus_size" in config.fields:
+        return cde.load
+    # transformers' own NomicBert has other fields: such a checkpoint needs no key map.
+    if model_type == "nomic_bert" and "n_embd" in config.fields:
+        return nomic.load_moe if (config.fields.get("moe_every_n_layers") or 0) > 0 else nomic.load_dense
+    if (folder / "modules.json").is_file():
+        return sentence_transformers.load
+    what = f"model_type {model_type!r} is of no published family that is known here"
+    raise InputError(str(config.path), what, f"import one of {KNOWN}")
+
+
+_FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)\n---[ \t]*(?:\n|$)", re.DOTALL)
+_LICENCE = re.compile(r"""^license:[ \t]*["']?([A-Za-z0-9][A-Za-z0-9.+-]*)["']?[ \t]*$""", re.MULTILINE)
+
+
+def stated_licence(folder: Path) -> str | None:
+    """The `license` of the front matter of a folder's `README.md`, as the Hub names it; None where it states none.
+
+    Nothing else of the file is read, and nothing of it is copied. Of several licences none is taken.
+
+    Args:
+        folder: Where the published files lie.
+    """
+    try:
+        text = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    front = _FRONT_MATTER.match(text.removeprefix("\ufeff"))
+    found = _LICENCE.findall(front[1]) if front else []
+    return str(found[0]).lower() if len(found) == 1 else None

@@ -9,13 +9,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from embeddings.common import InputError, OptionError, TextSettings
-from embeddings.interop.released.checkpoint import Assumed, ReleasedConfig, ReleasedWeights, released_tokenizer
-from embeddings.interop.released.fill import Imported, names_in
-from embeddings.interop.released.key_map import KeyMap, KeyReport
+from embeddings.interop.released.checkpoint import (
+    Assumed,
+    Imported,
+    KeyMap,
+    KeyReport,
+    ReleasedConfig,
+    ReleasedWeights,
+    names_in,
+    released_tokenizer,
+)
 from embeddings.models.backbone import load_model
 from embeddings.models.bidirectional import check_bidirectional
 from embeddings.models.embedder import Embedder
-from embeddings.models.hub import origin_of, resolve_model
+from embeddings.models.model_files import origin_of, resolve_model
 from embeddings.models.pooling import MeanPooling
 
 FAMILY = "LLM2Vec's adapters"

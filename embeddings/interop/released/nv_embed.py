@@ -8,9 +8,17 @@ from transformers import MistralConfig, PretrainedConfig
 
 from embeddings.common import TextSettings
 from embeddings.common.text import instruction_prompt
-from embeddings.interop.released.checkpoint import Assumed, ReleasedConfig, ReleasedWeights, released_tokenizer
-from embeddings.interop.released.fill import Imported, empty_model, filled_model, take_parts
-from embeddings.interop.released.key_map import KeyMap
+from embeddings.interop.released.checkpoint import (
+    Assumed,
+    Imported,
+    KeyMap,
+    ReleasedConfig,
+    ReleasedWeights,
+    empty_model,
+    filled_model,
+    released_tokenizer,
+    take_parts,
+)
 from embeddings.models.bidirectional import check_bidirectional, make_bidirectional_config
 from embeddings.models.embedder import Embedder
 from embeddings.models.latent_attention import LatentAttentionPooling

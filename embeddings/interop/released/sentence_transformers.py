@@ -7,12 +7,9 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, TextSettings
-from embeddings.interop.released.checkpoint import Assumed, ReleasedWeights
-from embeddings.interop.released.fill import Imported, names_in
-from embeddings.interop.released.key_map import KeyReport
+from embeddings.interop.released.checkpoint import Assumed, Imported, KeyReport, ReleasedWeights, names_in
 from embeddings.models.backbone import load_model, load_tokenizer
-from embeddings.models.context_directory import is_contextual
-from embeddings.models.directory import read_model_directory
+from embeddings.models.directory import is_contextual, read_model_directory
 from embeddings.models.embedder import Embedder
 from embeddings.models.pooling import MeanPooling
 

@@ -3,28 +3,28 @@ import json
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.interop.released import cde, llm2vec, nomic_dense, nomic_moe, nv_embed, sentence_transformers
-from embeddings.interop.released.detect import loader_of
+from embeddings.interop.released import cde, llm2vec, nomic, nv_embed, sentence_transformers
+from embeddings.interop.released.importer import loader_of
 from tests.interop.released.nomic import DENSE, MOE
 
 
 @pytest.mark.parametrize(
-    ("config", "is_directory", "family"),
+    ("config", "is_directory", "load"),
     [
-        ({"model_type": "nvembed"}, True, nv_embed),
-        (DENSE, False, nomic_dense),
-        (DENSE | {"moe_every_n_layers": 0, "num_experts": 0}, True, nomic_dense),
-        (MOE, True, nomic_moe),
-        ({"model_type": "nomic_bert", "hidden_size": 4}, True, sentence_transformers),
-        ({"transductive_corpus_size": 512, "embedder": "nomic-ai/nomic-bert-2048"}, True, cde),
-        ({"model_type": "bert"}, True, sentence_transformers),
+        ({"model_type": "nvembed"}, True, nv_embed.load),
+        (DENSE, False, nomic.load_dense),
+        (DENSE | {"moe_every_n_layers": 0, "num_experts": 0}, True, nomic.load_dense),
+        (MOE, True, nomic.load_moe),
+        ({"model_type": "nomic_bert", "hidden_size": 4}, True, sentence_transformers.load),
+        ({"transductive_corpus_size": 512, "embedder": "nomic-ai/nomic-bert-2048"}, True, cde.load),
+        ({"model_type": "bert"}, True, sentence_transformers.load),
     ],
 )
-def test_the_family_is_told_by_the_config(config, is_directory, family, tmp_path):
+def test_the_family_is_told_by_the_config(config, is_directory, load, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     if is_directory:
         (tmp_path / "modules.json").write_text("[]")
-    assert loader_of(tmp_path) is family.load
+    assert loader_of(tmp_path) is load
 
 
 def test_another_family_is_one_line(tmp_path):

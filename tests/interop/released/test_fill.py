@@ -1,9 +1,7 @@
 import torch
 from transformers import BertConfig
 
-from embeddings.interop.released.checkpoint import ReleasedWeights
-from embeddings.interop.released.fill import empty_model, filled_model, take_parts
-from embeddings.interop.released.key_map import KeyMap
+from embeddings.interop.released.checkpoint import KeyMap, ReleasedWeights, empty_model, filled_model, take_parts
 from embeddings.models import RotaryMoeConfig
 from tests.helpers.tiny import tiny_bert
 from tests.interop.released.published import random_state, write_checkpoint

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import BertForMaskedLM
 
 from embeddings.common import InputError, OptionError
-from embeddings.interop.released import import_released, importer, nomic_dense
+from embeddings.interop.released import import_released, importer, nomic
 from embeddings.models import Embedder
 from embeddings.models.model_files import IMPORT_FILE
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
@@ -145,7 +145,7 @@ def test_whatever_a_config_meets_in_an_architecture_is_one_line(error, tmp_path,
         raise error
 
     folder, _, _ = nomic_folder(tmp_path / "published", DENSE)
-    monkeypatch.setattr(nomic_dense, "load", load)
+    monkeypatch.setattr(nomic, "load_dense", load)
     with pytest.raises(InputError, match=r"config\.json: makes no model: .+; take a whole copy"):
         import_released(str(folder), tmp_path / "ours")
 

@@ -3,8 +3,7 @@ import torch
 from safetensors.torch import save_file
 
 from embeddings.common import InputError
-from embeddings.interop.released.checkpoint import ReleasedWeights
-from embeddings.interop.released.key_map import KeyMap, KeyReport, Published
+from embeddings.interop.released.checkpoint import KeyMap, KeyReport, Published, ReleasedWeights
 
 NAMES = {
     "layer.{n}.query.{kind}": Published("block.{n}.fused.{kind}", 0, 2),

@@ -1,6 +1,6 @@
 import pytest
 
-from embeddings.interop.released.licence import stated_licence
+from embeddings.interop.released.importer import stated_licence
 
 
 @pytest.mark.parametrize(

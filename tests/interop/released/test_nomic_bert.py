@@ -5,7 +5,7 @@ import pytest
 from embeddings.common import InputError
 from embeddings.evaluation.mteb_library import load_mteb
 from embeddings.interop.released.checkpoint import ReleasedConfig
-from embeddings.interop.released.nomic_bert import PROMPTS, encoder_fields, encoder_names
+from embeddings.interop.released.nomic import PROMPTS, encoder_fields, encoder_names
 from tests.helpers.tiny import wordpiece_tokenizer
 from tests.interop.released.nomic import DENSE
 

@@ -4,7 +4,7 @@ from torch.nn import functional as F
 
 from embeddings.common import InputError
 from embeddings.inference import Encoder
-from embeddings.interop.released.nomic_dense import load
+from embeddings.interop.released.nomic import load_dense as load
 from embeddings.models import BackboneConfig, LanguageModel, load_backbone
 from embeddings.models.language_model import load_language_model
 from tests.interop.released.nomic import DENSE, HIDDEN, nomic_folder, nomic_state, nomic_states

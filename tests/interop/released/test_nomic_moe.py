@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from embeddings.common import InputError
-from embeddings.interop.released.nomic_moe import load
+from embeddings.interop.released.nomic import load_moe as load
 from embeddings.models import BackboneConfig, Embedder, RotaryMoeModel, load_backbone
 from embeddings.modules import MoEEmbedModule
 from tests.interop.released.nomic import EXPERTS, HIDDEN, INNER, MOE, nomic_folder, nomic_states

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 from embeddings.common import InputError
-from embeddings.interop.released.detect import loader_of
+from embeddings.interop.released.importer import loader_of
 from embeddings.interop.released.sentence_transformers import load
 from embeddings.models import Embedder
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer

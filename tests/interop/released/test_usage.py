@@ -8,9 +8,10 @@ from torch.nn import functional as F
 
 from embeddings.common import OptionError
 from embeddings.inference import Encoder
-from embeddings.interop.released import import_released, nomic_moe
-from embeddings.interop.released.nomic_dense import load
-from embeddings.interop.released.usage import USAGES, as_used, may_want_norm, usage_name
+from embeddings.interop.released import import_released
+from embeddings.interop.released.importer import USAGES, as_used, may_want_norm, usage_name
+from embeddings.interop.released.nomic import load_dense as load
+from embeddings.interop.released.nomic import load_moe
 from embeddings.models import Embedder
 from tests.interop.released import nomic
 from tests.interop.released.published import TEXTS, assert_same, describe, write_checkpoint
@@ -87,7 +88,7 @@ def test_version_2_keeps_its_widths_and_has_no_norm(wide, tmp_path):
     assert made.used_as == "nomic-embed-text-v2-moe"
     model = Embedder.from_pretrained(tmp_path / "ours")
     assert (model.trained_widths, model.norm) == ((768, 256), None)
-    plain = nomic_moe.load(folder).model
+    plain = load_moe(folder).model
     plain.save_pretrained(tmp_path / "plain")
     vectors = [
         Encoder.from_pretrained(str(tmp_path / name), precision="float32", device="cpu").encode(TEXTS)
@@ -148,7 +149,7 @@ def test_a_model_of_unit_length_is_not_asked_about(tmp_path):
     assert not may_want_norm(model)
     moe, _, _ = nomic.nomic_folder(tmp_path / "moe", nomic.MOE)
     describe(moe, nomic.HIDDEN, normalize=False)
-    assert not may_want_norm(nomic_moe.load(moe).model)
+    assert not may_want_norm(load_moe(moe).model)
 
 
 def test_the_parts_of_a_model_are_the_same_after(wide, tmp_path):

@@ -12,9 +12,8 @@ from transformers.models.nomic_bert.configuration_nomic_bert import NomicBertCon
 from embeddings.common import OptionError
 from embeddings.common.distributed import full_shape
 from embeddings.models.backbone import enable_checkpointing
-from embeddings.models.experts import Experts
-from embeddings.models.moe_router import check_routing
-from embeddings.models.rotary_moe import RotaryMoeConfig, RotaryMoeModel
+from embeddings.models.moe.experts import Experts, check_routing
+from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
 
 
 @dataclass(frozen=True)

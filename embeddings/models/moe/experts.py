@@ -1,18 +1,117 @@
-"""The experts of a sparse layer: MLPs that each token passes K of, none of them dropped.
+"""The router of a sparse layer: which experts a token goes to, with what weight, and what the routing adds up to.
 
-This file travels inside model directories: it imports nothing but torch and the siblings that travel with it.
+This file travels inside model directories: it imports nothing but torch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .expert_passes import pass_experts
-from .moe_router import Routing
+
+class RoutingSums(NamedTuple):
+    """What a layer's routing adds up to over its tokens; sums of two sets of tokens are those of both together.
+
+    Attributes:
+        count_X: How many of the T tokens each expert was given, (X,) int64; the sum over experts is T K.
+        probability_X: Sum over tokens of the softmax over all experts, (X,) float32, with gradient.
+        squared_logsumexp: Sum over tokens of logsumexp(logits)^2, () float32, with gradient.
+    """
+
+    count_X: Tensor
+    probability_X: Tensor
+    squared_logsumexp: Tensor
+
+
+class Routing(NamedTuple):
+    """Where each token goes.
+
+    Attributes:
+        expert_TK: The experts of each token, the most probable first, (T, K) int64.
+        weight_TK: The weight of each of them in the token's output, (T, K) float32.
+        sums: What the routing adds up to.
+    """
+
+    expert_TK: Tensor
+    weight_TK: Tensor
+    sums: RoutingSums
+
+
+class Router(nn.Module):
+    """Top-k routing by a linear layer without bias:  p = softmax(W x),  the K largest of p choose and weigh experts.
+
+    Args:
+        hidden_size: Width of the states, H.
+        num_experts: Experts, X.
+        top_k: Experts a token, K.
+        renormalize: Whether the K weights are divided by their sum. With K = 1 the weight is then always 1, and the
+            router learns from the balancing loss alone.
+        noise: Half the width of the uniform factor around 1 that a state is multiplied by before it is scored, in
+            training only; 0 for none. Switch Transformer uses 0.01; the released model none.
+
+    Precision: logits, softmax and sums in float32 (float64 where the states are), under autocast too.
+    Raises:
+        ValueError: If a number is impossible; the message names it and shows the value.
+    Source: Nussbaum and Duderstadt 2025, arXiv:2502.07972, §3.2, and the released code (no renormalisation, no noise).
+        Differs: logits are in float32 too; there the softmax alone is.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, renormalize: bool = False, noise: float = 0.0
+    ) -> None:
+        super().__init__()
+        check_routing(num_experts, top_k, noise)
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self.noise = noise
+        # A bare matrix and no linear layer: low-rank adapters and autocast stay away from it.
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draw the weights from N(0, std)."""
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(self, token_TH: Tensor) -> Routing:
+        """The routing of T tokens.
+
+        Args:
+            token_TH: States of tokens without padding, (T, H) float.
+        """
+        with torch.autocast(token_TH.device.type, enabled=False):
+            scored_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
+            if self.training and self.noise > 0:
+                scored_TH = scored_TH * torch.empty_like(scored_TH).uniform_(1 - self.noise, 1 + self.noise)
+            logit_TX = F.linear(scored_TH, self.weight.to(scored_TH.dtype))
+            probability_TX = logit_TX.softmax(dim=-1)
+            weight_TK, expert_TK = probability_TX.topk(self.top_k, dim=-1)
+            if self.renormalize:
+                weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
+            chosen_P = expert_TK.flatten()
+            # Counting by bincount would wait for a GPU.
+            count_X = torch.zeros(logit_TX.shape[1], dtype=torch.int64, device=chosen_P.device)
+            count_X = count_X.scatter_add(0, chosen_P, torch.ones_like(chosen_P))
+            sums = RoutingSums(count_X, probability_TX.sum(dim=0), logit_TX.logsumexp(dim=-1).square().sum())
+        return Routing(expert_TK, weight_TK, sums)
+
+
+def check_routing(num_experts: int, top_k: int, noise: float = 0.0) -> None:
+    """Check that a routing can be.
+
+    Raises:
+        ValueError: If it cannot; the message names the number and shows it.
+    """
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be >= 1, got {num_experts}")
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k must be from 1 to the {num_experts} experts there are, got {top_k}")
+    if not 0 <= noise < 1:
+        raise ValueError(f"noise must be >= 0 and < 1, got {noise}")
+
 
 # From this many rows an expert on, on average, a processor is no slower expert by expert than by grouped products.
 ROWS_BY_EXPERT = 512
@@ -270,3 +369,95 @@ def _sorted_quickly(token_TH: Tensor, routing: Routing, weights: ExpertWeights) 
 
 _uncompiled_sorted: Backend = torch.compiler.disable(_sorted_quickly)  # type: ignore[no-untyped-call]
 _uncompiled_loop: Backend = torch.compiler.disable(loop_experts)  # type: ignore[no-untyped-call]
+
+
+def pass_experts(
+    row_PH: Tensor,
+    size_X: Sequence[int],
+    w1_XFH: Tensor,
+    w2_XFH: Tensor,
+    bias_XF: Tensor | None,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Each expert's MLP over its own rows:  o = act(x W1_e^T + b1_e) W2_e.
+
+    The values of two grouped products, in half the memory for the backward pass and, on a processor from some hundred
+    rows an expert on, in no more time. Of an expert's inner states, what the activation is given is kept, and the
+    backward pass computes the activation again; the experts' gradients are written where they lie in the gradient of
+    the whole. Autograd over grouped products keeps both sides of the activation, and makes each for all experts at
+    once, in memory that the process has just been handed.
+
+    Args:
+        row_PH: Rows sorted by expert, (P, H).
+        size_X: How many of them each expert has.
+        w1_XFH: Each expert's first matrix, (X, F, H).
+        w2_XFH: Each expert's second matrix, (X, F, H).
+        bias_XF: Each expert's bias after the first matrix, (X, F), or None.
+        activation: What follows it, without parameters of its own: they would get no gradient.
+
+    Returns:
+        The outputs, (P, H), in the rows' dtype.
+
+    Memory for the backward pass: P (F + H) numbers, beside the matrices.
+    """
+    output_PH: Tensor = _ExpertPasses.apply(row_PH, w1_XFH, w2_XFH, bias_XF, size_X, activation)  # type: ignore[no-untyped-call]
+    return output_PH
+
+
+class _ExpertPasses(torch.autograd.Function):
+    """The passes of `pass_experts`; a gradient of the gradient is refused."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        row_PH: Tensor,
+        w1_XFH: Tensor,
+        w2_XFH: Tensor,
+        bias_XF: Tensor | None,
+        size_X: Sequence[int],
+        activation: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The outputs, (P, H); keeps the rows and what each expert's activation is given."""
+        output_PH = torch.empty_like(row_PH)
+        inner_X = []
+        for expert, rows in enumerate(_slices(size_X)):
+            inner_tF = row_PH[rows] @ w1_XFH[expert].T
+            if bias_XF is not None:
+                inner_tF += bias_XF[expert]
+            torch.mm(activation(inner_tF), w2_XFH[expert], out=output_PH[rows])
+            inner_X.append(inner_tF if any(ctx.needs_input_grad) else None)
+        ctx.save_for_backward(row_PH, w1_XFH, w2_XFH, *inner_X)
+        ctx.size_X, ctx.activation = size_X, activation
+        return output_PH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PH: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of what needs one, from that of the outputs, (P, H)."""
+        row_PH, w1_XFH, w2_XFH, *inner_X = ctx.saved_tensors
+        shapes = row_PH.shape, w1_XFH.shape, w2_XFH.shape, w1_XFH.shape[:2]
+        of_row_PH, of_w1_XFH, of_w2_XFH, of_bias_XF = (
+            row_PH.new_empty(shape) if needed else None
+            for shape, needed in zip(shapes, ctx.needs_input_grad[:4], strict=True)
+        )
+        for expert, rows in enumerate(_slices(ctx.size_X)):
+            row_tH, grad_tH = row_PH[rows], grad_PH[rows]
+            with torch.enable_grad():
+                inner_tF = inner_X[expert].detach().requires_grad_()
+                active_tF = ctx.activation(inner_tF)
+            if of_w2_XFH is not None:
+                torch.mm(active_tF.detach().T, grad_tH, out=of_w2_XFH[expert])
+            (of_inner_tF,) = torch.autograd.grad(active_tF, inner_tF, grad_tH @ w2_XFH[expert].T)
+            if of_w1_XFH is not None:
+                torch.mm(of_inner_tF.T, row_tH, out=of_w1_XFH[expert])
+            if of_bias_XF is not None:
+                torch.sum(of_inner_tF, 0, out=of_bias_XF[expert])
+            if of_row_PH is not None:
+                torch.mm(of_inner_tF, w1_XFH[expert], out=of_row_PH[rows])
+        return of_row_PH, of_w1_XFH, of_w2_XFH, of_bias_XF, None, None
+
+
+def _slices(size_X: Sequence[int]) -> list[slice]:
+    """Where each expert's rows lie."""
+    ends = torch.tensor(size_X).cumsum(0).tolist()
+    return [slice(end - size, end) for size, end in zip(size_X, ends, strict=True)]

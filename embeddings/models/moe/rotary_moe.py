@@ -1,13 +1,6 @@
-"""A rotary encoder some of whose MLPs are mixtures of experts, as a Hugging Face model.
+"""The sparse MLP that stands where a dense one stood: router, then experts, over real tokens alone.
 
-The dense rotary encoder is transformers' own `JinaEmbeddingsV3Model`, which is XLM-R with rotary positions: post-norm,
-exact GELU, biases, token types, half-split rotation of the whole head, and a masked-language-model head of XLM-R's
-shape. Its NomicBert is that model with gated MLPs and without biases in the layers. (ModernBERT and EuroBERT are
-pre-norm.) So the dense models need no code of ours: `AutoModel`, `MaskedLMModule` and sentence-transformers read them
-as they are. This file replaces chosen layers by ones with experts, and everything else stays the library's.
-
-This file travels inside model directories: it imports nothing but torch, transformers and the siblings that travel
-with it. transformers copies it there itself, since the classes name the automatic class that is to load them.
+This file travels inside model directories: it imports nothing but torch and the siblings that travel with it.
 """
 
 from dataclasses import dataclass, field
@@ -28,9 +21,41 @@ from transformers.models.jina_embeddings_v3.modeling_jina_embeddings_v3 import (
 )
 from transformers.models.nomic_bert.modeling_nomic_bert import NomicBertAttention, NomicBertLayer
 
-from .experts import Experts
-from .moe_layer import MoeMlp
-from .moe_router import Router
+from .experts import Experts, Router, RoutingSums
+
+
+class MoeMlp(nn.Module):
+    """Routes each token to its experts and adds their outputs up; padding is neither routed nor counted.
+
+    Args:
+        router: Chooses and weighs experts.
+        experts: The experts.
+
+    Related: `embeddings.models.moe.upcycling`, which makes one of a dense MLP.
+    """
+
+    def __init__(self, router: Router, experts: Experts) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+
+    def forward(self, state_NLH: Tensor, row_T: Tensor | None = None) -> tuple[Tensor, RoutingSums]:
+        """The layer's output and what its routing adds up to.
+
+        Args:
+            state_NLH: States, (N, L, H) float.
+            row_T: Rows of the flattened states that are tokens, (T,) int64; None where all are.
+
+        Returns:
+            Output, (N, L, H), zero at padding; sums over the T tokens.
+        """
+        state_RH = state_NLH.flatten(0, 1)
+        token_TH = state_RH if row_T is None else state_RH.index_select(0, row_T)
+        routing = self.router(token_TH)
+        output_TH = self.experts(token_TH, routing)
+        if row_T is not None:
+            output_TH = output_TH.new_zeros(state_RH.shape).index_copy(0, row_T, output_TH)
+        return output_TH.view(state_NLH.shape), routing.sums
 
 
 class RotaryMoeConfig(JinaEmbeddingsV3Config):  # type: ignore[no-untyped-call]

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .anchor_weights import TappedAttention, visible_queries
+from .anchor_weights import CapturedAttention, visible_queries
+from .portable import TextTransformer
 
-NAME = "embeddings_tap"
+NAME = "embeddings_capture"
 
 
-class AttentionTap:
+class AttentionCapture:
     """Reads the queries and keys of some layers of a backbone, while `open`.
 
     No attention matrix is asked for, so the backbone keeps the attention function that it has. A layer is reached
@@ -46,7 +47,7 @@ class AttentionTap:
         AttentionInterface.register(NAME, _noting)
         self._tapped = [found[layer] for layer in layers]
         self._own_configs: list[Any] = []
-        self._noted: dict[int, TappedAttention] | None = None
+        self._noted: dict[int, CapturedAttention] | None = None
         self.attach()
 
     def attach(self) -> None:
@@ -63,26 +64,26 @@ class AttentionTap:
             config._attn_implementation_internal = NAME
             module.config = config
             # A plain attribute: a tap is no part of the module's state.
-            object.__setattr__(module, "embeddings_tap", (self, own._attn_implementation))
+            object.__setattr__(module, "embeddings_capture", (self, own._attn_implementation))
 
     def detach(self) -> None:
         """Leave the layers as they were found, so that another tap can have them; `attach` comes back."""
         for module, own in zip(self._tapped, self._own_configs, strict=True):
             module.config = own
-            object.__delattr__(module, "embeddings_tap")
+            object.__delattr__(module, "embeddings_capture")
         self._own_configs = []
 
     @contextmanager
-    def open(self) -> Iterator[Callable[[], list[TappedAttention]]]:
+    def open(self) -> Iterator[Callable[[], list[CapturedAttention]]]:
         """Read what one forward pass of the backbone does.
 
         Yields:
             A function that gives the layers' queries and keys in the order asked for, once the backbone has run.
         """
-        noted: dict[int, TappedAttention] = {}
+        noted: dict[int, CapturedAttention] = {}
         self._noted = noted
 
-        def layers() -> list[TappedAttention]:
+        def layers() -> list[CapturedAttention]:
             if any(id(module) not in noted for module in self._tapped):
                 raise RuntimeError("the backbone ran without calling its attention function")
             return [noted[id(module)] for module in self._tapped]
@@ -111,7 +112,7 @@ class AttentionTap:
         length_T = is_token_NL.sum(dim=1).repeat_interleave(is_token_NL.sum(dim=1))
         return any(bool((count_T < length_T).any()) for count_T in seen)
 
-    def note(self, module: nn.Module, attention: TappedAttention) -> None:
+    def note(self, module: nn.Module, attention: CapturedAttention) -> None:
         """Keep what a layer was given, where the tap is open."""
         if self._noted is not None:
             self._noted[id(module)] = attention
@@ -133,7 +134,7 @@ def _noting(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> Any:
     """The attention function of a tapped layer: note the queries and keys, then do what the backbone would do."""
-    tap, inner = module.embeddings_tap
+    tap, inner = module.embeddings_capture
     for name in ("softcap", "position_bias"):
         if arguments.get(name) is not None:
             raise ValueError(f"attention with {name} cannot be read for pooling; use another backbone or pooling")
@@ -144,7 +145,7 @@ def _noting(
     mask = None if attention_mask is None or attention_mask.dim() == 2 else attention_mask
     tap.note(
         module,
-        TappedAttention(
+        CapturedAttention(
             query,
             key,
             mask,
@@ -158,3 +159,31 @@ def _noting(
     else:
         run = ALL_ATTENTION_FUNCTIONS[inner]
     return run(module, query, key, value, attention_mask, **arguments)
+
+
+class CapturingTransformer(TextTransformer):
+    """Texts to token states and the queries and keys of some layers: the first module of a pipeline whose pooling reads
+    attention.
+
+    Args:
+        model: The backbone.
+        tokenizer: Its tokenizer, padding on the right.
+        tapped_layers: Layers whose queries and keys the pooling is given, by their name in `text_settings.json`.
+        text: The arguments of `TextTransformer` past the tokenizer.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tapped_layers: Sequence[int], **text: Any
+    ) -> None:
+        super().__init__(model, tokenizer, **text)
+        self.captured_layers = list(tapped_layers)
+        self.capture = AttentionCapture(model, tapped_layers)
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments past the tokenizer, as plain types."""
+        return {**super().settings(), "tapped_layers": self.captured_layers}
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """The features with the states of the last layer and the captured attention added."""
+        with self.capture.open() as captured:
+            return {**super().forward(features), "captured_attention": captured()}

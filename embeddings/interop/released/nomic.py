@@ -1,0 +1,262 @@
+"""What all checkpoints of Nomic's encoder share: the fields of config.json and the names of tensors."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForMaskedLM, NomicBertConfig, PreTrainedTokenizerBase
+
+from embeddings.common import InputError
+from embeddings.common.errors import shown
+from embeddings.common.process import logger
+from embeddings.interop.released.checkpoint import (
+    Assumed,
+    Imported,
+    KeyMap,
+    KeyReport,
+    Published,
+    ReleasedConfig,
+    ReleasedWeights,
+    empty_model,
+    filled_model,
+    released_tokenizer,
+)
+from embeddings.interop.released.sentence_transformers import described_embedder
+from embeddings.models.language_model import LanguageModel
+from embeddings.models.moe.rotary_moe import RotaryMoeConfig
+
+# Each names what the text is for; training put one before every text, and its tokens are pooled.
+# Under mteb's types of tasks they are those that the published scores are from, by mteb's own entry of these models.
+_CLASSIFICATION, _CLUSTERING = "classification: ", "clustering: "
+_CLASSIFIED = ("Classification", "MultilabelClassification", "PairClassification", "Reranking", "STS", "Summarization")
+PROMPTS = {
+    "query": "search_query: ",
+    "document": "search_document: ",
+    "classification": _CLASSIFICATION,
+    "clustering": _CLUSTERING,
+    **dict.fromkeys(_CLASSIFIED, _CLASSIFICATION),
+    "Clustering": _CLUSTERING,
+}
+
+# In front of every name where the checkpoint holds a language model.
+LANGUAGE_MODEL = "bert."
+# A pooler that no embedding reads, and tables that follow from the config.
+LEFT = ("pooler.dense.{kind}", "encoder.layers.{n}.attn.rotary_emb.inv_freq")
+
+
+def encoder_names(prefix: str = "") -> dict[str, str | Published]:
+    """Our names outside the MLPs, and where each lies.
+
+    Args:
+        prefix: What stands in front of every published name.
+    """
+    attention = f"{prefix}encoder.layers.{{n}}.attn."
+    fused = {
+        f"layers.{{n}}.self_attn.{ours}_proj.{{kind}}": Published(f"{attention}Wqkv.{{kind}}", part, 3)
+        for part, ours in enumerate("qkv")
+    }
+    return {
+        **fused,
+        "layers.{n}.self_attn.o_proj.{kind}": f"{attention}out_proj.{{kind}}",
+        "layers.{n}.post_attention_layernorm.{kind}": f"{prefix}encoder.layers.{{n}}.norm1.{{kind}}",
+        "layers.{n}.post_mlp_layernorm.{kind}": f"{prefix}encoder.layers.{{n}}.norm2.{{kind}}",
+        "embeddings.LayerNorm.{kind}": f"{prefix}emb_ln.{{kind}}",
+        "embeddings.{table}_embeddings.weight": f"{prefix}embeddings.{{table}}_embeddings.weight",
+    }
+
+
+def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The arguments of our config that do not depend on the MLPs.
+
+    Raises:
+        InputError: If a field is none, or asks for arithmetic that is not known here.
+    """
+    config.require(
+        prenorm=False,
+        parallel_block=False,
+        causal=False,
+        use_rms_norm=False,
+        rotary_emb_fraction=1.0,
+        rotary_emb_interleaved=False,
+        rotary_emb_scale_base=None,
+    )
+    step, rows = config.integer("pad_vocab_size_multiple", default=1), config.integer("vocab_size")
+    trained = _trained_positions(config)
+    positions = longest_text(config) or max(trained, config.integer("n_positions", default=trained))
+    width, num_heads = config.integer("n_embd"), config.integer("n_head")
+    if width % (2 * num_heads):
+        what = f"has n_embd {width} and n_head {num_heads}, which make no heads that can be rotated in halves"
+        raise InputError(str(config.path), what, "take config.json and weights from one checkpoint")
+    return {
+        "vocab_size": -(-rows // step) * step,
+        "hidden_size": width,
+        "num_hidden_layers": config.integer("n_layer"),
+        "num_attention_heads": num_heads,
+        "type_vocab_size": config.integer("type_vocab_size"),
+        "layer_norm_eps": config.number("layer_norm_epsilon"),
+        "hidden_dropout_prob": config.number("resid_pdrop", 0.0),
+        "attention_probs_dropout_prob": config.number("attn_pdrop", 0.0),
+        "initializer_range": config.number("initializer_range", 0.02),
+        "max_position_embeddings": positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(config.number("rotary_emb_base"))},
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+def longest_text(config: ReleasedConfig) -> int | None:
+    """The most tokens of a text, where `rotary_scaling_factor` asks to turn longer ones more slowly, else None.
+
+    The published code then takes the rotary base from the longest text that the process has met, so a vector depends on
+    the texts beside it and before it. Here every text turns as in training, and a longer one is cut: all others have
+    the published vectors.
+
+    Raises:
+        InputError: If a field is none.
+    """
+    if config.fields.get("rotary_scaling_factor") is None:
+        return None
+    config.number("rotary_scaling_factor")
+    return _trained_positions(config)
+
+
+def _trained_positions(config: ReleasedConfig) -> int:
+    return config.assume("max_trained_positions", 2048)
+
+
+_DENSE_FAMILY = "Nomic's dense encoder"
+_WIDTH_STEP = 256
+_GATES = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}
+_HEAD = "cls.predictions."
+
+
+def load_dense(folder: Path, assumed: Assumed | None = None) -> Imported:
+    """The embedding model of a folder, or the masked language model where it holds one.
+
+    The layer norm of v1.5's vectors is stated by no file, and so no part of the model yet: see `usage`.
+
+    Raises:
+        InputError: If the folder does not hold a whole checkpoint of this family.
+    """
+    config = ReleasedConfig(folder / "config.json", assumed=assumed)
+    tokenizer = released_tokenizer(folder)
+    ours, weights = dense_config(config, tokenizer), ReleasedWeights(folder)
+    prefix = LANGUAGE_MODEL if any(name.startswith(LANGUAGE_MODEL) for name in weights.shapes) else ""
+    if any("ForPreTraining" in str(name) for name in config.fields.get("architectures") or ()):
+        return Imported(_DENSE_FAMILY, *_language_model(ours, weights, tokenizer, prefix))
+    empty = empty_model(ours)
+    state, report = KeyMap(_DENSE_FAMILY, dense_names(prefix), (*LEFT, f"{_HEAD}{{rest}}")).take(
+        weights, empty.state_dict()
+    )
+    model, longest = filled_model(empty, state), longest_text(config)
+    if longest is not None:
+        logger.warning("%s: rotary_scaling_factor is left out, so texts are cut at %d tokens", folder, longest)
+    return Imported(_DENSE_FAMILY, described_embedder(folder, model, tokenizer, PROMPTS, longest), report)
+
+
+def dense_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> NomicBertConfig:
+    """Our config of a published one.
+
+    Raises:
+        InputError: If a field is none, or asks for arithmetic that is not known here.
+    """
+    config.require(qkv_proj_bias=False, mlp_fc1_bias=False, mlp_fc2_bias=False, norm_mlp=False)
+    function = config.fields.get("activation_function")
+    if not isinstance(function, str) or function not in _GATES:
+        # The published code takes an MLP without a gate where nothing is said.
+        what = f"has activation_function {shown(function)}, known here are {', '.join(_GATES)}"
+        raise InputError(str(config.path), what, "import another checkpoint")
+    width = -(-config.integer("n_inner") // _WIDTH_STEP) * _WIDTH_STEP
+    fields = encoder_fields(config, tokenizer)
+    return NomicBertConfig(**fields, intermediate_size=width, hidden_act=_GATES[function])
+
+
+def dense_names(prefix: str = "") -> dict[str, str | Published]:
+    """Our names, and where each lies."""
+    mlp = f"{prefix}encoder.layers.{{n}}.mlp."
+    gated = {"up": "fc11", "gate": "fc12", "down": "fc2"}
+    places = {f"layers.{{n}}.mlp.{ours}_proj.weight": f"{mlp}{theirs}.weight" for ours, theirs in gated.items()}
+    return {**encoder_names(prefix), **places}
+
+
+def _language_model(
+    config: NomicBertConfig, weights: ReleasedWeights, tokenizer: PreTrainedTokenizerBase, prefix: str
+) -> tuple[LanguageModel, KeyReport]:
+    """The model with its head, whose layers have no biases there and zeros for them here."""
+    empty = empty_model(config, AutoModelForMaskedLM)
+    inner = f"{empty.base_model_prefix}."
+    words = f"{prefix}embeddings.word_embeddings.weight"
+    places = {
+        **{f"{inner}{ours}": place for ours, place in dense_names(prefix).items()},
+        f"{_HEAD}decoder.weight": words,
+        f"{_HEAD}transform.{{rest}}": f"{_HEAD}transform.{{rest}}",
+    }
+    expected = empty.state_dict()
+    zeros = [name for name in expected if name in _HEAD_BIASES]
+    left = (*(f"{prefix}{name}" for name in LEFT), f"{_HEAD}decoder.weight")
+    state, report = KeyMap(_DENSE_FAMILY, places, left).take(
+        weights, {name: tensor for name, tensor in expected.items() if name not in zeros}
+    )
+    for name in zeros:
+        state[name] = torch.zeros(expected[name].shape, dtype=state[f"{_HEAD}decoder.weight"].dtype)
+    return LanguageModel(filled_model(empty, state), tokenizer, causal=False), report
+
+
+_HEAD_BIASES = (f"{_HEAD}bias", f"{_HEAD}decoder.bias", f"{_HEAD}transform.dense.bias")
+
+
+_MOE_FAMILY = "Nomic's encoder with experts"
+_MLP = "encoder.layers.{n}.mlp."
+
+
+def load_moe(folder: Path, assumed: Assumed | None = None) -> Imported:
+    """The embedding model of a folder.
+
+    Raises:
+        InputError: If the folder does not hold a whole checkpoint of this family.
+    """
+    config = ReleasedConfig(folder / "config.json", assumed=assumed)
+    tokenizer = released_tokenizer(folder)
+    empty = empty_model(moe_config(config, tokenizer))
+    state, report = KeyMap(_MOE_FAMILY, _names(), LEFT).take(ReleasedWeights(folder), empty.state_dict())
+    return Imported(_MOE_FAMILY, described_embedder(folder, filled_model(empty, state), tokenizer, PROMPTS), report)
+
+
+def moe_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> RotaryMoeConfig:
+    """Our config of a published one: experts in the second layer and every so many from there.
+
+    Raises:
+        InputError: If a field is none, or asks for arithmetic that is not known here.
+    """
+    config.require(
+        qkv_proj_bias=True,
+        mlp_fc1_bias=True,
+        mlp_fc2_bias=True,
+        activation_function="gelu",
+        num_shared_experts=0,
+        expert_choice_router=False,
+        ffn_div=1,
+        moe_normalize_expert_weights=False,
+        rotary_scaling_factor=None,
+    )
+    every, num_layers = config.integer("moe_every_n_layers", 2), config.integer("n_layer")
+    return RotaryMoeConfig(
+        **encoder_fields(config, tokenizer),
+        intermediate_size=config.integer("n_inner"),
+        hidden_act="gelu",
+        moe_layers=list(range(1, num_layers, every)),
+        num_experts=config.integer("num_experts"),
+        experts_per_token=config.integer("moe_top_k"),
+    )
+
+
+def _names() -> dict[str, str | Published]:
+    """Our names, and where each lies."""
+    return {
+        **encoder_names(),
+        "layers.{n}.mlp.router.weight": f"{_MLP}router.layer.weight",
+        "layers.{n}.mlp.experts.bias2": f"{_MLP}experts.bias",
+        "layers.{n}.mlp.experts.{matrix}": Published(f"{_MLP}experts.mlp.{{matrix}}", stacked=True),
+        "layers.{n}.mlp.{layer}": f"{_MLP}{{layer}}",
+    }

@@ -1,0 +1,357 @@
+"""The first stage of a contextual model: one vector for each document of the context.
+
+This file travels inside model directories: it imports nothing but torch and its siblings.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .pooling import MeanPooling
+
+
+class FirstStage(nn.Module):
+    """Context documents to the vectors that stand in front of a text: encoder, mean pooling, Linear-GELU-Linear.
+
+    The vectors are not normalised: they are inputs of the second stage, beside its word embeddings. Queries and
+    documents share one first stage, whose weights are not the second stage's.
+
+    Args:
+        backbone: A Hugging Face encoder or decoder, adapted by peft or not.
+        backbone_size: Width of the backbone's states.
+        context_size: Width of the second stage's word embeddings, H.
+        max_length: Most tokens that are read of a document, its first ones; None for all.
+        pools_prompt: Whether all tokens of a document are pooled, whatever the caller leaves out.
+
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2; the projection is the released code's, not the paper's.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        backbone_size: int,
+        context_size: int,
+        max_length: int | None = None,
+        pools_prompt: bool = False,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.max_length = max_length
+        self.pools_prompt = pools_prompt
+        self.pooling = MeanPooling(backbone_size)
+        self.projection = nn.Sequential(
+            nn.Linear(backbone_size, backbone_size), nn.GELU(), nn.Linear(backbone_size, context_size)
+        )
+
+    def forward(self, input_ids_ML: Tensor, attention_mask_ML: Tensor, pooling_mask_ML: Tensor) -> Tensor:
+        """One vector a context document.
+
+        Args:
+            input_ids_ML: Token ids, (M, L) int64, padded on the right.
+            attention_mask_ML: True where there is a token, (M, L) bool.
+            pooling_mask_ML: True where a token enters the pooling, (M, L) bool.
+
+        Returns:
+            Vectors, (M, H) float32 (float64 where the weights are).
+
+        Precision: pooling sums in float32; the result is float32 under autocast and for bfloat16 weights too.
+        """
+        if self.max_length is not None and input_ids_ML.shape[1] > self.max_length:
+            input_ids_ML, attention_mask_ML = (
+                input_ids_ML[:, : self.max_length],
+                attention_mask_ML[:, : self.max_length],
+            )
+            pooling_mask_ML = pooling_mask_ML[:, : self.max_length].clone()
+            # A document that was cut within its prompt would have no pooled token, so the last one is.
+            last_M1 = attention_mask_ML.sum(dim=1, keepdim=True).clamp(min=1) - 1
+            pooling_mask_ML.scatter_(1, last_M1, True)
+        output = self.backbone(input_ids=input_ids_ML, attention_mask=attention_mask_ML.long())
+        pooled_ML = attention_mask_ML.bool() if self.pools_prompt else pooling_mask_ML
+        pooled_MH = self.pooling(output.last_hidden_state, pooled_ML)
+        first: nn.Module = self.projection[0]
+        vector_MH: Tensor = self.projection(pooled_MH.to(next(first.parameters()).dtype))
+        return vector_MH.to(torch.promote_types(vector_MH.dtype, torch.float32))
+
+    def extra_repr(self) -> str:
+        """What decides the vectors beside the weights."""
+        length = [] if self.max_length is None else [f"max_length={self.max_length}"]
+        return ", ".join([*length, *(["pools_prompt=True"] if self.pools_prompt else [])])
+
+
+NULL_CONTEXT_STD = 0.01
+
+
+class ContextSlots(nn.Module):
+    """The context vectors of each text of a call: one shared context, thinned by dropout, filled with a null vector.
+
+    In training each slot of each text is replaced by the null vector with probability `dropout_fraction`, so that a
+    model learns to work with any number of documents, none included. A context of fewer documents than slots is
+    filled with null vectors, and no context at all is null in every slot.
+
+    Args:
+        num_context: Slots, J. The paper uses 512, and 64 in its small setting.
+        context_size: Width of a context vector, H.
+        dropout_fraction: Probability of replacing one slot of one text in training. The released training uses 0.005.
+
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 (sequence dropout), §5 (its fraction) and Figure 16; the null
+        vector's start, N(0, 0.01), is the released code's.
+    """
+
+    def __init__(self, num_context: int, context_size: int, dropout_fraction: float = 0.005) -> None:
+        super().__init__()
+        self.num_context = num_context
+        self.dropout_fraction = dropout_fraction
+        self.null_H = nn.Parameter(torch.randn(context_size) * NULL_CONTEXT_STD)
+
+    def forward(self, context_MH: Tensor | None, num_texts: int) -> Tensor:
+        """The context vectors of every text.
+
+        Args:
+            context_MH: Vectors of the context documents, (M, H) with M <= J, or None for no context.
+            num_texts: Texts of the call, N.
+
+        Returns:
+            (N, J, H); every text has the same but for dropout.
+
+        Raises:
+            ValueError: If there are more vectors than slots, or of another width.
+        """
+        width = len(self.null_H)
+        context_MH = self.null_H.new_empty(0, width) if context_MH is None else context_MH
+        if context_MH.ndim != 2 or context_MH.shape[1] != width or len(context_MH) > self.num_context:
+            shape = tuple(context_MH.shape)
+            raise ValueError(f"context must be at most {self.num_context} vectors of width {width}, got {shape}")
+        null_NJH = self.null_H.expand(num_texts, self.num_context, width)
+        num_empty = self.num_context - len(context_MH)
+        full_JH = torch.cat([context_MH.to(self.null_H.dtype), self.null_H.expand(num_empty, width)])
+        full_NJH = full_JH.expand(num_texts, -1, -1)
+        if not self.training:
+            return full_NJH
+        # Drawn where the fraction is 0 too, so that every rank's graph holds the null vector.
+        dropped_NJ = torch.rand(num_texts, self.num_context, device=full_NJH.device) < self.dropout_fraction
+        return torch.where(dropped_NJ[:, :, None], null_NJH, full_NJH)
+
+    def extra_repr(self) -> str:
+        """What decides the vectors beside the weights."""
+        return f"num_context={self.num_context}, dropout_fraction={self.dropout_fraction}"
+
+
+class SoftPrompt(nn.Module):
+    """Learned vectors between context and text: Linear-ReLU-Linear of a constant vector of ones.
+
+    Args:
+        num_soft_prompts: Vectors, S; 0 for the paper's model, which has none. The released models have 8.
+        context_size: Width of a vector, H.
+
+    Source: the released code of arXiv:2410.02525; the paper has none.
+    """
+
+    def __init__(self, num_soft_prompts: int, context_size: int) -> None:
+        super().__init__()
+        self.num_soft_prompts = num_soft_prompts
+        self.context_size = context_size
+        self.layers = nn.Sequential()
+        if num_soft_prompts:
+            last = nn.Linear(context_size, num_soft_prompts * context_size)
+            self.layers = nn.Sequential(nn.Linear(context_size, context_size), nn.ReLU(), last)
+        self.register_buffer("ones_H", torch.ones(context_size), persistent=False)
+
+    def forward(self) -> Tensor:
+        """The vectors, (S, H)."""
+        assert isinstance(self.ones_H, Tensor)
+        if not self.num_soft_prompts:
+            return self.ones_H.new_empty(0, self.context_size)
+        vectors: Tensor = self.layers(self.ones_H)
+        return vectors.view(self.num_soft_prompts, self.context_size)
+
+
+class ResidualProjection(nn.Module):
+    """A vector plus Linear-ReLU-Linear of it; the identity, to the bit, until it is trained.
+
+    The last layer starts at zero, so a pretrained encoder's pooled states leave as they came.
+
+    Args:
+        hidden_size: Width of the vectors, H.
+        adds_pooled: Whether the vector is added; without it this is a plain projection that starts at random.
+
+    Source: the released code of arXiv:2410.02525; the paper has none. Differs: the release starts from random weights.
+    """
+
+    def __init__(self, hidden_size: int, adds_pooled: bool = True) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.adds_pooled = adds_pooled
+        last = nn.Linear(hidden_size, hidden_size)
+        if adds_pooled:
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+        self.layers = nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), last)
+
+    def forward(self, vector_NH: Tensor) -> Tensor:
+        """The projected vectors, (N, H), in the dtype given or a wider one."""
+        first: nn.Module = self.layers[0]
+        branch_NH: Tensor = self.layers(vector_NH.to(next(first.parameters()).dtype))
+        return vector_NH + branch_NH if self.adds_pooled else branch_NH
+
+    def extra_repr(self) -> str:
+        """What decides the vectors beside the weights."""
+        return "" if self.adds_pooled else "adds_pooled=False"
+
+
+# The others build their masks and their packing from indices, which context tokens do not have.
+_ATTENTIONS = ("eager", "sdpa")
+
+
+def states_behind_context(
+    backbone: nn.Module,
+    context_NMH: Tensor,
+    soft_prompt_SH: Tensor,
+    input_ids_NL: Tensor,
+    attention_mask_NL: Tensor,
+    has_positions: bool = False,
+) -> Tensor:
+    """The states of a text's tokens, computed with M context vectors and S soft-prompt vectors in front of them.
+
+    A backbone that rotates queries and keys by index gets index 0 for every context vector; soft prompt and text are
+    numbered from M on. One that adds learned position vectors gets them for the text alone, from its own first
+    position on: the position vector that it would add to a prefix vector is taken off beforehand. In layers with a
+    window the prefix sees and is seen by everything, and the window holds among the text's tokens.
+
+    Args:
+        backbone: A Hugging Face encoder, or a decoder without its causal mask, adapted by peft or not.
+        context_NMH: Context vectors of each text, (N, M, H) float.
+        soft_prompt_SH: Learned vectors between context and text, (S, H) float; S may be 0.
+        input_ids_NL: Token ids, (N, L) int64, padded on the right.
+        attention_mask_NL: True where there is a token, (N, L) bool.
+        has_positions: Whether the prefix is read as any tokens are, each at its own index.
+
+    Returns:
+        States of the last layer at the text's tokens, (N, L, H).
+
+    Precision: the prefix takes the dtype of the word embeddings; leaving learned positions out is exact to rounding.
+    Source: Morris and Rush 2024, arXiv:2410.02525, §4.2 and §10.4; the released rotary code, which leaves context
+        tokens unrotated. Differs: §10.4 as printed sets context tokens to zero within attention and carries them past
+        it by a residual. Their keys and values would be zero then, so no text could read them, and one context would
+        do what any other of its size does; the release zeroes them for the rotation alone.
+    """
+    model = plain_model(backbone)
+    words: Any = model.get_input_embeddings()
+    word_NLH = words(input_ids_NL)
+    (num_texts, length), device = input_ids_NL.shape, input_ids_NL.device
+    prefix_NPH = torch.cat([context_NMH, soft_prompt_SH.expand(num_texts, -1, -1)], dim=1).to(word_NLH.dtype)
+    num_context, num_prefix = context_NMH.shape[1], prefix_NPH.shape[1]
+    if has_positions:
+        seen_NT = torch.cat([attention_mask_NL.new_ones(num_texts, num_prefix), attention_mask_NL], dim=1).long()
+        whole = backbone(inputs_embeds=torch.cat([prefix_NPH, word_NLH], dim=1), attention_mask=seen_NT)
+        text_NLH: Tensor = whole.last_hidden_state[:, num_prefix:]
+        return text_NLH
+    position_T = torch.arange(num_prefix + length, device=device)
+    learned = learned_positions(model)
+    if learned is None:
+        position_T = position_T.masked_fill(position_T < num_context, 0)
+    else:
+        first = first_position(learned)
+        position_T = (position_T - num_prefix).clamp(min=0) + first
+        prefix_NPH = prefix_NPH - learned(torch.tensor([first], device=device))
+    seen_NT = torch.cat([attention_mask_NL.new_ones(num_texts, num_prefix), attention_mask_NL], dim=1).bool()
+    output = backbone(
+        inputs_embeds=torch.cat([prefix_NPH, word_NLH], dim=1),
+        attention_mask=_attention_mask(model, seen_NT, num_prefix, word_NLH.dtype),
+        position_ids=position_T[None],
+    )
+    states: Tensor = output.last_hidden_state
+    return states[:, num_prefix:]
+
+
+def plain_model(backbone: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside: what peft wraps, or the backbone itself."""
+    plain: Any = backbone if isinstance(backbone, PreTrainedModel) else backbone.get_base_model()  # type: ignore[operator]
+    assert isinstance(plain, PreTrainedModel)
+    return plain
+
+
+def learned_positions(model: PreTrainedModel) -> nn.Embedding | None:
+    """The table of position vectors that a model adds to its inputs, or None where it works by index (rotary)."""
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    return table if isinstance(table, nn.Embedding) else None
+
+
+def first_position(table: nn.Embedding) -> int:
+    """The position of a text's first token: 0 for BERT, one past the padding's for RoBERTa and its kin."""
+    return 0 if table.padding_idx is None else table.padding_idx + 1
+
+
+def longest_text(backbone: nn.Module, num_prefix: int) -> int | None:
+    """Most tokens of a text behind a prefix that the backbone has positions for, or None where it sets no limit.
+
+    Learned positions are the text's alone; the indices of a rotary model count the prefix too.
+    """
+    model = plain_model(backbone)
+    table = learned_positions(model)
+    if table is not None:
+        return table.num_embeddings - first_position(table)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return None if limit is None else int(limit) - num_prefix
+
+
+@torch.no_grad()
+def check_position_free(backbone: nn.Module) -> None:
+    """Check that a backbone reads a context as a set, and a text without one as it always does.
+
+    Runs four tiny forward passes, with a text's own word embeddings as the context.
+
+    Raises:
+        ValueError: If the order of the context changes a state, the context does not, the text alone is read otherwise
+            than by the backbone itself, or positions cannot be left out; the message is the rule that was broken.
+    """
+    model = plain_model(backbone)
+    attention = model.config._attn_implementation
+    if attention not in _ATTENTIONS:
+        raise ValueError(f"must be loaded with {' or '.join(_ATTENTIONS)} attention, not {attention}")
+    if getattr(model.config, "relative_attention_num_buckets", None) is not None:
+        raise ValueError("must not weigh tokens by their distance, from which no token can be left out")
+    words: Any = model.get_input_embeddings()
+    ids_NL = (torch.arange(24, device=model.device).view(2, 12) % (int(model.config.vocab_size) - 4)) + 3
+    mask_NL = torch.ones_like(ids_NL, dtype=torch.bool)
+    mask_NL[1, 9:] = False
+    context_NMH, none_SH = words(ids_NL[:, 3:6]), words.weight.new_zeros(0, words.weight.shape[1])
+    was_training = backbone.training
+    backbone.train(False)
+    try:
+        given = states_behind_context(backbone, context_NMH, none_SH, ids_NL, mask_NL)
+        turned = states_behind_context(backbone, context_NMH.flip(1), none_SH, ids_NL, mask_NL)
+        alone = states_behind_context(backbone, context_NMH[:, :0], none_SH, ids_NL, mask_NL)
+        usual = backbone(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state
+    finally:
+        backbone.train(was_training)
+    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if _spread(given, turned, mask_NL) > tolerance:
+        raise ValueError("must read its context as a set, and sees its order")
+    if _spread(alone, usual, mask_NL) > tolerance:
+        raise ValueError("must read a text by its embeddings as it does by its tokens")
+    if torch.equal(given[mask_NL], alone[mask_NL]):
+        raise ValueError("must see what stands before a text")
+
+
+def _attention_mask(model: PreTrainedModel, seen_NT: Tensor, num_prefix: int, dtype: torch.dtype) -> Any:
+    """What the backbone takes as its mask: one for each kind of layer where some layers have a window."""
+    if "sliding_attention" not in (getattr(model.config, "layer_types", None) or ()):
+        return seen_NT.long()
+    index_T = torch.arange(seen_NT.shape[1], device=seen_NT.device)
+    is_text_T = index_T >= num_prefix
+    near_TT = (index_T[:, None] - index_T).abs() <= model.config.sliding_window
+    near_TT = near_TT | ~(is_text_T[:, None] & is_text_T)
+    seen_N1TT = seen_NT[:, None, None, :].expand(-1, 1, len(index_T), -1)
+    masks = {"full_attention": seen_N1TT, "sliding_attention": seen_N1TT & near_TT}
+    if model.config._attn_implementation == "eager":
+        masked = torch.finfo(dtype).min
+        return {kind: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, masked) for kind, mask in masks.items()}
+    return masks
+
+
+def _spread(first: Tensor, second: Tensor, mask_NL: Tensor) -> float:
+    """The largest difference of the text's states, relative to the largest state."""
+    first, second = first[mask_NL].float(), second[mask_NL].float()
+    return float((first - second).abs().max() / first.abs().max().clamp(min=1e-6))

@@ -1,0 +1,190 @@
+"""What the routing of a backbone adds up to, read beside the states that a forward pass is asked for."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from embeddings.common import OptionError
+from embeddings.common.errors import require
+from embeddings.models.lora import plain_backbone
+from embeddings.models.moe.experts import (
+    Backend,
+    Experts,
+    ExpertWeights,
+    Routing,
+    grouped_experts,
+    grouped_mlps,
+    loop_experts,
+    sorted_experts,
+)
+from embeddings.models.moe.rotary_moe import RotaryMoeModel, RotaryMoeOutput
+
+COUNTS, PROBABILITIES, SQUARED_LOGSUMEXP = "expert_counts", "expert_probabilities", "router_squared_logsumexp"
+
+
+def has_experts(backbone: nn.Module) -> bool:
+    """Whether a backbone, adapted by peft or not, has sparse layers."""
+    return isinstance(plain_backbone(backbone), RotaryMoeModel)
+
+
+def moe_layers(backbone: nn.Module) -> list[int]:
+    """The indices of a backbone's sparse layers, from 0."""
+    return list(plain_backbone(backbone).config.moe_layers) if has_experts(backbone) else []
+
+
+@contextmanager
+def read_routing(backbone: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]]]:
+    """Read the sums of the forward passes that a backbone runs inside.
+
+    They are outputs of the backbone like its states (`RotaryMoeOutput`) and part of the same graph; a layer that runs
+    again for the backward pass adds nothing.
+
+    Yields:
+        A function that gives the sums by name: `expert_counts` (Y, X) int64, `expert_probabilities` (Y, X) and
+        `router_squared_logsumexp` (Y,), Y sparse layers; empty where the backbone is dense.
+    """
+    found: dict[str, Tensor] = {}
+
+    def add(_: nn.Module, __: Any, output: Any) -> None:
+        assert isinstance(output, RotaryMoeOutput)
+        for name in (COUNTS, PROBABILITIES, SQUARED_LOGSUMEXP):
+            value = getattr(output, name)
+            found[name] = found[name] + value if name in found else value
+
+    if not has_experts(backbone):
+        yield dict
+        return
+    hook = plain_backbone(backbone).register_forward_hook(add)
+    try:
+        yield lambda: dict(found)
+    finally:
+        hook.remove()
+
+
+class LoadMetrics(NamedTuple):
+    """How evenly the tokens of Y sparse layers are spread over X experts.
+
+    Attributes:
+        entropy_Y: Entropy of the experts' shares over its largest value, (Y,) float64, 0 to 1; 1 where all are loaded
+            alike.
+        highest_Y: Tokens of the busiest expert over an even share, (Y,) float32; 1 where all are loaded alike, X where
+            one expert has all.
+        idle_Y: Experts that were given no token, (Y,) int64.
+    """
+
+    entropy_Y: Tensor
+    highest_Y: Tensor
+    idle_Y: Tensor
+
+
+def load_metrics(count_YX: Tensor) -> LoadMetrics:
+    """The metrics of the tokens given to each expert of each sparse layer, (Y, X) int64."""
+    highest_Y = count_YX.amax(dim=1) * count_YX.shape[1] / count_YX.sum(dim=1).clamp(min=1)
+    return LoadMetrics(relative_entropy(count_YX), highest_Y, (count_YX == 0).sum(dim=1))
+
+
+def routing_metrics(count_YX: Tensor, probability_YX: Tensor, layers: list[int]) -> dict[str, float]:
+    """The metrics of one step by the names they are logged under (see `RoutingStatistics`).
+
+    Args:
+        count_YX: Tokens given to each expert of each sparse layer, (Y, X) int64.
+        probability_YX: Sums of router probabilities, (Y, X) float.
+        layers: The layers' indices.
+    """
+    load = load_metrics(count_YX)
+    by_name = {
+        "load_entropy": load.entropy_Y,
+        "probability_entropy": relative_entropy(probability_YX),
+        "highest_load": load.highest_Y,
+        "idle_experts": load.idle_Y,
+    }
+    values = {
+        f"routing/{name}_layer_{layer}": float(value)
+        for name, value_Y in by_name.items()
+        for layer, value in zip(layers, value_Y.tolist(), strict=True)
+    }
+    return values | {
+        "routing/load_entropy": float(load.entropy_Y.mean()),
+        "routing/idle_experts": float(load.idle_Y.sum()),
+    }
+
+
+def relative_entropy(amount_YX: Tensor) -> Tensor:
+    """The entropy of each row's shares over log X, (Y,) float64; 1 where there is one expert alone."""
+    share_YX = amount_YX.double() / amount_YX.sum(dim=1, keepdim=True).clamp(min=1e-12)
+    most = math.log(amount_YX.shape[1])
+    entropy_Y = torch.special.entr(share_YX).sum(dim=1)
+    return entropy_Y / most if most else torch.ones_like(entropy_Y)
+
+
+BackendName = Literal["grouped_mm", "loop", "megablocks"]
+
+
+def set_expert_backend(model: nn.Module, name: BackendName) -> None:
+    """Have the experts of all sparse layers of a model computed by one back end.
+
+    Args:
+        model: A model with sparse layers, or without any.
+        name: `grouped_mm`, torch's grouped product over tokens sorted by expert; `loop`, one expert after another, the
+            reference; `megablocks`, the same order as `grouped_mm` with that library's product, bfloat16 on CUDA alone.
+
+    Raises:
+        OptionError: If there is no such back end.
+        MissingExtraError: If megablocks is asked for and not installed.
+    """
+    backend = _backend(name)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.backend = backend
+
+
+def _backend(name: str) -> Backend:
+    if name == "grouped_mm":
+        return grouped_experts
+    if name == "loop":
+        return loop_experts
+    if name == "megablocks":
+        return MegablocksExperts()
+    raise OptionError("expert_backend", name, "must be grouped_mm, loop or megablocks", "leave it out for grouped_mm")
+
+
+class MegablocksExperts:
+    """The experts' sum with the grouped product of megablocks (its `gg` extra, CUTLASS), bfloat16 on CUDA.
+
+    It has been tried against a stand-in of that product only, never against megablocks itself: its releases pin a
+    torch older than this library's oldest.
+
+    Raises:
+        MissingExtraError: If megablocks is not installed.
+        OptionError: If it was built without its grouped product.
+    """
+
+    def __init__(self) -> None:
+        util = require("megablocks.grouped_gemm_util", "megablocks")
+        if not util.grouped_gemm_is_available():
+            raise OptionError("expert_backend", "megablocks", "lacks its grouped product", "install grouped_gemm too")
+        self._gmm: Any = util.ops.gmm
+
+    def __call__(self, token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+        """The weighted sum over each token's experts, (T, H) float32.
+
+        Raises:
+            OptionError: If the states are not bfloat16.
+        """
+        if token_TH.dtype != torch.bfloat16:
+            rule, fix = "computes in bfloat16 alone", "train with precision bf16-mixed or bf16-true, or use grouped_mm"
+            raise OptionError("expert_backend", f"megablocks in {token_TH.dtype}", rule, fix)
+        return sorted_experts(token_TH, routing, weights, partial(grouped_mlps, product=self._product))
+
+    def _product(self, row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
+        # The library takes the experts' numbers of rows, on the processor, and matrices as they lie in memory.
+        size_X = end_X.diff(prepend=end_X.new_zeros(1)).to("cpu", torch.int64)
+        lies_transposed = not matrix_XIO.is_contiguous()
+        matrix = matrix_XIO.transpose(1, 2) if lies_transposed else matrix_XIO
+        product_PO: Tensor = self._gmm(row_PI, matrix, size_X, trans_b=lies_transposed)
+        return product_PO

@@ -1,0 +1,41 @@
+"""Every pooling by the name that configs and model directories know it by.
+
+A new pooling touches two places: its own file, and this table. A model directory carries a table of its own in this
+file's place, with the one pooling that it has (see `directory`).
+"""
+
+from embeddings.common import OptionError
+
+from .anchor_token import AnchorTokenPooling
+from .latent_attention import LatentAttentionPooling
+from .pooling import (
+    ClsPooling,
+    LastTokenPooling,
+    MeanPooling,
+    Pooling,
+    SelfAttentionPooling,
+    WeightedMeanPooling,
+)
+
+POOLINGS: dict[str, type[Pooling]] = {
+    "mean": MeanPooling,
+    "cls": ClsPooling,
+    "last_token": LastTokenPooling,
+    "weighted_mean": WeightedMeanPooling,
+    "latent_attention": LatentAttentionPooling,
+    "self_attention": SelfAttentionPooling,
+    "anchor_token": AnchorTokenPooling,
+}
+
+
+def pooling_name(pooling: Pooling) -> str:
+    """The name of a pooling in the table.
+
+    Raises:
+        OptionError: If its class is not in the table.
+    """
+    for name, kind in POOLINGS.items():
+        if type(pooling) is kind:
+            return name
+    rule = "cannot be written into a model directory"
+    raise OptionError("pooling", type(pooling).__name__, rule, f"use one of {', '.join(POOLINGS)}")
