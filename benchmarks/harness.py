@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm as progress
 
-from embeddings.common.process import processors as hardware
+from embeddings.common.process import cpu_name as hardware
 
 RESULTS = Path(__file__).with_name("results.csv")
 CONTROL_LIMITS = (0.97, 1.03)

@@ -119,7 +119,7 @@ class _Packer:
         items = []
         for key, item in mapping.items():
             if type(key) not in (str, int):
-                raise _refusal(path, f"has the key {key!r}, which is no string and no whole number")
+                raise _refusal(path, f"has the key {key!r}, which is neither a string nor an integer")
             items.append([key, self.pack(item, (*path, str(key)))])
         if type(mapping) is dict and all(type(key) is str and not key.startswith("!") for key, _ in items):
             return dict(items)
@@ -219,8 +219,8 @@ class _Entry:
 def write_checkpoint(packed: PackedContent, path: str | os.PathLike[str], on_stage: Stage = unnoticed) -> None:
     """Write a checkpoint beside its place, wait for the disk, read it back, and only then give it its name.
 
-    After a crash at any point the name has the old checkpoint or the whole new one. Nothing is begun where the disk has
-    no room for the file and a thousandth more.
+    After a crash at any point `path` holds either the old checkpoint or the complete new one. Nothing is written where
+    the disk has no room for the file and a thousandth more.
 
     Args:
         packed: The content.
@@ -376,7 +376,7 @@ def _checked(path: Path, read: Callable[[BufferedReader, Path], PackedContent]) 
                 what = str(error)
             elif file.read(4) in _PICKLES:
                 what = "is a pickle, which could run code when it is read"
-            raise InputError(str(path), what, "give a whole .ckpt file that `main.py fit` wrote") from error
+            raise InputError(str(path), what, "give a complete .ckpt file that `main.py fit` wrote") from error
 
 
 def _peek(file: BufferedReader, path: Path) -> PackedContent:
@@ -393,7 +393,7 @@ def _read_header(path: Path) -> tuple[list[_Entry], Any]:
     if metadata["format"] != FORMAT:
         raise _DamagedError(f"is a file of {metadata['format']!r}, not of {FORMAT!r}")
     if metadata["version"] != str(VERSION):
-        raise _DamagedError(f"is of version {metadata['version']} of its format, and this library reads {VERSION}")
+        raise _DamagedError(f"has format version {metadata['version']}, and this library reads {VERSION}")
     if xxhash.xxh3_64_hexdigest(metadata["content"].encode()) != metadata["xxh3_64"]:
         raise _DamagedError("is damaged in its header")
     return entries, json.loads(metadata["content"])

@@ -22,7 +22,7 @@ def world_size() -> int:
 
 
 def reduce_int(value: int, operation: str, device: torch.device | str = "cpu") -> int:
-    """The smallest (`"min"`) or largest (`"max"`) of one whole number over all ranks.
+    """The smallest (`"min"`) or largest (`"max"`) of one integer over all ranks.
 
     Args:
         value: This rank's number.

@@ -82,7 +82,7 @@ class PreemptedError(SystemExit):
     not take it for a failure.
 
     Args:
-        line: What was kept and how to go on, for standard error; empty on ranks that leave it to the first.
+        line: What was kept and how to resume, for standard error; empty on ranks that leave it to the first.
         code: 75 where the job is queued again or the signal says that it will be, 130 after Ctrl-C, 143 after a plain
             SIGTERM.
     """

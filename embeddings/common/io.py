@@ -40,7 +40,7 @@ def atomic_path(
 ) -> Iterator[Path]:
     """A temporary path beside `path`; on leaving without an error it is flushed to disk and renamed to `path`.
 
-    After a crash at any point `path` holds either its old content or the whole new one.
+    After a crash at any point `path` holds either its old content or the complete new one.
 
     Args:
         path: The place.
@@ -171,13 +171,13 @@ def disk_full_message(reason: str, num_bytes: int, free_bytes: int) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` as UTF-8, whole or not at all."""
+    """Write `text` as UTF-8, atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write `value` as indented JSON, whole or not at all."""
+    """Write `value` as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -232,7 +232,7 @@ class Manifest(dict[str, Any]):
         raise InputError(str(self.path), f"has no field {field!r}", self.hint)
 
     def integer(self, field: str, least: int = 0) -> int:
-        """A field that is a whole number.
+        """A field that is an integer.
 
         Raises:
             InputError: If it is none, or below `least`.
@@ -296,7 +296,7 @@ def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
         mapped: Whether the array stays on disk, mapped into memory.
 
     Raises:
-        InputError: If the file is missing or damaged, or holds objects in place of numbers, or is of the other kind.
+        InputError: If the file is missing or damaged, or holds objects in place of numbers, or has the other format.
         PermissionError: If it may not be read.
         MemoryError: If there is no room for it.
     """
@@ -364,7 +364,7 @@ _OF_A_STEP = ("train/", "lr-")
 
 
 def read_metrics(path: Path) -> "csv.DictReader[str]":
-    """A reader of the whole rows, in which what was not logged is empty or None.
+    """A reader of the complete rows, in which what was not logged is empty or None.
 
     A kill may cut the last line short, even inside a number: a line without its end is left out.
     """

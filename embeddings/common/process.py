@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 TIMEOUT_SECONDS = 60
-# What SLURM, torchrun or a person say of a run's processes, all of it whole numbers, and read by Lightning too.
+# What SLURM, torchrun or a person say of a run's processes, all of it integers, and read by Lightning too.
 _NUMBERS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
@@ -39,12 +39,12 @@ def check_variables() -> None:
     """Check what the environment says of this run's processes.
 
     Raises:
-        UserError: Naming the first variable that is no whole number.
+        UserError: Naming the first variable that is no integer.
     """
     for name in _NUMBERS:
         value = os.environ.get(name)
         if value is not None and not (value.isascii() and value.isdecimal()):
-            raise UserError(f"{name} must be a whole number >= 0 in the environment, got {value!r}; set or unset it")
+            raise UserError(f"{name} must be an integer >= 0 in the environment, got {value!r}; set or unset it")
 
 
 def process_rank() -> str:
@@ -66,7 +66,7 @@ def num_processes() -> int:
         UserError: If what it says is no number.
     """
     check_variables()
-    # SLURM_NTASKS is the whole job's too, in a batch script that starts a single process by itself.
+    # SLURM_NTASKS is the whole job's too, in a batch script that starts one process without srun.
     return max(int(os.environ.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"))
 
 
@@ -130,8 +130,8 @@ def lazy_names(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
-def processors() -> str:
-    """Number and name of the processors."""
+def cpu_name() -> str:
+    """Number and name of the CPUs."""
     name = platform.processor() or platform.machine()
     if _CPU_INFO.is_file():
         lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -142,10 +142,10 @@ def processors() -> str:
 
 
 def device_name(device: "torch.device") -> str:
-    """The name of a GPU, or the processors."""
+    """The name of a GPU, or the CPUs."""
     import torch
 
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processors()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 # mallopt's numbers in glibc's malloc.h.

@@ -35,7 +35,7 @@ def numpy_generator(seed: int, *stream: int | str) -> np.random.Generator:
 
 
 def fork_rng(device: torch.device) -> AbstractContextManager[None]:
-    """A context that restores the random state of the processor, and of `device` where it is a CUDA device."""
+    """A context that restores the random state of the CPU, and of `device` where it is a CUDA device."""
     if device.type == "cuda":
         return torch.random.fork_rng(devices=[device])
     if device.type == "cpu":

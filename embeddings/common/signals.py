@@ -27,7 +27,7 @@ class StopRequest:
     beginning: the others would wait for it, and the first may be ended while it asks for a place in the queue.
 
     A second Ctrl-C ends the process at once. One that ignores Ctrl-C from the beginning, as a shell's background jobs
-    do, goes on ignoring it.
+    do, keeps ignoring it.
 
     Attributes:
         first: The first signal, 0 as long as there is none.
@@ -132,7 +132,7 @@ def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Preempte
     Args:
         number: The signal.
         where: At which point the run stopped, in words.
-        checkpoint: What it goes on from, or None where there is nothing.
+        checkpoint: What the run resumes from, or None where there is no checkpoint.
         is_first: Whether this is the run's first process, which asks and speaks for all.
     """
     # Who presses Ctrl-C does not want the job in the queue again.

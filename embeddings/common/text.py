@@ -50,7 +50,7 @@ class TextSettings:
             gives it. The default is NV-Embed's (Eq. 2); MGH puts the chat template's `[INST] ` before it.
         pooling_rule: How the prompt's tokens are told from the text's, where `pool_prompt` is off. `exact`: by the
             characters that each token covers. `after_colon`: the text begins behind its first token `:`, with a prompt
-            or without, as cde-small-v2 has it. `instruction_count`: as many tokens as the prompt has by itself are left
+            or without, as cde-small-v2 has it. `instruction_count`: as many tokens as the prompt alone has are left
             out, and the end-of-sequence token is cut off as any other, as NV-Embed's code has it. None: as the model
             that training starts from, `exact` for any but an imported one.
 

@@ -39,7 +39,7 @@ class TokenBatch:
     Attributes:
         input_ids_T: Token ids of all texts one after another, (T,) int64.
         pooling_mask_T: True where a token enters the pooling, (T,) bool.
-        lengths_N: Tokens of each text, (N,) int64, always on the processor: planning costs no synchronisation.
+        lengths_N: Tokens of each text, (N,) int64, always on the CPU: planning costs no synchronisation.
     """
 
     input_ids_T: Tensor
@@ -70,7 +70,7 @@ class TokenBatch:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "TokenBatch":
-        """The same texts with their tokens on `device`; the lengths stay on the processor."""
+        """The same texts with their tokens on `device`; the lengths stay on the CPU."""
         ids, mask = self.input_ids_T, self.pooling_mask_T
         return TokenBatch(
             ids.to(device, non_blocking=non_blocking), mask.to(device, non_blocking=non_blocking), self.lengths_N
@@ -84,7 +84,7 @@ class TokenBatch:
         """Some texts (all when `rows_N` is None), in the order given, padded on the right to the longest of them.
 
         Args:
-            rows_N: Indices of texts, (n,) int64 on the processor.
+            rows_N: Indices of texts, (n,) int64 on the CPU.
             pad_token_id: Id that fills the padding.
         """
         lengths_n = self.lengths_N if rows_N is None else self.lengths_N[rows_N]
@@ -214,7 +214,7 @@ class PackedRows:
         return len(self.input_ids_NL)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedRows":
-        """The same on `device`; keys and numbers stay on the processor."""
+        """The same on `device`; keys and numbers stay on the CPU."""
         ids_NL, document_NL, special_NL = (
             tensor.to(device, non_blocking=non_blocking)
             for tensor in (self.input_ids_NL, self.document_NL, self.special_NL)
@@ -232,7 +232,7 @@ class Prediction:
         read_P: The state that predicts each target, as its place in the N·L states laid end to end, (P,) int64.
         label_P: The token to predict, (P,) int64.
         has_padding: Whether any token is padding, known without asking the device.
-        row_N: Row of each in the mixture, (N,) int64, always on the processor.
+        row_N: Row of each in the mixture, (N,) int64, always on the CPU.
     """
 
     input_ids_NL: Tensor
@@ -279,7 +279,7 @@ def plan_mini_batches(lengths_N: Tensor, mini_batch_tokens: int, max_texts: int 
     memory: a run that does not fit fails at once, not hours later. Each text is in exactly one mini-batch.
 
     Args:
-        lengths_N: Tokens of each text, (N,) int64 on the processor.
+        lengths_N: Tokens of each text, (N,) int64 on the CPU.
         mini_batch_tokens: Most padded tokens (texts x longest text) of a mini-batch. A text longer than this is alone.
         max_texts: Most texts of a mini-batch, or None for no such limit.
 
@@ -309,7 +309,7 @@ def take_texts(tokens: TokenBatch, rows_n: Tensor, max_length: int | None = None
 
     Args:
         tokens: N texts.
-        rows_n: Indices of texts, (n,) int64 on the processor.
+        rows_n: Indices of texts, (n,) int64 on the CPU.
         max_length: Most tokens of a text, from its start; None cuts nothing. A cut text may lose all pooled tokens.
     """
     lengths_n = tokens.lengths_N[rows_n]

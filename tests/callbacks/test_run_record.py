@@ -14,7 +14,7 @@ from embeddings.callbacks.run_record import RunRecord, git_commit
 from embeddings.cli.fit import run_trainer
 from embeddings.common import PreemptedError
 from embeddings.common.checkpoint_file import read_checkpoint
-from embeddings.common.process import processors
+from embeddings.common.process import cpu_name
 from tests.helpers.runs import run_config, write_config
 
 
@@ -63,7 +63,7 @@ def test_a_run_notes_its_machine_its_size_its_data_and_its_end(tmp_path):
     total = sum(weight.numel() for weight in weights)
     assert record["parameters"] == {"total": total, "active": total, "trained": total}
     assert record["source_rows"] == {"pairs": 64}
-    assert record["hardware"] == processors()
+    assert record["hardware"] == cpu_name()
     assert {name: record["end"][name] for name in ("step", "how", "why")} == {"step": 4, "how": "finished", "why": ""}
     assert datetime.fromisoformat(record["started"]) <= datetime.fromisoformat(record["end"]["time"])
 

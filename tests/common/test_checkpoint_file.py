@@ -218,7 +218,7 @@ def test_a_peek_reads_the_header_alone(tmp_path):
     }
     whole[whole.index(b"state_dict")] ^= 4
     path.write_bytes(whole)
-    with pytest.raises(InputError, match=r"give a whole \.ckpt file"):
+    with pytest.raises(InputError, match=r"give a complete \.ckpt file"):
         peek_checkpoint(path)
 
 
@@ -230,7 +230,7 @@ def refusal(path):
         lines.append(str(error.value))
     assert lines[0] == lines[1]
     assert lines[0].startswith(f"{path}: ")
-    assert lines[0].endswith("; give a whole .ckpt file that `main.py fit` wrote")
+    assert lines[0].endswith("; give a complete .ckpt file that `main.py fit` wrote")
     return lines[0]
 
 
@@ -308,7 +308,7 @@ SAYS = {
     "torch.save": "is a pickle, which could run code when it is read",
     "torch.save, old": "is a pickle, which could run code when it is read",
     "other format": "is a file of 'pt', not of 'embeddings checkpoint'",
-    "future version": "is of version 2 of its format, and this library reads 1",
+    "future version": "has format version 2, and this library reads 1",
     "a list": "holds a list, not a dict",
 }
 

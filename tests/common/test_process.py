@@ -11,7 +11,7 @@ import torch
 
 import embeddings.common
 from embeddings.common import UserError, process
-from embeddings.common.process import device_name, lazy_names, log_to_stderr, logger, processors
+from embeddings.common.process import cpu_name, device_name, lazy_names, log_to_stderr, logger
 from tests.callbacks.preempted_runs import fake_scontrol
 
 NAMES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "RANK", "LOCAL_RANK")
@@ -78,7 +78,7 @@ def test_a_runs_processes_are_counted(environment, number, monkeypatch):
 @pytest.mark.parametrize("value", ["first", "-1", "", "1.0", "¹"])
 def test_a_variable_that_is_no_number_is_named(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=rf"^{name} must be a whole number >= 0 in the environment, got "):
+    with pytest.raises(UserError, match=rf"^{name} must be an integer >= 0 in the environment, got "):
         process.num_processes()
 
 
@@ -140,15 +140,15 @@ def test_the_processors_are_counted_and_named(tmp_path, monkeypatch):
     info = tmp_path / "cpuinfo"
     info.write_bytes(b"processor : 0\nmodel name\t: Some CPU: 2.1\xffGHz\n\nprocessor : 1\nmodel name\t: Some CPU\n")
     monkeypatch.setattr(process, "_CPU_INFO", info)
-    assert processors().startswith("2 x Some CPU")
-    assert device_name(torch.device("cpu")) == processors()
+    assert cpu_name().startswith("2 x Some CPU")
+    assert device_name(torch.device("cpu")) == cpu_name()
 
 
 def test_a_machine_that_does_not_say_has_the_name_of_its_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_CPU_INFO", tmp_path / "none")
     monkeypatch.setattr(platform, "processor", lambda: "")
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert processors() == "riscv64"
+    assert cpu_name() == "riscv64"
 
 
 def test_a_gpu_has_its_own_name(monkeypatch):

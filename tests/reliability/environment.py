@@ -156,7 +156,7 @@ CASES = [
             ),
             "a SLURM variable that is no number": (
                 both(run(), variable("SLURM_PROCID", "first")),
-                "SLURM_PROCID must be a whole number >= 0 in the environment, got 'first'",
+                "SLURM_PROCID must be an integer >= 0 in the environment, got 'first'",
             ),
             "a job of several tasks that none was started for": (
                 both(run(), variable("SLURM_NTASKS", "2")),
