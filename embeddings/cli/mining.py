@@ -1,6 +1,5 @@
 """`mine`: hard negatives for the records of a training set."""
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from embeddings.mining.features import PairFeatures, RowName
     from embeddings.mining.filter import FilterReport
     from embeddings.mining.mine import MiningReport
-    from embeddings.mining.pair_vectors import EncodedTexts
     from embeddings.mining.qrels import JudgedTexts
 
 
@@ -96,33 +94,36 @@ def mine(
         num_tasks: How many processes share the work.
     """
     from embeddings.common.jobs import ArrayTask
-    from embeddings.common.text import choose_prompt
     from embeddings.data import SourceConfig
-    from embeddings.data.records import NUM_LEVELS
     from embeddings.inference import Encoder
     from embeddings.mining.faiss_library import load_faiss
     from embeddings.mining.mine import SearchOptions, Teachers, mine_negatives
     from embeddings.mining.negatives import LevelRules, NegativeRules
+    from embeddings.mining.pair_vectors import EncodingOptions
 
     def load(name: str) -> Encoder:
         return Encoder.from_pretrained(name, precision=precision, show_progress=True)
 
-    prompts = (
-        choose_prompt("query_prompt", query_prompt_name, query_prompt),
-        choose_prompt("document_prompt", document_prompt_name, document_prompt),
+    encoding = EncodingOptions(
+        vectors,
+        query_vectors,
+        document_vectors,
+        query_prompt_name,
+        document_prompt_name,
+        query_prompt,
+        document_prompt,
+        precision,
     )
     models = [model] if isinstance(model, str) else model
-    encoded = _encoded_texts(query_vectors, document_vectors, len(models))
+    encoded = encoding.encoded(len(models))
     load_faiss(gpu)
     judged, corpus = (None, corpus) if judgments is None else _judged_texts(judgments, levels, corpus)
-    if num_negatives is None:
-        num_negatives = NegativeRules.num_negatives if levels is None else NUM_LEVELS
     report = mine_negatives(
         SourceConfig("input", input, conversion, columns=columns or {}, suspect_rows=suspect_rows, min_score=min_score),
         output,
-        Teachers(models, load, *prompts, encoded),
+        Teachers(models, load, **encoding.prompts, encoded=encoded),
         NegativeRules(num_negatives, margin, absolute_margin, first_rank, last_rank, choice, seed),
-        search=SearchOptions(index, num_probes, num_lists, gpu, seed),
+        search=SearchOptions(index, num_probes, num_lists, gpu),
         levels=None if levels is None else LevelRules(levels, judged, str(judgments)),
         corpus=corpus,
         vectors=vectors,
@@ -153,27 +154,6 @@ def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> "tupl
     rows = zip(found.query_J.tolist(), found.document_J.tolist(), found.relevance_J.tolist(), strict=True)
     judged = ((data.queries[query], data.documents[document], grade) for query, document, grade in rows)
     return JudgedTexts.of(judged, str(qrels)), files.corpus
-
-
-def _encoded_texts(
-    queries: Path | list[Path] | None, documents: Path | list[Path] | None, num_models: int
-) -> "list[EncodedTexts]":
-    """The folders of each model, or none at all.
-
-    Raises:
-        OptionError: If there are more folders or fewer than models.
-    """
-    from embeddings.common import OptionError
-    from embeddings.mining.pair_vectors import EncodedTexts
-
-    columns: list[Sequence[Path | None]] = []
-    for name, given in (("query_vectors", queries), ("document_vectors", documents)):
-        folders = [given] if isinstance(given, Path) else given
-        if folders is not None and len(folders) != num_models:
-            rule = f"must be as many folders as there are models ({num_models})"
-            raise OptionError(name, list(map(str, folders)), rule, "name them in the order of the models")
-        columns.append(folders or [None] * num_models)
-    return [EncodedTexts(*pair) for pair in zip(*columns, strict=True)]
 
 
 def mining_table(report: "MiningReport") -> str:
@@ -270,19 +250,16 @@ def cluster(
         num_tasks: How many processes share the work.
     """
     from embeddings.common import OptionError
-    from embeddings.common.jobs import ArrayTask, nothing_left_of
-    from embeddings.common.text import choose_prompt
+    from embeddings.common.jobs import ArrayTask, discard_on_user_error, require_free
     from embeddings.data import SourceConfig
     from embeddings.data.store import open_cached, record_place
-    from embeddings.mining.clusters import CLUSTER_SIZE, ClusterSettings, cluster_pairs, require_free
+    from embeddings.mining.clusters import ClusterSettings, cluster_pairs
     from embeddings.mining.faiss_library import load_faiss
-    from embeddings.mining.pair_vectors import EncodedTexts
+    from embeddings.mining.pair_vectors import EncodedTexts, EncodingOptions
 
     task = ArrayTask.resolve(task_index, num_tasks)
-    if cluster_size is not None and num_clusters is not None:
-        raise OptionError("num_clusters", num_clusters, "takes the place of cluster_size", "give one of the two")
     settings = ClusterSettings(
-        cluster_size=CLUSTER_SIZE if cluster_size is None else cluster_size,
+        cluster_size=cluster_size,
         num_clusters=num_clusters,
         num_iterations=num_iterations,
         num_runs=num_runs,
@@ -295,13 +272,19 @@ def cluster(
     )
     if features == "vectors" and model is None:
         raise OptionError("model", None, "must be given", "name a model directory, or use --features bm25")
-    encoded = EncodedTexts(query_vectors, document_vectors)
+    encoding = EncodingOptions(
+        vectors,
+        query_vectors,
+        document_vectors,
+        query_prompt_name,
+        document_prompt_name,
+        query_prompt,
+        document_prompt,
+        precision,
+    )
+    (encoded,), prompts = encoding.encoded(), encoding.prompts
     if features == "bm25" and (model is not None or vectors is not None or encoded != EncodedTexts()):
         raise OptionError("features", features, "uses neither model nor vectors", "leave them out")
-    prompts = {
-        "query_prompt_name": choose_prompt("query_prompt", query_prompt_name, query_prompt),
-        "document_prompt_name": choose_prompt("document_prompt", document_prompt_name, document_prompt),
-    }
     for name, value in (("negatives", negatives or None), *prompts.items()):
         if features == "bm25" and value is not None:
             option, given = (name[:-5], value["text"]) if isinstance(value, dict) else (name, value)
@@ -313,7 +296,7 @@ def cluster(
     settings.resolve_num_clusters(len(source.table))
     require_free(output)
     folder = vectors or output.with_name(f"{output.name}.vectors")
-    with nothing_left_of(output, folder):
+    with discard_on_user_error(output, folder):
         if model is None:
             from embeddings.mining.features import Bm25Features
 
@@ -424,24 +407,24 @@ def filter_records(
     """
     from embeddings.common import OptionError
     from embeddings.common.jobs import ArrayTask
-    from embeddings.common.text import choose_prompt
     from embeddings.data import SourceConfig
     from embeddings.inference import Encoder
     from embeddings.mining.duplicates import Decontaminator
     from embeddings.mining.filter import FilterRules, filter_pairs
-    from embeddings.mining.pair_vectors import EncodedTexts
+    from embeddings.mining.pair_vectors import EncodingOptions
 
     task = ArrayTask.resolve(task_index, num_tasks)
-    top_k = 2 if model is not None and top_k is None else top_k
-    prompts = (
-        choose_prompt("query_prompt", query_prompt_name, query_prompt),
-        choose_prompt("document_prompt", document_prompt_name, document_prompt),
+    encoding = EncodingOptions(
+        vectors,
+        query_vectors,
+        document_vectors,
+        query_prompt_name,
+        document_prompt_name,
+        query_prompt,
+        document_prompt,
+        precision,
     )
-    given = (top_k, vectors, query_vectors, document_vectors, *prompts)
-    if model is None and (segment_by != "source" or any(value is not None for value in given)):
-        rule = "must be given for top_k, segment_by, vectors and prompts to take effect"
-        raise OptionError("model", None, rule, "name a model directory")
-    rules = FilterRules(remove_copies, near_duplicates, shingle, top_k, segment_size, seed, segment_by, *prompts)
+    rules = FilterRules(remove_copies, near_duplicates, shingle, top_k, segment_size, seed, segment_by)
     if decontaminate is None and bm25_threshold is not None:
         rule = "needs evaluation texts to compare with"
         raise OptionError("bm25_threshold", bm25_threshold, rule, "give --decontaminate FOLDER")
@@ -456,7 +439,8 @@ def filter_records(
         decontaminator=decontaminator,
         encoder=None if model is None else Encoder.from_pretrained(model, precision=precision, show_progress=True),
         vectors=vectors,
-        encoded=EncodedTexts(query_vectors, document_vectors),
+        encoded=encoding.encoded()[0],
+        **encoding.prompts,
         shard_size=shard_size,
         task=task,
     )

@@ -86,34 +86,32 @@ def synthesize(
         dry_run: Whether to print prompts, ask nothing and write nothing.
     """
     from embeddings.data import SourceConfig
-    from embeddings.synthesis import METHODS, ChatClient, Plan, Sampling, Spending, Templates, Traffic
+    from embeddings.synthesis import METHODS, Budget, ChatClient, Limits, Plan, PromptOptions, Sampling, Templates
     from embeddings.synthesis.generate import dry_run as dry_run_of_examples
     from embeddings.synthesis.generate import regenerate_dry_run
     from embeddings.synthesis.generate import regenerate_negatives as regenerate
     from embeddings.synthesis.generate import synthesize as synthesize_examples
 
-    prompts = Templates(METHODS[method], templates, languages, seeds, num_seeds)
-    sampling = Sampling(model, temperature, max_answer_tokens, token_limit_field, json_mode, extra_body or {})
+    prompts = Templates(METHODS[method], PromptOptions(templates, languages, seeds, num_seeds))
+    sampling = Sampling(model, temperature, max_answer_tokens, token_limit_field, json_mode, extra_body)
     if judge is not None and method == "nv_embed":
         raise OptionError("judge", judge, "has no effect on nv_embed, which has no levels", "leave it out")
     encoder = None if judge is None or dry_run else load_judge(judge)
-    traffic = Traffic(concurrency, requests_per_minute, tokens_per_minute, max_retries)
-    spending = Spending(token_budget, price_per_million_prompt_tokens, price_per_million_completion_tokens)
+    limits = Limits(max_attempts, concurrency, requests_per_minute, tokens_per_minute, max_retries, timeout_seconds)
+    budget = Budget(token_budget, price_per_million_prompt_tokens, price_per_million_completion_tokens)
     if regenerate_negatives is None:
         without_effect({"columns": columns, "suspect_rows": suspect_rows}, "needs regenerate_negatives", "leave it out")
-        plan = Plan(METHODS[method], 1000 if num_examples is None else num_examples, num_tasks, shares, seed)
+        plan = Plan(method, num_examples, num_tasks, shares, tasks, seed)
         if dry_run:
-            print(dry_run_of_examples(plan, prompts, tasks))
+            print(dry_run_of_examples(plan, prompts))
             return
         report = synthesize_examples(
             output,
             plan,
             prompts,
-            ChatClient(endpoint, sampling, timeout_seconds),
-            task_file=tasks,
-            max_attempts=max_attempts,
-            traffic=traffic,
-            spending=spending,
+            ChatClient(endpoint, sampling, limits.timeout_seconds),
+            limits=limits,
+            budget=budget,
         )
     else:
         without_effect(
@@ -139,11 +137,10 @@ def synthesize(
             source,
             output,
             prompts,
-            ChatClient(endpoint, sampling, timeout_seconds),
+            ChatClient(endpoint, sampling, limits.timeout_seconds),
             seed=seed,
-            max_attempts=max_attempts,
-            traffic=traffic,
-            spending=spending,
+            limits=limits,
+            budget=budget,
         )
     print(table(report, output))
     if encoder is not None:

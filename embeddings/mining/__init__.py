@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from embeddings.mining.mine import MiningReport, SearchOptions, Teachers, mine_negatives
     from embeddings.mining.negatives import LevelRules, NegativeRules, choose_negatives
     from embeddings.mining.pair_index import PairIndex, index_pairs
-    from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs, open_pair_vectors
+    from embeddings.mining.pair_vectors import (
+        EncodedTexts,
+        EncodingOptions,
+        PairVectors,
+        encode_pairs,
+        open_pair_vectors,
+    )
     from embeddings.mining.qrels import JudgedTexts
     from embeddings.mining.search import DocumentSearch, ExactSearch, IvfSearch, build_ivf
     from embeddings.mining.vector_index import VectorIndex, build_index, recall_of
@@ -27,6 +33,7 @@ __all__ = [
     "Decontaminator",
     "DocumentSearch",
     "EncodedTexts",
+    "EncodingOptions",
     "EvaluationTexts",
     "ExactSearch",
     "FilterReport",
@@ -69,6 +76,7 @@ __getattr__ = lazy_names(
         "Decontaminator": "duplicates",
         "DocumentSearch": "search",
         "EncodedTexts": "pair_vectors",
+        "EncodingOptions": "pair_vectors",
         "EvaluationTexts": "duplicates",
         "ExactSearch": "search",
         "FilterReport": "filter",

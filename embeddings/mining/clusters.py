@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, nothing_left_of
+from embeddings.common.jobs import ArrayTask, ShardedJob, discard_on_user_error, load_shard
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed
 from embeddings.data.samplers.cluster_folder import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
@@ -44,23 +44,24 @@ class ClusterSettings:
 
     Args:
         cluster_size: Mean rows of a cluster: k is the rows over this, rounded up. The paper tries 64 to 4.2 million.
+            None for 512.
         num_clusters: k itself, in place of cluster_size.
-        num_iterations: Lloyd iterations of a run.
+        num_iterations: Lloyd iterations of a run of k-means.
         num_runs: Runs of k-means, of which the best is kept.
-        max_training_rows: Most rows that k-means is trained on, twice each (both orders); None for as many as
-            `memory_gib` holds. Every row is assigned whatever this is.
-        memory_gib: Most memory that training k-means takes, in GiB: both orders of the rows that it is trained on, and
-            what faiss holds of the centroids. Where not all rows fit, a random sample of them is trained on.
+        max_training_rows: Maximum rows that k-means is trained on, twice each (both orders); None for as many as
+            `memory_gib` holds. Every row is assigned, from disk.
+        memory_gib: Maximum memory that training k-means takes, in GiB: both orders of the rows that it is trained on,
+            and what faiss holds of the centroids. Where not all rows fit, a random sample of them is trained on.
         num_neighbours: Nearest clusters listed for each, for the sampler's tour.
         shard_size: Rows that are assigned at once: what a kill costs at most.
-        seed: Decides every random choice.
-        gpu: Whether faiss runs on the GPUs.
+        seed: Seed of every random choice.
+        gpu: Whether k-means and the assignment run on the GPUs (needs the extra `gpu`).
 
     Raises:
-        OptionError: If a number is not positive.
+        OptionError: If a number is not positive, or both cluster_size and num_clusters are given.
     """
 
-    cluster_size: int = CLUSTER_SIZE
+    cluster_size: int | None = None
     num_clusters: int | None = None
     num_iterations: int = NUM_ITERATIONS
     num_runs: int = NUM_RUNS
@@ -72,6 +73,10 @@ class ClusterSettings:
     gpu: bool = False
 
     def __post_init__(self) -> None:
+        if self.cluster_size is not None and self.num_clusters is not None:
+            raise OptionError(
+                "num_clusters", self.num_clusters, "takes the place of cluster_size", "give one of the two"
+            )
         if not (math.isfinite(self.memory_gib) and self.memory_gib > 0):
             raise OptionError("memory_gib", self.memory_gib, "must be a finite number > 0", "leave it out for 16")
         for name in ("cluster_size", "num_iterations", "num_runs", "max_training_rows", "num_neighbours", "shard_size"):
@@ -87,7 +92,9 @@ class ClusterSettings:
         """
         if num_rows > MAX_ROWS:
             raise OptionError("input", num_rows, f"must have at most {MAX_ROWS} rows", "cluster it in parts")
-        num_clusters = -(-num_rows // self.cluster_size) if self.num_clusters is None else self.num_clusters
+        num_clusters = (
+            -(-num_rows // (self.cluster_size or CLUSTER_SIZE)) if self.num_clusters is None else self.num_clusters
+        )
         check_num_clusters(num_clusters, num_rows)
         if self.max_training_rows is not None and num_clusters > 2 * self.max_training_rows:
             rule = f"must be at least half of the {num_clusters} clusters"
@@ -177,7 +184,7 @@ def cluster_pairs(
     load_faiss(settings.gpu)
     fields = _manifest_fields(features, source, settings, num_clusters)
     num_shards = -(-num_rows // settings.shard_size)
-    with nothing_left_of(Path(output)):
+    with discard_on_user_error(Path(output)):
         job, work = ShardedJob(output, fields, num_shards, stem="assignment"), Path(output) / "work"
         try:
             if not job.complete:
@@ -209,17 +216,6 @@ def _manifest_fields(
         "num_clusters": num_clusters,
         "num_neighbours": min(settings.num_neighbours, num_clusters - 1),
     }
-
-
-def require_free(output: str | os.PathLike[str]) -> None:
-    """Refuse a folder that holds something else, before hours go into what is to lie there.
-
-    Raises:
-        InputError: If it is a file, or a folder with files and no manifest.
-    """
-    folder = Path(output)
-    if folder.exists() and not (folder / "manifest.json").exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(str(folder), "something else lies there already", "name a new folder")
 
 
 def _make(

@@ -12,24 +12,18 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import OptionError
-from embeddings.common.io import atomic_path, text_hash
-from embeddings.common.jobs import (
-    KEPT,
-    SHARD_ROWS,
-    ArrayTask,
-    ShardedJob,
-    load_shard,
-    open_verdicts,
-    save_array,
-    shard_rows,
-)
+from embeddings.common.io import text_hash
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array, shard_rows, write_array
 from embeddings.data.near_duplicates import NearDuplicates, Shingle, mark_copies
 from embeddings.data.store import CachedSource
 from embeddings.data.table import StoredRow, Table
 from embeddings.inference.bm25 import BM25, WordTokenizer
 
 COPY, NEAR_COPY = 1, 2
-VERDICTS = "verdicts.npy"
+# A record that no rule removes; rules number their reasons from 1.
+KEPT = 0
+_REASONS = "verdicts.npy"
+SHARD_ROWS = 65_536
 # Records whose keys are made at once: some megabytes.
 _BLOCK = 512
 # Records whose shingles are kept while pairs are compared: 8 bytes a word of each.
@@ -86,7 +80,7 @@ def find_duplicates(
     job = ShardedJob(folder, fields, -(-len(table) // shard_size), stem="keys")
     job.run(partial(_write_keys, table, rule, shard_size), task, take_over=True)
     job.finish(lambda: _compare(job, table, rule))
-    return open_verdicts(Path(folder) / VERDICTS)
+    return np.asarray(load_shard(Path(folder) / _REASONS, mapped=True))
 
 
 def _write_keys(table: Table, rule: NearDuplicates | None, shard_size: int, shard: int, path: Path) -> None:
@@ -104,15 +98,15 @@ def _write_keys(table: Table, rule: NearDuplicates | None, shard_size: int, shar
 
 
 def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapping[str, Any]:
-    """Write the verdicts; returns how many records each rule takes out."""
+    """Write the reasons; returns how many records each rule takes out."""
 
     def same_pair(earlier: int, later: int) -> bool:
         return _pair(table.row(earlier)) == _pair(table.row(later))
 
-    verdict_N = np.full(len(table), KEPT, dtype=np.uint8)
-    verdict_N[mark_copies([_column(job, 0)], len(table), same_pair)] = COPY
+    reason_N = np.full(len(table), KEPT, dtype=np.uint8)
+    reason_N[mark_copies([_column(job, 0)], len(table), same_pair)] = COPY
     if rule is not None:
-        row_n = np.flatnonzero(verdict_N == KEPT).astype(np.uint32)
+        row_n = np.flatnonzero(reason_N == KEPT).astype(np.uint32)
 
         @lru_cache(maxsize=_REMEMBERED)
         def sets(row: int) -> Sequence[npt.NDArray[np.uint64]]:
@@ -124,10 +118,9 @@ def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapp
             return rule.alike(sets(int(row_n[earlier])), sets(int(row_n[later])))
 
         columns = (_column(job, 1 + key)[row_n] for key in range(rule.num_keys))
-        verdict_N[row_n[mark_copies(columns, len(row_n), near_pair)]] = NEAR_COPY
-    with atomic_path(job.folder / VERDICTS) as temporary:
-        save_array(temporary, verdict_N)
-    return {"copies": int((verdict_N == COPY).sum()), "near_copies": int((verdict_N == NEAR_COPY).sum())}
+        reason_N[row_n[mark_copies(columns, len(row_n), near_pair)]] = NEAR_COPY
+    write_array(job.folder / _REASONS, reason_N)
+    return {"copies": int((reason_N == COPY).sum()), "near_copies": int((reason_N == NEAR_COPY).sum())}
 
 
 def _column(job: ShardedJob, key: int) -> npt.NDArray[np.uint32]:
@@ -219,12 +212,12 @@ class Decontaminator:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """What decides the verdicts, for manifests."""
+        """What decides the reasons, for manifests."""
         return {"sha256": self.evaluation.sha256(), "bm25_threshold": self.bm25_threshold}
 
-    def verdicts(self, records: Sequence[StoredRow]) -> npt.NDArray[np.uint8]:
+    def reasons(self, records: Sequence[StoredRow]) -> npt.NDArray[np.uint8]:
         """`KEPT`, `EQUAL` or `SIMILAR` for each record, (n,) uint8."""
-        verdict_N = np.full(len(records), KEPT, dtype=np.uint8)
+        reason_N = np.full(len(records), KEPT, dtype=np.uint8)
         row_N = np.arange(len(records))
         positives = [text for record in records for text in record.positives]
         owner_P = np.repeat(row_N, [len(record.positives) for record in records])
@@ -233,10 +226,10 @@ class Decontaminator:
             for (owner_P, texts), index in zip(sides, self._indexes, strict=True):
                 if index is not None and texts:
                     is_similar_P = index.coverage(texts) >= self.bm25_threshold - _ROUNDING
-                    verdict_N[owner_P[is_similar_P]] = SIMILAR
+                    reason_N[owner_P[is_similar_P]] = SIMILAR
         for owner_P, texts in sides:
-            verdict_N[owner_P[np.isin(_hashes(texts), self._hashes)]] = EQUAL
-        return verdict_N
+            reason_N[owner_P[np.isin(_hashes(texts), self._hashes)]] = EQUAL
+        return reason_N
 
     @cached_property
     def _hashes(self) -> npt.NDArray[np.int64]:
@@ -286,23 +279,22 @@ def find_contaminated(
         "shard_size": shard_size,
     }
     job = ShardedJob(folder, fields, -(-len(table) // shard_size))
-    job.run(partial(_write_verdicts, table, rule, shard_size), task, take_over=True)
+    job.run(partial(_write_reasons, table, rule, shard_size), task, take_over=True)
     job.finish(lambda: _join(job))
-    return open_verdicts(Path(folder) / VERDICTS)
+    return np.asarray(load_shard(Path(folder) / _REASONS, mapped=True))
 
 
-def _write_verdicts(table: Table, rule: Decontaminator, shard_size: int, shard: int, path: Path) -> None:
+def _write_reasons(table: Table, rule: Decontaminator, shard_size: int, shard: int, path: Path) -> None:
     rows = shard_rows(shard, shard_size, len(table))
     blocks = (rows[start : start + _CHECKED_TOGETHER] for start in range(0, len(rows), _CHECKED_TOGETHER))
-    save_array(path, np.concatenate([rule.verdicts(table.rows(block)) for block in blocks]))
+    save_array(path, np.concatenate([rule.reasons(table.rows(block)) for block in blocks]))
 
 
 def _join(job: ShardedJob) -> dict[str, Any]:
-    """Write the verdicts of all shards as one array; returns how many records each rule takes out."""
-    verdict_N = np.concatenate([load_shard(job.path(shard)) for shard in range(job.num_shards)])
-    with atomic_path(job.folder / VERDICTS) as temporary:
-        save_array(temporary, verdict_N)
-    return {"equal": int((verdict_N == EQUAL).sum()), "similar": int((verdict_N == SIMILAR).sum())}
+    """Write the reasons of all shards as one array; returns how many records each rule takes out."""
+    reason_N = np.concatenate([load_shard(job.path(shard)) for shard in range(job.num_shards)])
+    write_array(job.folder / _REASONS, reason_N)
+    return {"equal": int((reason_N == EQUAL).sum()), "similar": int((reason_N == SIMILAR).sum())}
 
 
 def _hashes(texts: Iterable[str]) -> npt.NDArray[np.int64]:

@@ -1,8 +1,8 @@
 """Filtering: which records of a source stay, by rules in a stated order, and the file of those that do."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -12,16 +12,14 @@ import numpy.typing as npt
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import atomic_path, file_lock, file_sha256, write_file_manifest
 from embeddings.common.jobs import (
-    KEPT,
-    SHARD_ROWS,
     ArrayTask,
     ShardedJob,
+    discard_on_user_error,
     finished_manifest,
     load_shard,
     manifest_path,
-    nothing_left_of,
     require_shard_size,
-    save_array,
+    write_array,
 )
 from embeddings.common.text import PromptChoice
 from embeddings.data.near_duplicates import NearDuplicates, Shingle
@@ -33,7 +31,9 @@ from embeddings.mining.consistency import SEGMENT_SIZE, rank_pairs, require_segm
 from embeddings.mining.duplicates import (
     COPY,
     EQUAL,
+    KEPT,
     NEAR_COPY,
+    SHARD_ROWS,
     SIMILAR,
     Decontaminator,
     find_contaminated,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 RULES = ("copies", "near-copies", "equal to an evaluation text", "similar to an evaluation text", "inconsistent")
 REASONS, LANGUAGES = "reasons.npy", "languages.npy"
 SegmentBy = Literal["source", "language"]
-_PROMPTS = ("query_prompt_name", "document_prompt_name")
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,12 @@ class FilterRules:
             the negatives of one pair are spread over several records.
         near_duplicates: Least Jaccard similarity of query and of positives of a near-copy, 0.5 to 1; None for no rule.
         shingle: What near-copies are compared by: runs of words, or of characters.
-        top_k: Largest number of the segment's documents, its own among them, that a query may have nearest to it for
-            its pair to be consistent; Nomic uses 2. None for no rule.
-        segment_size: Most records that are compared with each other for consistency; Nomic uses 1,000,000.
+        top_k: A pair is consistent if its document is among this many of the segment's documents nearest to its query;
+            Nomic uses 2. None for 2 where a model is given, else for no rule.
+        segment_size: Maximum records that are compared with each other for consistency; Nomic uses 1,000,000.
         seed: Seed of which records share a segment.
         segment_by: Whether all records of the source may share a segment, or only those of one `language`, a field that
             every record then needs. Nomic cuts segments per language.
-        query_prompt_name: Name of the prompt before each query that is judged for consistency, or a given prompt; None
-            for the model's `query` prompt if it has one.
-        document_prompt_name: The same for documents.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
@@ -84,8 +80,6 @@ class FilterRules:
     segment_size: int = SEGMENT_SIZE
     seed: int = 0
     segment_by: SegmentBy = "source"
-    query_prompt_name: PromptChoice = None
-    document_prompt_name: PromptChoice = None
 
     def __post_init__(self) -> None:
         if self.near_duplicates is not None:
@@ -95,11 +89,6 @@ class FilterRules:
         if self.top_k is not None and self.top_k < 1:
             raise OptionError("top_k", self.top_k, "must be >= 1", "the paper uses 2")
         require_segment_size(self.segment_size)
-        if self.segment_by != "source" and self.top_k is None:
-            raise OptionError("segment_by", self.segment_by, "has no effect without top_k", "give a model and top_k")
-        for name in _PROMPTS:
-            if getattr(self, name) is not None and self.top_k is None:
-                raise OptionError(name, getattr(self, name), "has no effect without top_k", "give a model and top_k")
 
 
 class FilterReport(NamedTuple):
@@ -130,6 +119,8 @@ def filter_pairs(
     encoder: "Encoder | None" = None,
     vectors: str | os.PathLike[str] | None = None,
     encoded: EncodedTexts | None = None,
+    query_prompt_name: PromptChoice = None,
+    document_prompt_name: PromptChoice = None,
     shard_size: int = SHARD_ROWS,
     task: ArrayTask | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -142,9 +133,9 @@ def filter_pairs(
     there: keys and vectors in shards, `languages.npy` where segments are cut by language, and `reasons.npy`, which
     holds for each record the number of the rule that took it out, from 1, and 0 for none.
 
-    A killed run goes on at the first shard that is not whole; the last step, one pass over the source, begins anew. The
-    tasks of an array share the shards, and one of them writes the file: all ways lead to the same bytes. A finished
-    file made from the same inputs is left as it is.
+    A killed run resumes at the first missing shard; the last step, one pass over the source, begins anew. The tasks of
+    an array share the shards, and one of them writes the file: all ways lead to the same bytes. A finished file made
+    from the same inputs is left as it is.
 
     Args:
         config: A source of pairs, or of labelled texts (`class_by_example` and the others), which have no documents:
@@ -152,10 +143,13 @@ def filter_pairs(
         output: The file to write.
         rules: Which records go.
         decontaminator: What the model is to be evaluated on, or None for no such rule.
-        encoder: The model that judges consistency, where `rules.top_k` is given.
+        encoder: The model that judges consistency, or None for no such rule.
         vectors: Folder of the source's vectors, to share them with other jobs of the same source and model; None for
-            one in the folder of work.
-        encoded: Folders that `encode` wrote with the same model: a text that lies there keeps that vector.
+            one in the work folder.
+        encoded: Folders that `encode` wrote with the same model: a text found there keeps that vector.
+        query_prompt_name: Name of the prompt before each query that is judged for consistency, or a given prompt; None
+            for the model's `query` prompt if it has one.
+        document_prompt_name: The same for documents.
         shard_size: Records of a shard of the rules that need no vectors.
         task: Which shards are this process's; None for all.
         cache_dir: Folder of converted sources.
@@ -168,31 +162,44 @@ def filter_pairs(
         InputError: If the source cannot be used, something else lies at `output`, or no record stays.
     """
     require_shard_size(shard_size)
-    asked = _asked(config, rules, decontaminator, encoder)
+    prompts: dict[str, Any] = {"query_prompt_name": query_prompt_name, "document_prompt_name": document_prompt_name}
+    if encoder is not None and rules.top_k is None:
+        rules = replace(rules, top_k=2)
+    needing = (rules.top_k, vectors, query_prompt_name, document_prompt_name)
+    is_given = any(value is not None for value in needing) or (encoded or EncodedTexts()) != EncodedTexts()
+    if encoder is None and (is_given or rules.segment_by != "source"):
+        rule = "must be given for top_k, segment_by, vectors and prompts to take effect"
+        raise OptionError("model", None, rule, "name a model directory")
+    chosen = _chosen_rules(config, rules, decontaminator)
     source = open_cached(config, cache_dir)
     graded = has_levels(source.table, f"source {config.name!r}")
-    fields = _manifest_fields(source, rules, decontaminator, encoder)
+    fields = _manifest_fields(source, rules, prompts, decontaminator, encoder)
     target = Path(output)
     if (report := _finished(target, fields)) is not None:
         return report
     work = target.with_name(f"{target.name}.work")
     folder = work / "vectors" if vectors is None else Path(vectors)
-    with nothing_left_of(work, folder):
-        ShardedJob(work, fields, num_shards=0)
-        reason_N = find_reasons(
-            source,
-            work,
-            rules,
-            language_N=_languages(config, source, work) if rules.segment_by == "language" else None,
-            decontaminator=decontaminator,
-            encoder=encoder,
-            vectors=folder,
-            encoded=encoded,
-            shard_size=shard_size,
+
+    def ranks(is_considered_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+        """The ranks of some records; vectors are made only if a record is left to judge."""
+        assert encoder is not None
+        return rank_pairs(
+            encode_pairs(encoder, source, folder, encoded=encoded, task=task, **prompts),
+            work / "consistency",
+            is_considered_N=is_considered_N,
+            group_N=language_N,
+            segment_size=rules.segment_size,
+            seed=rules.seed,
+            device=encoder.device,
             task=task,
         )
+
+    with discard_on_user_error(work, folder):
+        ShardedJob(work, fields, num_shards=0)
+        language_N = _languages(config, source, work) if rules.segment_by == "language" else None
+        reason_N = filter_reasons(source, work, rules, decontaminator, ranks, shard_size, task)
         counts = np.bincount(reason_N, minlength=len(RULES) + 1).tolist()
-        report = FilterReport(target, len(reason_N), {RULES[rule]: counts[rule + 1] for rule in asked})
+        report = FilterReport(target, len(reason_N), {RULES[rule]: counts[rule + 1] for rule in chosen})
         _require_records(report)
         with file_lock(work / ".lock"):
             # Another task may have been here first.
@@ -201,25 +208,25 @@ def filter_pairs(
     return report
 
 
-def find_reasons(
+def filter_reasons(
     source: CachedSource,
     work: Path,
     rules: FilterRules,
-    *,
-    language_N: npt.NDArray[np.uint16] | None,
     decontaminator: Decontaminator | None,
-    encoder: "Encoder | None",
-    vectors: Path,
-    encoded: EncodedTexts | None,
+    ranks: Callable[[npt.NDArray[np.bool_]], npt.NDArray[np.int32]],
     shard_size: int,
     task: ArrayTask | None,
 ) -> npt.NDArray[np.uint8]:
-    """The rule that takes each record out, by its place in `RULES` from 1, and 0 where it stays, (rows,) uint8.
+    """The rule that removes each record, by its place in `RULES` from 1, and 0 where it stays, (rows,) uint8.
 
-    Arguments as in `filter_pairs`; `work` is the folder to work in, `language_N` the language of each record, (rows,),
-    where only those of one are compared. Vectors are made only if a record is left to judge.
+    Arguments as in `filter_pairs`; `work` is the folder to work in, and `ranks` gives the ranks of the records that the
+    earlier rules leave.
     """
     reason_N = np.full(len(source.table), KEPT, dtype=np.uint8)
+
+    def remove(is_found_N: npt.NDArray[np.bool_], reason: int) -> None:
+        reason_N[is_found_N & (reason_N == KEPT)] = reason
+
     if rules.remove_copies:
         found_N = find_duplicates(
             source,
@@ -229,63 +236,39 @@ def find_reasons(
             shard_size=shard_size,
             task=task,
         )
-        _take_out(reason_N, found_N == COPY, 1)
-        _take_out(reason_N, found_N == NEAR_COPY, 2)
+        remove(found_N == COPY, 1)
+        remove(found_N == NEAR_COPY, 2)
     if decontaminator is not None:
         found_N = find_contaminated(source, work / "decontamination", decontaminator, shard_size=shard_size, task=task)
-        _take_out(reason_N, found_N == EQUAL, 3)
-        _take_out(reason_N, found_N == SIMILAR, 4)
-    if encoder is not None and rules.top_k is not None and (reason_N == KEPT).any():
-        prompts = {name: getattr(rules, name) for name in _PROMPTS}
-        rank_N = rank_pairs(
-            encode_pairs(encoder, source, vectors, encoded=encoded, task=task, **prompts),
-            work / "consistency",
-            is_considered_N=reason_N == KEPT,
-            group_N=language_N,
-            segment_size=rules.segment_size,
-            seed=rules.seed,
-            device=encoder.device,
-            task=task,
-        )
-        _take_out(reason_N, rank_N >= rules.top_k, 5)
+        remove(found_N == EQUAL, 3)
+        remove(found_N == SIMILAR, 4)
+    if rules.top_k is not None and (reason_N == KEPT).any():
+        remove(ranks(reason_N == KEPT) >= rules.top_k, 5)
     return reason_N
 
 
 def _languages(config: SourceConfig, source: CachedSource, work: Path) -> npt.NDArray[np.uint16]:
-    """The language of each record, read once and kept in the folder of work."""
+    """The language of each record, read once and kept in the work folder."""
     path = work / LANGUAGES
     if not path.exists():
-        with atomic_path(path) as temporary:
-            save_array(temporary, read_languages(config, source))
+        write_array(path, read_languages(config, source))
     language_N: npt.NDArray[np.uint16] = load_shard(path)
     return language_N
 
 
-def _take_out(reason_N: npt.NDArray[np.uint8], is_found_N: npt.NDArray[np.bool_], reason: int) -> None:
-    """Note the reason of the records found, but for those that an earlier rule took out."""
-    reason_N[is_found_N & (reason_N == KEPT)] = reason
-
-
-def _asked(
-    config: SourceConfig, rules: FilterRules, decontaminator: Decontaminator | None, encoder: "Encoder | None"
-) -> list[int]:
+def _chosen_rules(config: SourceConfig, rules: FilterRules, decontaminator: Decontaminator | None) -> list[int]:
     """The rules that are asked for, by their place in `RULES`.
 
     Raises:
-        OptionError: If there are none, or what one needs is missing or of no use.
+        OptionError: If there are none, or the source has nothing to compare.
     """
     if config.conversion == "sts":
-        raise config.fault(
-            "conversion", config.conversion, "holds no records to keep", "filter pairs or labelled texts"
-        )
+        hint = "filter pairs or labelled texts"
+        raise config.fault("conversion", config.conversion, "holds no records to keep", hint)
     if config.conversion != "pairs":
         for name in ("near_duplicates", "top_k"):
             if (value := getattr(rules, name)) is not None:
-                raise OptionError(name, value, "compares documents, which labelled texts have not", "leave it out")
-    if rules.top_k is not None and encoder is None:
-        raise OptionError("top_k", rules.top_k, "needs a model to judge by", "give --model, or leave top_k out")
-    if encoder is not None and rules.top_k is None:
-        raise OptionError("model", "given", "has no effect without top_k", "give --top-k 2, or leave the model out")
+                raise OptionError(name, value, "compares documents, which labelled texts do not have", "leave it out")
     chosen = (
         rules.remove_copies,
         rules.near_duplicates is not None,
@@ -299,12 +282,16 @@ def _asked(
 
 
 def _manifest_fields(
-    source: CachedSource, rules: FilterRules, decontaminator: Decontaminator | None, encoder: "Encoder | None"
+    source: CachedSource,
+    rules: FilterRules,
+    prompts: Mapping[str, Any],
+    decontaminator: Decontaminator | None,
+    encoder: "Encoder | None",
 ) -> dict[str, Any]:
     """What decides the file's bytes."""
-    # Files of before there was a choice say nothing of it, and are as good.
-    unsaid = [("segment_by", "source"), *((name, None) for name in _PROMPTS)]
-    chosen = {name: value for name, value in asdict(rules).items() if (name, value) not in unsaid}
+    # Files of older versions do not name these options, and are as good.
+    unsaid = [("segment_by", "source"), *((name, None) for name in prompts)]
+    chosen = {name: value for name, value in {**asdict(rules), **prompts}.items() if (name, value) not in unsaid}
     return {
         "kind": "filtered pairs",
         "source_key": source.folder.name,
@@ -344,8 +331,7 @@ def _write(
     work: Path,
 ) -> None:
     """Write the reasons, the manifest, and the records that stay."""
-    with atomic_path(work / REASONS) as temporary:
-        save_array(temporary, reason_N)
+    write_array(work / REASONS, reason_N)
     with atomic_path(report.output) as temporary:
         if source.classes is None:
             count = write_records(temporary, _kept(config, source, reason_N), graded)

@@ -4,7 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import atomic_path, check_manifest, file_lock, file_sha256, write_file_manifest
-from embeddings.common.jobs import ArrayTask, ShardedJob, finished_manifest, manifest_path, nothing_left_of
+from embeddings.common.jobs import ArrayTask, ShardedJob, discard_on_user_error, finished_manifest, manifest_path
 from embeddings.common.process import logger
 from embeddings.common.text import PromptChoice
-from embeddings.data.records import Record
+from embeddings.data.records import NUM_LEVELS, Record
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_records
 from embeddings.inference.encoder import embedder_sha256
@@ -81,10 +81,9 @@ class SearchOptions:
 
     Args:
         index: `exact` compares every query with every document; `ivf` only with the documents of the nearest lists.
-        num_probes: Lists that `ivf` searches for a query.
+        num_probes: Lists that `ivf` searches for a query; None for 32, or all where there are fewer.
         num_lists: Lists of `ivf`, or None for a number that suits the documents (see `build_ivf`).
-        gpu: Whether faiss runs on the first GPU.
-        seed: Seed of the lists.
+        gpu: Whether faiss searches on the first GPU.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
@@ -94,7 +93,6 @@ class SearchOptions:
     num_probes: int | None = None
     num_lists: int | None = None
     gpu: bool = False
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.index not in ("exact", "ivf"):
@@ -192,6 +190,9 @@ def mine_negatives(
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
     if config.conversion not in ("pairs", "sts"):
         raise config.fault("conversion", config.conversion, "holds no records to mine for", "mine for pairs or sts")
+    # Before the manifest is written, so that the default and the number itself are one job.
+    if rules.num_negatives is None:
+        rules = replace(rules, num_negatives=rules.count if levels is None else NUM_LEVELS)
     if levels is not None:
         require_even_levels(rules)
     source = open_cached(config, cache_dir)
@@ -201,13 +202,15 @@ def mine_negatives(
         return report
     work = target.with_name(f"{target.name}.work")
     folder = Path(vectors) if vectors is not None else work / "vectors"
-    with nothing_left_of(work, folder):
+    with discard_on_user_error(work, folder):
         job = ShardedJob(work, fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
         index = index_pairs(source, folder / "index", corpus)
         _require_documents(index, rules, config.name)
         kind, judgments = (None, None) if levels is None else (levels.kind, levels.judgments_of(index))
         encoded = _encode(teachers, source, index, folder, shard_size, task)
-        searches = [_searcher(made, work / f"ivf-{place}", search, task) for place, made in enumerate(encoded)]
+        searches = [
+            _searcher(made, work / f"ivf-{place}", search, rules.seed, task) for place, made in enumerate(encoded)
+        ]
         miner = ShardMiner(index, encoded, searches, rules, kind, judgments)
         job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task)
         if job.missing():
@@ -241,7 +244,7 @@ def _manifest_fields(
         "query_prompt_name": teachers.query_prompt_name,
         "document_prompt_name": teachers.document_prompt_name,
         "rules": asdict(rules),
-        "search": asdict(search),
+        "search": {**asdict(search), "seed": rules.seed},
         "levels": None if levels is None else levels.fields,
         "shard_size": shard_size,
         "faiss": faiss_version(),
@@ -261,10 +264,10 @@ def _require_documents(index: PairIndex, rules: NegativeRules, name: str) -> Non
     Raises:
         InputError: If a query's positive and the negatives asked for are more than there are.
     """
-    if index.num_documents <= rules.num_negatives:
+    if index.num_documents <= rules.count:
         raise InputError(
             f"source {name!r}",
-            f"holds {index.num_documents} different documents, too few for {rules.num_negatives} negatives",
+            f"holds {index.num_documents} different documents, too few for {rules.count} negatives",
             "give more with --corpus, or ask for fewer",
         )
 
@@ -294,7 +297,9 @@ def _encode(
     ]
 
 
-def _searcher(vectors: PairVectors, folder: Path, search: SearchOptions, task: ArrayTask | None) -> DocumentSearch:
+def _searcher(
+    vectors: PairVectors, folder: Path, search: SearchOptions, seed: int, task: ArrayTask | None
+) -> DocumentSearch:
     if search.index == "exact":
         return ExactSearch(vectors.document_shards, search.gpu)
     return build_ivf(
@@ -302,7 +307,7 @@ def _searcher(vectors: PairVectors, folder: Path, search: SearchOptions, task: A
         folder,
         num_probes=search.num_probes,
         num_lists=search.num_lists,
-        seed=search.seed,
+        seed=seed,
         gpu=search.gpu,
         task=task,
     )

@@ -241,7 +241,7 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
         **{f"removed {reason}": count for reason, count in negatives.removed.items()},
         "num_left": negatives.num_left,
         "num_negatives": int(count_Q.sum()),
-        "num_short": int(np.count_nonzero(count_Q < rules.num_negatives)),
+        "num_short": int(np.count_nonzero(count_Q < rules.count)),
         "num_empty": int(np.count_nonzero(count_Q == 0)),
         "num_replaced": num_replaced,
     }

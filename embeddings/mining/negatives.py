@@ -29,20 +29,21 @@ class NegativeRules:
     """What makes a candidate a negative.
 
     Args:
-        num_negatives: Negatives of a query, at most; NV-Retriever trains with 4, NV-Embed with 7.
+        num_negatives: Maximum negatives of a query; NV-Retriever trains with 4, NV-Embed with 7. With levels a multiple
+            of 4. None for 7, and with levels 4, one of each level.
         margin: Share of the positive's score that a negative stays below, or None: `s < p - |p| (1 - margin)`.
             NV-Retriever's TopK-PercPos uses 0.95.
         absolute_margin: Distance by which a negative stays below the positive, or None: `s < p - absolute_margin`.
         first_rank: Rank of the first candidate considered, from 1, the query's own texts not counted.
         last_rank: Rank of the last one.
         choice: `top` takes the hardest of those left, `random` draws from them.
-        seed: Seed of the draw.
+        seed: Seed of the draw, and of the lists of an approximate search.
 
     Raises:
         OptionError: If a value is impossible or cannot take effect.
     """
 
-    num_negatives: int = 7
+    num_negatives: int | None = None
     margin: float | None = 0.95
     absolute_margin: float | None = None
     first_rank: int = 1
@@ -51,8 +52,8 @@ class NegativeRules:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_negatives < 1:
-            raise OptionError("num_negatives", self.num_negatives, "must be >= 1", "NV-Embed uses 7")
+        if self.count < 1:
+            raise OptionError("num_negatives", self.count, "must be >= 1", "NV-Embed uses 7")
         if self.margin is not None and not 0 < self.margin <= 1:
             raise OptionError("margin", self.margin, "must lie in (0, 1]", "NV-Retriever uses 0.95; null for none")
         if self.absolute_margin is not None and not (math.isfinite(self.absolute_margin) and self.absolute_margin >= 0):
@@ -61,15 +62,20 @@ class NegativeRules:
             )
         if self.first_rank < 1:
             raise OptionError("first_rank", self.first_rank, "must be >= 1", "1 is the hardest candidate")
-        if self.last_rank - self.first_rank + 1 < self.num_negatives:
+        if self.num_negatives is not None and self.last_rank - self.first_rank + 1 < self.count:
             raise OptionError(
                 "last_rank",
                 self.last_rank,
-                f"must leave {self.num_negatives} ranks from first_rank {self.first_rank}",
+                f"must leave {self.count} ranks from first_rank {self.first_rank}",
                 "raise it, or ask for fewer negatives",
             )
         if self.choice not in ("top", "random"):
             raise OptionError("choice", self.choice, "must be top or random", "top takes the hardest")
+
+    @property
+    def count(self) -> int:
+        """Maximum negatives of a query."""
+        return 7 if self.num_negatives is None else self.num_negatives
 
 
 class Candidates(NamedTuple):
@@ -176,7 +182,7 @@ def choose_negatives(candidates: Candidates, queries: QueryFacts, rules: Negativ
         rules: The rules.
 
     Returns:
-        Up to N = `rules.num_negatives` negatives a query.
+        Up to N = `rules.count` negatives a query.
 
     Precision: means and thresholds in float64 from float32 scores.
     Determinism: a random choice is a function of (seed, query, document): neither the order of the candidates nor the
@@ -185,7 +191,7 @@ def choose_negatives(candidates: Candidates, queries: QueryFacts, rules: Negativ
         of `p margin`, which for a negative p would allow negatives above the positive.
     """
     found = remaining(candidates, queries, rules)
-    row_QN, score_QN = take(found, found.left_QC, rules.num_negatives, queries.number_Q, rules)
+    row_QN, score_QN = take(found, found.left_QC, rules.count, queries.number_Q, rules)
     return Negatives(row_QN, score_QN, found.removed, found.num_left)
 
 
@@ -378,9 +384,9 @@ def require_even_levels(rules: NegativeRules) -> None:
     Raises:
         OptionError: If the number of negatives is no multiple of the number of levels.
     """
-    if rules.num_negatives % NUM_LEVELS:
+    if rules.count % NUM_LEVELS:
         rule = f"must be a multiple of {NUM_LEVELS} with levels, the same number of each"
-        raise OptionError("num_negatives", rules.num_negatives, rule, f"{NUM_LEVELS} gives one of each, as in MGH")
+        raise OptionError("num_negatives", rules.count, rule, f"{NUM_LEVELS} gives one of each, as in MGH")
 
 
 def draw_documents(number_Q: Int64s, num_documents: int, rules: NegativeRules) -> Int64s:
@@ -404,7 +410,7 @@ def choose_levels(
     kind: LevelKind,
     judged_Q: npt.NDArray[np.bool_] | None = None,
 ) -> Negatives:
-    """Up to `rules.num_negatives` / 4 negatives of each level, 1 (hardest) to 4, for each query.
+    """Up to `rules.count` / 4 negatives of each level, 1 (hardest) to 4, for each query.
 
     The candidates are the rank window's and as many documents drawn from all there are. MGH asks its language model for
     similarities over a broad spectrum (Figure 2), from a document that serves the query almost as well as the positive
@@ -468,7 +474,7 @@ def _of_each_level(
     later_QC: npt.NDArray[np.bool_] | None,
 ) -> Negatives:
     """Equally many negatives of each level, from what is left; those of `later_QC` only where others are too few."""
-    each = rules.num_negatives // NUM_LEVELS
+    each = rules.count // NUM_LEVELS
     parts = [
         take(found, left_QC & (level_QC == level), each, queries.number_Q, rules, later_QC)
         for level in range(1, NUM_LEVELS + 1)

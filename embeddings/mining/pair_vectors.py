@@ -1,11 +1,11 @@
 """The vectors of a source of pairs: queries row by row, documents each once, in memory-mapped shards."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import CHECKED, atomic_path, check_manifest, check_vectors, file_lock, text_hash
 from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard
 from embeddings.common.process import logger
-from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, instruction_prompt
+from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, choose_prompt, instruction_prompt
 from embeddings.data.store import CachedSource
 from embeddings.inference.encoder import embedder_sha256
 from embeddings.inference.vector_folder import SHARD_SIZE, VectorFolder
@@ -45,6 +45,64 @@ class EncodedTexts:
         """The folder of queries or of documents (see `EncodedFolder.open`)."""
         path = self.queries if role == "query" else self.documents
         return None if path is None else EncodedFolder.open(path, role, prompt_name, model)
+
+
+@dataclass(frozen=True)
+class EncodingOptions:
+    """How the texts of a source become vectors, and which vectors there are already: the options of commands.
+
+    Args:
+        vectors: Folder of the input's vectors by the same model, written where they are not there yet; None for a
+            folder beside the output.
+        query_vectors: A folder that `encode --role query` wrote with the same model: queries found in it by their text
+            are not encoded again. With several models one folder each, as `[FOLDER, FOLDER]`.
+        document_vectors: The same of documents, such as `encode` made of the corpus.
+        query_prompt_name: Which of the model's prompts goes before each query; None for `query` if it has one.
+        document_prompt_name: Which goes before each document.
+        query_prompt: What goes before each query, in place of one of the model's prompts, such as `"query: "`; a
+            record's own instruction takes the place of `{instruction}`.
+        document_prompt: What goes before each document.
+        precision: Format of matrix products of the model.
+
+    Raises:
+        OptionError: If a prompt is given by name and by text.
+    """
+
+    vectors: Path | None = None
+    query_vectors: Path | list[Path] | None = None
+    document_vectors: Path | list[Path] | None = None
+    query_prompt_name: str | None = None
+    document_prompt_name: str | None = None
+    query_prompt: str | None = None
+    document_prompt: str | None = None
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    def __post_init__(self) -> None:
+        _ = self.prompts
+
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """The arguments `query_prompt_name` and `document_prompt_name` of `encode_pairs`."""
+        return {
+            "query_prompt_name": choose_prompt("query_prompt", self.query_prompt_name, self.query_prompt),
+            "document_prompt_name": choose_prompt("document_prompt", self.document_prompt_name, self.document_prompt),
+        }
+
+    def encoded(self, num_models: int = 1) -> list[EncodedTexts]:
+        """What each of several models has encoded already.
+
+        Raises:
+            OptionError: If there are more or fewer folders than models.
+        """
+        columns: list[Sequence[Path | None]] = []
+        for name in ("query_vectors", "document_vectors"):
+            given = getattr(self, name)
+            folders = [given] if isinstance(given, Path) else given
+            if folders is not None and len(folders) != num_models:
+                rule = f"must be as many folders as there are models ({num_models})"
+                raise OptionError(name, list(map(str, folders)), rule, "name them in the order of the models")
+            columns.append(folders or [None] * num_models)
+        return [EncodedTexts(*pair) for pair in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)

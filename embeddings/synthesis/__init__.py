@@ -8,19 +8,20 @@ if TYPE_CHECKING:
     from embeddings.synthesis.client import ChatClient, EndpointError, Sampling
     from embeddings.synthesis.generate import Plan, regenerate_negatives, synthesize
     from embeddings.synthesis.job import SynthesisReport
-    from embeddings.synthesis.prompts import METHODS, Templates
-    from embeddings.synthesis.runner import Spending, Traffic
+    from embeddings.synthesis.prompts import METHODS, PromptOptions, Templates
+    from embeddings.synthesis.runner import Budget, Limits
 
 __all__ = [
     "METHODS",
+    "Budget",
     "ChatClient",
     "EndpointError",
+    "Limits",
     "Plan",
+    "PromptOptions",
     "Sampling",
-    "Spending",
     "SynthesisReport",
     "Templates",
-    "Traffic",
     "regenerate_negatives",
     "synthesize",
 ]
@@ -32,11 +33,12 @@ __getattr__ = lazy_names(
         "ChatClient": "client",
         "EndpointError": "client",
         "Plan": "generate",
+        "PromptOptions": "prompts",
         "Sampling": "client",
-        "Spending": "runner",
+        "Budget": "runner",
         "SynthesisReport": "job",
         "Templates": "prompts",
-        "Traffic": "runner",
+        "Limits": "runner",
         "regenerate_negatives": "generate",
         "synthesize": "generate",
     },

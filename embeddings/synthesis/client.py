@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -104,14 +104,14 @@ class Sampling:
     max_answer_tokens: int = 4096
     token_limit_field: TokenLimitField = "max_tokens"
     json_mode: bool = False
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    extra_body: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.temperature is not None and not 0 <= self.temperature <= 2:
             raise OptionError("temperature", self.temperature, "must lie between 0 and 2", "null leaves it out")
         if self.max_answer_tokens < 1:
             raise OptionError("max_answer_tokens", self.max_answer_tokens, "must be >= 1", "4096 is the default")
-        if own := sorted(_OWN_FIELDS & set(self.extra_body)):
+        if own := sorted(_OWN_FIELDS & set(self.extra_body or {})):
             raise OptionError("extra_body", own[0], "must not set what the job itself sets", "take it out")
 
     def body(self, request: Request) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class ChatClient:
         try:
             async with asyncio.timeout(self.timeout_seconds):
                 response = await self._client.chat.completions.with_raw_response.create(
-                    **self.sampling.body(request), extra_body=dict(self.sampling.extra_body)
+                    **self.sampling.body(request), extra_body=dict(self.sampling.extra_body or {})
                 )
                 content = response.http_response.content
         except (TimeoutError, self._openai.APITimeoutError):

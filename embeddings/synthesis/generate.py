@@ -1,10 +1,9 @@
-"""Synthesis in two stages: tasks, then an example for each draw of a task and its placeholders."""
+"""What synthesis asks for: tasks and then examples of a method's categories, or new negatives for existing records."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,17 @@ from embeddings.data.samplers.blended import Apportionment
 from embeddings.data.sources import SourceConfig, open_reader
 from embeddings.data.store import CachedSource, open_cached, read_records
 from embeddings.synthesis.client import ChatClient, Request, Sampling, make_request
-from embeddings.synthesis.job import (
-    Item,
-    Job,
-    Outcome,
-    Rejection,
-    SynthesisReport,
-    finished_report,
-    open_job,
-    run_rounds,
+from embeddings.synthesis.job import Item, Job, Rejection, SynthesisReport, finished_report, open_job, run_rounds
+from embeddings.synthesis.prompts import (
+    METHODS,
+    REGENERATED_FIELD,
+    Category,
+    Method,
+    MethodName,
+    Templates,
+    reference_tasks,
 )
-from embeddings.synthesis.prompts import REGENERATED_FIELD, Category, Method, Templates, reference_tasks
-from embeddings.synthesis.runner import Asker, Journal, Spending, Traffic
+from embeddings.synthesis.runner import Budget, Limits, RequestRunner
 from embeddings.synthesis.validate import (
     RejectedAnswer,
     normalised,
@@ -37,8 +35,12 @@ from embeddings.synthesis.validate import (
     read_tasks,
 )
 
-# Raised whenever the same answers would give other records or prompts, so that an older folder is not gone on with.
+TASKS_FILE, RECORDS_FILE = "tasks.jsonl", "records.jsonl"
+# Raised whenever the same answers would give other records or prompts, so that an older folder is not resumed.
 RECIPE = 1
+NUM_EXAMPLES = 1000
+# A model that repeats itself brings ever fewer new tasks: after so many rounds the list stays as it is.
+MAX_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -46,67 +48,78 @@ class Plan:
     """How many examples of which category, in an order in which every stretch has the categories' shares.
 
     Args:
-        method: What a paper generates.
-        num_examples: Examples of all categories.
-        num_tasks: Tasks of all categories; None for half as many as examples, as NV-Embed has.
-        shares: Share of each category, relative to the others, in place of the method's; a category left out has none.
-        seed: Seed of prompts and requests.
+        method: `mgh` writes four negatives of graded similarity in five categories, `nv_embed` the paper's three
+            categories.
+        num_examples: Records to ask for; None for 1,000.
+        num_tasks: Tasks to brainstorm; None for half of `num_examples`, as NV-Embed has.
+        shares: Share of each category, relative to the others, as `{short_long: 2, sts: 1}`; a category left out has
+            none. None for the method's own.
+        tasks: The `tasks.jsonl` of another job, in place of brainstorming.
+        seed: Seed of tasks, placeholders and requests.
 
     Raises:
         OptionError: If a number is below 1, or a share is impossible.
     """
 
-    method: Method
-    num_examples: int
+    method: MethodName = "mgh"
+    num_examples: int | None = None
     num_tasks: int | None = None
     shares: Mapping[str, float] | None = None
+    tasks: Path | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_examples < 1:
-            raise OptionError("num_examples", self.num_examples, "must be >= 1", "say how many are wanted")
-        if self.num_tasks is not None and self.num_tasks < 1:
-            raise OptionError("num_tasks", self.num_tasks, "must be >= 1", "leave it out for half of num_examples")
-        names = {category.name for category in self.method.categories}
+        for name in ("num_examples", "num_tasks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(name, value, "must be >= 1", "leave it out for the default")
+        if self.tasks is not None and self.num_tasks is not None:
+            raise OptionError("num_tasks", self.num_tasks, "has no effect beside tasks", "leave one of the two out")
+        names = {category.name for category in self.recipe.categories}
         for name, share in (self.shares or {}).items():
             if name not in names:
-                raise OptionError(
-                    "shares", name, f"must name categories of {self.method.name}", ", ".join(sorted(names))
-                )
+                raise OptionError("shares", name, f"must name categories of {self.method}", ", ".join(sorted(names)))
             if not 0 <= share < float("inf"):
                 raise OptionError(f"shares.{name}", share, "must be >= 0", "0 leaves the category out")
         if not any(self.weights.values()):
             raise OptionError("shares", dict(self.shares or {}), "must leave a category", "give one a share above 0")
 
     @property
+    def recipe(self) -> Method:
+        """What the method generates."""
+        return METHODS[self.method]
+
+    @property
+    def total(self) -> int:
+        """Examples of all categories."""
+        return NUM_EXAMPLES if self.num_examples is None else self.num_examples
+
+    @property
     def weights(self) -> dict[str, float]:
         """The share of each category that has one, in the method's order."""
-        shares = self.method.shares if self.shares is None else self.shares
-        return {
-            category.name: shares[category.name]
-            for category in self.method.categories
-            if shares.get(category.name, 0) > 0
-        }
+        shares = self.recipe.shares if self.shares is None else self.shares
+        names = (category.name for category in self.recipe.categories)
+        return {name: shares[name] for name in names if shares.get(name, 0) > 0}
 
     @property
     def categories(self) -> list[Category]:
         """The categories that have a share."""
-        return [self.method.category(name) for name in self.weights]
+        return [self.recipe.category(name) for name in self.weights]
 
     @cached_property
     def _apportionment(self) -> Apportionment:
         return Apportionment(list(self.weights.values()))
 
     def tasks_wanted(self) -> dict[str, int]:
-        """Tasks of each category, one at least."""
-        wanted = self.num_tasks if self.num_tasks is not None else max(1, self.num_examples // 2)
+        """Tasks of each category, at least one."""
+        wanted = self.num_tasks if self.num_tasks is not None else max(1, self.total // 2)
         counts = self._apportionment.counts(wanted)
         return {name: max(1, count) for name, count in zip(self.weights, counts, strict=True)}
 
     def order(self) -> Iterator[tuple[Category, int]]:
         """The category of each example, and its number within the category."""
         before, categories = [0] * len(self.weights), self.categories
-        for draw in range(self.num_examples):
+        for draw in range(self.total):
             counts = self._apportionment.counts(draw + 1)
             place = next(place for place, (old, new) in enumerate(zip(before, counts, strict=True)) if new > old)
             yield categories[place], before[place]
@@ -119,93 +132,73 @@ def synthesize(
     templates: Templates,
     client: ChatClient,
     *,
-    task_file: Path | None = None,
-    max_attempts: int = 3,
-    traffic: Traffic | None = None,
-    spending: Spending | None = None,
+    limits: Limits | None = None,
+    budget: Budget | None = None,
 ) -> SynthesisReport:
     """Write synthetic training records, a file for each category, in two stages.
 
     Stage one asks for lists of tasks until each category has enough different ones. Stage two asks for one example for
     each item of the plan: item `i` of a category takes task `i` modulo their number, and draws each placeholder by
-    (seed, category, i). An answer is repaired where its meaning is plain; one that is not JSON, lacks a field, repeats
-    a text, gives its answer away, has other levels than asked for, or whose query an earlier record has, is rejected,
-    and the item asked again. Nothing goes to the data that training would not read as a record without a contradiction.
+    (seed, category, i). An answer is repaired where its meaning is plain. It is rejected, and the item asked again, if
+    it is not JSON, lacks a field, repeats a text, gives its answer away, has other levels than asked for, or has the
+    query of an earlier record. Every record written is one that training reads without a contradiction.
 
     The folder gets `CATEGORY.jsonl`, `tasks.jsonl`, `rejected.jsonl` (whose answers, and why), `journal.jsonl` (every
     answer) and `manifest.json` (what decides the records, and the report).
 
     Determinism: the files but the journal follow from plan, templates, sampling and the answers, not from their order,
     from concurrency or from kills, unless the token budget ends the job.
-    Guarantees: an answered request is never made again, in this run or a later one; one under way at a kill is.
+    Guarantees: an answered request is never made again, in this run or a later one; one in flight at a kill is.
 
     Args:
-        output: The folder: new, empty, or of an earlier run of the same job, which is gone on with. More examples may
-            be asked for than then, as long as `num_tasks` is the same.
+        output: The folder: new, empty, or of an earlier run of the same job, which is resumed. More examples may be
+            asked for than then, as long as `num_tasks` is the same.
         plan: What to generate.
         templates: The prompts.
         client: The endpoint.
-        task_file: Tasks that another job wrote, in place of stage one.
-        max_attempts: Most answers for one example.
-        traffic: How the endpoint is used.
-        spending: What it may cost; the budget ends a job with the records that are there.
+        limits: How the endpoint is used.
+        budget: What it may cost; the budget ends a job with the records that are there.
 
     Raises:
-        OptionError: If an option is impossible or cannot take effect.
-        InputError: If the folder is another job's, or the endpoint knows not the address, the key or the model.
-        EndpointError: If it went silent for longer than the retries last.
+        InputError: If the folder is another job's, or the endpoint does not know the address, the key or the model.
+        EndpointError: If it was silent for longer than the retries last.
 
     Source: Pan et al. 2025 (MGH), sections 2.1 and 3.1, Appendix A; Lee et al. 2024 (NV-Embed), arXiv:2405.17428,
         section 4.3, Tables 15 and 16. Differs: the prompts are ours, to the papers' specification; brainstorming
         prompts show two reference tasks drawn by the seed. MGH's second model is a second job, with the first one's
         folder as the seeds of its `Templates`.
     """
-    if max_attempts < 1:
-        raise OptionError("max_attempts", max_attempts, "must be >= 1", "3 is the default")
-    if task_file is not None and plan.num_tasks is not None:
-        raise OptionError("num_tasks", plan.num_tasks, "has no effect beside tasks", "leave one of the two out")
-    given = None if task_file is None else read_task_file(task_file, plan.categories)
-    identity = _identity(plan, templates, client.sampling, task_file)
-    size = {"num_examples": plan.num_examples, "max_attempts": max_attempts}
-    if (report := finished_report(output, {**identity, **size})) is not None:
-        return report
-    with open_job(output, identity, size, client, traffic or Traffic(), spending or Spending()) as job:
-        tasks = given or _brainstorm(job, plan, templates)
-        items = partial(plan_items, plan, templates, tasks)
-        outcome = _asked(job, plan, items, max_attempts)
-        return job.finish(items, plan.num_examples, plan.seed, outcome, {TASKS_FILE: task_lines(tasks)})
-
-
-def _identity(plan: Plan, templates: Templates, sampling: Sampling, task_file: Path | None) -> dict[str, Any]:
-    """What a job is known by, but for its size."""
-    return {
+    limits = limits or Limits()
+    given = None if plan.tasks is None else read_task_file(plan.tasks, plan.categories)
+    identity = {
         "kind": "synthesis",
         "recipe": RECIPE,
-        "method": plan.method.name,
+        "method": plan.method,
         "seed": plan.seed,
         "shares": plan.weights,
-        "num_tasks": None if task_file is not None else plan.tasks_wanted(),
-        "task_file_sha256": None if task_file is None else file_sha256(task_file),
+        "num_tasks": None if plan.tasks is not None else plan.tasks_wanted(),
+        "task_file_sha256": None if plan.tasks is None else file_sha256(plan.tasks),
         "templates_sha256": templates.sha256,
-        **sampling_fields(sampling),
+        **_sampling_fields(client.sampling),
     }
+    size = {"num_examples": plan.total, "max_attempts": limits.max_attempts}
+    if (report := finished_report(output, {**identity, **size})) is not None:
+        return report
+    with open_job(output, identity, size, client, limits, budget or Budget()) as job:
+        tasks = given or _brainstorm_all(job, plan, templates)
+        items = partial(plan_items, plan, templates, tasks)
+        outcome = run_rounds(items, plan.total, job.runner, seed=plan.seed, max_attempts=limits.max_attempts)
+        return job.finish(items, plan.total, plan.seed, outcome, {TASKS_FILE: task_lines(tasks)})
 
 
-def _asked(job: Job, plan: Plan, items: Callable[[], Iterable[Item]], max_attempts: int) -> Outcome:
-    """What became of the plan's items; nothing is asked where the budget is spent on tasks."""
-    if job.asker.exhausted:
-        return Outcome(num_unasked=plan.num_examples)
-    return run_rounds(items, plan.num_examples, job.asker, job.journal, seed=plan.seed, max_attempts=max_attempts)
-
-
-def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
     """What of the sampling decides the answers, for manifests."""
     return {
         "model": sampling.model,
         "temperature": sampling.temperature,
         "max_answer_tokens": sampling.max_answer_tokens,
         "json_mode": sampling.json_mode,
-        "extra_body": dict(sampling.extra_body),
+        "extra_body": dict(sampling.extra_body or {}),
     }
 
 
@@ -218,48 +211,28 @@ def plan_items(plan: Plan, templates: Templates, tasks: Mapping[str, Sequence[st
         yield Item(name, f"{category.name}.jsonl", prompt, read)
 
 
-def dry_run(plan: Plan, templates: Templates, task_file: Path | None = None) -> str:
-    """The first prompts of both stages for each category, and how many of each there would be at least, as text.
+def dry_run(plan: Plan, templates: Templates) -> str:
+    """The first prompts of both stages for each category, and the least number of each, as text.
 
     Before stage one has run there is no task: the example's prompt shows a reference task in its place.
     """
-    tasks = None if task_file is None else read_task_file(task_file, plan.categories)
+    tasks = None if plan.tasks is None else read_task_file(plan.tasks, plan.categories)
     counts = {category.name: 0 for category in plan.categories}
     for category, _ in plan.order():
         counts[category.name] += 1
     parts = []
     for category in plan.categories:
-        num_tasks = plan.tasks_wanted()[category.name]
         if tasks is None:
-            lists = -(-num_tasks // plan.method.tasks_per_list)
-            parts.append(
-                _titled(
-                    f"{category.name}, stage one: {lists} lists of tasks", templates.brainstorm(category, plan.seed, 0)
-                )
-            )
+            lists = -(-plan.tasks_wanted()[category.name] // plan.recipe.tasks_per_list)
+            title = f"{category.name}, stage one: {lists} lists of tasks"
+            parts.append(f"=== {title} ===\n{templates.brainstorm(category, plan.seed, 0)}")
         task = reference_tasks(category)[0] if tasks is None else tasks[category.name][0]
-        prompt = templates.example(category, task, plan.seed, 0)
-        parts.append(_titled(f"{category.name}, stage two: {counts[category.name]} examples", prompt))
+        title = f"{category.name}, stage two: {counts[category.name]} examples"
+        parts.append(f"=== {title} ===\n{templates.example(category, task, plan.seed, 0)}")
     return "\n\n".join(parts)
 
 
-def _titled(title: str, prompt: str) -> str:
-    return f"=== {title} ===\n{prompt}"
-
-
-def _brainstorm(job: Job, plan: Plan, templates: Templates) -> dict[str, list[str]]:
-    """Stage one; where the budget ends it, the lists are shorter than those of a whole run."""
-    tasks: dict[str, list[str]] = {}
-    for name, wanted in plan.tasks_wanted().items():
-        found = brainstorm(plan.method.category(name), wanted, templates, job.asker, job.journal, plan.seed)
-        job.task_rejections += found.rejections
-        tasks[name] = found.tasks
-    return tasks
-
-
-TASKS_FILE = "tasks.jsonl"
-# A model that repeats itself brings ever fewer new tasks: after so many rounds the list is what it is.
-MAX_ROUNDS = 8
+# Stage one: the tasks of a category, brainstormed by the model or read from another job's list.
 
 
 @dataclass
@@ -277,20 +250,27 @@ class TaskList:
     num_copies: int = 0
 
 
-def brainstorm(
-    category: Category, num_tasks: int, templates: Templates, asker: Asker, journal: Journal, seed: int
-) -> TaskList:
+def _brainstorm_all(job: Job, plan: Plan, templates: Templates) -> dict[str, list[str]]:
+    """The tasks of all categories; where the budget ends stage one, the lists are shorter than those of a full run."""
+    tasks: dict[str, list[str]] = {}
+    for name, wanted in plan.tasks_wanted().items():
+        found = brainstorm(plan.recipe.category(name), wanted, templates, job.runner, plan.seed)
+        job.task_rejections += found.rejections
+        tasks[name] = found.tasks
+    return tasks
+
+
+def brainstorm(category: Category, num_tasks: int, templates: Templates, runner: RequestRunner, seed: int) -> TaskList:
     """Ask for lists of tasks until there are enough different ones.
 
     Each round asks for as many lists as the missing tasks would fill, and takes them in order; what a round asks for
     follows from the answers of the rounds before.
 
     Args:
-        category: Which kind of task.
-        num_tasks: How many are wanted; there may be fewer.
+        category: The kind of task.
+        num_tasks: Number wanted; there may be fewer.
         templates: The prompts.
-        asker: Asks.
-        journal: Where its answers are.
+        runner: Sends the requests.
         seed: Seed of the prompts and requests.
 
     Raises:
@@ -299,22 +279,21 @@ def brainstorm(
     found, known, call = TaskList(), set[str](), 0
     for _ in range(MAX_ROUNDS):
         missing = num_tasks - len(found.tasks)
-        if missing <= 0 or asker.exhausted:
+        if missing <= 0 or runner.exhausted:
             break
         calls = range(call, call + -(-missing // templates.method.tasks_per_list))
         call = calls.stop
-        requests = [_request(category, templates, seed, number) for number in calls]
-        asker.ask_all(requests, len(requests), f"tasks, {category.name}")
+        requests = [_task_request(category, templates, seed, number) for number in calls]
+        runner.run(requests, len(requests), f"tasks, {category.name}")
         for number, request in zip(calls, requests, strict=True):
-            answer = journal.get(request.key)
+            answer = runner.journal.get(request.key)
             if answer is None:
                 continue
             try:
                 tasks = read_tasks(parse_answer(answer))
             except RejectedAnswer as rejected:
-                found.rejections.append(
-                    Rejection(f"tasks-{category.name}-{number}", 0, rejected.reason, rejected.detail)
-                )
+                name = f"tasks-{category.name}-{number}"
+                found.rejections.append(Rejection(name, 0, rejected.reason, rejected.detail))
                 continue
             for task in tasks:
                 if normalised(task) in known:
@@ -323,19 +302,16 @@ def brainstorm(
                     known.add(normalised(task))
                     found.tasks.append(task)
     del found.tasks[num_tasks:]
-    if not found.tasks and not asker.exhausted:
+    if not found.tasks and not runner.exhausted:
         reasons = ", ".join(sorted({rejection.reason for rejection in found.rejections}))
-        raise InputError(
-            asker.client.sampling.model,
-            f"gave no task of {category.name} in {call} answers ({reasons})",
-            "try another model, or more max_answer_tokens",
-        )
+        what = f"gave no task of {category.name} in {call} answers ({reasons})"
+        raise InputError(runner.client.sampling.model, what, "try another model, or more max_answer_tokens")
     if len(found.tasks) < num_tasks:
         logger.warning("%s: %d different tasks of %d asked for", category.name, len(found.tasks), num_tasks)
     return found
 
 
-def _request(category: Category, templates: Templates, seed: int, call: int) -> Request:
+def _task_request(category: Category, templates: Templates, seed: int, call: int) -> Request:
     prompt = templates.brainstorm(category, seed, call)
     return make_request(f"tasks/{category.name}/{call}", prompt, seed, wants_object=False)
 
@@ -346,8 +322,10 @@ def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list
     Raises:
         InputError: If the file cannot be read, a row is no task, or one of the categories has none.
     """
+    if not path.is_file():
+        raise InputError(str(path), "no such file", "give the tasks.jsonl of another job")
     tasks: dict[str, dict[str, str]] = {category.name: {} for category in categories}
-    for where, fields in _rows(path):
+    for where, fields in open_reader(path, ("category", "task"), ("category", "task")):
         name, task = fields.get("category"), fields.get("task")
         if not isinstance(name, str) or not isinstance(task, str) or not task.strip() or not task.isprintable():
             raise InputError(where, "is no task", 'write {"category": "short_long", "task": "…"}')
@@ -366,13 +344,7 @@ def task_lines(tasks: Mapping[str, Sequence[str]]) -> Iterator[str]:
             yield json.dumps({"category": name, "task": task}, ensure_ascii=False) + "\n"
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    if not path.is_file():
-        raise InputError(str(path), "no such file", "give the tasks.jsonl of another job")
-    yield from open_reader(path, ("category", "task"), ("category", "task"))
-
-
-RECORDS_FILE = "records.jsonl"
+# Negatives for records that exist: query and positives stay.
 
 
 def regenerate_negatives(
@@ -382,9 +354,8 @@ def regenerate_negatives(
     client: ChatClient,
     *,
     seed: int = 0,
-    max_attempts: int = 3,
-    traffic: Traffic | None = None,
-    spending: Spending | None = None,
+    limits: Limits | None = None,
+    budget: Budget | None = None,
 ) -> SynthesisReport:
     """Write the records of a source with four new negatives each, of the levels 1 (hardest) to 4.
 
@@ -399,40 +370,35 @@ def regenerate_negatives(
         templates: The prompts of MGH.
         client: The endpoint.
         seed: Seed of the requests.
-        max_attempts: Most answers for one record.
-        traffic: How the endpoint is used.
-        spending: What it may cost.
+        limits: How the endpoint is used.
+        budget: What it may cost.
 
     Raises:
-        OptionError: If an option is impossible.
-        InputError: If the source cannot be used, the folder is another job's, or the endpoint knows not the address,
-            the key or the model.
-        EndpointError: If it went silent for longer than the retries last.
+        InputError: If the source cannot be used, the folder is another job's, or the endpoint does not know the
+            address, the key or the model.
+        EndpointError: If it was silent for longer than the retries last.
 
     Source: Pan et al. 2025 (MGH), section 2.1. Differs: the prompt is ours.
     """
-    if max_attempts < 1:
-        raise OptionError("max_attempts", max_attempts, "must be >= 1", "3 is the default")
-    cached = open_cached(source)
+    limits, cached = limits or Limits(), open_cached(source)
     identity = {
         "kind": "regenerated negatives",
         "recipe": RECIPE,
         "source_key": cached.key,
         "seed": seed,
         "templates_sha256": templates.sha256,
-        **sampling_fields(client.sampling),
+        **_sampling_fields(client.sampling),
     }
-    size = {"max_attempts": max_attempts}
+    size = {"max_attempts": limits.max_attempts}
     if (report := finished_report(output, {**identity, **size})) is not None:
         return report
-    total = len(cached.table)
-    items = partial(pair_items, source, cached, templates)
-    with open_job(output, identity, size, client, traffic or Traffic(), spending or Spending()) as job:
-        outcome = run_rounds(items, total, job.asker, job.journal, seed=seed, max_attempts=max_attempts)
+    total, items = len(cached.table), partial(pair_items, source, cached, templates)
+    with open_job(output, identity, size, client, limits, budget or Budget()) as job:
+        outcome = run_rounds(items, total, job.runner, seed=seed, max_attempts=limits.max_attempts)
         return job.finish(items, total, seed, outcome, {})
 
 
-def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates) -> Iterator[Item]:
+def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates) -> Iterable[Item]:
     """The items of a source, row by row."""
     for row, record in enumerate(read_records(source, cached)):
         prompt = templates.negatives(record.query, record.positives[0])
@@ -441,10 +407,10 @@ def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates)
 
 
 def regenerate_dry_run(source: SourceConfig, templates: Templates) -> str:
-    """The prompt of a source's first pair, and how many there would be at least, as text."""
+    """The prompt of a source's first pair, and the least number of prompts, as text."""
     cached = open_cached(source)
-    prompts = [item.prompt for item in islice(pair_items(source, cached, templates), 1)]
-    return f"=== negatives for {len(cached.table)} pairs ===\n{prompts[0]}"
+    first = next(iter(pair_items(source, cached, templates)))
+    return f"=== negatives for {len(cached.table)} pairs ===\n{first.prompt}"
 
 
 def _fields(record: Record) -> Mapping[str, Any]:

@@ -148,11 +148,43 @@ NV_EMBED = Method(
 
 METHODS: dict[str, Method] = {"mgh": MGH, "nv_embed": NV_EMBED}
 
-# The pairs that exist already: their positives stay, and the answer holds the negatives alone (MGH, section 2.1).
+# For pairs that exist already: their positives stay, and the answer holds the negatives alone (MGH, section 2.1).
 REGENERATED_FIELD = "hard_negative_examples"
 
 
 _FOLDER = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What fills the prompts of a method.
+
+    Args:
+        templates: A folder of prompts in place of the package's, by the same names; files that it lacks are the
+            package's.
+        languages: Languages to draw from; None for English.
+        seeds: The folder of an earlier job by a stronger model: every example prompt of a category begins with the same
+            of its records, so that an endpoint may cache them (MGH, §3.1).
+        num_seeds: Number of its records that a prompt begins with, spread evenly over the earlier job's.
+
+    Raises:
+        OptionError: If `templates` is no folder, no language is named, or `num_seeds` is not positive.
+    """
+
+    templates: Path | None = None
+    languages: Sequence[str] | None = None
+    seeds: Path | None = None
+    num_seeds: int = 4
+
+    def __post_init__(self) -> None:
+        if self.templates is not None and not self.templates.is_dir():
+            hint = "leave it out for the package's templates"
+            raise OptionError("templates", str(self.templates), "must be a folder", hint)
+        if self.languages is not None and not all(language.strip() for language in self.languages or [""]):
+            rule = "must name at least one language"
+            raise OptionError("languages", list(self.languages), rule, "leave it out for English")
+        if self.num_seeds < 1:
+            raise OptionError("num_seeds", self.num_seeds, "must be >= 1", "leave seeds out for none")
 
 
 class Templates:
@@ -164,48 +196,30 @@ class Templates:
 
     Args:
         method: Whose prompts.
-        folder: The user's templates; a file that is not there is the package's.
-        languages: What `language` is drawn from.
-        seeds: The folder of an earlier job, by a stronger model: every example prompt of a category begins with the
-            same of its records, so that an endpoint may cache them (MGH, §3.1). A category that the earlier job left
-            out has none.
-        num_seeds: Records shown for each category, spread evenly over the earlier job's.
+        options: What fills them; None for the package's templates in English. A category that an earlier job left out
+            has no seeds.
 
     Determinism: a prompt is a pure function of its arguments and the templates.
 
     Raises:
-        OptionError: If `folder` is no folder, or languages are given and the method has none.
+        OptionError: If languages are given and the method has none.
         InputError: If a template is not UTF-8, or takes something that it does not get, or the folder of seeds holds
             no records, or too few of a category.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        folder: Path | None = None,
-        languages: Sequence[str] | None = None,
-        seeds: Path | None = None,
-        num_seeds: int = 4,
-    ) -> None:
-        if folder is not None and not folder.is_dir():
-            raise OptionError("templates", str(folder), "must be a folder", "leave it out for the package's templates")
+    def __init__(self, method: Method, options: PromptOptions | None = None) -> None:
+        options = options or PromptOptions()
+        languages, seeds, num_seeds = options.languages, options.seeds, options.num_seeds
         if languages is not None and not method.has_languages:
-            raise OptionError(
-                "languages", list(languages), f"has no effect on {method.name}", "its prompts are English"
-            )
-        if languages is not None and not all(language.strip() for language in languages or [""]):
-            raise OptionError(
-                "languages", list(languages), "must name at least one language", "leave it out for English"
-            )
-        self.method, self.folder = method, folder
+            rule = f"has no effect on {method.name}"
+            raise OptionError("languages", list(languages), rule, "its prompts are English")
+        self.method, self.folder = method, options.templates
         self.languages = tuple(languages or ("English",))
         self._texts: dict[str, string.Template] = {}
         for category in method.categories:
             self._read(f"brainstorm_{category.name}.txt", {"examples", "num_tasks"}, ("num_tasks",))
             known = {"task", *category.placeholders, *(["language"] if method.has_languages else [])}
             self._read(f"example_{category.name}.txt", known, ("task",))
-        if num_seeds < 1:
-            raise OptionError("num_seeds", num_seeds, "must be >= 1", "leave seeds out for none")
         self._seeds: dict[str, str] = {}
         for category in method.categories:
             if seeds is not None and (path := seeds / f"{category.name}.jsonl").is_file():

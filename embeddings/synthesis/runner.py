@@ -1,7 +1,6 @@
-"""Many requests at once: what the journal has not is asked, and each answer is kept before the next request."""
+"""Many requests at once: limits and budget, and a journal that keeps each answer before the next request goes out."""
 
 import asyncio
-import fcntl
 import json
 import os
 import random
@@ -17,54 +16,126 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.io import fsync_path
+from embeddings.common.io import file_lock, fsync_path
+from embeddings.common.jobs import progress_bar
 from embeddings.common.process import logger
 from embeddings.synthesis.client import ChatClient, EndpointError, Request, UnansweredError
 from embeddings.synthesis.validate import Answer
 
+BACKOFF_SECONDS = 1.0
+_MAX_BACKOFF_SECONDS = 60.0
+_MAX_RETRY_AFTER_SECONDS = 600.0
+# Tokens that an endpoint adds to a prompt. A byte-level tokenizer makes at most one token a byte of the rest.
+_PROMPT_OVERHEAD = 64
 _MINUTE = 60.0
 # Longest sleep at a time: how soon a waiting request learns that the job has stopped.
 _TICK_SECONDS = 1.0
 
 
-class Pace:
-    """Spaces requests evenly, without bursts.
-
-    A request waits until it has its turn by number, and until the tokens of earlier answers have been worked off.
+@dataclass(frozen=True)
+class Limits:
+    """How an endpoint is used.
 
     Args:
-        requests_per_minute: Most requests a minute, retries included; None for any number.
-        tokens_per_minute: Tokens of prompts and answers a minute, None for any number. An answer's tokens are known
-            only when it is there, so requests already under way exceed the rate, and later ones wait the longer.
-        clock: Seconds on a clock that never goes back.
-        sleep: Waits for some seconds.
+        max_attempts: Maximum answers for one record, where answers are rejected.
+        concurrency: Requests in flight at once.
+        requests_per_minute: Maximum requests a minute, retries included; None for no limit.
+        tokens_per_minute: Maximum tokens a minute, on average; None for no limit. The tokens of an answer are known
+            only once it is there, so requests in flight may exceed the rate, and later ones wait longer.
+        max_retries: Times that a failed request is retried, each after a longer wait, before the job stops.
+        timeout_seconds: Longest wait for one answer.
 
     Raises:
-        OptionError: If a rate is not above 0.
+        OptionError: If a value is impossible.
+    """
+
+    max_attempts: int = 3
+    concurrency: int = 8
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_retries: int = 8
+    timeout_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_attempts", 1), ("concurrency", 1), ("max_retries", 0)):
+            if getattr(self, name) < least:
+                raise OptionError(name, getattr(self, name), f"must be >= {least}", "leave it out for the default")
+        for name in ("requests_per_minute", "tokens_per_minute", "timeout_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise OptionError(name, value, "must be > 0", "leave it out for the default")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the answers may cost.
+
+    Args:
+        token_budget: Maximum tokens of the whole job, prompts and answers, earlier runs in the same folder included.
+            The job then ends with the records that are there. None for no limit.
+        price_per_million_prompt_tokens: Price of a million prompt tokens, for the cost report, in any currency.
+        price_per_million_completion_tokens: Price of a million answer tokens.
+
+    Raises:
+        OptionError: If a value is impossible, or one price is given without the other.
+    """
+
+    token_budget: int | None = None
+    price_per_million_prompt_tokens: float | None = None
+    price_per_million_completion_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_budget is not None and self.token_budget < 1:
+            raise OptionError("token_budget", self.token_budget, "must be >= 1", "leave it out for no limit")
+        names = ("price_per_million_prompt_tokens", "price_per_million_completion_tokens")
+        prices = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        for name, price in prices.items():
+            if not 0 <= price < float("inf"):
+                raise OptionError(name, price, "must be >= 0", "leave it out for no cost report")
+            if len(prices) == 1:
+                raise OptionError(name, price, "needs the other price", "give both or neither")
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether the endpoint must say how many tokens it used."""
+        return self.token_budget is not None or self.price_per_million_prompt_tokens is not None
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
+        """The price of some tokens, or None without prices."""
+        if self.price_per_million_prompt_tokens is None or self.price_per_million_completion_tokens is None:
+            return None
+        prompts = prompt_tokens * self.price_per_million_prompt_tokens
+        return (prompts + completion_tokens * self.price_per_million_completion_tokens) / 1e6
+
+
+class RateLimiter:
+    """Spaces requests evenly, without bursts.
+
+    A request waits for its turn by number, and until the tokens of earlier answers have been worked off.
+
+    Args:
+        limits: The rates.
+        clock: Seconds on a monotonic clock.
+        sleep: Waits for some seconds.
     """
 
     def __init__(
         self,
-        requests_per_minute: float | None = None,
-        tokens_per_minute: float | None = None,
+        limits: Limits,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        rates = {"requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute}
-        for name, rate in rates.items():
-            if rate is not None and not rate > 0:
-                raise OptionError(name, rate, "must be > 0", "leave it out for no limit")
-        self._seconds_per_request = _MINUTE / requests_per_minute if requests_per_minute else 0.0
-        self._seconds_per_token = _MINUTE / tokens_per_minute if tokens_per_minute else 0.0
+        self._seconds_per_request = _MINUTE / limits.requests_per_minute if limits.requests_per_minute else 0.0
+        self._seconds_per_token = _MINUTE / limits.tokens_per_minute if limits.tokens_per_minute else 0.0
         self._clock, self._sleep = clock, sleep
         self._next_request = self._next_token = self._pause_end = clock()
         self._is_stopped = False
 
-    async def turn(self) -> None:
+    async def wait(self) -> None:
         """Wait until a request may go out, or the job has stopped."""
         turn = max(self._next_request, self._clock())
         self._next_request = turn + self._seconds_per_request
-        # What others spend, or a pause that begins, while this one waits moves its turn on.
+        # Tokens spent, or a pause that begins, during the wait postpone the turn.
         while not self._is_stopped:
             wait = max(turn, self._next_token, self._pause_end) - self._clock()
             if wait <= 0:
@@ -80,25 +151,24 @@ class Pace:
         self._pause_end = max(self._pause_end, self._clock() + seconds)
 
     def stop(self) -> None:
-        """Let nobody wait any longer: the job has stopped, and no request will go out."""
+        """End all waits: the job has stopped, and no further request goes out."""
         self._is_stopped = True
 
 
 class Journal:
     """Answers by the key of their request, one JSON line each, on disk before `append` returns.
 
-    A line that a kill cut off is dropped when the file is opened again; whatever came before it stays. One process at a
-    time holds the file.
+    A line that a kill cut off is dropped when the file is opened again; all lines before it stay.
 
     Attributes:
         prompt_tokens: Tokens of all prompts so far, where the endpoint says.
         completion_tokens: Tokens of all answers so far.
-        num_answers: Answers so far, those not counted that refuse.
+        num_answers: Answers so far, refusals not counted.
 
     Memory: a key and a number an answer; the answers stay on disk.
 
     Raises:
-        InputError: If another process holds the file, or a line before the last is no answer.
+        InputError: If a line before the last is no answer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,13 +177,6 @@ class Journal:
         self._places: dict[str, int] = {}
         is_new = not path.exists()
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by `close`
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise InputError(
-                str(path), "another process is at work on it", "wait for it, or name another folder"
-            ) from None
         if is_new:
             fsync_path(path.parent)
         self._reader = open(path, "rb")  # noqa: SIM115 - closed by `close`
@@ -142,7 +205,7 @@ class Journal:
     def append(self, key: str, answer: Answer) -> None:
         """Keep the answer to a request; it is on disk on return. A request is answered once."""
         assert key not in self._places
-        # ASCII, so that half of a character in an answer can be written.
+        # ASCII, so that half a surrogate pair in an answer can be written.
         line = json.dumps({"key": key, **answer._asdict()}).encode("ascii") + b"\n"
         place = self._file.seek(0, os.SEEK_END)
         try:
@@ -158,7 +221,7 @@ class Journal:
         self._note(key, place, answer)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._reader.close()
         self._file.close()
 
@@ -169,7 +232,7 @@ class Journal:
         self.num_answers += answer.refused is None
 
     def _read(self) -> None:
-        """Note where each answer lies, and cut off what a kill left behind the last whole one."""
+        """Note where each answer lies, and cut off what a kill left behind the last complete one."""
         place = 0
         for number, line in enumerate(self._reader, start=1):
             try:
@@ -179,9 +242,8 @@ class Journal:
                 key, answer = fields["key"], _answer_of(fields)
             except (ValueError, KeyError, TypeError):
                 if self._reader.read(1):
-                    raise InputError(
-                        f"{self.path}:{number}", "is no answer", "take the line out, or name another folder"
-                    ) from None
+                    hint = "take the line out, or name another folder"
+                    raise InputError(f"{self.path}:{number}", "is no answer", hint) from None
                 break
             if key not in self._places:
                 self._note(key, place, answer)
@@ -191,156 +253,84 @@ class Journal:
 
 @contextmanager
 def open_journal(path: Path) -> Iterator[Journal]:
-    """A journal, closed on leaving."""
-    journal = Journal(path)
-    try:
-        yield journal
-    finally:
-        journal.close()
+    """A journal that this process alone holds, closed on leaving.
+
+    Raises:
+        InputError: If another process holds it, or a line before the last is no answer.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    with file_lock(lock, wait=False) as held:
+        if not held:
+            raise InputError(str(path), "another process is at work on it", "wait for it, or name another folder")
+        journal = Journal(path)
+        try:
+            yield journal
+        finally:
+            journal.close()
+            lock.unlink(missing_ok=True)
 
 
 def _answer_of(fields: dict[str, Any]) -> Answer:
     return Answer(**{name: fields[name] for name in Answer._fields})
 
 
-_MAX_BACKOFF_SECONDS = 60.0
-_MAX_RETRY_AFTER_SECONDS = 600.0
-# What an endpoint puts around a prompt, in tokens; a tokenizer of bytes makes no more tokens than bytes of the rest.
-_PROMPT_OVERHEAD = 64
-_PROGRESS_DELAY_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """How an endpoint is used.
-
-    Args:
-        concurrency: Requests under way at once.
-        requests_per_minute: Most requests a minute, retries included; None for any number.
-        tokens_per_minute: Tokens a minute; None for any number.
-        max_retries: Times that a request is tried again, each after a longer wait, before the job stops.
-        backoff_seconds: Wait before the first retry; it doubles up to a minute, and half of it is drawn.
-
-    Raises:
-        OptionError: If a value is impossible.
-    """
-
-    concurrency: int = 8
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    max_retries: int = 8
-    backoff_seconds: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise OptionError("concurrency", self.concurrency, "must be >= 1", "8 is the default")
-        if self.max_retries < 0:
-            raise OptionError("max_retries", self.max_retries, "must be >= 0", "8 is the default")
-        Pace(self.requests_per_minute, self.tokens_per_minute)
-
-
-@dataclass(frozen=True)
-class Spending:
-    """What the answers may cost.
-
-    Args:
-        token_budget: Most tokens of prompts and answers, those of earlier runs in the same folder included; None for
-            any number.
-        price_per_million_prompt_tokens: In whatever currency the report is to be.
-        price_per_million_completion_tokens: The same of answers.
-
-    Raises:
-        OptionError: If a value is impossible, or one price is given without the other.
-    """
-
-    token_budget: int | None = None
-    price_per_million_prompt_tokens: float | None = None
-    price_per_million_completion_tokens: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.token_budget is not None and self.token_budget < 1:
-            raise OptionError("token_budget", self.token_budget, "must be >= 1", "leave it out for any number")
-        prices = {
-            "price_per_million_prompt_tokens": self.price_per_million_prompt_tokens,
-            "price_per_million_completion_tokens": self.price_per_million_completion_tokens,
-        }
-        for name, price in prices.items():
-            if price is not None and not 0 <= price < float("inf"):
-                raise OptionError(name, price, "must be >= 0", "leave it out for no cost report")
-        if (self.price_per_million_prompt_tokens is None) != (self.price_per_million_completion_tokens is None):
-            given = next(name for name, price in prices.items() if price is not None)
-            raise OptionError(given, prices[given], "needs the other price", "give both or neither")
-
-    @property
-    def needs_counts(self) -> bool:
-        """Whether the endpoint must say how many tokens it used."""
-        return self.token_budget is not None or self.price_per_million_prompt_tokens is not None
-
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
-        """The price of so many tokens, or None where there are no prices."""
-        if self.price_per_million_prompt_tokens is None or self.price_per_million_completion_tokens is None:
-            return None
-        prompts = prompt_tokens * self.price_per_million_prompt_tokens
-        return (prompts + completion_tokens * self.price_per_million_completion_tokens) / 1e6
-
-
-class Asker:
+class RequestRunner:
     """Gets answers from an endpoint into a journal.
 
-    No request with an answer in the journal is made again. A request that fails is tried again after a wait that grows,
-    or that the endpoint asks for. Where the job has to stop, what is under way is waited for and kept.
+    A request that has an answer in the journal is never sent again. A request that fails is retried after a wait that
+    doubles, or that the endpoint asks for. Where the job has to stop, requests in flight are awaited and kept.
 
     Guarantees: with a token budget, no request goes out that could exceed it, given that the endpoint's tokenizer makes
-        at most one token a byte: what is under way is counted in full before it is known.
+        at most one token a byte: a request in flight counts in full until its answer is known.
 
     Attributes:
-        retries: Requests tried again, by what had happened.
+        retries: Requests retried, by what had happened.
         exhausted: Whether the budget has kept a request from going out.
     """
 
-    def __init__(self, client: ChatClient, journal: Journal, traffic: Traffic, spending: Spending) -> None:
-        self.client, self.journal, self.traffic, self.spending = client, journal, traffic, spending
+    def __init__(self, client: ChatClient, journal: Journal, limits: Limits, budget: Budget) -> None:
+        self.client, self.journal, self.limits, self.budget = client, journal, limits, budget
         self.retries: Counter[str] = Counter()
         self.exhausted = False
-        self._pace = Pace(traffic.requests_per_minute, traffic.tokens_per_minute)
+        self._rate = RateLimiter(limits)
         self._reserved = 0
         self._failure: UserError | None = None
         # One event loop for the job, since connections belong to one.
-        self._runner, self._connection = asyncio.Runner(), AsyncExitStack()
+        self._loop, self._connection = asyncio.Runner(), AsyncExitStack()
         self._is_connected = False
 
     def __enter__(self) -> Self:
-        """Nothing: the first request connects."""
+        """The runner; the first request connects."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         if self._is_connected:
-            self._runner.run(self._connection.aclose())
-        self._runner.close()
+            self._loop.run(self._connection.aclose())
+        self._loop.close()
 
-    def ask_all(self, requests: Iterable[Request], total: int, title: str) -> None:
-        """Ask what has no answer yet, with progress and the time left on standard error.
+    def run(self, requests: Iterable[Request], total: int, title: str) -> None:
+        """Send the requests that have no answer yet, with progress and the time left on standard error.
 
         Args:
-            requests: What to ask, drawn one by one as others are answered.
-            total: How many they are.
-            title: What the progress bar calls them.
+            requests: The requests, drawn one by one as others are answered.
+            total: Their number.
+            title: Name of the progress bar.
 
         Raises:
             InputError: If the endpoint does not know the address, the key or the model, or refuses the first request.
             EndpointError: If a request went unanswered to the last retry.
         """
-        with tqdm(total=total, desc=title, unit="answer", delay=_PROGRESS_DELAY_SECONDS) as bar:
+        with progress_bar(total, title, "answer") as bar:
             left = self._unanswered(requests, bar)
-            # Where everything is answered there is nobody to connect to.
+            # Where everything is answered, nothing connects.
             if (first := next(left, None)) is not None:
-                self._runner.run(self._run(chain([first], left), bar))
+                self._loop.run(self._run(chain([first], left), bar))
         if self._failure is not None:
             raise self._failure
 
     def _unanswered(self, requests: Iterable[Request], bar: "tqdm[Any]") -> Iterator[Request]:
-        """The requests that the journal has no answer to; the others count as done before the clock began."""
+        """The requests without an answer in the journal; the others count as done before the clock began."""
         for request in requests:
             if request.key in self.journal:
                 bar.initial += 1
@@ -353,13 +343,13 @@ class Asker:
         if not self._is_connected:
             await self._connection.enter_async_context(self.client.connected())
             self._is_connected = True
-        await asyncio.gather(*(self._work(requests, bar) for _ in range(self.traffic.concurrency)))
+        await asyncio.gather(*(self._work(requests, bar) for _ in range(self.limits.concurrency)))
 
     async def _work(self, requests: Iterator[Request], bar: "tqdm[Any]") -> None:
         """Take requests, one after another, until none is left or the job has to stop."""
         for request in requests:
             reserve = len(request.prompt.encode()) + _PROMPT_OVERHEAD + self.client.sampling.max_answer_tokens
-            if self._stopped.is_set() or not await self._reserved_for(reserve):
+            if self._stopped.is_set() or not await self._reserve(reserve):
                 return
             try:
                 self._keep(request, await self._answer(request))
@@ -367,16 +357,16 @@ class Asker:
             except UserError as error:
                 self._failure = self._failure or error
                 self._stopped.set()
-                self._pace.stop()
+                self._rate.stop()
                 return
             finally:
                 self._reserved -= reserve
                 async with self._settled:
                     self._settled.notify_all()
 
-    async def _reserved_for(self, num_tokens: int) -> bool:
-        """Wait until the budget has room for so many tokens, and take them; False if it never will."""
-        budget = self.spending.token_budget
+    async def _reserve(self, num_tokens: int) -> bool:
+        """Wait until the budget has room for some tokens, and reserve them; False if it never will."""
+        budget = self.budget.token_budget
         async with self._settled:
             while budget is not None and self._spent + self._reserved + num_tokens > budget:
                 if not self._reserved or self._stopped.is_set():
@@ -391,44 +381,44 @@ class Asker:
         return self.journal.prompt_tokens + self.journal.completion_tokens
 
     def _keep(self, request: Request, answer: Answer) -> None:
-        """Put an answer into the journal and on the account."""
+        """Put an answer into the journal and count its tokens."""
         if answer.refused is not None and answer.prompt_tokens is None and not self.journal.num_answers:
-            # Nothing was ever answered: it is not this prompt that is at fault.
-            fix = "check the model and the options of the request"
-            raise InputError(self.client.endpoint, f"refuses the request ({answer.refused})", fix)
+            # Nothing was ever answered: this prompt is not the cause.
+            hint = "check the model and the options of the request"
+            raise InputError(self.client.endpoint, f"refuses the request ({answer.refused})", hint)
         self.journal.append(request.key, answer)
-        if answer.refused is None and answer.prompt_tokens is None and self.spending.needs_counts:
-            fix = "leave token_budget and the prices out"
-            raise InputError(self.client.endpoint, "does not say how many tokens an answer took", fix)
-        self._pace.spend((answer.prompt_tokens or 0) + (answer.completion_tokens or 0))
+        if answer.refused is None and answer.prompt_tokens is None and self.budget.needs_counts:
+            hint = "leave token_budget and the prices out"
+            raise InputError(self.client.endpoint, "does not say how many tokens an answer took", hint)
+        self._rate.spend((answer.prompt_tokens or 0) + (answer.completion_tokens or 0))
 
     async def _answer(self, request: Request) -> Answer:
-        """The answer to one request, tried as often as is allowed."""
+        """The answer to one request, retried as often as is allowed."""
         for retry in count():
-            await self._pace.turn()
+            await self._rate.wait()
             if self._failure is not None:
                 raise self._failure
             try:
                 return await self.client.ask(request)
             except UnansweredError as failure:
-                if failure.is_final or retry >= self.traffic.max_retries:
+                if failure.is_final or retry >= self.limits.max_retries:
                     tried = f" (tried {retry + 1} times)" if retry else ""
-                    fix = "check the endpoint and its account; the same line goes on where it stopped"
-                    raise EndpointError(self.client.endpoint, f"{failure}{tried}", fix) from None
+                    hint = "check the endpoint and its account; the same command resumes"
+                    raise EndpointError(self.client.endpoint, f"{failure}{tried}", hint) from None
                 if failure.kind not in self.retries:
-                    most = self.traffic.max_retries
-                    logger.warning("%s: %s; trying again, %d times at most", self.client.endpoint, failure, most)
+                    most = self.limits.max_retries
+                    logger.warning("%s: %s; retrying, at most %d times", self.client.endpoint, failure, most)
                 self.retries[failure.kind] += 1
                 await self._back_off(retry, failure.retry_after_seconds)
         raise AssertionError
 
     async def _back_off(self, retry: int, retry_after_seconds: float | None) -> None:
-        """Wait before a retry, or until the job stops; what the endpoint asks for holds for every request."""
+        """Wait before a retry, or until the job stops; a wait that the endpoint asks for holds for every request."""
         if retry_after_seconds is not None:
             seconds = min(retry_after_seconds, _MAX_RETRY_AFTER_SECONDS)
-            self._pace.pause(seconds)
+            self._rate.pause(seconds)
         else:
-            longest = min(_MAX_BACKOFF_SECONDS, self.traffic.backoff_seconds * 2.0**retry)
+            longest = min(_MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0**retry)
             seconds = longest * random.uniform(0.5, 1.0)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopped.wait(), seconds)

@@ -243,5 +243,5 @@ def test_rules_on_documents_are_refused_for_labelled_texts(options, model, tmp_p
     write_jsonl(tmp_path / "train.jsonl", EMOTIONS)
     line = ["filter", "--input", "train.jsonl", "--output", "kept.parquet", "--conversion", "class_by_example"]
     assert main([*line, *(model if word == "MODEL" else word for word in options)]) == 2
-    assert "compares documents, which labelled texts have not" in capsys.readouterr().err
+    assert "compares documents, which labelled texts do not have" in capsys.readouterr().err
     assert not (tmp_path / "kept.parquet.work").exists()

@@ -118,7 +118,7 @@ def test_a_server_that_goes_away_ends_with_74_and_keeps_what_it_said(work, capsy
         assert run(server.endpoint, *options) == 74
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith(f"error: {server.endpoint}: status 503 (overloaded)")
-        assert "the same line goes on where it stopped" in error
+        assert "the same command resumes" in error
         assert len((work / "out" / "journal.jsonl").read_text().splitlines()) == 9
 
 

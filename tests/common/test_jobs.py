@@ -3,15 +3,27 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError, jobs
 from embeddings.common.io import file_lock, file_sha256, write_file_manifest
-from embeddings.common.jobs import ArrayTask, ShardedJob, finished_manifest, manifest_path, nothing_left_of
-from tests.helpers.processes import run_command
+from embeddings.common.jobs import (
+    ArrayTask,
+    ShardedJob,
+    discard_on_user_error,
+    finished_manifest,
+    load_shard,
+    manifest_path,
+    require_shard_size,
+    save_array,
+    shard_rows,
+)
 
 FIELDS = {"kind": "letters", "seed": 3}
 
@@ -51,7 +63,7 @@ def test_an_array_with_gaps_is_refused(monkeypatch):
     for name, value in {"ID": "9", "MIN": "1", "COUNT": "3"}.items():
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     with pytest.raises(OptionError, match="SLURM_ARRAY_TASK_ID is not one of 3 even steps, got 9"):
-        ArrayTask.from_environment()
+        ArrayTask.resolve()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +73,7 @@ def test_an_array_whose_numbers_are_none_is_refused(name, value, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     with pytest.raises(OptionError, match=f"SLURM_ARRAY_TASK_{name} must be a whole number >= ., got '{value}'; give"):
-        ArrayTask.from_environment()
+        ArrayTask.resolve()
 
 
 def test_a_job_whose_manifest_is_damaged_is_refused(tmp_path):
@@ -226,7 +238,7 @@ def test_a_killed_process_leaves_whole_shards_and_its_locks_die_with_it(tmp_path
     whole.run(write_letter)
     whole.finish()
     for shard in (0, 2, 2):
-        ended = run_command(["-c", KILLED, str(tmp_path / "killed"), str(shard)])
+        ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(shard)], check=False)
         assert ended.returncode == -signal.SIGKILL
     job = ShardedJob(tmp_path / "killed", FIELDS, 4)
     assert job.missing() == [2, 3]
@@ -269,7 +281,7 @@ def test_folders_go_again_where_a_person_was_wrong_and_stay_otherwise(error, tmp
         (new / "shard").write_text("x")
         raise error
 
-    with pytest.raises(type(error)), nothing_left_of(old, new):
+    with pytest.raises(type(error)), discard_on_user_error(old, new):
         work()
     assert (old / "shard").exists()
     assert new.exists() == new.parent.exists() == (not isinstance(error, InputError))
@@ -284,12 +296,41 @@ def test_a_folder_that_was_empty_is_emptied_again(tmp_path):
         (folder / "manifest.json").write_text("{}")
         raise InputError("where", "what", "fix")
 
-    with pytest.raises(InputError), nothing_left_of(folder):
+    with pytest.raises(InputError), discard_on_user_error(folder):
         work()
     assert list(tmp_path.rglob("*")) == [folder]
 
 
 def test_folders_stay_where_all_went_well(tmp_path):
-    with nothing_left_of(tmp_path / "new"):
+    with discard_on_user_error(tmp_path / "new"):
         (tmp_path / "new").mkdir()
     assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.parametrize(("num_rows", "shard_size"), [(1, 1), (5, 2), (6, 2), (3, 100)])
+def test_shards_cover_all_rows_in_order(num_rows, shard_size):
+    num_shards = -(-num_rows // shard_size)
+    covered = [row for shard in range(num_shards) for row in shard_rows(shard, shard_size, num_rows)]
+    assert covered == list(range(num_rows))
+    assert all(shard_rows(shard, shard_size, num_rows) for shard in range(num_shards))
+
+
+def test_an_array_comes_back_from_exactly_the_path_it_was_written_to(tmp_path):
+    reason_N = np.array([0, 2, 1], dtype=np.uint8)
+    save_array(tmp_path / "no_suffix", reason_N)
+    assert load_shard(tmp_path / "no_suffix").tolist() == [0, 2, 1]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not an array"])
+def test_missing_and_damaged_reasons_are_refused(content, tmp_path):
+    if content is not None:
+        (tmp_path / "reasons.npy").write_bytes(content)
+    with pytest.raises(InputError, match=r"reasons\.npy: is missing, empty or damaged; delete its folder"):
+        load_shard(tmp_path / "reasons.npy")
+
+
+@pytest.mark.parametrize("shard_size", [0, -1])
+def test_a_shard_has_a_row(shard_size):
+    require_shard_size(1)
+    with pytest.raises(OptionError, match="shard_size must be >= 1"):
+        require_shard_size(shard_size)

@@ -21,7 +21,7 @@ NUM_CLEAN = 40
 PLACES = {
     "keys": (duplicates, "_write_keys", 3),
     "comparison": (duplicates, "_compare", 1),
-    "verdicts": (duplicates, "_write_verdicts", 2),
+    "reasons": (duplicates, "_write_reasons", 2),
     "segment": (consistency, "_write_ranks", 2),
     "writing": (filter, "write_records", 1),
     "manifest": (filter, "write_file_manifest", 1),

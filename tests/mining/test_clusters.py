@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.jobs import ArrayTask
+from embeddings.common.jobs import ArrayTask, require_free
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity
 from embeddings.mining import clusters
-from embeddings.mining.clusters import ClusterSettings, cluster_pairs, require_free
+from embeddings.mining.clusters import ClusterSettings, cluster_pairs
 from embeddings.mining.features import Bm25Features, VectorFeatures
 from tests.data.cluster_folders import unit_vectors
 from tests.helpers.processes import run_command

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.jobs import KEPT, ArrayTask
+from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.data.table import StoredRow
@@ -21,6 +21,7 @@ from embeddings.inference.bm25 import WordTokenizer
 from embeddings.mining import duplicates as decontaminate
 from embeddings.mining.duplicates import (
     EQUAL,
+    KEPT,
     LEAST_TOKENS,
     SIMILAR,
     Decontaminator,
@@ -62,7 +63,7 @@ def loop_coverage(texts, text):
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.45, 0.6, 1.0])
-def test_verdicts_equal_a_loop(threshold):
+def test_reasons_equal_a_loop(threshold):
     evaluation = EvaluationTexts([words(seed, 3 + seed % 7) for seed in range(20)], [words(99, 30), words(98, 4)])
     records = [StoredRow(words(1000 + seed, 20), [words(2000 + seed, 25)] * (1 + seed % 2)) for seed in range(60)]
     records += [StoredRow(evaluation.queries[4].upper() + "?", ["x"]), StoredRow("y", ["z", evaluation.documents[0]])]
@@ -77,14 +78,14 @@ def test_verdicts_equal_a_loop(threshold):
         coverage += [loop_coverage(evaluation.documents, text) for text in record.positives]
         is_equal = any(normal(text) in everything for text in (record.query, *record.positives))
         expected.append(EQUAL if is_equal else SIMILAR if max(coverage) >= threshold - 1e-5 else KEPT)
-    assert Decontaminator(evaluation, threshold).verdicts(records).tolist() == expected
+    assert Decontaminator(evaluation, threshold).reasons(records).tolist() == expected
     assert expected.count(EQUAL) == 2
     assert (SIMILAR in expected) == (threshold < 1)
     assert KEPT in expected
 
 
 @pytest.mark.parametrize(
-    ("query", "positive", "verdict"),
+    ("query", "positive", "reason"),
     [
         ("What is the capital city of France?", "p", EQUAL),
         ("  what IS the   capital (city) of france", "p", EQUAL),
@@ -101,28 +102,28 @@ def test_verdicts_equal_a_loop(threshold):
         ("...", "!!!", KEPT),
     ],
 )
-def test_equal_texts_go_whatever_their_role_and_similar_ones_within_it(query, positive, verdict):
+def test_equal_texts_go_whatever_their_role_and_similar_ones_within_it(query, positive, reason):
     evaluation = EvaluationTexts(
         ["what is the capital city of France", "what is C#", "???"],
         ["The Seine runs through Paris and many other towns"],
     )
     record = StoredRow(query, [positive])
-    assert Decontaminator(evaluation, 0.9).verdicts([record]).tolist() == [verdict]
-    assert Decontaminator(evaluation).verdicts([record]).tolist() == [EQUAL if verdict == EQUAL else KEPT]
+    assert Decontaminator(evaluation, 0.9).reasons([record]).tolist() == [reason]
+    assert Decontaminator(evaluation).reasons([record]).tolist() == [EQUAL if reason == EQUAL else KEPT]
 
 
 def test_negatives_are_not_looked_at_and_every_positive_is():
     rule = Decontaminator(EvaluationTexts(["one evaluation query with words"], []), 0.9)
     text = "one evaluation query with words"
-    assert rule.verdicts([StoredRow("q", ["p"], [text], [0])]).tolist() == [KEPT]
-    assert rule.verdicts([StoredRow("q", ["p", "o", text])]).tolist() == [EQUAL]
-    assert rule.verdicts([]).tolist() == []
+    assert rule.reasons([StoredRow("q", ["p"], [text], [0])]).tolist() == [KEPT]
+    assert rule.reasons([StoredRow("q", ["p", "o", text])]).tolist() == [EQUAL]
+    assert rule.reasons([]).tolist() == []
 
 
 def test_a_text_repeated_is_no_nearer_than_once():
     rule = Decontaminator(EvaluationTexts(["alpha beta gamma delta epsilon zeta"], []), 0.6)
     once, often = StoredRow("alpha beta gamma", ["p"]), StoredRow("alpha beta gamma " * 20, ["p"])
-    assert rule.verdicts([once, often]).tolist() == [KEPT, KEPT]
+    assert rule.reasons([once, often]).tolist() == [KEPT, KEPT]
 
 
 @pytest.mark.parametrize("shard_size", [1, 4, 100])
@@ -131,7 +132,7 @@ def test_shards_and_tasks_change_nothing(shard_size, tmp_path, monkeypatch):
     rows = [{"query": words(seed, 14), "positive": words(500 + seed, 3)} for seed in range(21)]
     rows[5]["query"] = evaluation.queries[3]
     pairs_source, rule = source(tmp_path, rows), Decontaminator(evaluation, 0.5)
-    whole = rule.verdicts([pairs_source.table.row(row) for row in range(21)]).tolist()
+    whole = rule.reasons([pairs_source.table.row(row) for row in range(21)]).tolist()
     assert whole[5] == EQUAL
     assert SIMILAR in whole
     monkeypatch.setattr(decontaminate, "_CHECKED_TOGETHER", 3)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.jobs import KEPT, ArrayTask
+from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.mining import duplicates
-from embeddings.mining.duplicates import COPY, NEAR_COPY, find_duplicates
+from embeddings.mining.duplicates import COPY, KEPT, NEAR_COPY, find_duplicates
 from tests.data.rows import pairs, write_jsonl
 
 DATA = Path(os.environ.get("EMBED_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -49,7 +49,7 @@ def varied_rows(seed=0):
     return rows
 
 
-def loop_verdicts(rows, threshold):
+def loop_reasons(rows, threshold):
     def positives(row):
         return row["positive"] if isinstance(row["positive"], list) else [row["positive"]]
 
@@ -69,7 +69,7 @@ def loop_verdicts(rows, threshold):
         if any(pair(other) == pair(row) for other in rows[:number]):
             found.append(COPY)
             continue
-        kept = [other for other, verdict in zip(rows[:number], found, strict=True) if verdict == KEPT]
+        kept = [other for other, reason in zip(rows[:number], found, strict=True) if reason == KEPT]
         is_near = threshold is not None and any(near(other, row) for other in kept)
         found.append(NEAR_COPY if is_near else KEPT)
     return found
@@ -80,7 +80,7 @@ def test_copies_are_those_of_a_loop(threshold, tmp_path):
     rows = varied_rows()
     found = find_duplicates(source(tmp_path, rows), tmp_path / "work", near_duplicates=threshold, shard_size=20)
     assert found.dtype == np.uint8
-    assert found.tolist() == loop_verdicts(rows, threshold)
+    assert found.tolist() == loop_reasons(rows, threshold)
     assert (found == COPY).sum() >= 13
     assert (found == KEPT).sum() >= 12
 

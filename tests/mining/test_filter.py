@@ -143,13 +143,13 @@ def test_named_prompts_go_before_what_is_judged_and_belong_to_the_rules(tmp_path
     rows = [{"query": "q 0", "positive": "d 20"}, {"query": "q 90", "positive": "d 91"}]
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows)))
     options = {"encoder": Encoder(tiny_embedder(prompts={"ask": "a ", "tell": "b "})), "vectors": tmp_path / "vectors"}
-    rules = FilterRules(top_k=2, query_prompt_name="ask", document_prompt_name="tell")
-    filter_pairs(config, tmp_path / "kept.parquet", rules, **options)
+    prompts = {"query_prompt_name": "ask", "document_prompt_name": "tell"}
+    filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), **options, **prompts)
     assert given == [("query", "ask"), ("document", "tell")] * 2
     manifest = json.loads((tmp_path / "kept.manifest.json").read_text())
     assert (manifest["rules"]["query_prompt_name"], manifest["rules"]["document_prompt_name"]) == ("ask", "tell")
-    e5 = FilterRules(top_k=2, query_prompt_name={"text": "query: "}, document_prompt_name={"text": "passage: "})
-    filter_pairs(config, tmp_path / "e5.parquet", e5, encoder=options["encoder"])
+    e5 = {"query_prompt_name": {"text": "query: "}, "document_prompt_name": {"text": "passage: "}}
+    filter_pairs(config, tmp_path / "e5.parquet", FilterRules(), encoder=options["encoder"], **e5)
     assert json.loads((tmp_path / "e5.manifest.json").read_text())["rules"]["query_prompt_name"] == {"text": "query: "}
     with pytest.raises(InputError, match="field 'rules'"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(top_k=2), **options)
@@ -286,10 +286,10 @@ def test_when_no_record_would_stay_one_line_says_so(tmp_path):
 
 def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
-    real = filter.find_reasons
+    real = filter.filter_reasons
     monkeypatch.setattr(
         filter,
-        "find_reasons",
+        "filter_reasons",
         lambda *args, **options: (write_jsonl(tmp_path / "a.jsonl", pairs(4)), real(*args, **options))[1],
     )
     with pytest.raises(InputError, match="its files have changed since the work began"):
@@ -304,10 +304,8 @@ def test_a_source_that_changed_in_the_meantime_is_refused(tmp_path, monkeypatch)
         ({"near_duplicates": 0.8, "remove_copies": False}, "remove_copies excludes near_duplicates"),
         ({"top_k": 0}, "top_k must be >= 1, got 0"),
         ({"segment_size": 1}, "segment_size must be >= 2, got 1"),
-        ({"top_k": 2}, "top_k needs a model to judge by"),
-        ({"segment_by": "language"}, "segment_by has no effect without top_k"),
-        ({"query_prompt_name": "query"}, "query_prompt_name has no effect without top_k"),
-        ({"document_prompt_name": "document"}, "document_prompt_name has no effect without top_k"),
+        ({"top_k": 2}, "model must be given for top_k"),
+        ({"segment_by": "language"}, "model must be given for top_k, segment_by"),
         ({"remove_copies": False}, "leaves no rule to filter by"),
     ],
 )
@@ -320,8 +318,9 @@ def test_impossible_rules_are_refused_before_anything_is_written(options, says, 
 
 def test_sources_and_options_that_do_not_fit_are_refused(tmp_path):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
-    with pytest.raises(OptionError, match="model has no effect without top_k"):
-        filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), encoder=Encoder(tiny_embedder()))
+    for option in ("vectors", "query_prompt_name", "document_prompt_name"):
+        with pytest.raises(OptionError, match="model must be given for top_k, segment_by, vectors and prompts"):
+            filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), **{option: "x"})
     with pytest.raises(OptionError, match="shard_size must be >= 1, got 0"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), shard_size=0)
     scored = SourceConfig("a", config.path, conversion="sts")

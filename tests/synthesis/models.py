@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from embeddings.synthesis.client import Request, Sampling
-from embeddings.synthesis.runner import Asker, Journal, Spending, Traffic, open_journal
+from embeddings.synthesis.runner import Budget, Journal, Limits, RequestRunner, open_journal
 from embeddings.synthesis.validate import Answer
 from tests.helpers.chat_server import Reply, answers_well
 
-EAGER = Traffic(concurrency=4, backoff_seconds=0.001)
+EAGER = Limits(concurrency=4)
 
 
 def answer_of(reply: Reply, prompt: str) -> Answer:
@@ -64,15 +64,15 @@ class FakeClient:
 
 
 @contextmanager
-def make_asker(
-    folder: Path, client: FakeClient, traffic: Traffic = EAGER, spending: Spending | None = None
-) -> Iterator[tuple[Asker, Journal]]:
-    """An asker over a journal in a folder."""
+def make_runner(
+    folder: Path, client: FakeClient, limits: Limits = EAGER, budget: Budget | None = None
+) -> Iterator[tuple[RequestRunner, Journal]]:
+    """An runner over a journal in a folder."""
     with (
         open_journal(folder / "journal.jsonl") as journal,
-        Asker(client, journal, traffic, spending or Spending()) as asker,
+        RequestRunner(client, journal, limits, budget or Budget()) as runner,
     ):
-        yield asker, journal
+        yield runner, journal
 
 
 def contents(folder: Path) -> dict[str, bytes]:

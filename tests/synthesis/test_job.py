@@ -1,20 +1,25 @@
 """A job's folder: of one job, held by one process, and left as it was where nothing came of it."""
 
 import json
+from collections import Counter
+from functools import partial
 
 import pytest
 
 from embeddings.common import InputError
+from embeddings.synthesis.client import EndpointError, UnansweredError
 from embeddings.synthesis.job import Item, finished_report, open_job, run_rounds
-from embeddings.synthesis.runner import Spending
-from embeddings.synthesis.validate import Draft
+from embeddings.synthesis.runner import Budget, Limits
+from embeddings.synthesis.validate import Draft, RejectedAnswer
 from tests.helpers.chat_server import Reply
-from tests.synthesis.models import EAGER, FakeClient, contents
+from tests.synthesis.models import EAGER, FakeClient, contents, make_runner
 
 IDENTITY, SIZE = {"kind": "test", "seed": 1}, {"count": 4}
 
 
 def read(parsed):
+    if parsed.value.get("bad"):
+        raise RejectedAnswer("wrong_type", "bad")
     return Draft({"query": parsed.value["query"]}, parsed.repairs)
 
 
@@ -22,11 +27,11 @@ def items(count):
     return [Item(f"a-{number}", f"{'ab'[number % 2]}.jsonl", f"prompt {number}", read) for number in range(count)]
 
 
-def run(folder, client=None, identity=IDENTITY, size=SIZE, spending=None, count=4):
+def run(folder, client=None, identity=IDENTITY, size=SIZE, budget=None, count=4):
     client = client or FakeClient(lambda prompt, seed, _: Reply(json.dumps({"query": prompt})))
-    with open_job(folder, identity, size, client, EAGER, spending or Spending()) as job:
+    with open_job(folder, identity, size, client, EAGER, budget or Budget()) as job:
         found = items(count)
-        outcome = run_rounds(lambda: found, count, job.asker, job.journal, seed=0, max_attempts=2)
+        outcome = run_rounds(lambda: found, count, job.runner, seed=0, max_attempts=2)
         return job.finish(lambda: found, count, 0, outcome, {"extra.txt": ["one\n"]})
 
 
@@ -45,7 +50,7 @@ def test_rejected_answers_are_listed_and_counted(tmp_path):
     def behaviour(prompt, seed, count):
         return Reply("no JSON \ud800" if prompt == "prompt 1" else f"```\n{json.dumps({'query': prompt})}\n```")
 
-    report = run(tmp_path / "job", FakeClient(behaviour), spending=Spending(None, 1e6, 2e6))
+    report = run(tmp_path / "job", FakeClient(behaviour), budget=Budget(None, 1e6, 2e6))
     lines = [json.loads(line) for line in (tmp_path / "job" / "rejected.jsonl").read_text().splitlines()]
     assert [(line["id"], line["attempt"], line["reason"]) for line in lines] == [
         ("a-1", 0, "not_json"),
@@ -81,7 +86,7 @@ def test_a_larger_job_goes_on_from_a_smaller_one_and_a_smaller_one_leaves_no_old
 def test_another_jobs_folder_is_refused_with_the_field_that_differs(tmp_path):
     run(tmp_path)
     before = contents(tmp_path)
-    with pytest.raises(InputError, match="was begun with seed 1, this line has 2; repeat the line"):
+    with pytest.raises(InputError, match=r"field .seed. is 1, expected 2"):
         run(tmp_path, identity={**IDENTITY, "seed": 2})
     assert contents(tmp_path) == before
 
@@ -96,7 +101,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path):
-    with open_job(tmp_path / "job", IDENTITY, SIZE, FakeClient(), EAGER, Spending()) as job:
+    with open_job(tmp_path / "job", IDENTITY, SIZE, FakeClient(), EAGER, Budget()) as job:
         with pytest.raises(InputError, match="another process is at work"):
             run(tmp_path / "job")
         assert job.folder.is_dir()
@@ -116,6 +121,102 @@ def test_a_mistake_before_the_first_answer_leaves_nothing(tmp_path, is_there):
 
 
 def test_a_kill_before_the_first_manifest_does_not_block_the_folder(tmp_path):
-    (tmp_path / "journal.jsonl").touch()
     (tmp_path / ".manifest.json.abc.tmp").touch()
     assert run(tmp_path).num_answers == 4
+
+
+def items_of_one_file(count, is_unique=True, file="a.jsonl"):
+    return [Item(f"a-{number}", file, f"prompt {number}", read, is_unique) for number in range(count)]
+
+
+def reasons(outcome):
+    return Counter(rejection.reason for rejection in outcome.rejections)
+
+
+def rounds(folder, client, found, max_attempts=3, limits=EAGER):
+    with make_runner(folder, client, limits) as (runner, _):
+        return run_rounds(lambda: iter(found), len(found), runner, seed=1, max_attempts=max_attempts)
+
+
+def says(**value):
+    return Reply(json.dumps(value))
+
+
+def test_a_good_answer_is_asked_for_once(tmp_path):
+    client = FakeClient(lambda prompt, seed, count: says(query=prompt))
+    outcome = rounds(tmp_path, client, items_of_one_file(6))
+    assert outcome.attempts == dict.fromkeys(range(6), 0)
+    assert (outcome.rejections, outcome.repairs, len(client.asked)) == ([], {}, 6)
+
+
+def test_what_is_rejected_is_asked_again_with_another_seed_up_to_the_limit(tmp_path):
+    seeds = {}
+
+    def behaviour(prompt, seed, count):
+        seeds.setdefault(prompt, []).append(seed)
+        number = int(prompt.split()[1])
+        return says(query=prompt, bad=len(seeds[prompt]) <= number)
+
+    outcome = rounds(tmp_path, FakeClient(behaviour), items_of_one_file(5), max_attempts=3)
+    assert outcome.attempts == {0: 0, 1: 1, 2: 2}
+    assert [len(seeds[f"prompt {number}"]) for number in range(5)] == [1, 2, 3, 3, 3]
+    assert all(len(set(found)) == len(found) for found in seeds.values())
+    assert reasons(outcome) == {"wrong_type": 1 + 2 + 3 + 3}
+    assert outcome.rejections[0] == ("a-1", 0, "wrong_type", "bad")
+
+
+def test_of_two_items_with_one_query_the_earlier_one_is_kept_whatever_comes_first(tmp_path):
+    def behaviour(prompt, seed, count):
+        number = int(prompt.split()[1])
+        return Reply(json.dumps({"query": f"The QUERY {number // 2}!"}), seconds=0.02 if number % 2 == 0 else 0)
+
+    outcome = rounds(tmp_path, FakeClient(behaviour), items_of_one_file(6), max_attempts=1)
+    assert sorted(outcome.attempts) == [0, 2, 4]
+    assert reasons(outcome) == {"duplicate_query": 3}
+
+
+def test_copies_are_looked_for_within_a_file_and_only_where_asked(tmp_path):
+    client = FakeClient(lambda prompt, seed, count: says(query="the same"))
+    places = [("a.jsonl", 0), ("a.jsonl", 1), ("b.jsonl", 2), ("b.jsonl", 3)]
+    both = [Item(f"x-{place}", file, f"prompt {place}", read) for file, place in places]
+    assert sorted(rounds(tmp_path, client, both, max_attempts=1).attempts) == [0, 2]
+    (tmp_path / "other").mkdir()
+    assert len(rounds(tmp_path / "other", client, items_of_one_file(4, is_unique=False)).attempts) == 4
+
+
+def test_repairs_are_counted_for_accepted_answers_alone(tmp_path):
+    def behaviour(prompt, seed, count):
+        bad = prompt == "prompt 0"
+        return Reply(f"```\n{json.dumps({'query': prompt, 'bad': bad})}\n```")
+
+    outcome = rounds(tmp_path, FakeClient(behaviour), items_of_one_file(3), max_attempts=1)
+    assert outcome.repairs == {"code_fence": 2}
+
+
+def hard_to_please(prompt, seed, count):
+    """An answer by prompt and seed: good, a copy, or spoilt."""
+    value = {"query": f"query {seed % 9}", "bad": seed % 4 == 0}
+    return Reply(json.dumps(value) if seed % 5 else "no JSON")
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 16])
+def test_order_and_interruptions_change_nothing(tmp_path, concurrency):
+    whole = rounds(tmp_path, FakeClient(hard_to_please), items_of_one_file(30))
+    assert 3 < len(whole.attempts) < 30
+    assert {"duplicate_query", "not_json", "wrong_type"} == set(reasons(whole))
+    folder = tmp_path / "ended"
+    folder.mkdir()
+
+    def ending(ends_after, prompt, seed, count):
+        if len(client.asked) > ends_after:
+            return UnansweredError("gone", is_final=True)
+        return hard_to_please(prompt, seed, count)
+
+    for ends_after in (0, 3, 10, 2, 20, 7, 1000):
+        client = FakeClient(partial(ending, ends_after), shuffled=True)
+        limits = Limits(concurrency=concurrency)
+        try:
+            outcome = rounds(folder, client, items_of_one_file(30), limits=limits)
+        except EndpointError:
+            assert ends_after < 1000
+    assert outcome == whole

@@ -1,9 +1,11 @@
 """Prompts are pure functions of seed and index, and a template that cannot be filled is refused."""
 
+import re
+
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.synthesis.prompts import MGH, NV_EMBED, Templates, reference_tasks
+from embeddings.synthesis.prompts import LEVELS, METHODS, MGH, NV_EMBED, PromptOptions, Templates, reference_tasks
 
 SHORT_LONG = MGH.category("short_long")
 
@@ -30,7 +32,7 @@ def test_a_prompt_depends_on_seed_and_index_alone():
 
 
 def test_the_drawn_values_and_the_task_stand_in_the_prompt():
-    templates = Templates(MGH, languages=["Swahili"])
+    templates = Templates(MGH, PromptOptions(languages=["Swahili"]))
     drawn = templates.drawn(SHORT_LONG, 0, 5)
     prompt = templates.example(SHORT_LONG, "Find $5 notes, ${task} and {braces}.", 0, 5)
     assert prompt.startswith("This is a text retrieval task: Find $5 notes, ${task} and {braces}.\n")
@@ -61,10 +63,15 @@ def test_the_pair_stands_in_the_prompt_for_its_negatives():
 
 def test_a_users_template_takes_the_place_of_ours_and_changes_the_hash(tmp_path):
     (tmp_path / "example_short_long.txt").write_text("Write about $task in $language, $$5.\n")
-    own = Templates(MGH, tmp_path)
+    own = Templates(MGH, PromptOptions(tmp_path))
     assert own.example(SHORT_LONG, "cats", 0, 0) == "Write about cats in English, $5."
     assert own.brainstorm(SHORT_LONG, 0, 0) == Templates(MGH).brainstorm(SHORT_LONG, 0, 0)
-    hashes = {own.sha256, Templates(MGH).sha256, Templates(NV_EMBED).sha256, Templates(MGH, None, ["Thai"]).sha256}
+    hashes = {
+        own.sha256,
+        Templates(MGH).sha256,
+        Templates(NV_EMBED).sha256,
+        Templates(MGH, PromptOptions(languages=["Thai"])).sha256,
+    }
     assert len(hashes) == 4
     assert Templates(MGH).sha256 == Templates(MGH).sha256
 
@@ -81,7 +88,7 @@ def test_a_users_template_takes_the_place_of_ours_and_changes_the_hash(tmp_path)
 def test_a_template_that_cannot_be_filled_is_refused(tmp_path, content, says):
     (tmp_path / "example_short_long.txt").write_bytes(content)
     with pytest.raises(InputError) as refused:
-        Templates(MGH, tmp_path)
+        Templates(MGH, PromptOptions(tmp_path))
     assert says in str(refused.value)
     assert "example_short_long.txt" in str(refused.value)
 
@@ -89,16 +96,62 @@ def test_a_template_that_cannot_be_filled_is_refused(tmp_path, content, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((NV_EMBED, None, ["Thai"]), "languages has no effect on nv_embed"),
-        ((MGH, None, []), "languages must name at least one"),
-        ((MGH, None, [" "]), "languages must name at least one"),
+        ((NV_EMBED, ["Thai"]), "languages has no effect on nv_embed"),
+        ((MGH, []), "languages must name at least one"),
+        ((MGH, [" "]), "languages must name at least one"),
     ],
 )
 def test_languages_that_cannot_take_effect_are_refused(arguments, says):
     with pytest.raises(OptionError, match=says):
-        Templates(*arguments)
+        Templates(arguments[0], PromptOptions(languages=arguments[1]))
 
 
 def test_a_missing_folder_of_templates_is_refused(tmp_path):
     with pytest.raises(OptionError, match="templates must be a folder"):
-        Templates(MGH, tmp_path / "nowhere")
+        Templates(MGH, PromptOptions(tmp_path / "nowhere"))
+
+
+CATEGORIES = [(method, category) for method in METHODS.values() for category in method.categories]
+IDS = [f"{method.name}-{category.name}" for method, category in CATEGORIES]
+
+
+def test_the_categories_are_those_of_the_papers():
+    assert [category.name for category in MGH.categories] == [
+        "short_long",
+        "long_short",
+        "long_long",
+        "short_short",
+        "sts",
+    ]
+    assert [category.name for category in NV_EMBED.categories] == ["short_long", "long_short", "short_short"]
+    assert len(set(NV_EMBED.shares.values())) == 1
+    large, small = {"short_long", "long_short", "sts"}, {"long_long", "short_short"}
+    assert min(MGH.shares[name] for name in large) > max(MGH.shares[name] for name in small)
+    assert (MGH.tasks_per_list, NV_EMBED.tasks_per_list) == (20, 40)
+
+
+def test_short_long_draws_what_table_6_lists():
+    for method in (MGH, NV_EMBED):
+        drawn = method.category("short_long").placeholders
+        assert drawn["query_type"] == ("extremely long-tail", "long-tail", "common")
+        assert drawn["query_length"] == ("less than 5 words", "5 to 15 words", "at least 10 words")
+        assert drawn["difficulty"] == ("high school", "college", "PhD")
+        assert drawn["clarity"] == ("clear", "understandable with some effort", "ambiguous")
+        assert drawn["num_words"] == ("50", "100", "200", "300", "400", "500")
+        words = method.category("long_short").placeholders["num_words"]
+        assert words == ("less than 10", "at least 10", "at least 50", "at least 100", "at least 200")
+
+
+@pytest.mark.parametrize(("method", "category"), CATEGORIES, ids=IDS)
+def test_a_prompt_names_every_field_that_its_answer_is_read_by(method, category):
+    prompt = Templates(method).example(category, "Some task.", 0, 0)
+    asked = re.findall(r'^(?:  |- )"(\w+)":', prompt, re.MULTILINE)
+    assert asked == [category.query_field, category.positive_field, *category.negative_fields]
+    levels = re.findall(r'"similarity_level": "(\w+)"', prompt)
+    assert levels == (list(LEVELS) if category.graded else [])
+
+
+def test_mgh_has_four_levels_and_nv_embed_none():
+    assert LEVELS == ("high", "medium", "medium", "low")
+    assert all(category.graded for category in MGH.categories)
+    assert not any(category.graded for category in NV_EMBED.categories)

@@ -2,15 +2,20 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from embeddings.common import InputError
 from embeddings.data.records import parse_record
 from embeddings.synthesis.prompts import MGH, NV_EMBED
 from embeddings.synthesis.validate import (
     MAX_TASK_CHARACTERS,
+    Answer,
     Parsed,
     RejectedAnswer,
+    check_levels,
     normalised,
+    parse_answer,
     read_example,
     read_negatives,
     read_tasks,
@@ -192,3 +197,117 @@ def test_an_answer_without_tasks_is_rejected(value):
 def test_texts_are_compared_without_case_and_punctuation():
     assert normalised(" What's  UP?") == normalised("what s up")
     assert normalised("???") == "???"
+
+
+VALUE = {"query": "a [b], {c}", "list": [1, {"text": 'say "x",'}]}
+TEXT = json.dumps(VALUE)
+
+
+@pytest.mark.parametrize(
+    ("content", "repairs"),
+    [
+        (TEXT, ()),
+        (f"\n {json.dumps(VALUE, indent=2)} \n", ()),
+        (f"```json\n{TEXT}\n```", ("code_fence",)),
+        (f"Sure!\n```\n{TEXT}\n```\nAnything else?", ("code_fence",)),
+        (f"Here it is: {TEXT} I hope it helps.", ("text_around",)),
+        (f"<think>\nMaybe {{this}}?\n</think>\n{TEXT}", ("thoughts",)),
+        (TEXT.replace("}]", ",},]"), ("trailing_comma",)),
+        (f"```json\n{TEXT.replace('}]', '}, ]')}\n```", ("code_fence", "trailing_comma")),
+        (repr(VALUE), ("python_literal",)),
+    ],
+)
+def test_an_answer_is_read_with_as_few_repairs_as_it_needs(content, repairs):
+    assert parse_answer(Answer(content)) == (VALUE, repairs)
+
+
+def test_a_raw_line_break_inside_a_text_is_kept():
+    parsed = parse_answer(Answer('{"query": "two\nlines"}'))
+    assert parsed == ({"query": "two\nlines"}, ("raw_line_break",))
+
+
+def test_commas_inside_texts_stay():
+    parsed = parse_answer(Answer('{"query": "a ,] b ,} \\" ,]",}'))
+    assert parsed.value == {"query": 'a ,] b ,} " ,]'}
+
+
+def test_a_python_list_is_a_list():
+    assert parse_answer(Answer("['it\\'s', \"one\"]")).value == ["it's", "one"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Answer(None), "empty_answer"),
+        (Answer("  \n"), "empty_answer"),
+        (Answer(TEXT, refused="I will not"), "refused"),
+        (Answer(TEXT, "content_filter"), "refused"),
+        (Answer(TEXT, "length"), "cut_off"),
+        (Answer(TEXT[:-2]), "not_json"),
+        (Answer("I cannot do that."), "not_json"),
+        (Answer('{"query": open("x")}'), "not_json"),
+        (Answer("{'query': {1, 2}}"), "not_json"),
+        (Answer("{1: 'query'}"), "not_json"),
+        (Answer("[" * 50_000), "not_json"),
+        (Answer("(" * 50_000), "not_json"),
+        (Answer('{"a":' * 50_000), "not_json"),
+        (Answer("[" + "9" * 5000 + "]"), "not_json"),
+        (Answer("x" * 1_000_001), "not_json"),
+    ],
+)
+def test_what_is_no_answer_is_rejected_with_its_reason(answer, reason):
+    with pytest.raises(RejectedAnswer) as rejected:
+        parse_answer(answer)
+    assert rejected.value.reason == reason
+    assert len(rejected.value.detail) <= 120
+
+
+class Angles:
+    """Every text is an angle in degrees, and its vector three long in that direction."""
+
+    def encode(self, texts, *, role=None):
+        angle = np.deg2rad([float(text.removesuffix(" degrees")) for text in texts])
+        return 3 * np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+
+
+def write(path, *rows):
+    lines = [
+        {
+            "query": "0 degrees",
+            "positive": f"{positive} degrees",
+            "negatives": [{"text": f"{angle} degrees", "level": level} for level, angle in enumerate(angles, start=1)],
+        }
+        for positive, *angles in rows
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_cosines_are_averaged_by_level(tmp_path):
+    paths = [write(tmp_path / "a.jsonl", (1, 10, 20, 30, 40)), write(tmp_path / "b.jsonl", (3, 30, 20, 50, 60))]
+    found = check_levels(paths, Angles())
+    expected = [
+        (np.cos(np.deg2rad(a)) + np.cos(np.deg2rad(b))) / 2 for a, b in [(10, 30), (20, 20), (30, 50), (40, 60)]
+    ]
+    assert found.levels == pytest.approx(expected, abs=1e-6)
+    assert found.positive == pytest.approx((np.cos(np.deg2rad(1)) + np.cos(np.deg2rad(3))) / 2, abs=1e-6)
+    assert (found.num_records, found.falling_fraction) == (2, 0.5)
+    assert not found.is_falling
+
+
+def test_records_are_taken_evenly_and_only_those_with_every_level(tmp_path):
+    rows = [(1, 10 + n, 20 + n, 30 + n, 40 + n) for n in range(10)]
+    path = write(tmp_path / "a.jsonl", *rows, (1, 10, 20))
+    assert check_levels([path], Angles()).num_records == 10
+    found = check_levels([path], Angles(), max_records=2)
+    assert found.levels[0] == pytest.approx((np.cos(np.deg2rad(10)) + np.cos(np.deg2rad(15))) / 2, abs=1e-6)
+    assert found.is_falling
+    assert found.falling_fraction == 1
+
+
+def test_records_without_levels_are_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", (1, 10))
+    with pytest.raises(InputError, match="no record has four levels"):
+        check_levels([path], Angles())
+    with pytest.raises(InputError):
+        check_levels([], Angles())

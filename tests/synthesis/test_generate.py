@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -15,18 +16,29 @@ from embeddings.common.random import derive_seed
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached, read_records
 from embeddings.synthesis.client import ChatClient, Sampling
-from embeddings.synthesis.generate import Plan, dry_run, plan_items, synthesize
-from embeddings.synthesis.prompts import METHODS, MGH, NV_EMBED, Templates
-from embeddings.synthesis.runner import Spending, Traffic
+from embeddings.synthesis.generate import (
+    MAX_ROUNDS,
+    Plan,
+    brainstorm,
+    dry_run,
+    plan_items,
+    read_task_file,
+    regenerate_dry_run,
+    regenerate_negatives,
+    synthesize,
+    task_lines,
+)
+from embeddings.synthesis.prompts import METHODS, MGH, NV_EMBED, PromptOptions, Templates
+from embeddings.synthesis.runner import Budget, Limits
 from embeddings.synthesis.validate import Parsed, RejectedAnswer, read_example
-from tests.helpers.chat_server import Reply, answers_badly, chat_server
-from tests.synthesis.models import EAGER, FakeClient, contents
+from tests.helpers.chat_server import Reply, answers_badly, answers_well, chat_server
+from tests.synthesis.models import EAGER, FakeClient, contents, make_runner
 
-PLAN = Plan(MGH, 24, num_tasks=10, seed=5)
+PLAN = Plan("mgh", 24, num_tasks=10, seed=5)
 
 
 def run(folder, client, plan=PLAN, **options):
-    return synthesize(folder, plan, Templates(plan.method), client, traffic=EAGER, **options)
+    return synthesize(folder, plan, Templates(plan.recipe), client, **{"limits": EAGER, **options})
 
 
 def records(path):
@@ -37,7 +49,7 @@ def records(path):
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_every_category_becomes_a_source_that_training_reads(tmp_path, method):
-    plan = Plan(method, 24, num_tasks=10)
+    plan = Plan(method.name, 24, num_tasks=10)
     report = run(tmp_path / "job", FakeClient(shuffled=True), plan)
     assert sum(report.num_records.values()) == 24
     assert set(report.num_records) == {f"{category.name}.jsonl" for category in method.categories}
@@ -53,9 +65,9 @@ def test_every_category_becomes_a_source_that_training_reads(tmp_path, method):
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_a_second_models_prompts_begin_with_the_first_ones_records(tmp_path, method):
-    plan = Plan(method, 48, num_tasks=10)
+    plan = Plan(method.name, 48, num_tasks=10)
     run(tmp_path / "first", FakeClient(), plan)
-    seeded = Templates(method, seeds=tmp_path / "first", num_seeds=2)
+    seeded = Templates(method, PromptOptions(seeds=tmp_path / "first", num_seeds=2))
     for category in method.categories:
         alone = Templates(method).example(category, "A task.", 0, 0)
         block = seeded.example(category, "A task.", 0, 0).removesuffix(alone)
@@ -70,15 +82,15 @@ def test_a_second_models_prompts_begin_with_the_first_ones_records(tmp_path, met
             assert {**read.fields, "id": "x"} in [{**record, "id": "x"} for record in records]
     tasks = tmp_path / "first" / "tasks.jsonl"
     second = FakeClient(sampling=Sampling("another"))
-    report = synthesize(tmp_path / "second", Plan(method, 48), seeded, second, task_file=tasks, traffic=EAGER)
+    report = synthesize(tmp_path / "second", Plan(method.name, 48, tasks=tasks), seeded, second, limits=EAGER)
     assert sum(report.num_records.values()) == 48
     assert all(request.prompt.startswith("These examples") for request in second.asked)
     assert seeded.sha256 != Templates(method).sha256
 
 
 def test_a_seed_that_comes_back_is_no_record(tmp_path):
-    run(tmp_path / "first", FakeClient(), Plan(MGH, 24, num_tasks=10))
-    seeded = Templates(MGH, seeds=tmp_path / "first", num_seeds=1)
+    run(tmp_path / "first", FakeClient(), Plan("mgh", 24, num_tasks=10))
+    seeded = Templates(MGH, PromptOptions(seeds=tmp_path / "first", num_seeds=1))
     category = MGH.category("sts")
     prompt = seeded.example(category, "A task.", 0, 0)
     answer = json.loads(prompt.split("Task: ")[1].partition("\n")[2].partition("\n\n")[0])
@@ -88,27 +100,27 @@ def test_a_seed_that_comes_back_is_no_record(tmp_path):
 
 
 def test_seeds_must_be_a_jobs_folder_with_enough_records(tmp_path):
-    run(tmp_path / "first", FakeClient(), Plan(MGH, 24, num_tasks=10))
+    run(tmp_path / "first", FakeClient(), Plan("mgh", 24, num_tasks=10))
     with pytest.raises(InputError, match=r"short_long\.jsonl: holds \d records of the 9 asked for; lower num_seeds"):
-        Templates(MGH, seeds=tmp_path / "first", num_seeds=9)
+        Templates(MGH, PromptOptions(seeds=tmp_path / "first", num_seeds=9))
     with pytest.raises(InputError, match="holds no records of mgh; name the folder of a finished job"):
-        Templates(MGH, seeds=tmp_path)
+        Templates(MGH, PromptOptions(seeds=tmp_path))
     with pytest.raises(OptionError, match="num_seeds must be >= 1"):
-        Templates(MGH, seeds=tmp_path / "first", num_seeds=0)
+        Templates(MGH, PromptOptions(seeds=tmp_path / "first", num_seeds=0))
 
 
 def test_the_seed_decides_prompts_and_the_index_the_task(tmp_path):
     tasks = {category.name: ["one", "two", "three"] for category in MGH.categories}
     prompts = [item.prompt for item in plan_items(PLAN, Templates(MGH), tasks)]
     assert prompts == [item.prompt for item in plan_items(PLAN, Templates(MGH), tasks)]
-    assert prompts != [item.prompt for item in plan_items(Plan(MGH, 24, 10, seed=6), Templates(MGH), tasks)]
+    assert prompts != [item.prompt for item in plan_items(Plan("mgh", 24, 10, seed=6), Templates(MGH), tasks)]
     found = [item for item in plan_items(PLAN, Templates(MGH), tasks) if item.id.startswith("sts-")]
     assert [item.prompt.splitlines()[0].rpartition(" ")[2] for item in found][:4] == ["one", "two", "three", "one"]
 
 
 @pytest.mark.parametrize("shares", [None, {"sts": 2, "short_long": 1}, {"sts": 0.3, "long_long": 0, "short_short": 7}])
 def test_every_stretch_of_the_plan_has_the_shares(shares):
-    plan = Plan(MGH, 400, shares=shares)
+    plan = Plan("mgh", 400, shares=shares)
     total = sum(plan.weights.values())
     counts = Counter()
     for number, (category, index) in enumerate(plan.order(), start=1):
@@ -122,13 +134,13 @@ def test_every_stretch_of_the_plan_has_the_shares(shares):
 
 def test_a_larger_plan_begins_with_the_smaller_one():
     tasks = {category.name: ["one", "two"] for category in NV_EMBED.categories}
-    small, large = (list(plan_items(Plan(NV_EMBED, n, 6), Templates(NV_EMBED), tasks)) for n in (20, 50))
+    small, large = (list(plan_items(Plan("nv_embed", n, 6), Templates(NV_EMBED), tasks)) for n in (20, 50))
     assert [(item.id, item.prompt) for item in large[:20]] == [(item.id, item.prompt) for item in small]
 
 
 def test_no_malformed_answer_reaches_the_data(tmp_path):
     client = FakeClient(answers_badly, shuffled=True)
-    report = run(tmp_path / "job", client, Plan(MGH, 60, num_tasks=5), max_attempts=4)
+    report = run(tmp_path / "job", client, Plan("mgh", 60, num_tasks=5), limits=replace(EAGER, max_attempts=4))
     assert sum(report.num_records.values()) + report.num_given_up == 60
     assert sum(report.num_records.values()) > 30
     for reason in ("not_json", "cut_off", "refused", "empty_answer", "unusable_text", "empty_text", "wrong_type"):
@@ -153,37 +165,37 @@ def test_a_finished_job_and_another_order_of_answers_change_nothing(tmp_path):
 
 
 def test_more_examples_cost_only_what_is_new(tmp_path):
-    run(tmp_path / "job", FakeClient(), Plan(MGH, 10, num_tasks=10))
+    run(tmp_path / "job", FakeClient(), Plan("mgh", 10, num_tasks=10))
     client = FakeClient()
-    assert run(tmp_path / "job", client, Plan(MGH, 24, num_tasks=10)).num_wanted == 24
+    assert run(tmp_path / "job", client, Plan("mgh", 24, num_tasks=10)).num_wanted == 24
     assert len(client.asked) == 14
-    run(tmp_path / "whole", FakeClient(), Plan(MGH, 24, num_tasks=10))
+    run(tmp_path / "whole", FakeClient(), Plan("mgh", 24, num_tasks=10))
     assert contents(tmp_path / "job") == contents(tmp_path / "whole")
-    with pytest.raises(InputError, match="was begun with seed 0, this line has 1"):
-        run(tmp_path / "job", client, Plan(MGH, 24, num_tasks=10, seed=1))
-    with pytest.raises(InputError, match="was begun with model 'model'"):
-        run(tmp_path / "job", FakeClient(sampling=Sampling("other")), Plan(MGH, 24, num_tasks=10))
+    with pytest.raises(InputError, match=r"field .seed. is 0, expected 1"):
+        run(tmp_path / "job", client, Plan("mgh", 24, num_tasks=10, seed=1))
+    with pytest.raises(InputError, match=r"field .model. is .model., expected .other."):
+        run(tmp_path / "job", FakeClient(sampling=Sampling("other")), Plan("mgh", 24, num_tasks=10))
 
 
 def test_tasks_of_another_job_take_the_place_of_stage_one(tmp_path):
     run(tmp_path / "first", FakeClient())
     client = FakeClient(sampling=Sampling("another"))
-    plan = Plan(MGH, 24, seed=5)
-    run(tmp_path / "second", client, plan, task_file=tmp_path / "first" / "tasks.jsonl")
+    plan = Plan("mgh", 24, tasks=tmp_path / "first" / "tasks.jsonl", seed=5)
+    run(tmp_path / "second", client, plan)
     assert len(client.asked) == 24
     assert contents(tmp_path / "second") == contents(tmp_path / "first")
     with pytest.raises(OptionError, match="num_tasks has no effect beside tasks"):
-        run(tmp_path / "third", client, task_file=tmp_path / "first" / "tasks.jsonl")
+        replace(plan, num_tasks=3)
 
 
 @pytest.mark.parametrize("budget", [3000, 6000, 12000])
 def test_a_budget_ends_the_job_with_the_records_that_are_there(tmp_path, budget):
     sampling = Sampling("m", max_answer_tokens=400)
-    report = run(tmp_path / "job", FakeClient(sampling=sampling), spending=Spending(budget))
+    report = run(tmp_path / "job", FakeClient(sampling=sampling), budget=Budget(budget))
     assert not report.complete
     assert report.prompt_tokens + report.completion_tokens <= budget
     assert report.num_unasked == 24 - sum(report.num_records.values()) > 0
-    report = run(tmp_path / "job", FakeClient(sampling=sampling), spending=Spending(10**7))
+    report = run(tmp_path / "job", FakeClient(sampling=sampling), budget=Budget(10**7))
     assert report.complete
     run(tmp_path / "whole", FakeClient(sampling=sampling))
     assert contents(tmp_path / "job") == contents(tmp_path / "whole")
@@ -203,24 +215,18 @@ def test_a_dry_run_shows_a_prompt_of_each_kind():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Plan(MGH, 0), "num_examples must be >= 1"),
-        (lambda: Plan(MGH, 5, 0), "num_tasks must be >= 1"),
-        (lambda: Plan(NV_EMBED, 5, shares={"sts": 1}), "shares must name categories of nv_embed, got 'sts'"),
-        (lambda: Plan(MGH, 5, shares={"sts": -1}), "shares.sts must be >= 0"),
-        (lambda: Plan(MGH, 5, shares={"sts": float("nan")}), "shares.sts must be >= 0"),
-        (lambda: Plan(MGH, 5, shares={"sts": 0}), "shares must leave a category"),
-        (lambda: Plan(MGH, 5, shares={}), "shares must leave a category"),
+        (lambda: Plan("mgh", 0), "num_examples must be >= 1"),
+        (lambda: Plan("mgh", 5, 0), "num_tasks must be >= 1"),
+        (lambda: Plan("nv_embed", 5, shares={"sts": 1}), "shares must name categories of nv_embed, got 'sts'"),
+        (lambda: Plan("mgh", 5, shares={"sts": -1}), "shares.sts must be >= 0"),
+        (lambda: Plan("mgh", 5, shares={"sts": float("nan")}), "shares.sts must be >= 0"),
+        (lambda: Plan("mgh", 5, shares={"sts": 0}), "shares must leave a category"),
+        (lambda: Plan("mgh", 5, shares={}), "shares must leave a category"),
     ],
 )
 def test_impossible_plans_are_refused(make, says):
     with pytest.raises(OptionError, match=says):
         make()
-
-
-def test_no_attempts_are_refused(tmp_path):
-    with pytest.raises(OptionError, match="max_attempts"):
-        run(tmp_path / "job", FakeClient(), max_attempts=0)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -231,7 +237,7 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(
 ):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    plan, draw = Plan(MGH, num_examples, num_tasks=5, seed=3), random.Random(0)
+    plan, draw = Plan("mgh", num_examples, num_tasks=5, seed=3), random.Random(0)
 
     def behaviour(prompt, seed, count):
         reply = answers_badly(prompt, seed, count)
@@ -242,7 +248,7 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(
     with chat_server(behaviour) as server:
         # Made before any fork, so that the children need not load the library.
         client = ChatClient(server.endpoint, Sampling("m"))
-        synthesize(tmp_path / "whole", plan, Templates(MGH), client, traffic=Traffic(8, backoff_seconds=0.01))
+        synthesize(tmp_path / "whole", plan, Templates(MGH), client, limits=Limits(concurrency=8))
         server.requests.clear()
         kills, sizes, folder, status = 0, [], tmp_path / "killed", -signal.SIGKILL
         while status != 0:
@@ -265,7 +271,7 @@ def test_a_job_killed_at_random_ends_with_the_files_of_an_uninterrupted_one(
 
 
 def killable(folder, plan, client):
-    synthesize(folder, plan, Templates(MGH), client, traffic=Traffic(2, backoff_seconds=0.01))
+    synthesize(folder, plan, Templates(MGH), client, limits=Limits(concurrency=2))
 
 
 def answered_seeds(folder):
@@ -301,3 +307,186 @@ def forked(action):
         finally:
             os._exit(status)
     return process
+
+
+SHORT_LONG = MGH.category("short_long")
+
+
+def list_tasks(folder, client, num_tasks, budget=None):
+    with make_runner(folder, client, budget=budget) as (runner, _):
+        return brainstorm(SHORT_LONG, num_tasks, Templates(MGH), runner, 0)
+
+
+def lists_of(size, repeated=0):
+    """A model whose lists have so many tasks, some of them in every list."""
+
+    def behaviour(prompt, seed, count):
+        common = [f"common task {n}" for n in range(repeated)]
+        return Reply(json.dumps([*common, *(f"task {seed} {n}" for n in range(size - repeated))]))
+
+    return FakeClient(behaviour, shuffled=True)
+
+
+def test_one_list_is_asked_for_each_twenty_tasks(tmp_path):
+    client = lists_of(20)
+    found = list_tasks(tmp_path, client, 45)
+    assert len(client.asked) == 3
+    assert len(set(found.tasks)) == len(found.tasks) == 45
+    assert not any(request.wants_object for request in client.asked)
+
+
+def test_copies_are_dropped_and_more_is_asked_for(tmp_path):
+    client = lists_of(20, repeated=15)
+    found = list_tasks(tmp_path, client, 45)
+    assert len(set(found.tasks)) == 45
+    assert len(client.asked) > 3
+    assert found.num_copies >= 30
+
+
+def test_tasks_come_in_the_order_of_the_lists_and_again_without_asking(tmp_path):
+    first = list_tasks(tmp_path, lists_of(20, repeated=2), 50)
+    client = lists_of(20)
+    assert list_tasks(tmp_path, client, 50) == first
+    assert client.asked == []
+
+
+def test_a_model_that_repeats_itself_gives_fewer_with_a_warning(tmp_path, caplog):
+    client = lists_of(6, repeated=6)
+    assert len(list_tasks(tmp_path, client, 40).tasks) == 6
+    assert len(client.asked) == MAX_ROUNDS * 2
+    assert "6 different tasks of 40" in caplog.text
+
+
+def test_lists_that_are_none_are_counted_and_asked_for_anew(tmp_path):
+    def behaviour(prompt, seed, count):
+        answers.append(prompt)
+        return Reply("no list" if len(answers) <= 2 else json.dumps([f"task {seed}"]))
+
+    answers = []
+    found = list_tasks(tmp_path, FakeClient(behaviour), 1)
+    assert [rejection.reason for rejection in found.rejections] == ["not_json", "not_json"]
+    assert found.rejections[1].id == "tasks-short_long-1"
+    assert len(found.tasks) == 1
+
+
+def test_a_model_without_any_task_is_the_users_to_mend(tmp_path):
+    with pytest.raises(InputError, match=r"model: gave no task of short_long in 8 answers \(empty_answer\)"):
+        list_tasks(tmp_path, FakeClient(lambda prompt, seed, count: Reply("")), 5)
+
+
+def test_a_budget_ends_the_list(tmp_path):
+    client = lists_of(20)
+    client.sampling = Sampling("m", max_answer_tokens=200)
+    assert list_tasks(tmp_path, client, 400, Budget(token_budget=2000)).tasks
+    assert 0 < len(client.asked) < 20
+
+
+def test_a_task_file_comes_back_by_category(tmp_path):
+    tasks = {category.name: [f"{category.name} {n} é" for n in range(2)] for category in MGH.categories}
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(task_lines(tasks)) + '{"category": "sts", "task": "STS 1 é!"}\n')
+    assert read_task_file(path, MGH.categories) == tasks
+    assert list(read_task_file(path, NV_EMBED.categories)) == ["short_long", "long_short", "short_short"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no such file"),
+        ("", "is empty"),
+        ('{"category": "short_long"}\n', "tasks.jsonl:1: is no task"),
+        ('{"category": "short_long", "task": "a\\u0000"}\n', "tasks.jsonl:1: is no task"),
+        ('{"category": "short_long", "task": " "}\n', "tasks.jsonl:1: is no task"),
+        ('{"category": "short_long", "task": "a"}\n', "holds no task of long_short"),
+        ("[]\n", "tasks.jsonl:1"),
+    ],
+)
+def test_a_file_that_is_no_task_file_is_refused(tmp_path, content, says):
+    path = tmp_path / "tasks.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=says):
+        read_task_file(path, MGH.categories)
+
+
+OLD = {"negatives": ["old"], "score": 2}
+ROWS = [
+    {
+        "query": f"question {n}",
+        "positive": [f"answer {n}", f"another {n}"],
+        "negatives": ["old"],
+        "id": f"r{n}",
+        "score": 2,
+    }
+    for n in range(5)
+] + [{"query": "question 0", "positive": "other answer", "instruction": "Answer.", "label": "x"}]
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return SourceConfig("input", str(path))
+
+
+def regenerate(folder, source, client, **options):
+    return regenerate_negatives(source, folder, Templates(MGH), client, **{"limits": EAGER, **options})
+
+
+def test_positives_and_fields_stay_and_negatives_are_new(tmp_path, source):
+    client = FakeClient(shuffled=True)
+    report = regenerate(tmp_path / "job", source, client)
+    assert report.num_records == {"records.jsonl": 6}
+    config = SourceConfig("new", str(tmp_path / "job" / "records.jsonl"))
+    new, old = (list(read_records(config, open_cached(config))) for config in (config, source))
+    assert len(new) == len(old) == 6
+    for after, before in zip(new, old, strict=True):
+        assert [negative.level for negative in after.negatives] == [1, 2, 3, 4]
+        assert not set(after.negatives) & set(before.negatives)
+        for name in ("query", "positives", "id", "score", "label", "instruction"):
+            assert getattr(after, name) == getattr(before, name)
+    assert sum("\nanswer 3\n" in request.prompt for request in client.asked) == 1
+
+
+def test_a_row_without_a_usable_answer_is_left_out_and_listed(tmp_path, source):
+    def behaviour(prompt, seed, count):
+        return Reply("no") if "question 2" in prompt else answers_well(prompt, seed, count)
+
+    report = regenerate(tmp_path / "job", source, FakeClient(behaviour), limits=replace(EAGER, max_attempts=2))
+    assert (report.num_records, report.num_given_up) == ({"records.jsonl": 5}, 1)
+    lines = [json.loads(line) for line in (tmp_path / "job" / "rejected.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["attempt"]) for line in lines] == [("row-2", 0), ("row-2", 1)]
+
+
+def test_a_second_run_asks_nothing_and_gives_the_same(tmp_path, source):
+    report = regenerate(tmp_path / "job", source, FakeClient(answers_badly))
+    client = FakeClient(answers_badly)
+    assert regenerate(tmp_path / "job", source, client) == report
+    assert client.asked == []
+    regenerate(tmp_path / "again", source, FakeClient(answers_badly, shuffled=True))
+    assert contents(tmp_path / "again") == contents(tmp_path / "job")
+
+
+def test_other_pairs_do_not_go_on_in_the_same_folder(tmp_path, source):
+    regenerate(tmp_path / "job", source, FakeClient())
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(ROWS[0]) + "\n")
+    with pytest.raises(InputError, match=r"field .source_key. is"):
+        regenerate(tmp_path / "job", SourceConfig("input", str(other)), FakeClient())
+
+
+def test_bad_pairs_are_refused_before_anything_is_asked(tmp_path, source):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps(ROWS[0]) + "\n" + '{"query": "a", "positive": ""}\n')
+    client = FakeClient()
+    with pytest.raises(InputError, match=r"bad\.jsonl:2"):
+        regenerate(tmp_path / "job", SourceConfig("input", str(bad)), client)
+    assert client.asked == []
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_dry_run_shows_the_first_pair(source):
+    text = regenerate_dry_run(source, Templates(MGH))
+    assert text.startswith("=== negatives for 6 pairs ===\n")
+    assert "\nquestion 0\n" in text
+    assert "\nanswer 0\n" in text
