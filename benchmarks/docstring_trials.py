@@ -31,7 +31,7 @@ from embeddings.data import BlendedBatchSampler, ClusteredBatchSampler, Embeddin
 from embeddings.data.docstrings import prepare_docstrings
 from embeddings.data.store import open_cached
 from embeddings.data.surrogate_vectors import SurrogateVectors
-from embeddings.evaluation import Judgments, RetrievalFolder, read_retrieval_folder, score_retrieval
+from embeddings.evaluation import Qrels, RetrievalFolder, read_retrieval_folder, score_retrieval
 from embeddings.inference import Context, Encoder, sample_context
 from embeddings.losses import InfoNCE, SurrogateFilter
 from embeddings.mining import ClusterSettings, VectorFeatures, cluster_pairs, encode_pairs
@@ -224,7 +224,7 @@ class World:
 def split_by_package(folder: RetrievalFolder) -> dict[str, RetrievalFolder]:
     """One folder for each package, a document's package being the first part of its id."""
     packages = np.array([name.split(".")[0] for name in folder.document_ids])
-    judged = folder.judgments
+    judged = folder.qrels
     found = {}
     for package in sorted(set(packages.tolist())):
         documents = np.flatnonzero(packages == package)
@@ -235,7 +235,7 @@ def split_by_package(folder: RetrievalFolder) -> dict[str, RetrievalFolder]:
             [folder.document_ids[row] for row in documents.tolist()],
             [folder.queries[row] for row in queries.tolist()],
             [folder.query_ids[row] for row in queries.tolist()],
-            Judgments(
+            Qrels(
                 np.searchsorted(queries, judged.query_J[is_own_J]),
                 np.searchsorted(documents, judged.document_J[is_own_J]),
                 judged.relevance_J[is_own_J],

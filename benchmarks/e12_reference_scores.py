@@ -55,7 +55,7 @@ def scores_of(folder: Path, encoders: Mapping[str, Encoder]) -> tuple[str, dict[
     data, found = read_evaluation_folder(folder), {}
     if isinstance(data, RetrievalFolder):
         ranked, _ = BM25(data.documents).search(data.queries, top_k=100)
-        found["BM25"] = retrieval_metrics(ranked, data.judgments).metrics["ndcg_at_10"]
+        found["BM25"] = retrieval_metrics(ranked, data.qrels).metrics["ndcg_at_10"]
     for name, encoder in encoders.items():
         result = evaluate_folder(encoder, data)
         found[name] = result.metrics[result.main_metric]

@@ -108,7 +108,7 @@ def score(chosen: Namespace, encoder: Encoder, name: str, data: RetrievalFolder)
     found = {way: rank(query_QD, document_ND) for way, (_, rank) in RANKINGS.items()}
     scores = {}
     for way, row_QK in found.items():
-        ndcg = retrieval_metrics(row_QK, data.judgments).metrics["ndcg_at_10"]
+        ndcg = retrieval_metrics(row_QK, data.qrels).metrics["ndcg_at_10"]
         scores[way] = (ndcg, same_share(row_QK, found["float32"]))
         record(chosen, f"E13 nDCG@10 on {name}, {way}", ndcg, "score", "none")
         record(chosen, f"E13 ten first of float32 on {name}, {way}", scores[way][1], "fraction", "none")

@@ -38,12 +38,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = encode_corpus(encoder, retrieval_files_of(place / "qrels.tsv").corpus, Path(scratch) / "vectors")
         exact_QK = search_top_k(query_QD, folder.directions(), TOP_K).index_QK
-        ndcg = retrieval_metrics(exact_QK, data.judgments).metrics["ndcg_at_10"]
+        ndcg = retrieval_metrics(exact_QK, data.qrels).metrics["ndcg_at_10"]
         record(chosen, f"E14 nDCG@10 on {place.name}, all documents", ndcg, "score", "none")
         for probes in PROBES:
             index = build_index(folder, num_probes=None if chosen.tiny else probes)
             found_QK = index.search(query_QD, TOP_K).index_QK
-            ndcg = retrieval_metrics(found_QK, data.judgments).metrics["ndcg_at_10"]
+            ndcg = retrieval_metrics(found_QK, data.qrels).metrics["ndcg_at_10"]
             of = f"{place.name}, {index.num_probes} of {index.num_lists} lists of {folder.num_documents} documents"
             record(chosen, f"E14 recall@10 on {of}", same_share(found_QK, exact_QK), "fraction", "none", "faiss-cpu")
             record(chosen, f"E14 nDCG@10 on {of}", ndcg, "score", "none", "faiss-cpu")

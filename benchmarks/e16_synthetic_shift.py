@@ -36,7 +36,7 @@ from embeddings.common import ContrastiveBatch
 from embeddings.common.random import derive_seed
 from embeddings.data.records import Example
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
-from embeddings.evaluation import Judgments, RetrievalFolder, score_retrieval
+from embeddings.evaluation import Qrels, RetrievalFolder, score_retrieval
 from embeddings.inference import Encoder, sample_context
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, Embedder, MeanPooling
@@ -208,7 +208,7 @@ def _text(rows: Any) -> str:
 
 def _folder(pairs: list[tuple[str, str]]) -> RetrievalFolder:
     ids, rows = [str(row) for row in range(len(pairs))], np.arange(len(pairs))
-    judged = Judgments(rows, rows, np.ones(len(pairs)), len(pairs), len(pairs))
+    judged = Qrels(rows, rows, np.ones(len(pairs)), len(pairs), len(pairs))
     return RetrievalFolder([document for _, document in pairs], ids, [query for query, _ in pairs], ids, judged, 0)
 
 

@@ -56,7 +56,7 @@ class TaskPlan:
         task = ArrayTask.resolve(task_index, num_tasks)
         table = None if instructions is None else Instructions.read(instructions)
         load_mteb()
-        from embeddings.evaluation.task_groups import find_tasks
+        from embeddings.evaluation.mteb_library import find_tasks
         from embeddings.evaluation.task_runs import TaskSettings
 
         chosen = TaskSettings(instructions=table, **settings)
@@ -74,8 +74,7 @@ class TaskPlan:
             OptionError: If a setting is impossible for this model.
             InputError: If a task's data cannot be had or used, or a score is no number.
         """
-        from embeddings.evaluation.task_results import format_table
-        from embeddings.evaluation.task_runs import run_tasks
+        from embeddings.evaluation.task_runs import format_table, run_tasks
 
         scores = run_tasks(encoder, model, self.tasks, self.output, self.settings, self.share)
         missing = sum(not score.complete for score in scores)
@@ -103,10 +102,11 @@ def evaluate(
 
     Args:
         model: A model directory or Hub id.
-        data: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`.
+        data: A folder that is, or holds, evaluation folders; several as `[FOLDER, FOLDER]`. mteb scores all kinds but
+            retrieval and similarity.
         tasks: Tasks or benchmarks of mteb, groups of tasks (`mteb-english-56`, `mgh-26`, `beir`, `miracl`), or folders
-            as for `data`, which are then scored as mteb scores their kind; several as `[NAME, NAME]`. After a kill the
-            same line goes on at the first task that is not done.
+            as for `data`, which then have their results kept; several as `[NAME, NAME]`. After a kill the same line
+            resumes at the first task that is not done.
         prompt_name: Which of the model's prompts goes before queries (retrieval, reranking) or every text (others).
         instructions: With `tasks`, what queries (retrieval) or every text (the other kinds) is encoded with, by task:
             the published tables `nv-embed` and `mgh`, or a JSON file `{"instructions": {TASK: TEXT}}`. Not beside
@@ -114,8 +114,8 @@ def evaluate(
         output: A JSON file for the scores; with `tasks` the folder of their results, in mteb's format, a `scores.csv`
             beside those of each model and its settings.
         precision: Format of matrix products.
-        dimensions: How many of the first numbers of each vector are compared, of a model that was trained so; several
-            as `[384, 128]`, from one encoding; all if left out.
+        dimensions: How many leading dimensions of each vector are compared, of a model that was trained so; several as
+            `[384, 128]`, from one encoding; all if left out.
         context_size: How many documents of each folder's or task's own corpus a contextual model reads its texts in;
             without it the model reads texts alone.
         context_seed: Seed of the draw.

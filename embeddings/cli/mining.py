@@ -150,7 +150,7 @@ def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> "tupl
     if corpus is not None:
         raise OptionError("corpus", str(corpus), f"is {files.corpus} with judgments", "leave it out")
     data = read_retrieval_files(files)
-    found = data.judgments
+    found = data.qrels
     rows = zip(found.query_J.tolist(), found.document_J.tolist(), found.relevance_J.tolist(), strict=True)
     judged = ((data.queries[query], data.documents[document], grade) for query, document, grade in rows)
     return JudgedTexts.of(judged, str(qrels)), files.corpus
@@ -458,9 +458,7 @@ def evaluation_texts(roots: list[Path], documents: bool = True) -> "EvaluationTe
         documents: Whether the documents of retrieval and reranking folders count.
     """
     from embeddings.evaluation import find_evaluation_folders, read_evaluation_folder
-    from embeddings.evaluation.folders import ClassificationFolder, RetrievalFolder
-    from embeddings.evaluation.reranking import RerankingFolder
-    from embeddings.evaluation.runner import corpus_texts
+    from embeddings.evaluation.folders import ClassificationFolder, RerankingFolder, RetrievalFolder, corpus_texts
     from embeddings.mining.duplicates import EvaluationTexts
 
     queries: list[str] = []

@@ -87,7 +87,7 @@ def score_bm25(data: "Folders") -> dict[str, Any]:
     scores = {}
     for split, folder in data.items():
         ranked, _ = BM25(folder.documents).search(folder.queries, top_k=100)
-        scores[split] = counted(retrieval_metrics(ranked, folder.judgments).metrics, folder)
+        scores[split] = counted(retrieval_metrics(ranked, folder.qrels).metrics, folder)
     return scores
 
 

@@ -7,7 +7,7 @@ from embeddings.evaluation.folders import (
     read_evaluation_folder,
     read_retrieval_folder,
 )
-from embeddings.evaluation.metrics import Judgments, RetrievalScores, retrieval_metrics, spearman
+from embeddings.evaluation.metrics import Qrels, RetrievalScores, retrieval_metrics, spearman
 from embeddings.evaluation.runner import (
     EvaluationResult,
     RetrievalRun,
@@ -21,7 +21,7 @@ from embeddings.evaluation.runner import (
 __all__ = [
     "EvaluationFolder",
     "EvaluationResult",
-    "Judgments",
+    "Qrels",
     "RetrievalFolder",
     "RetrievalRun",
     "RetrievalScores",

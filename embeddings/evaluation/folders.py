@@ -1,10 +1,12 @@
-"""Evaluation folders of every kind, told apart by what lies in them."""
+"""Evaluation folders of every kind, told apart by the files and fields that they hold."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,23 +16,23 @@ from embeddings.data.records import (
     LABELLED_FIELDS,
     SCORED_FIELDS,
     LabelledText,
-    ScoredPair,
+    kind_of,
     parse_labelled_text,
+    parse_record,
     parse_scored_pair,
     shortened,
 )
 from embeddings.data.sources import open_reader
-from embeddings.evaluation.fields import filled_text
-from embeddings.evaluation.metrics import Judgments
-from embeddings.evaluation.pair_classification import PAIR_FIELDS, PairClassificationFolder, read_pair_classification
-from embeddings.evaluation.qrels import read_qrels
-from embeddings.evaluation.reranking import RERANKING_FIELDS, RerankingFolder, read_reranking
-from embeddings.evaluation.summarisation import SUMMARY_FIELDS, SummarisationFolder, read_summarisation
-from embeddings.inference.corpus import identifier_field, read_corpus
+from embeddings.evaluation.metrics import Qrels
+from embeddings.inference.corpus import identifier_field, read_corpus, text_field
 
-_ROWS = "sentence1, sentence2, score or text, label, or the fields of another kind"
+PAIR_FIELDS = ("sentence1", "sentence2", "label")
+RERANKING_FIELDS = ("query", "positive", "negatives")
+SUMMARY_FIELDS = ("human_summaries", "machine_summaries", "relevance")
 _ROW_FIELDS = (*SCORED_FIELDS, *LABELLED_FIELDS, *PAIR_FIELDS, *RERANKING_FIELDS, *SUMMARY_FIELDS)
+_ROWS = "sentence1, sentence2, score or text, label, or the fields of another kind"
 _LAYOUTS = f"write corpus.jsonl, queries.jsonl and qrels.tsv, or test.jsonl with {_ROWS}"
+_QRELS_HEADER = ("query-id", "corpus-id", "score")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,7 @@ class RetrievalFolder:
         document_ids: Their ids.
         queries: Texts of the queries that have a relevant document.
         query_ids: Their ids.
-        judgments: Relevance by row.
+        qrels: Relevance by row.
         num_skipped: Queries left out because no document is relevant to them.
     """
 
@@ -51,12 +53,12 @@ class RetrievalFolder:
     document_ids: list[str]
     queries: list[str]
     query_ids: list[str]
-    judgments: Judgments
+    qrels: Qrels
     num_skipped: int
 
 
 class RetrievalFiles(NamedTuple):
-    """The files of retrieval data: documents, queries, and judgments of pairs of them."""
+    """The files of retrieval data: documents, queries, and judged pairs of them."""
 
     corpus: Path
     queries: Path
@@ -65,12 +67,22 @@ class RetrievalFiles(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SimilarityFolder:
-    """Pairs of sentences, (N) each, and how alike people found them, (N,) float64."""
+    """Pairs of sentences, (N) each, and how similar people found them, (N,) float64."""
 
     kind: ClassVar[str] = "sts"
     first: list[str]
     second: list[str]
     score_N: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class PairClassificationFolder:
+    """Pairs of sentences, (N) each, and their labels: 1 for the same meaning, else 0, (N,) int64."""
+
+    kind: ClassVar[str] = "pair_classification"
+    first: list[str]
+    second: list[str]
+    label_N: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +98,39 @@ class ClassificationFolder:
 
 @dataclass(frozen=True, eq=False)
 class ClusteringFolder:
-    """Texts and the label that clusters should agree with."""
+    """Texts and the labels that clusters should agree with."""
 
     kind: ClassVar[str] = "clustering"
     texts: list[str]
     labels: list[str]
+
+
+@dataclass(frozen=True, eq=False)
+class RerankingFolder:
+    """Queries, and which candidates of each are relevant.
+
+    Attributes:
+        queries: Text of each query.
+        documents: The candidates of all queries, each text once.
+        candidate_rows: Rows of each query's candidates among the documents, the relevant ones first.
+        num_relevant: How many of them are relevant.
+    """
+
+    kind: ClassVar[str] = "reranking"
+    queries: list[str]
+    documents: list[str]
+    candidate_rows: list[list[int]]
+    num_relevant: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class SummarisationFolder:
+    """Summaries of each text by people and by machines, and people's ratings of the machines' summaries."""
+
+    kind: ClassVar[str] = "summarisation"
+    human_summaries: list[list[str]]
+    machine_summaries: list[list[str]]
+    relevance: list[list[float]]
 
 
 EvaluationFolder = (
@@ -105,14 +145,14 @@ EvaluationFolder = (
 
 
 def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
-    """The evaluation data in a folder, checked whole.
+    """The evaluation data in a folder, with every row checked.
 
     Retrieval is BEIR's layout: `corpus.jsonl` {"_id", "title", "text"}, `queries.jsonl` {"_id", "text"}, `qrels.tsv`
     (or `qrels/test.tsv`) query-id, corpus-id, score. Classification is `train.jsonl` and `test.jsonl` {"text",
-    "label"}. The other kinds are a `test.jsonl` alone: clustering {"text", "label"}, similarity {"sentence1",
+    "label"}. The other kinds are a single `test.jsonl`: clustering {"text", "label"}, similarity {"sentence1",
     "sentence2", "score"}, pair classification {"sentence1", "sentence2", "label"} with labels 0 and 1, reranking
     {"query", "positive", "negatives"}, summarisation {"human_summaries", "machine_summaries", "relevance"}. Every JSONL
-    file may be gzipped as `.jsonl.gz`. Fields that are not named here are left alone.
+    file may be gzipped as `.jsonl.gz`. Other fields are ignored.
 
     Raises:
         InputError: If the folder has none of these layouts, or a row cannot be used; one line names file and row.
@@ -121,55 +161,45 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
     if not folder.is_dir():
         raise InputError(str(folder), "is no folder", _LAYOUTS)
     if _find(folder, "corpus") or _find(folder, "queries") or _find_qrels(folder):
-        return _read_retrieval(folder)
+        return read_retrieval_files(_retrieval_files(folder, _find_qrels(folder)))
     test = _find(folder, "test")
     if test is None:
         raise InputError(str(folder), "holds no evaluation data", _LAYOUTS)
-    return _read_rows(folder, test)
-
-
-def _read_rows(folder: Path, test: Path) -> EvaluationFolder:
-    """What a test file holds, of the kind that its first row's fields say."""
     where, first = next(iter(open_reader(test, _ROW_FIELDS, ())))
     if "sentence1" in first:
-        has_labels = "label" in first and "score" not in first
-        return read_pair_classification(test) if has_labels else _similarity(test)
+        return _read_pairs(test) if "label" in first and "score" not in first else _read_similarity(test)
     if "machine_summaries" in first:
-        return read_summarisation(test)
+        return _read_summarisation(test)
     if "query" in first and "positive" in first and "text" not in first:
-        return read_reranking(test)
+        return _read_reranking(test)
     if "label" not in first:
         found = shortened(", ".join(map(str, first)), 50) or "none"
-        raise InputError(where, f"is a row of no kind of set (found: {found})", f"write {_ROWS}")
-    tested, train = _labelled(test), _find(folder, "train")
+        raise InputError(where, f"is a row of no known kind (found: {found})", f"write {_ROWS}")
+    tested, train = _read_labelled(test), _find(folder, "train")
     if train is None:
         _check_labels(test, tested)
         return ClusteringFolder([row.text for row in tested], [row.label for row in tested])
-    trained = _labelled(train)
+    trained = _read_labelled(train)
     _check_labels(train, trained)
-    return ClassificationFolder(
-        [row.text for row in trained],
-        [row.label for row in trained],
-        [row.text for row in tested],
-        [row.label for row in tested],
-    )
+    columns = ([row.text for row in trained], [row.label for row in trained])
+    return ClassificationFolder(*columns, [row.text for row in tested], [row.label for row in tested])
 
 
 def read_retrieval_folder(path: str | PathLike[str]) -> RetrievalFolder:
-    """The corpus, queries and judgments of a retrieval folder.
+    """The corpus, queries and qrels of a retrieval folder.
 
     Raises:
         InputError: If it is not one, or a row cannot be used.
     """
     folder = read_evaluation_folder(path)
     if not isinstance(folder, RetrievalFolder):
-        fix = "name a folder with corpus.jsonl, queries.jsonl and qrels.tsv"
-        raise InputError(str(path), f"holds {folder.kind} data, not retrieval data", fix)
+        hint = "name a folder with corpus.jsonl, queries.jsonl and qrels.tsv"
+        raise InputError(str(path), f"holds {folder.kind} data, not retrieval data", hint)
     return folder
 
 
 def find_evaluation_folders(root: str | PathLike[str]) -> list[Path]:
-    """The evaluation folders at or below `root`, by path; a folder inside one that was found is not looked into.
+    """The evaluation folders at or below `root`, by path; the search does not enter a folder that it found.
 
     Raises:
         InputError: If there is none.
@@ -180,32 +210,23 @@ def find_evaluation_folders(root: str | PathLike[str]) -> list[Path]:
     return found
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    if _find(folder, "corpus") or _find(folder, "test"):
-        yield folder
-    elif folder.is_dir():
-        for child in sorted(child for child in folder.iterdir() if child.is_dir()):
-            yield from _walk(child)
-
-
-def _find(folder: Path, name: str) -> Path | None:
-    candidates = [folder / f"{name}.jsonl", folder / f"{name}.jsonl.gz"]
-    found = [path for path in candidates if path.is_file()]
-    if len(found) > 1:
-        raise InputError(str(folder), f"{found[0].name} and {found[1].name} are both there", "keep one of them")
-    return found[0] if found else None
-
-
-def _find_qrels(folder: Path) -> Path | None:
-    return next((path for path in (folder / "qrels.tsv", folder / "qrels" / "test.tsv") if path.is_file()), None)
-
-
-def _read_retrieval(folder: Path) -> RetrievalFolder:
-    return read_retrieval_files(_retrieval_files(folder, _find_qrels(folder)))
+def corpus_texts(folder: EvaluationFolder) -> Sequence[str]:
+    """The texts that a folder's context is drawn from: never a query of a retrieval, never a text to classify."""
+    match folder:
+        case RetrievalFolder() | RerankingFolder():
+            return folder.documents
+        case SimilarityFolder() | PairClassificationFolder():
+            return [*folder.first, *folder.second]
+        case SummarisationFolder():
+            return [*chain.from_iterable((*folder.human_summaries, *folder.machine_summaries))]
+        case ClassificationFolder():
+            return folder.train_texts
+        case ClusteringFolder():
+            return folder.texts
 
 
 def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
-    """The files around a file of judgments, such as those of one split: `FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`.
+    """The files around a qrels file, such as that of one split: `FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`.
 
     Raises:
         InputError: If one of them is missing.
@@ -216,30 +237,18 @@ def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
     return _retrieval_files(path.parent.parent if path.parent.name == "qrels" else path.parent, path)
 
 
-def _retrieval_files(folder: Path, qrels: Path | None) -> RetrievalFiles:
-    corpus, queries = _find(folder, "corpus"), _find(folder, "queries")
-    for path, name in ((corpus, "corpus.jsonl"), (queries, "queries.jsonl"), (qrels, "qrels.tsv")):
-        if path is None:
-            raise InputError(str(folder), f"{name} is missing", _LAYOUTS)
-    assert corpus is not None
-    assert queries is not None
-    assert qrels is not None
-    return RetrievalFiles(corpus, queries, qrels)
-
-
 def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
-    """The corpus, queries and judgments in some files.
+    """The corpus, queries and qrels in some files.
 
     Memory: all texts of the corpus.
 
     Raises:
         InputError: If a row cannot be used.
     """
-    corpus, queries, qrels = files
-    documents = list(read_corpus(corpus))
+    documents = list(read_corpus(files.corpus))
     document_row = {document.document_id: row for row, document in enumerate(documents)}
-    text_of_query = _read_queries(queries)
-    relevance = read_qrels(qrels, text_of_query.keys(), document_row.keys())
+    text_of_query = _read_queries(files.queries)
+    relevance = read_qrels(files.qrels, text_of_query.keys(), document_row.keys())
     # A benchmark's queries file often holds the queries of all splits: only those judged here are encoded.
     query_ids = [query for query in text_of_query if any(grade > 0 for grade in relevance.get(query, {}).values())]
     pairs = [
@@ -248,7 +257,7 @@ def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
         for document, grade in relevance[query].items()
     ]
     query_J, document_J, relevance_J = zip(*pairs, strict=True)
-    judgments = Judgments(
+    qrels = Qrels(
         np.array(query_J, dtype=np.int64),
         np.array(document_J, dtype=np.int64),
         np.array(relevance_J, dtype=np.float64),
@@ -260,9 +269,93 @@ def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
         list(document_row),
         [text_of_query[query] for query in query_ids],
         query_ids,
-        judgments,
+        qrels,
         len(text_of_query) - len(query_ids),
     )
+
+
+def read_qrels(
+    path: str | PathLike[str], query_ids: Collection[str], document_ids: Collection[str]
+) -> dict[str, dict[str, float]]:
+    """The grade of each judged document of each query.
+
+    Columns are query-id, corpus-id, score under that header (BEIR), or query, iteration, document, score without one
+    (TREC, tabs or spaces). A grade of 0 or below means judged and not relevant.
+
+    Args:
+        path: The file.
+        query_ids: Ids that may be judged.
+        document_ids: Ids that may be judged relevant.
+
+    Raises:
+        InputError: If the file is empty, names an unknown id, judges a pair twice in two ways, or has no relevant pair;
+            the message names file and row.
+    """
+    relevance: dict[str, dict[str, float]] = {}
+    for number, encoded in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
+        where = f"{path}:{number}"
+        try:
+            line = encoded.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            raise InputError(where, "is not valid UTF-8", "save the file as UTF-8") from None
+        if not line.strip() or (number == 1 and tuple(line.strip().split("\t")) == _QRELS_HEADER):
+            continue
+        query, document, grade = _parse_qrel(where, line)
+        for name, value, known in (("query", query, query_ids), ("document", document, document_ids)):
+            if value not in known:
+                raise InputError(where, f"no {name} has the id {shown(value)}", f"add that {name}, or drop the row")
+        first = relevance.setdefault(query, {}).setdefault(document, grade)
+        if first != grade:
+            what = f"{shown(query)} and {shown(document)} were judged {first:g} above, here {grade:g}"
+            raise InputError(where, what, "keep one")
+    if not any(grade > 0 for grades in relevance.values() for grade in grades.values()):
+        what = "no document is relevant to any query" if relevance else "holds no judgment"
+        raise InputError(str(path), what, "give at least one row a score above 0")
+    return relevance
+
+
+def _parse_qrel(where: str, line: str) -> tuple[str, str, float]:
+    columns = [column.strip() for column in line.split("\t")]
+    if len(columns) == 1:
+        columns = line.split()
+    if len(columns) == 4:
+        del columns[1]
+    if len(columns) != 3:
+        raise InputError(where, f"has {len(columns)} columns", f"write {', '.join(_QRELS_HEADER)} with tabs between")
+    try:
+        grade = float(columns[2])
+    except ValueError:
+        grade = math.nan
+    if not math.isfinite(grade):
+        raise InputError(where, f"the score must be a number, got {shown(columns[2])}", "write 0, 1, 2, …")
+    return columns[0], columns[1], grade
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    if _find(folder, "corpus") or _find(folder, "test"):
+        yield folder
+    elif folder.is_dir():
+        for child in sorted(child for child in folder.iterdir() if child.is_dir()):
+            yield from _walk(child)
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    found = [path for path in (folder / f"{name}.jsonl", folder / f"{name}.jsonl.gz") if path.is_file()]
+    if len(found) > 1:
+        raise InputError(str(folder), f"{found[0].name} and {found[1].name} are both there", "keep one of them")
+    return found[0] if found else None
+
+
+def _find_qrels(folder: Path) -> Path | None:
+    return next((path for path in (folder / "qrels.tsv", folder / "qrels" / "test.tsv") if path.is_file()), None)
+
+
+def _retrieval_files(folder: Path, qrels: Path | None) -> RetrievalFiles:
+    corpus, queries = _find(folder, "corpus"), _find(folder, "queries")
+    if corpus is not None and queries is not None and qrels is not None:
+        return RetrievalFiles(corpus, queries, qrels)
+    missing = "corpus.jsonl" if corpus is None else "queries.jsonl" if queries is None else "qrels.tsv"
+    raise InputError(str(folder), f"{missing} is missing", _LAYOUTS)
 
 
 def _read_queries(path: Path) -> dict[str, str]:
@@ -271,20 +364,73 @@ def _read_queries(path: Path) -> dict[str, str]:
         query = identifier_field(where, fields, "_id")
         if query in text_of_query:
             raise InputError(where, f"the id {shown(query)} occurs a second time", "give each query its own")
-        text_of_query[query] = filled_text(where, fields, "text", "write the query, or drop the row")
+        text_of_query[query] = _filled_text(where, fields, "text", "write the query, or drop the row")
     return text_of_query
 
 
-def _similarity(path: Path) -> SimilarityFolder:
+def _read_similarity(path: Path) -> SimilarityFolder:
     reader = open_reader(path, SCORED_FIELDS, SCORED_FIELDS)
-    pairs: list[ScoredPair] = [parse_scored_pair(fields, {}, where) for where, fields in reader]
+    pairs = [parse_scored_pair(fields, {}, where) for where, fields in reader]
     if len({pair.score for pair in pairs}) < 2:
         raise InputError(str(path), f"every score is {pairs[0].score}", "a rank correlation needs two different scores")
     scores = np.array([pair.score for pair in pairs], dtype=np.float64)
     return SimilarityFolder([pair.sentence1 for pair in pairs], [pair.sentence2 for pair in pairs], scores)
 
 
-def _labelled(path: Path) -> list[LabelledText]:
+def _read_pairs(path: Path) -> PairClassificationFolder:
+    first, second, labels = [], [], []
+    for where, fields in open_reader(path, PAIR_FIELDS, PAIR_FIELDS):
+        first.append(_filled_text(where, fields, "sentence1"))
+        second.append(_filled_text(where, fields, "sentence2"))
+        value = fields.get("label")
+        if not isinstance(value, int) or value not in (0, 1):
+            found = "missing" if "label" not in fields else f"{_shown_value(value)}, expected 0 or 1"
+            raise InputError(where, f"label is {found}", "write 1 for a pair that means the same, else 0")
+        labels.append(int(value))
+    if len({*labels}) < 2:
+        raise InputError(str(path), f"every label is {labels[0]}", "pairs of both labels are needed, 0 and 1")
+    return PairClassificationFolder(first, second, np.array(labels, dtype=np.int64))
+
+
+def _read_reranking(path: Path) -> RerankingFolder:
+    """Rows are training records, read as `parse_record` reads them; a text that a row repeats is one candidate."""
+    queries: list[str] = []
+    row_of: dict[str, int] = {}
+    candidate_rows, num_relevant = [], []
+    for where, fields in open_reader(path, RERANKING_FIELDS, RERANKING_FIELDS):
+        record = parse_record({name: fields[name] for name in RERANKING_FIELDS if name in fields}, {}, where)
+        relevant = dict.fromkeys(record.positives)
+        others = dict.fromkeys(negative.text for negative in record.negatives)
+        if not others:
+            raise InputError(where, "the query has no negatives", "list texts that are not relevant as 'negatives'")
+        if relevant.keys() & others.keys():
+            raise InputError(where, "a text is both positive and negative", "keep it on one side")
+        queries.append(record.query)
+        candidate_rows.append([row_of.setdefault(text, len(row_of)) for text in chain(relevant, others)])
+        num_relevant.append(len(relevant))
+    return RerankingFolder(queries, list(row_of), candidate_rows, num_relevant)
+
+
+def _read_summarisation(path: Path) -> SummarisationFolder:
+    folder = SummarisationFolder([], [], [])
+    for where, fields in open_reader(path, SUMMARY_FIELDS, SUMMARY_FIELDS):
+        human, machine = (
+            [_filled_text(where, {place: value}, place) for place, value in _items(where, fields, name)]
+            for name in SUMMARY_FIELDS[:2]
+        )
+        relevance = [_finite_number(where, place, value) for place, value in _items(where, fields, "relevance")]
+        if len(machine) != len(relevance):
+            what = f"relevance has length {len(relevance)}, machine_summaries {len(machine)}"
+            raise InputError(where, what, "give each machine summary a number")
+        folder.human_summaries.append(human)
+        folder.machine_summaries.append(machine)
+        folder.relevance.append(relevance)
+    if all(len({*relevance}) < 2 for relevance in folder.relevance):
+        raise InputError(str(path), "no row has two different numbers in relevance", "a rank correlation needs them")
+    return folder
+
+
+def _read_labelled(path: Path) -> list[LabelledText]:
     reader = open_reader(path, LABELLED_FIELDS, LABELLED_FIELDS)
     return [parse_labelled_text(fields, {}, where) for where, fields in reader]
 
@@ -292,3 +438,36 @@ def _labelled(path: Path) -> list[LabelledText]:
 def _check_labels(path: Path, rows: list[LabelledText]) -> None:
     if len({row.label for row in rows}) < 2:
         raise InputError(str(path), f"every label is {shown(rows[0].label)}", "two different labels are needed")
+
+
+def _filled_text(
+    where: str, fields: Mapping[str, Any], name: str, hint: str = "give it a text, or drop the row"
+) -> str:
+    value = text_field(where, fields, name)
+    if not value.strip():
+        raise InputError(where, f"field {name!r} is empty", hint)
+    return value
+
+
+def _finite_number(where: str, place: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        found = value if isinstance(value, float) else kind_of(value)
+        raise InputError(where, f"{place} is {found}, expected a finite number", "give it a number")
+    return float(value)
+
+
+def _items(where: str, fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    """The items of a non-empty list in a field, each with its place for messages."""
+    if name not in fields:
+        text_field(where, fields, name)
+    value = fields[name]
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if isinstance(value, list) else kind_of(value)
+        raise InputError(where, f"field {name!r} is {found}, expected a list", "write it as a list, even of one")
+    return [(f"{name}[{number}]", item) for number, item in enumerate(value)]
+
+
+def _shown_value(value: object) -> str:
+    if isinstance(value, str):
+        return f"the text {shown(value)}"
+    return str(value) if isinstance(value, int | float) else kind_of(value)

@@ -1,8 +1,9 @@
-"""What a model is told before the texts of a task: published tables of instructions, or a file of one's own."""
+"""The prompts of a task: the model's own by mteb's rule, or instructions from a published table or a file."""
 
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -13,6 +14,16 @@ from embeddings.common.text import TextSettings, in_context_prompt
 
 # NV-Embed Table 13 and MGH Table 8; each file names its source.
 PUBLISHED = {"nv-embed": "instructions_nv_embed.json", "mgh": "instructions_mgh.json"}
+# What mteb calls each kind of evaluation folder.
+TASK_TYPES = {
+    "retrieval": "Retrieval",
+    "reranking": "Reranking",
+    "sts": "STS",
+    "pair_classification": "PairClassification",
+    "classification": "Classification",
+    "clustering": "Clustering",
+    "summarisation": "Summarization",
+}
 _LAYOUT = 'write {"instructions": {"SciFact": "…", "STS": "…"}}'
 _EXAMPLES_LAYOUT = 'write {"examples": {"SciFact": [{"query": "…", "document": "…"}]}} beside the instructions'
 
@@ -22,9 +33,9 @@ class Instructions:
     """Instructions by task.
 
     Attributes:
-        name: Where they are from, with a hash of what they say: two tables of one name are told apart.
+        name: Name of the table, with a hash of its content that tells two tables of one name apart.
         texts: The instruction by a task's name, or by a type of tasks that share one (`STS`).
-        examples: Solved examples by the same names, each a query and a document that answers it, that stand before the
+        examples: Solved examples by the same names, each a query and a document that answers it, that precede the
             task's queries (bge-en-icl; MGH, Table 2, "w/ icl").
     """
 
@@ -95,3 +106,25 @@ def _pairs(source: str, examples: Any, texts: dict[str, str]) -> dict[str, list[
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
+
+
+def task_prompt(prompts: Mapping[str, str], task: str, task_type: str, role: str | None) -> str:
+    """The most specific of a model's prompts for a text, by mteb's rule.
+
+    That is the prompt named like the task, else like its type, else like the text's role. For a text of a role, a name
+    with the suffix `-query` or `-document` precedes the bare one. A text of a task without roles (one of a pair to
+    compare, one to classify or to cluster) gets no role's prompt.
+
+    Args:
+        prompts: The model's prompts by name.
+        task: The task's name.
+        task_type: mteb's name of its type, such as `STS`.
+        role: `query`, `document`, or None where the task has no roles.
+
+    Returns:
+        The prompt, empty where none fits.
+    """
+    names = [task, task_type]
+    if role is not None:
+        names = [f"{task}-{role}", task, f"{task_type}-{role}", task_type, role]
+    return next((prompts[name] for name in names if name and name in prompts), "")

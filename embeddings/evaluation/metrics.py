@@ -16,15 +16,15 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Judgments:
+class Qrels:
     """Which documents are relevant to which queries: J judged pairs. A pair that is not listed is not relevant.
 
     Attributes:
         query_J: Row of the query, (J,) int64.
         document_J: Row of the document, (J,) int64; no pair occurs twice.
         relevance_J: Grade, (J,) float64; 0 and below is not relevant.
-        num_queries: Queries in all, Q.
-        num_documents: Documents in all.
+        num_queries: Number of queries, Q.
+        num_documents: Number of documents.
     """
 
     query_J: Ints
@@ -35,18 +35,17 @@ class Judgments:
 
     def gain(self, ranked_QK: Ints) -> Floats:
         """The grade of each ranked document, (Q, K); 0 where it is not relevant, or the row is -1 (no document)."""
+        if not len(self.query_J):
+            return np.zeros(ranked_QK.shape)
         key_J = self.query_J * self.num_documents + self.document_J
         order_J = np.argsort(key_J)
-        sorted_key_J = key_J[order_J]
         key_QK = np.arange(self.num_queries)[:, None] * self.num_documents + ranked_QK
-        place_QK = np.minimum(np.searchsorted(sorted_key_J, key_QK), max(0, len(key_J) - 1))
-        if not len(key_J):
-            return np.zeros(ranked_QK.shape)
-        is_judged_QK = (sorted_key_J[place_QK] == key_QK) & (ranked_QK >= 0)
+        place_QK = np.minimum(np.searchsorted(key_J[order_J], key_QK), len(key_J) - 1)
+        is_judged_QK = (key_J[order_J][place_QK] == key_QK) & (ranked_QK >= 0)
         return np.where(is_judged_QK, np.maximum(self.relevance_J[order_J][place_QK], 0.0), 0.0)
 
     def ideal_gain(self, cutoff: int) -> Floats:
-        """The grades of the best possible ranking of each query, (Q, cutoff), filled with 0."""
+        """The grades of the best possible ranking of each query, (Q, cutoff), padded with 0."""
         relevant_J = self.relevance_J > 0
         query_J, relevance_J = self.query_J[relevant_J], self.relevance_J[relevant_J]
         order_J = np.lexsort((-relevance_J, query_J))
@@ -60,40 +59,6 @@ class Judgments:
     def num_relevant(self) -> Ints:
         """Relevant documents of each query, (Q,)."""
         return np.bincount(self.query_J[self.relevance_J > 0], minlength=self.num_queries).astype(np.int64)
-
-
-def dcg(gain_QK: Floats) -> Floats:
-    """Discounted cumulative gain of each query: sum over ranks r of gain / log2(1 + r), (Q,)."""
-    value_Q: Floats = gain_QK @ (1.0 / np.log2(np.arange(gain_QK.shape[1]) + 2.0))
-    return value_Q
-
-
-def ndcg_at_k(gain_QK: Floats, judgments: Judgments, cutoff: int) -> Floats:
-    """DCG of the first `cutoff` documents over that of the best ranking, (Q,); 0 where nothing is relevant."""
-    return _ratio(dcg(gain_QK[:, :cutoff]), dcg(judgments.ideal_gain(cutoff)))
-
-
-def mrr_at_k(gain_QK: Floats, cutoff: int) -> Floats:
-    """One over the rank of the first relevant document within the cutoff, (Q,); 0 where there is none."""
-    relevant_QK = gain_QK[:, :cutoff] > 0
-    if not relevant_QK.shape[1]:
-        return np.zeros(len(gain_QK))
-    return np.where(relevant_QK.any(axis=1), 1.0 / (relevant_QK.argmax(axis=1) + 1.0), 0.0)
-
-
-def recall_at_k(gain_QK: Floats, judgments: Judgments, cutoff: int) -> Floats:
-    """Share of a query's relevant documents that are within the cutoff, (Q,); 0 where nothing is relevant."""
-    return _ratio((gain_QK[:, :cutoff] > 0).sum(axis=1), judgments.num_relevant())
-
-
-def map_at_k(gain_QK: Floats, judgments: Judgments, cutoff: int) -> Floats:
-    """Precision at each relevant document within the cutoff, summed, over all that are relevant, (Q,).
-
-    The denominator counts documents beyond the cutoff too, as trec_eval's `map_cut` does.
-    """
-    relevant_QK = gain_QK[:, :cutoff] > 0
-    precision_QK = relevant_QK.cumsum(axis=1) / (np.arange(relevant_QK.shape[1]) + 1.0)
-    return _ratio((precision_QK * relevant_QK).sum(axis=1), judgments.num_relevant())
 
 
 class RetrievalScores(NamedTuple):
@@ -111,48 +76,83 @@ class RetrievalScores(NamedTuple):
     num_skipped: int
 
 
-def retrieval_metrics(ranked_QK: Ints, judgments: Judgments, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
+def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
     """The retrieval metrics of a ranking at each cutoff.
 
     Args:
         ranked_QK: Rows of the documents found, best first, (Q, K) int64, -1 where there is none; no row twice.
-        judgments: What is relevant.
+        qrels: What is relevant.
         cutoffs: Ranks to stop at. One larger than K counts what was found.
 
     Returns:
-        Means over queries that have a relevant document, and how many were skipped for want of one.
+        Means over queries that have a relevant document, and the number of skipped queries.
     """
-    gain_QK = judgments.gain(ranked_QK)
-    counted_Q = judgments.num_relevant() > 0
+    gain_QK = qrels.gain(ranked_QK)
+    counted_Q = qrels.num_relevant() > 0
     num_counted = int(counted_Q.sum())
     metrics: dict[str, float] = {}
-    if num_counted:
-        for cutoff in cutoffs:
-            values = {
-                f"ndcg_at_{cutoff}": ndcg_at_k(gain_QK, judgments, cutoff),
-                f"mrr_at_{cutoff}": mrr_at_k(gain_QK, cutoff),
-                f"recall_at_{cutoff}": recall_at_k(gain_QK, judgments, cutoff),
-                f"map_at_{cutoff}": map_at_k(gain_QK, judgments, cutoff),
-            }
-            metrics |= {name: float(value_Q[counted_Q].mean()) for name, value_Q in values.items()}
-    return RetrievalScores(metrics, num_counted, judgments.num_queries - num_counted)
+    for cutoff in cutoffs if num_counted else ():
+        values = {
+            f"ndcg_at_{cutoff}": ndcg_at_k(gain_QK, qrels, cutoff),
+            f"mrr_at_{cutoff}": mrr_at_k(gain_QK, cutoff),
+            f"recall_at_{cutoff}": recall_at_k(gain_QK, qrels, cutoff),
+            f"map_at_{cutoff}": map_at_k(gain_QK, qrels, cutoff),
+        }
+        metrics |= {name: float(value_Q[counted_Q].mean()) for name, value_Q in values.items()}
+    return RetrievalScores(metrics, num_counted, qrels.num_queries - num_counted)
+
+
+def dcg(gain_QK: Floats) -> Floats:
+    """Discounted cumulative gain of each query: sum over ranks r of gain / log2(1 + r), (Q,)."""
+    value_Q: Floats = gain_QK @ (1.0 / np.log2(np.arange(gain_QK.shape[1]) + 2.0))
+    return value_Q
+
+
+def ndcg_at_k(gain_QK: Floats, qrels: Qrels, cutoff: int) -> Floats:
+    """DCG of the first `cutoff` documents over that of the best ranking, (Q,); 0 where nothing is relevant."""
+    return _ratio(dcg(gain_QK[:, :cutoff]), dcg(qrels.ideal_gain(cutoff)))
+
+
+def mrr_at_k(gain_QK: Floats, cutoff: int) -> Floats:
+    """One over the rank of the first relevant document within the cutoff, (Q,); 0 where there is none."""
+    relevant_QK = gain_QK[:, :cutoff] > 0
+    if not relevant_QK.shape[1]:
+        return np.zeros(len(gain_QK))
+    return np.where(relevant_QK.any(axis=1), 1.0 / (relevant_QK.argmax(axis=1) + 1.0), 0.0)
+
+
+def recall_at_k(gain_QK: Floats, qrels: Qrels, cutoff: int) -> Floats:
+    """Share of a query's relevant documents that are within the cutoff, (Q,); 0 where nothing is relevant."""
+    return _ratio((gain_QK[:, :cutoff] > 0).sum(axis=1), qrels.num_relevant())
+
+
+def map_at_k(gain_QK: Floats, qrels: Qrels, cutoff: int) -> Floats:
+    """Precision at each relevant document within the cutoff, summed, over the number of relevant documents, (Q,).
+
+    The denominator counts documents beyond the cutoff too, as trec_eval's `map_cut` does.
+    """
+    relevant_QK = gain_QK[:, :cutoff] > 0
+    precision_QK = relevant_QK.cumsum(axis=1) / (np.arange(relevant_QK.shape[1]) + 1.0)
+    return _ratio((precision_QK * relevant_QK).sum(axis=1), qrels.num_relevant())
 
 
 def spearman(first_N: Floats, second_N: Floats) -> float:
     """Spearman's rank correlation, ties at their average rank; 0 where either side is constant."""
-    first, second = (rank - rank.mean() for rank in (average_rank(first_N), average_rank(second_N)))
-    scale = float(np.sqrt((first @ first) * (second @ second)))
-    return float(first @ second) / scale if scale else 0.0
+    from scipy.stats import spearmanr
 
-
-def average_rank(value_N: Floats) -> Floats:
-    """The rank of each value from 1, equal values at the mean of their ranks, (N,)."""
-    _, group_N, count_G = np.unique(value_N, return_inverse=True, return_counts=True)
-    last_G = np.cumsum(count_G)
-    return np.asarray((last_G - (count_G - 1) / 2.0)[group_N], dtype=np.float64)
+    if np.ptp(first_N) == 0 or np.ptp(second_N) == 0:
+        return 0.0
+    return float(spearmanr(first_N, second_N).statistic)
 
 
 def _ratio(part_Q: Floats | Ints, whole_Q: Floats | Ints) -> Floats:
     whole = np.asarray(whole_Q, dtype=np.float64)
     ratio_Q: Floats = np.divide(part_Q, whole, out=np.zeros_like(whole), where=whole > 0)
     return ratio_Q
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The rows of a table as text, cells padded to the width of their column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

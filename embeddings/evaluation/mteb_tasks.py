@@ -1,11 +1,14 @@
-"""Evaluation folders as tasks of mteb, so that its metrics hold for data of one's own and no network is needed."""
+"""Adapters to mteb: evaluation folders as its tasks, which need no network, and an encoder as its model."""
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 from datasets import Dataset, DatasetDict
 from mteb.abstasks import (
     AbsTaskClassification,
@@ -16,51 +19,62 @@ from mteb.abstasks import (
     AbsTaskSummarization,
 )
 from mteb.abstasks.task_metadata import TaskMetadata
+from mteb.models.search_wrappers import SearchEncoderWrapper
+from mteb.similarity_functions import cos_sim, pairwise_cos_sim
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import file_sha256
+from embeddings.common.io import file_sha256, load_array
+from embeddings.common.text import TextRole
 from embeddings.evaluation.folders import (
     ClassificationFolder,
     ClusteringFolder,
     EvaluationFolder,
+    PairClassificationFolder,
+    RerankingFolder,
     RetrievalFolder,
     SimilarityFolder,
+    SummarisationFolder,
     find_evaluation_folders,
     read_evaluation_folder,
 )
-from embeddings.evaluation.pair_classification import PairClassificationFolder
-from embeddings.evaluation.reranking import RerankingFolder
-from embeddings.evaluation.summarisation import SummarisationFolder
-from embeddings.evaluation.task_prompts import TASK_TYPES
+from embeddings.evaluation.instructions import TASK_TYPES, task_prompt
+from embeddings.inference.context import ContextDraw, sample_context, sample_rows
+from embeddings.inference.corpus import Document
+from embeddings.inference.encoder import Context, Encoder
+from embeddings.inference.vectors import unit_rows
 
 if TYPE_CHECKING:
     from mteb import AbsTask
+    from mteb.abstasks.task_metadata import TaskMetadata
+    from mteb.models import ModelMeta
 
-# Of each kind of folder mteb's main score, and the class that computes it.
-_KINDS: dict[str, tuple[str, Any]] = {
-    "retrieval": ("ndcg_at_10", AbsTaskRetrieval),
-    "reranking": ("map_at_1000", AbsTaskRetrieval),
-    "pair_classification": ("max_ap", AbsTaskPairClassification),
-    "summarisation": ("cosine_spearman", AbsTaskSummarization),
-    "sts": ("cosine_spearman", AbsTaskSTS),
-    "classification": ("accuracy", AbsTaskClassification),
-    "clustering": ("v_measure", AbsTaskClustering),
+Vectors = npt.NDArray[np.float32]
+
+# Of each kind of folder the metrics that a table shows, mteb's main score first, and the class that computes them.
+KINDS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "retrieval": (("ndcg_at_10",), AbsTaskRetrieval),
+    "reranking": (("map_at_1000", "mrr_at_10", "ndcg_at_10"), AbsTaskRetrieval),
+    "pair_classification": (("max_ap",), AbsTaskPairClassification),
+    "summarisation": (("cosine_spearman",), AbsTaskSummarization),
+    "sts": (("cosine_spearman",), AbsTaskSTS),
+    "classification": (("accuracy", "f1"), AbsTaskClassification),
+    "clustering": (("v_measure",), AbsTaskClustering),
 }
 
 
 class FolderTask:
-    """What a task of a folder has beside what mteb's class of its type brings: it reads the folder when it is run.
+    """The part of a folder's task that mteb's class of its type lacks: it reads the folder when it is run.
 
     Attributes:
-        path: The folder.
+        source: The folder, or what was read from one.
     """
 
-    path: ClassVar[Path]
+    source: ClassVar[Path | EvaluationFolder]
     dataset: Any
     data_loaded: bool
-    # mteb embeds 4% of a clustering's texts by default; all of them here.
+    # By default mteb embeds 4% of a clustering's texts; here it embeds all of them.
     max_fraction_of_documents_to_embed: ClassVar[float | None] = None
-    # mteb brings marks of summaries to a scale of 0 to 1, which no correlation depends on; they are left as they are.
+    # mteb scales ratings of summaries to 0 to 1, which changes no rank correlation; this leaves them unscaled.
     min_score: ClassVar[int] = 0
     max_score: ClassVar[int] = 1
 
@@ -68,10 +82,11 @@ class FolderTask:
         """Read the folder.
 
         Raises:
-            InputError: If it cannot be used, or a grade is no whole number, as mteb wants them.
+            InputError: If it cannot be used, or a grade is not an integer, which mteb requires.
         """
         if not self.data_loaded:
-            self.dataset = _dataset(read_evaluation_folder(self.path), self.path)
+            folder = read_evaluation_folder(self.source) if isinstance(self.source, Path) else self.source
+            self.dataset = _dataset(folder, str(self.source))
             self.data_loaded = True
 
 
@@ -81,31 +96,40 @@ def folder_tasks(root: str | PathLike[str]) -> list["AbsTask"]:
     Raises:
         InputError: If there is none, or one cannot be used.
     """
-    return [_folder_task(Path(root), path) for path in find_evaluation_folders(root)]
+    top = Path(root)
+    return [
+        _task(".".join((top.resolve().name, *path.relative_to(top).parts)), read_evaluation_folder(path).kind, path)
+        for path in find_evaluation_folders(top)
+    ]
 
 
-def _folder_task(root: Path, path: Path) -> "AbsTask":
-    kind = read_evaluation_folder(path).kind
-    main_score, base = _KINDS[kind]
+def task_of_folder(name: str, folder: EvaluationFolder) -> "AbsTask":
+    """The task of evaluation data in memory."""
+    return _task(name, folder.kind, folder)
+
+
+def _task(name: str, kind: str, source: Path | EvaluationFolder) -> "AbsTask":
+    metrics, base = KINDS[kind]
     task_type: Any = TASK_TYPES[kind]
+    path, revision = (source.name, _files_sha256(source)) if isinstance(source, Path) else (name, "0")
     metadata = TaskMetadata(
-        name=".".join((root.resolve().name, *path.relative_to(root).parts)),
-        dataset={"path": path.name, "revision": _files_sha256(path)},
+        name=name,
+        dataset={"path": path, "revision": revision},
         description=f"A {kind} set in a folder.",
         type=task_type,
         eval_splits=["test"],
         eval_langs=["und-Zyyy"],
-        main_score=main_score,
+        main_score=metrics[0],
     )
-    task: AbsTask = type("LocalTask", (FolderTask, base), {"metadata": metadata, "path": path})()
+    task: AbsTask = type("LocalTask", (FolderTask, base), {"metadata": metadata, "source": source})()
     return task
 
 
-def _dataset(folder: EvaluationFolder, path: Path) -> Any:
-    """The data as mteb's class of the type has them once they are loaded."""
+def _dataset(folder: EvaluationFolder, where: str) -> Any:
+    """The data in the form that mteb's class of the type has them in after loading."""
     match folder:
         case RetrievalFolder():
-            return {"default": {"test": _retrieval_split(folder, path)}}
+            return {"default": {"test": _retrieval_split(folder, where)}}
         case RerankingFolder():
             return {"default": {"test": _reranking_split(folder)}}
         case SimilarityFolder():
@@ -123,8 +147,8 @@ def _dataset(folder: EvaluationFolder, path: Path) -> Any:
 
 
 def _classification(folder: ClassificationFolder) -> DatasetDict:
-    """Both parts with numbers for labels: of two of them mteb asks how well the one called 1 is found."""
-    # Those of the test part come first, so that they are 0 and 1 where there are two, whatever training has beside.
+    """Both parts with labels as numbers: of two labels mteb scores as binary classification, 1 is the positive one."""
+    # Labels of the test part come first: two of them are 0 and 1 even if training has others.
     names = [*sorted({*folder.test_labels}), *sorted({*folder.train_labels} - {*folder.test_labels})]
     number = {name: row for row, name in enumerate(names)}
     parts = {"train": (folder.train_texts, folder.train_labels), "test": (folder.test_texts, folder.test_labels)}
@@ -136,14 +160,14 @@ def _classification(folder: ClassificationFolder) -> DatasetDict:
     )
 
 
-def _retrieval_split(folder: RetrievalFolder, path: Path) -> dict[str, Any]:
-    judged = folder.judgments
+def _retrieval_split(folder: RetrievalFolder, where: str) -> dict[str, Any]:
+    qrels = folder.qrels
     relevant: dict[str, dict[str, int]] = defaultdict(dict)
-    rows = zip(judged.query_J.tolist(), judged.document_J.tolist(), judged.relevance_J.tolist(), strict=True)
+    rows = zip(qrels.query_J.tolist(), qrels.document_J.tolist(), qrels.relevance_J.tolist(), strict=True)
     for query, document, grade in rows:
         if grade != int(grade):
-            what = f"the grade {grade:g} is no whole number, as mteb needs it"
-            raise InputError(str(path), what, "scale the grades, or score the folder with --data")
+            what = f"the grade {grade:g} is not an integer, which mteb requires"
+            raise InputError(where, what, "scale the grades, or score the folder with --data")
         relevant[folder.query_ids[query]][folder.document_ids[document]] = int(grade)
     return {
         "corpus": Dataset.from_dict({"id": folder.document_ids, "text": folder.documents}),
@@ -166,7 +190,7 @@ def _reranking_split(folder: RerankingFolder) -> dict[str, Any]:
 
 
 def _summaries(folder: SummarisationFolder) -> DatasetDict:
-    """The rows of all texts; mteb wants each text itself too, and has no use for it."""
+    """The rows of all texts; mteb requires each text itself too, but does not use it."""
     columns = {
         "text": [""] * len(folder.relevance),
         "human_summaries": folder.human_summaries,
@@ -177,7 +201,7 @@ def _summaries(folder: SummarisationFolder) -> DatasetDict:
 
 
 def _files_sha256(path: Path) -> str:
-    """A hash of the files that a folder's data lie in."""
+    """A hash of the files that hold a folder's data."""
     names = sorted(
         file.relative_to(path) for file in (*path.glob("*.jsonl*"), *path.glob("*.tsv"), *path.glob("qrels/*"))
     )
@@ -185,3 +209,152 @@ def _files_sha256(path: Path) -> str:
     for name in names:
         digest.update(f"{name} {file_sha256(path / name)}\n".encode())
     return digest.hexdigest()[:40]
+
+
+class TaskEncoder:
+    """A model in mteb's encoder protocol.
+
+    Queries are encoded as queries and documents as documents. The texts of tasks without roles are encoded as
+    documents, with their task's prompt only, as mteb does. `task_prompt` chooses the prompt.
+
+    Args:
+        encoder: The model, at its full width.
+        meta: Its description for mteb.
+        prompt_name: Which of the model's prompts goes before queries, or before every text of a task without roles.
+
+    Attributes:
+        instruction_prompt: Prompt of the task's queries, or of all its texts where it has no roles, in place of the
+            model's own prompts; None for these. The caller sets it for each task.
+        width: How many leading dimensions of each vector are compared. The caller sets it.
+        folder: Where vectors are kept for the next width, or None where there is a single width.
+    """
+
+    def __init__(self, encoder: Encoder, meta: "ModelMeta", prompt_name: str | None = None) -> None:
+        self.encoder, self.mteb_model_meta, self.prompt_name = encoder, meta, prompt_name
+        self.instruction_prompt: str | None = None
+        self.width = encoder.embedding_dim
+        self.folder: Path | None = None
+
+    def encode(
+        self,
+        inputs: Iterable[dict[str, Any]],
+        *,
+        task_metadata: "TaskMetadata",
+        hf_split: str,
+        hf_subset: str,
+        prompt_type: str | None = None,
+        **options: Any,
+    ) -> Vectors:
+        """The vectors of texts, (N, D) float32 of the chosen width.
+
+        Args:
+            inputs: Batches of texts, under `text`.
+            task_metadata: The task.
+            hf_split: Its split.
+            hf_subset: Its subset, such as a language.
+            prompt_type: `query`, `document`, or None where the task has no roles.
+            options: Other arguments of mteb.
+
+        Raises:
+            OptionError: If a prompt leaves no room for a text.
+            InputError: If a vector is not finite because the model is damaged.
+            NumericError: If it is not finite for another reason.
+        """
+        texts = [text for batch in inputs for text in batch["text"]]
+        role: TextRole = "query" if prompt_type == "query" else "document"
+        prompt = self._prompt(task_metadata, prompt_type)
+        context = self._context_of(f"{task_metadata.name} {hf_subset}", texts)
+        vector_ND = self._vectors(texts, prompt, role, context)
+        if self.width == self.encoder.embedding_dim:
+            return vector_ND
+        cut_ND = vector_ND[:, : self.width]
+        return unit_rows(cut_ND) if self.encoder.embedder.normalize else cut_ND
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Cosines of all pairs."""
+        return cos_sim(embeddings1, embeddings2)
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
+        """Cosines row by row."""
+        return pairwise_cos_sim(embeddings1, embeddings2)
+
+    def _prompt(self, task: "TaskMetadata", prompt_type: Any) -> str:
+        text = self.encoder.embedder.text
+        if prompt_type != "document":
+            if self.instruction_prompt is not None:
+                return self.instruction_prompt
+            if self.prompt_name is not None:
+                return text.prompt(self.prompt_name, "query")
+        return task_prompt(text.prompts, task.name, task.type, None if prompt_type is None else str(prompt_type))
+
+    def _context_of(self, owner: str, texts: list[str]) -> Context | None:
+        return None
+
+    def _vectors(self, texts: list[str], prompt: str, role: TextRole, context: Context | None) -> Vectors:
+        """The vectors at full width, read from disk if the task has encoded the same texts for another width."""
+        if self.folder is None:
+            return self.encoder.encode(texts, context=context, role=role, prompt=prompt)
+        digest = hashlib.sha256(repr((prompt, role, context and context.summary(), texts)).encode())
+        path = self.folder / f"{digest.hexdigest()}.npy"
+        if not path.exists():
+            np.save(path, self.encoder.encode(texts, context=context, role=role, prompt=prompt))
+        return np.asarray(load_array(path, "run the task again"))
+
+
+class ContextualTaskEncoder(TaskEncoder):
+    """A contextual model in mteb's protocols for searching and encoding.
+
+    The context of a retrieval task is drawn from its own corpus, never from its queries. That of another task is drawn
+    from the texts that it encodes first: the training texts of a classification, the first sentences of pairs, the
+    texts to cluster.
+
+    Args:
+        encoder: The model, at its full width.
+        meta: Its description for mteb.
+        prompt_name: As for a `TaskEncoder`.
+        context_size: Documents that are drawn.
+        context_seed: Seed of the draws.
+    """
+
+    def __init__(
+        self, encoder: Encoder, meta: "ModelMeta", prompt_name: str | None, context_size: int, context_seed: int
+    ) -> None:
+        super().__init__(encoder, meta, prompt_name)
+        self.context_size, self.context_seed = context_size, context_seed
+        self._owner: str | None = None
+        self._context: Context | None = None
+        self._searcher = SearchEncoderWrapper(self)
+
+    def index(self, corpus: Any, *, task_metadata: "TaskMetadata", hf_subset: str, **options: Any) -> None:
+        """Draw the context from a corpus, and index the corpus.
+
+        Args:
+            corpus: Rows of `id`, `text` and optionally `title`.
+            task_metadata: The task.
+            hf_subset: Its subset.
+            options: Other arguments of mteb.
+        """
+        rows = sample_rows(len(corpus), self.context_size, self.context_seed).tolist()
+        documents = tuple(Document(str(row), _document_text(corpus[row])) for row in rows)
+        self._owner = f"{task_metadata.name} {hf_subset}"
+        self._context = ContextDraw(documents, self.context_seed).encoded(self.encoder)
+        self._searcher.index(corpus, task_metadata=task_metadata, hf_subset=hf_subset, **options)
+
+    def search(self, queries: Any, **options: Any) -> dict[str, dict[str, float]]:
+        """The cosines of the nearest documents of each query.
+
+        Args:
+            queries: Rows of `id` and `text`.
+            options: Other arguments of mteb: the task, how many documents, which candidates where a task reranks.
+        """
+        return self._searcher.search(queries, **options)
+
+    def _context_of(self, owner: str, texts: list[str]) -> Context | None:
+        if self._owner != owner:
+            self._owner = owner
+            self._context = sample_context(self.encoder, texts, self.context_size, self.context_seed)
+        return self._context
+
+
+def _document_text(row: dict[str, Any]) -> str:
+    return f"{row.get('title') or ''} {row['text']}".strip()

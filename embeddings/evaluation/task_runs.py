@@ -1,47 +1,52 @@
-"""Tasks of mteb run one by one with one of this project's models, each result kept as soon as it is there."""
+"""Runs mteb's tasks one by one with a model of this project, and writes each result as soon as it is known."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import huggingface_hub.constants
 import mteb
+from mteb import TaskResult
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.models import ModelMeta
 from mteb.models.model_meta import ScoringFunction
 from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.io import remove_abandoned, scratch_folder
+from embeddings.common.io import atomic_path, remove_abandoned, scratch_folder, write_json, write_text
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
 from embeddings.evaluation.instructions import Instructions
+from embeddings.evaluation.metrics import aligned
 from embeddings.evaluation.mteb_library import quiet
-from embeddings.evaluation.mteb_model import ContextualTaskEncoder, TaskEncoder
-from embeddings.evaluation.runner import check_widths
-from embeddings.evaluation.task_results import TaskResults, TaskScore, write_table
+from embeddings.evaluation.mteb_tasks import KINDS, ContextualTaskEncoder, TaskEncoder
 from embeddings.inference.context import require_context_size
-from embeddings.inference.encoder import Encoder, embedder_sha256
+from embeddings.inference.encoder import Encoder, check_widths, embedder_sha256
 
 if TYPE_CHECKING:
-    from mteb import AbsTask, TaskResult
+    from mteb import AbsTask
 
-# mteb hands the texts over in batches of this size; how they are computed is the encoder's affair.
+# mteb passes texts in batches of this size; the encoder plans its own mini-batches.
 _TEXTS_PER_BATCH = 1024
 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What a model's scores depend on beside the model.
+    """What scores depend on, other than the model and the tasks.
 
     Args:
         prompt_name: Which of the model's prompts goes before queries, or before every text of a task without roles.
         instructions: Instructions in place of the model's prompts, for the tasks that have one.
-        widths: How many of the first numbers of each vector are compared, one score each; None for all.
-        context_size: Documents that a contextual model reads texts behind, drawn for each task; None for none.
+        widths: How many leading dimensions of each vector are compared, one score each; None for all.
+        context_size: Context documents of a contextual model, drawn for each task; None for no context.
         context_seed: Seed of these draws.
 
     Raises:
@@ -60,6 +65,126 @@ class TaskSettings:
             raise OptionError("prompt_name", self.prompt_name, rule, "leave one of them out")
 
 
+class TaskResults:
+    """A folder of results: `results/MODEL/REVISION/TASK.json`, below it what was run with settings of its own.
+
+    Model, revision and settings are part of a result's path, so that a result of another model or of other settings is
+    never mistaken for this one. `mteb.ResultCache(FOLDER)` reads them all. Results of the parts of an aggregate task
+    are in a folder of its name: their instructions are the aggregate's, and may differ from their own.
+
+    Args:
+        folder: The folder; the first result creates it.
+        metas: The model's description for mteb by width: name, revision, settings.
+    """
+
+    def __init__(self, folder: Path, metas: Mapping[int, "ModelMeta"]) -> None:
+        self.folder, self.metas = folder, metas
+
+    def place(self, width: int) -> Path:
+        """The folder of this model's results with these settings."""
+        meta = self.metas[width]
+        folder = self.folder / "results" / meta.model_name_as_path() / str(meta.revision)
+        return folder if meta.experiment_name is None else folder / "experiments" / meta.experiment_name
+
+    def path(self, task: "AbsTask", width: int, whole: "AbsTask | None" = None) -> Path:
+        """The file of a task's result, or of a part of an aggregate (`whole`)."""
+        return self.place(width) / ("" if whole is None else whole.metadata.name) / f"{task.metadata.name}.json"
+
+    def find(self, task: "AbsTask", width: int, whole: "AbsTask | None" = None) -> TaskResult | None:
+        """The result of a task; None if there is none for these data and this release of mteb.
+
+        Languages and splits of the file that are not the task's are left out.
+
+        Raises:
+            InputError: If the file is damaged.
+        """
+        path = self.path(task, width, whole)
+        if not path.is_file():
+            return None
+        try:
+            # Otherwise mteb accepts any JSON as a result of its first releases.
+            result = TaskResult.from_disk(path, load_historic_data=False)
+        except ValueError:
+            raise InputError(str(path), "is empty or damaged", "delete it and run the task again") from None
+        same = result.is_mergeable(task, criteria=["dataset_revision", "mteb_version"])
+        if not same or result.get_missing_evaluations(task):
+            return None
+        return result if task.is_aggregate else result.validate_and_filter_scores(task)
+
+    def write(self, result: TaskResult, task: "AbsTask", width: int, whole: "AbsTask | None" = None) -> None:
+        """Write the result of a task, or of a part of an aggregate, atomically."""
+        meta = self.place(width) / "model_meta.json"
+        if not meta.exists():
+            write_json(meta, json.loads(json.dumps(self.metas[width].to_dict(), default=str)))
+        with atomic_path(self.path(task, width, whole)) as temporary:
+            result.to_disk(temporary)
+
+
+class TaskScore(NamedTuple):
+    """A task's main score at each width; None where it is not known yet."""
+
+    task: str
+    kind: str
+    metric: str
+    scores: dict[int, float | None]
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is a score at every width."""
+        return None not in self.scores.values()
+
+
+def collect_scores(results: TaskResults, tasks: Sequence["AbsTask"]) -> list[TaskScore]:
+    """The scores of all tasks, in their order; None where a task has no result."""
+    rows = []
+    for task in tasks:
+        found = {width: results.find(task, width) for width in results.metas}
+        scores = {width: None if result is None else float(result.get_score()) for width, result in found.items()}
+        rows.append(TaskScore(task.metadata.name, task.metadata.type, task.metadata.main_score, scores))
+    return rows
+
+
+def write_table(results: TaskResults, tasks: Sequence["AbsTask"]) -> list[TaskScore]:
+    """Write a `scores.csv` beside the results of each width, the table of those tasks, and return the scores.
+
+    Several processes may end at once: each reads the results again after writing, so that the last table is complete.
+    """
+    found = collect_scores(results, tasks)
+    while True:
+        for width in results.metas:
+            text = io.StringIO()
+            rows = [score._replace(scores={width: score.scores[width]}) for score in found]
+            csv.writer(text, lineterminator="\n").writerows(_table(rows))
+            write_text(results.place(width) / "scores.csv", text.getvalue())
+        before, found = found, collect_scores(results, tasks)
+        if _table(before) == _table(found):
+            return found
+
+
+def format_table(scores: Sequence[TaskScore]) -> str:
+    """The table as text: a row a task, then the means by type and over all tasks that are finished."""
+    return aligned(_table(scores))
+
+
+def _table(scores: Sequence[TaskScore]) -> list[tuple[str, ...]]:
+    """The rows of the table under their header; a mean is over the tasks that are finished at every width."""
+    whole = [score for score in scores if score.complete]
+    widths = list(scores[0].scores)
+    names = ["score"] if len(widths) == 1 else [f"score_{width}" for width in widths]
+    rows = [("task", "type", "metric", *names)]
+    rows += [(score.task, score.kind, score.metric, *map(_cell, score.scores.values())) for score in scores]
+    for kind in [*sorted({score.kind for score in whole}), "all"]:
+        members = [score for score in whole if kind in (score.kind, "all")]
+        if members:
+            means = (sum(score.scores[width] or 0.0 for score in members) / len(members) for width in widths)
+            rows.append((f"mean of {len(members)}", kind, "", *map(_cell, means)))
+    return rows
+
+
+def _cell(score: float | None) -> str:
+    return "" if score is None else f"{score:.4f}"
+
+
 def run_tasks(
     encoder: Encoder,
     model: str,
@@ -70,24 +195,24 @@ def run_tasks(
 ) -> list[TaskScore]:
     """Run the tasks that have no result yet, and write the table of all that have one.
 
-    A task's result is written once the task is done, and that of each part of a task that is the mean of others, so the
-    same call goes on where a killed one was. Without a network the data of all tasks are looked for before the first is
-    run, so that a set which is not there costs no work.
+    A task's result is written when the task is done, and so is that of each part of an aggregate task: after a kill the
+    same call resumes. Without a network the data of all tasks are loaded once before the first task runs, so that
+    a missing data set costs no work.
 
     Args:
         encoder: The model.
         model: What it is called: a directory or a Hub id.
         tasks: The tasks, not loaded.
         output: The folder of the results (see `TaskResults`) and of their tables, `scores.csv`.
-        settings: What the scores depend on beside the model.
+        settings: What else the scores depend on.
         share: The numbers of the tasks that this process runs; None for all.
 
     Returns:
-        The score of each task, of those that other processes have run too.
+        The score of each task, also of those that other processes have run.
 
     Raises:
         OptionError: If a setting is impossible for this model.
-        InputError: If a task's data cannot be had or used, or a score is no number; the message names the task.
+        InputError: If a task's data cannot be loaded or used, or a score is not finite; the message names the task.
     """
     widths = list(dict.fromkeys(settings.widths or [encoder.embedding_dim]))
     check_widths(encoder, widths)
@@ -107,8 +232,35 @@ def run_tasks(
     return write_table(results, tasks)
 
 
+def score_task(encoder: Encoder, model: str, task: "AbsTask", settings: TaskSettings) -> list[dict[str, float]]:
+    """The metrics of one folder's task at each width, the main one first; nothing is written.
+
+    Args:
+        encoder: The model.
+        model: Name of the model.
+        task: A task of a folder (see `task_of_folder`), not loaded.
+        settings: What else the scores depend on; it names the widths.
+
+    Raises:
+        As `run_tasks`.
+    """
+    widths = list(settings.widths or [encoder.embedding_dim])
+    meta = ModelMeta.create_empty(overwrites={"name": f"local/{model}", "similarity_fn_name": ScoringFunction.COSINE})
+    adapted, found = _adapted(encoder, meta, settings), []
+    names = next(
+        metrics for metrics, base in KINDS.values() if isinstance(task, base) and metrics[0] == task.metadata.main_score
+    )
+    with TemporaryDirectory() as folder, _loaded(task, encoder.show_progress):
+        adapted.folder = Path(folder) if len(widths) > 1 else None
+        for width in widths:
+            adapted.width = width
+            (row,) = _evaluate(adapted, task).scores["test"]
+            found.append({name: float(row[name]) for name in names})
+    return found
+
+
 def _look_for_data(tasks: Sequence["AbsTask"], shows: bool) -> None:
-    """Load the data of tasks and let them go, under a bar that is gone before anything else is said."""
+    """Load and unload the data of each task, under a temporary progress bar."""
     with tqdm(tasks, unit="task", leave=False, disable=not shows) as bar:
         for task in bar:
             bar.set_description(f"looking for data: {task.metadata.name}")
@@ -127,7 +279,7 @@ def _adapted(encoder: Encoder, meta: ModelMeta, settings: TaskSettings) -> TaskE
 
 
 def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequence[int]) -> dict[int, ModelMeta]:
-    """The model as mteb knows it, by width: its revision is a hash of all that decides its vectors but the settings."""
+    """The model's description for mteb, by width: its revision is a hash of all that decides its vectors."""
     embedder, precision = encoder.embedder, str(encoder.dtype).removeprefix("torch.")
     is_hub_id = model.count("/") == 1 and not Path(model).expanduser().exists()
     known = {
@@ -140,7 +292,7 @@ def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequenc
     }
     metas = {}
     for width in widths:
-        given = {
+        settled = {
             "precision": None if precision == "float32" else precision,
             "dimensions": None if width == embedder.embedding_dim else width,
             "prompt_name": settings.prompt_name,
@@ -148,7 +300,7 @@ def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequenc
             "context_size": settings.context_size,
             "context_seed": None if settings.context_size is None else settings.context_seed,
         }
-        special = {name: value for name, value in given.items() if value is not None}
+        special = {name: value for name, value in settled.items() if value is not None}
         metas[width] = ModelMeta.create_empty(
             overwrites={**known, "embed_dim": width, "experiment_kwargs": special or None}
         )
@@ -158,12 +310,12 @@ def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequenc
 def _run(
     adapted: TaskEncoder, task: "AbsTask", widths: Sequence[int], results: TaskResults, settings: TaskSettings
 ) -> None:
-    """Run a task at some widths and write its results, those of its parts as soon as they are there."""
+    """Run a task at some widths and write its results, those of its parts as soon as they are known."""
     name, table = task.metadata.name, settings.instructions
     text = adapted.encoder.embedder.text
     adapted.instruction_prompt = None if table is None else table.prompt(name, task.metadata.type, text)
     if table is not None and adapted.instruction_prompt is None:
-        logger.warning("%s: no instruction for this task in %s; the model's own prompts hold", name, table.name)
+        logger.warning("%s: no instruction for this task in %s; using the model's own prompts", name, table.name)
     whole = task if isinstance(task, AbsTaskAggregate) else None
     for part in _parts(task):
         left = [width for width in widths if results.find(part, width, whole) is None]
@@ -182,8 +334,12 @@ def _run(
         logger.info("%s [%d]: %s %.4f", name, width, task.metadata.main_score, found.get_score())
 
 
-def _evaluate(adapted: TaskEncoder, task: "AbsTask") -> "TaskResult":
-    """mteb's result of a task whose data are loaded; its draws are those of a first run, however often it runs."""
+def _evaluate(adapted: TaskEncoder, task: "AbsTask") -> TaskResult:
+    """mteb's result of a task whose data are loaded; its random draws are those of a first run in every run.
+
+    Raises:
+        InputError: If a score is not finite.
+    """
     again = copy.copy(task)
     again.rng_state, again.np_rng = copy.deepcopy(task.rng_state), copy.deepcopy(task.np_rng)
     options: Any = {"batch_size": _TEXTS_PER_BATCH, "show_progress_bar": False}
@@ -191,27 +347,34 @@ def _evaluate(adapted: TaskEncoder, task: "AbsTask") -> "TaskResult":
         ran = mteb.evaluate(
             adapted, again, encode_kwargs=options, cache=None, co2_tracker=False, show_progress_bar=False
         )
-    return ran.task_results[0]
+    result = ran.task_results[0]
+    for split, rows in result.scores.items():
+        for row in rows:
+            if not math.isfinite(row["main_score"]):
+                where = f"task {result.task_name}, {split}, {row['hf_subset']}, {adapted.width} dimensions"
+                what = f"{task.metadata.main_score} is {row['main_score']}"
+                raise InputError(where, what, "look at the model's vectors: they may all be equal")
+    return result
 
 
 def _parts(task: "AbsTask") -> list["AbsTask"]:
-    """The tasks that one is the mean of, or itself, as new as they were made."""
+    """Fresh copies of the parts of an aggregate task, or of the task itself."""
     return copy.deepcopy(list(task.metadata.tasks) if isinstance(task, AbsTaskAggregate) else [task])
 
 
 @contextmanager
 def _loaded(task: "AbsTask", shows: bool) -> Iterator[None]:
-    """A task with its data; the bars of a download are drawn where this process shows any.
+    """A task with its data loaded; download bars are drawn if this process shows any.
 
     Raises:
-        InputError: If they cannot be had.
+        InputError: If they cannot be loaded.
     """
     try:
         with quiet(keep_bars=shows):
             task.load_data()
     except UserError:
         raise
-    # Each library on the way to a data set has errors of its own.
+    # Each library that takes part in loading raises its own errors.
     except Exception as error:
         reason = one_line((str(error).strip() or type(error).__name__).splitlines()[0], 160)
         fix = "run it once with a network, or point HF_HOME to a cache that holds it"
@@ -225,10 +388,7 @@ def _loaded(task: "AbsTask", shows: bool) -> Iterator[None]:
 
 @contextmanager
 def _kept_vectors(adapted: TaskEncoder, place: Path, wanted: bool) -> Iterator[None]:
-    """A folder for the vectors of a task that is scored at several widths; what a killed run left there is removed.
-
-    Each process has one of its own: another may run the same task at the same time.
-    """
+    """This process's folder for the vectors of a task at several widths; folders of killed processes are removed."""
     if not wanted:
         remove_abandoned(place)
         yield

@@ -195,9 +195,8 @@ class Encoder:
         show_progress: bool = False,
         dimensions: int | None = None,
     ) -> None:
-        if dimensions is not None and not 1 <= dimensions <= embedder.embedding_dim:
-            rule = f"must be from 1 to the {embedder.embedding_dim} that the model's vectors have"
-            raise OptionError("dimensions", dimensions, rule, "leave it out for all")
+        if dimensions is not None:
+            check_widths(embedder, [dimensions])
         if device is not None:
             embedder.to(device)
         self.embedder = embedder
@@ -422,6 +421,17 @@ class Encoder:
         autocast = torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
         with evaluating(self.embedder), no_gradients, int8, autocast:
             yield
+
+
+def check_widths(model: "Encoder | Embedder", widths: Sequence[int]) -> None:
+    """Check that a model's vectors can be cut to these widths.
+
+    Raises:
+        OptionError: If there is no width, or an impossible one.
+    """
+    if not widths or not all(1 <= width <= model.embedding_dim for width in widths):
+        rule = f"must be from 1 to the {model.embedding_dim} that the model's vectors have"
+        raise OptionError("dimensions", widths[0] if len(widths) == 1 else list(widths), rule, "leave it out for all")
 
 
 def _check_list(name: str, texts: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import docstring_trials, mgh_trials, moe_trials, trials
 from benchmarks.docstring_trials import near_copy, split_by_package
 from benchmarks.trials import Trial, difference, run_trials, table
-from embeddings.evaluation import Judgments, RetrievalFolder
+from embeddings.evaluation import Qrels, RetrievalFolder
 
 
 def noted(trial, work, tiny):
@@ -57,16 +57,16 @@ def test_what_was_run_is_found_again():
 def test_each_package_is_a_corpus_with_its_own_queries():
     folder = RetrievalFolder(
         ["A", "B", "C", "D"], ["p.a", "q.b", "p.c", "q.d"], ["x", "y", "z"], ["1", "2", "3"],
-        Judgments(np.array([0, 1, 1, 2]), np.array([2, 1, 3, 0]), np.ones(4), 3, 4), 0,
+        Qrels(np.array([0, 1, 1, 2]), np.array([2, 1, 3, 0]), np.ones(4), 3, 4), 0,
     )  # fmt: skip
     parts = split_by_package(folder)
     assert {name: (part.documents, part.queries) for name, part in parts.items()} == {
         "p": (["A", "C"], ["x", "z"]),
         "q": (["B", "D"], ["y"]),
     }
-    assert parts["p"].judgments.query_J.tolist() == [0, 1]
-    assert parts["p"].judgments.document_J.tolist() == [1, 0]
-    assert parts["q"].judgments.document_J.tolist() == [0, 1]
+    assert parts["p"].qrels.query_J.tolist() == [0, 1]
+    assert parts["p"].qrels.document_J.tolist() == [1, 0]
+    assert parts["q"].qrels.document_J.tolist() == [0, 1]
 
 
 def test_a_planted_copy_differs_in_both_texts_and_keeps_most_of_them():

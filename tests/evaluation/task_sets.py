@@ -5,14 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict
+from mteb import TaskMetadata
+from mteb.abstasks import AbsTaskPairClassification, AbsTaskRetrieval, AbsTaskSummarization
 
-from embeddings.evaluation.mteb_library import load_mteb, quiet
 from tests.evaluation.data import write_rows
-
-load_mteb()
-with quiet():
-    from mteb import TaskMetadata
-    from mteb.abstasks import AbsTaskPairClassification, AbsTaskRetrieval, AbsTaskSummarization
 
 TOPICS = {
     "sea": ["boat", "harbour", "sail", "storm", "wave", "anchor", "captain", "island"],

@@ -1,9 +1,16 @@
+"""Tables of instructions, and mteb's rule for prompts."""
+
 import json
+from itertools import chain, combinations
+from typing import get_args
 
 import pytest
+from mteb.abstasks.task_metadata import TaskType
+from mteb.models.abs_encoder import get_prompt_name
+from mteb.types import PromptType
 
 from embeddings.common import InputError, OptionError, TextSettings
-from embeddings.evaluation.instructions import PUBLISHED, Instructions
+from embeddings.evaluation.instructions import PUBLISHED, TASK_TYPES, Instructions, task_prompt
 
 
 def test_an_instruction_is_the_tasks_or_its_types():
@@ -70,3 +77,34 @@ def test_a_file_of_another_kind_is_refused(content, tmp_path):
 def test_a_name_that_is_no_table_is_refused():
     with pytest.raises(OptionError, match=r"must be a table \(nv-embed, mgh\) or a JSON file, got 'other'"):
         Instructions.read("other")
+
+
+NAMES = ("mine", "mine-query", "mine-document", "STS", "STS-query", "STS-document", "query", "document", "other")
+
+
+class Task:
+    """What mteb's rule asks of a task."""
+
+    name, type = "mine", "STS"
+
+
+@pytest.mark.parametrize("role", [None, "query", "document"])
+def test_every_set_of_prompts_is_chosen_from_as_mteb_chooses(role):
+    sets = [*chain.from_iterable(combinations(NAMES, size) for size in range(len(NAMES) + 1))]
+    assert len(sets) == 2 ** len(NAMES)
+    found = set()
+    for names in sets:
+        prompts = {name: f"{name}: " for name in names}
+        chosen = get_prompt_name(prompts, Task, None if role is None else PromptType(role))
+        assert task_prompt(prompts, "mine", "STS", role) == prompts.get(chosen, "")
+        found.add(chosen)
+    assert len(found) == (3 if role is None else 6)
+
+
+def test_every_kind_of_folder_has_one_of_mtebs_types():
+    assert {*TASK_TYPES.values()} <= {*get_args(TaskType)}
+    assert len(TASK_TYPES) == 7
+
+
+def test_a_folder_without_a_name_takes_no_prompt_without_one():
+    assert task_prompt({"": "x "}, "", "STS", None) == ""

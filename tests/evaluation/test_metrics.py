@@ -12,14 +12,14 @@ from torchmetrics.functional.retrieval import (
     retrieval_reciprocal_rank,
 )
 
-from embeddings.evaluation.metrics import Judgments, average_rank, dcg, retrieval_metrics, spearman
+from embeddings.evaluation.metrics import Qrels, dcg, retrieval_metrics, spearman
 
 
 def judged(relevance, num_documents):
-    """Judgments from one {document: grade} a query."""
+    """Qrels from one {document: grade} a query."""
     triples = [(query, doc, grade) for query, grades in enumerate(relevance) for doc, grade in grades.items()]
     query_J, document_J, relevance_J = (np.array(column) for column in zip(*triples, strict=True))
-    return Judgments(query_J, document_J, relevance_J.astype(float), len(relevance), num_documents)
+    return Qrels(query_J, document_J, relevance_J.astype(float), len(relevance), num_documents)
 
 
 def by_hand(ranking, grades, cutoff):
@@ -57,7 +57,7 @@ def random_case(seed, num_queries=12, num_documents=40, depth=15):
     return ranked_QK, relevance
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("cutoff", [1, 3, 10, 15, 30])
 def test_means_equal_those_of_a_loop_over_queries_and_ranks(seed, cutoff):
     ranked_QK, relevance = random_case(seed)
@@ -69,7 +69,7 @@ def test_means_equal_those_of_a_loop_over_queries_and_ranks(seed, cutoff):
     assert (scores.num_queries, scores.num_skipped) == (12, 0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_values_equal_torchmetrics_and_sklearn(seed):
     ranked_QK, relevance = random_case(seed, num_documents=15)
     scores = retrieval_metrics(ranked_QK, judged(relevance, 15), (10,)).metrics
@@ -108,22 +108,22 @@ def test_the_best_ranking_scores_one_everywhere():
 
 
 def test_queries_without_a_relevant_document_are_skipped_and_counted():
-    judgments = Judgments(np.array([0, 2]), np.array([1, 0]), np.array([1.0, 0.0]), 4, 3)
-    scores = retrieval_metrics(np.array([[1, 0]] * 4), judgments, (2,))
+    qrels = Qrels(np.array([0, 2]), np.array([1, 0]), np.array([1.0, 0.0]), 4, 3)
+    scores = retrieval_metrics(np.array([[1, 0]] * 4), qrels, (2,))
     assert (scores.num_queries, scores.num_skipped) == (1, 3)
     assert scores.metrics["ndcg_at_2"] == 1.0
 
 
 def test_no_judgment_at_all_gives_no_metrics_and_no_error():
     nothing = np.array([], dtype=np.int64)
-    scores = retrieval_metrics(np.array([[0, 1]]), Judgments(nothing, nothing, nothing.astype(float), 1, 2))
+    scores = retrieval_metrics(np.array([[0, 1]]), Qrels(nothing, nothing, nothing.astype(float), 1, 2))
     assert scores == ({}, 0, 1)
 
 
 def test_rows_of_minus_one_are_no_documents():
     # Row -1 of query 1 must not be read as the last document of query 0.
-    judgments = judged([{2: 1}, {0: 1}], 3)
-    scores = retrieval_metrics(np.array([[-1, -1], [-1, 0]]), judgments, (2,)).metrics
+    qrels = judged([{2: 1}, {0: 1}], 3)
+    scores = retrieval_metrics(np.array([[-1, -1], [-1, 0]]), qrels, (2,)).metrics
     assert scores["recall_at_2"] == 0.5
     assert scores["mrr_at_2"] == 0.25
 
@@ -133,19 +133,9 @@ def test_an_empty_ranking_scores_zero():
     assert set(scores.metrics.values()) == {0.0}
 
 
-@pytest.mark.parametrize("ties", [False, True])
-def test_spearman_equals_scipy(ties):
-    from scipy.stats import spearmanr
-
-    generator = np.random.default_rng(0)
-    first, second = generator.normal(size=50), generator.normal(size=50)
-    if ties:
-        first, second = first.round(0), second.round(0)
-    assert spearman(first, second) == pytest.approx(spearmanr(first, second).statistic, abs=1e-12)
-
-
 def test_spearman_of_hand_numbers():
     assert spearman(np.array([1.0, 2.0, 3.0]), np.array([10.0, 20.0, 90.0])) == pytest.approx(1.0)
     assert spearman(np.array([1.0, 2.0, 3.0]), np.array([3.0, 2.0, 1.0])) == pytest.approx(-1.0)
     assert spearman(np.array([1.0, 2.0]), np.array([5.0, 5.0])) == 0.0
-    assert average_rank(np.array([30.0, 10.0, 30.0, 20.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
+    # Ranks 3.5, 1, 3.5, 2 against 1, 2, 3, 4: covariance -1 over the root of 4.5 x 5.
+    assert spearman(np.array([30.0, 10.0, 30.0, 20.0]), np.arange(4.0)) == pytest.approx(-1 / (4.5 * 5) ** 0.5)
