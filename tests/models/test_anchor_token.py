@@ -1,10 +1,18 @@
 """AnchorTokenPooling through real backbones: against their own attention matrices, and wherever a pooling is used."""
 
+import importlib.util
+import logging
+import math
+import os
+import re
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
+from torch import Tensor
 
 from embeddings.common import OptionError, PaddedTokens, TextSettings
 from embeddings.models import (
@@ -14,10 +22,13 @@ from embeddings.models import (
     LoraSettings,
     MeanPooling,
     add_lora,
+    anchor_token,
     load_backbone,
     make_bidirectional,
 )
-from embeddings.models.anchor_weights import CapturedAttention
+from embeddings.models import anchor_weights as weights_module
+from embeddings.models.anchor_token import checked_sums, fastest_sums, fused_sums
+from embeddings.models.anchor_weights import CapturedAttention, anchor_weights, tiled_sums, visible_queries
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.reading import random_tokens, read
 
@@ -86,13 +97,6 @@ def test_the_key_axis_under_a_causal_mask_is_refused_with_its_two_ways_out():
     embedder_of("mistral", causal=True, axis="query")
 
 
-def test_a_backbone_that_was_refused_is_left_without_a_tap():
-    backbone = backbone_of("mistral", causal=True)
-    with pytest.raises(OptionError, match="causal mask"):
-        Embedder(backbone, sentencepiece_tokenizer(), AnchorTokenPooling(32))
-    Embedder(backbone, sentencepiece_tokenizer(), AnchorTokenPooling(32, by_visible_queries=True))
-
-
 @torch.no_grad()
 def test_the_tap_changes_no_state_of_the_backbone_and_its_config_stays():
     for kind in ("bert", "mistral"):
@@ -123,14 +127,6 @@ def test_weights_sum_to_one_over_the_pooled_tokens_whatever_the_padding():
         assert weight.masked_select(~padded.pooling_mask_NL).eq(0).all()
         found.append(weight[:, :12])
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)
-
-
-def test_a_text_with_nothing_but_its_first_token_keeps_it():
-    mask = torch.tensor([[True, False, False], [True, True, False]])
-    pooling = AnchorTokenPooling(4, include_first=False)
-    states = torch.zeros(2, 1, 3, 4)
-    weight = pooling.weights(mask, mask, [CapturedAttention(states, states, None, False, 1.0)])
-    assert weight.tolist() == [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
 
 
 def gradients(embedder, tokens=TOKENS):
@@ -173,15 +169,6 @@ def test_it_reads_a_backbone_with_adapters():
     assert gradients(embedder).norm() > 0
 
 
-def test_layers_that_are_not_there_are_refused():
-    with pytest.raises(OptionError, match=r"layers \[5\] must be among the 2 attention layers"):
-        embedder_of("bert", layers=(5,))
-    with pytest.raises(ValueError, match=r"pooling\.axis must be key or query"):
-        AnchorTokenPooling(32, axis="row")
-    with pytest.raises(ValueError, match="must name a layer"):
-        AnchorTokenPooling(32, layers=())
-
-
 @pytest.mark.usefixtures("travelling_code")
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
 def test_the_directory_gives_equal_vectors_here_and_in_sentence_transformers(kind, tmp_path: Path):
@@ -201,3 +188,380 @@ def test_the_directory_gives_equal_vectors_here_and_in_sentence_transformers(kin
     mean = Embedder(embedder.backbone, embedder.tokenizer, MeanPooling(32), text=embedder.text).eval()
     with torch.no_grad():
         assert (mean(read(mean.tokenizer, texts, "find ", 32)) - expected).abs().max() > 1e-5
+
+
+# No tile divides the length; the last holds all.
+TILES = (1, 40, 200, 1 << 21)
+IS_TOKEN = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+
+
+def attention(dtype: torch.dtype = torch.float64, is_causal: bool = False, mask: Tensor | None = None, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(2, 6, 7, 4, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    key = torch.randn(2, 3, 7, 4, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return CapturedAttention(query, key, mask, is_causal, 0.5)
+
+
+def looped(tapped, axis, per_head, by_visible):
+    """Eq. 3 written out: one text, one head, one query at a time; the softmax is torch's."""
+    rows = []
+    for text, length in enumerate(IS_TOKEN.sum(1).tolist()):
+        weight = torch.zeros(7, dtype=torch.float64)
+        seen_by = torch.zeros(7, dtype=torch.float64)
+        for head in range(6):
+            of_head = [torch.zeros((), dtype=torch.float64) for _ in range(7)]
+            for j in range(length):
+                sees = [i for i in range(length) if not tapped.is_causal or i <= j]
+                if tapped.mask is not None:
+                    sees = [i for i in sees if tapped.mask[text, 0, j, i]]
+                key = tapped.key_NGLE[text, head // 2]
+                score = torch.stack([tapped.query_NALE[text, head, j] @ key[i] for i in sees]) * tapped.scaling
+                for i, paid in zip(sees, score.softmax(0), strict=True):
+                    place = i if axis == "key" else j
+                    of_head[place] = of_head[place] + torch.log(length * paid + 1)
+                    seen_by[i] += 1 / 6
+            stacked = torch.stack(of_head)
+            weight = weight + (stacked / stacked.sum() if per_head else stacked)
+        rows.append(weight / seen_by.clamp(min=1) if by_visible else weight)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("axis", "per_head", "by_visible"), list(product(("key", "query"), (False, True), (False, True)))
+)
+@pytest.mark.parametrize("kind", ["bidirectional", "causal", "masked"])
+def test_weights_and_gradients_equal_a_loop_at_every_tile(axis, per_head, by_visible, kind, monkeypatch):
+    mask = None
+    if kind == "masked":
+        mask = (torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(1)) > 0.4) | torch.eye(7).bool()
+    tapped = attention(is_causal=kind == "causal", mask=mask)
+    direction = torch.randn(2, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected = looped(tapped, axis, per_head, by_visible)
+    expected_gradients = torch.autograd.grad((expected * direction).sum(), (tapped.query_NALE, tapped.key_NGLE))
+    for tile in TILES:
+        monkeypatch.setattr(weights_module, "TILE_SCORES", tile)
+        found = anchor_weights(tapped, IS_TOKEN, axis, per_head, by_visible)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        gradients = torch.autograd.grad((found * direction).sum(), (tapped.query_NALE, tapped.key_NGLE))
+        torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-12)
+
+
+def test_no_tile_is_larger_than_its_budget_and_texts_without_tokens_weigh_nothing(monkeypatch):
+    monkeypatch.setattr(weights_module, "TILE_SCORES", 100)
+    sizes = []
+    softmax = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda self, **o: (sizes.append(self.numel()), softmax(self, **o))[1])
+    tapped = attention()
+    weight = anchor_weights(tapped, torch.zeros(2, 7, dtype=torch.bool))
+    assert weight.eq(0).all()
+    assert len(sizes) == 7
+    weight.sum().backward()
+    assert tapped.query_NALE.grad.eq(0).all()
+    assert len(sizes) == 14
+    # One query of each of 2 texts and 6 heads is the least that a tile can hold.
+    assert max(sizes) == 2 * 6 * 7
+
+
+def heads_of(*patterns: Tensor) -> CapturedAttention:
+    """Attention whose softmax is each head's given matrix: one-hot queries on the matrix's logarithm as keys."""
+    length = patterns[0].shape[0]
+    query = torch.eye(length, dtype=torch.float64).expand(1, len(patterns), -1, -1)
+    key = torch.stack([pattern.double().clamp(min=1e-300).log().T for pattern in patterns])[None]
+    return CapturedAttention(query, key, None, False, 1.0)
+
+
+def shares(tapped: CapturedAttention, **options) -> Tensor:
+    weight = anchor_weights(tapped, torch.ones(1, tapped.query_NALE.shape[2], dtype=torch.bool), **options)[0]
+    return weight / weight.sum()
+
+
+def sink(length: int, place: int, share: float = 1.0) -> Tensor:
+    """Every query pays one token `share`, and the others the rest in equal parts."""
+    rows = torch.full((length, length), (1 - share) / (length - 1), dtype=torch.float64)
+    rows[:, place] = share
+    return rows
+
+
+def test_the_key_axis_finds_a_sink_and_the_query_axis_an_even_look():
+    pattern = sink(16, 5, 0.9)
+    pattern[9] = 1 / 16
+    by_key, by_query = shares(heads_of(pattern)), shares(heads_of(pattern), axis="query")
+    assert by_key.argmax() == 5
+    assert by_key[5] > 0.5
+    # Read to the letter, the sink weighs less than a token of an even share, and the diffuse query most.
+    assert by_query[5] < 1 / 16
+    assert by_query.argmax() == 9
+    assert by_query[9] > 0.13
+
+
+def test_a_uniform_head_dilutes_the_anchor_unless_heads_count_alike():
+    length = 32
+    uniform = torch.full((length, length), 1 / length)
+    patterns = [sink(length, 3), torch.eye(length), uniform]
+    mass = [float(anchor_weights(heads_of(one), torch.ones(1, length, dtype=torch.bool)).sum()) for one in patterns]
+    assert mass[:2] == pytest.approx([length * math.log(length + 1)] * 2)
+    assert mass[2] == pytest.approx(length**2 * math.log(2))
+    assert mass[2] / mass[0] == pytest.approx(6.3, abs=0.05)
+    assert float(shares(heads_of(*patterns))[3]) == pytest.approx(0.147, abs=5e-4)
+    assert float(shares(heads_of(*patterns), per_head=True)[3]) == pytest.approx(0.354, abs=5e-4)
+
+
+def test_under_a_causal_mask_the_key_axis_favours_early_tokens_unless_divided_by_the_queries_that_see_them():
+    zeros = torch.zeros(1, 1, 32, 4, dtype=torch.float64)
+    tapped = CapturedAttention(zeros, zeros, None, True, 1.0)
+    biased, mended = shares(tapped), shares(tapped, by_visible_queries=True)
+    assert float(biased[0]) == pytest.approx(0.0805, abs=5e-5)
+    assert float(biased[-1]) == pytest.approx(0.0013, abs=5e-5)
+    assert float(mended.max() / mended.min()) < 2.1
+    is_token = torch.ones(1, 32, dtype=torch.bool)
+    assert visible_queries(tapped, is_token)[0].tolist() == list(range(32, 0, -1))
+
+
+@pytest.mark.parametrize("num_heads", [1, 13, 40])
+def test_the_logarithm_of_a_product_of_heads_does_not_overflow(num_heads):
+    length = 600
+    keys = torch.zeros(1, num_heads, length, 1)
+    keys[:, :, 7] = 100.0
+    tapped = CapturedAttention(torch.ones(1, num_heads, length, 1), keys, None, False, 1.0)
+    weight = anchor_weights(tapped, torch.ones(1, length, dtype=torch.bool))
+    assert weight.isfinite().all()
+    assert float(weight[0, 7]) == pytest.approx(num_heads * length * math.log(length + 1), rel=1e-5)
+
+
+def test_autocast_rounds_neither_weights_nor_gradients():
+    tapped = attention(torch.float32)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            weight = anchor_weights(tapped, IS_TOKEN)
+            found.append((weight, *torch.autograd.grad(weight.square().sum(), (tapped.query_NALE, tapped.key_NGLE))))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+CPU = torch.device("cpu")
+KIND = (CPU, torch.float32, 8, 2, False, False, None, "key")
+
+
+@pytest.fixture(autouse=True)
+def _no_check_is_remembered(monkeypatch):
+    monkeypatch.setattr(anchor_token, "_TRIAL_LENGTH", 27)
+    checked_sums.cache_clear()
+    yield
+    checked_sums.cache_clear()
+
+
+def without_kernels(*_):
+    raise RuntimeError("no compiler\nat all")
+
+
+def shifted(tapped, is_token, axis, per_head):
+    """Scores that are off by one in a hundred."""
+    return tiled_sums(replace(tapped, scaling=tapped.scaling * 0.99), is_token, axis, per_head)
+
+
+class RightForwardWrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.01
+
+
+def wrong_gradient(*problem):
+    return RightForwardWrongBackward.apply(tiled_sums(*problem))
+
+
+def nan_weights(*problem):
+    return tiled_sums(*problem) * torch.nan
+
+
+def test_a_processor_never_takes_the_fused_way(monkeypatch):
+    monkeypatch.setattr(anchor_token, "fused_sums", without_kernels)
+    tapped, is_token = anchor_token._trial(*KIND[:7])
+    torch.testing.assert_close(fastest_sums(tapped, is_token), tiled_sums(tapped, is_token), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [KIND, (CPU, torch.bfloat16, 8, 1, True, True, torch.bool, "query")])
+def test_a_way_that_agrees_is_taken_and_asked_once(kind):
+    calls = []
+
+    def agreeing(*problem):
+        calls.append(problem)
+        return tiled_sums(*problem)
+
+    assert checked_sums(agreeing, *kind) is agreeing
+    assert checked_sums(agreeing, *kind) is agreeing
+    assert len(calls) == 1
+    assert calls[0][0].query_NALE.shape[1] == 2 * kind[3]
+    assert calls[0][0].query_NALE.dtype == kind[1]
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        (without_kernels, "RuntimeError: no compiler$"),
+        (shifted, "weights differ by"),
+        (wrong_gradient, "query differ by 1.0e-02, more than 1e-04"),
+        (nan_weights, "weights differ by nan"),
+    ],
+)
+def test_a_way_that_fails_or_disagrees_is_left_with_one_warning(way, reason, caplog):
+    with caplog.at_level(logging.WARNING, logger="embeddings"):
+        assert checked_sums(way, *KIND) is tiled_sums
+        assert checked_sums(way, *KIND) is tiled_sums
+    assert len(caplog.records) == 1
+    assert "takes the slower tiled way" in caplog.text
+    message = caplog.records[0].getMessage()
+    assert re.search(reason, message), message
+
+
+def test_the_check_works_without_gradients_and_draws_from_no_common_generator():
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        assert checked_sums(tiled_sums, *KIND) is tiled_sums
+    assert anchor_token._disagreement(tiled_sums, *anchor_token._trial(*KIND[:7]), "key") is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+SHAPES = [(64, 1), (128, 4), (96, 2), (256, 8)]
+MASKS = [(True, False, None), (False, True, None), (False, False, torch.bool), (False, False, torch.bfloat16)]
+KINDS = [
+    *[
+        (dtype, *shape, False, False, None)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for shape in SHAPES
+    ],
+    *[(dtype, 64, 2, *mask) for dtype in (torch.float32, torch.bfloat16) for mask in MASKS],
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_compiled_kernels_pass_their_check(kind, monkeypatch):
+    monkeypatch.setattr(anchor_token, "_TRIAL_LENGTH", 139)
+    device = torch.device("cuda", torch.cuda.current_device())
+    for axis in ("key", "query"):
+        assert anchor_token._disagreement(fused_sums, *anchor_token._trial(device, *kind), axis) is None
+        assert checked_sums(fused_sums, device, *kind, axis) is fused_sums
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_fused_sums_of_long_texts_need_no_memory_of_length_squared(monkeypatch):
+    monkeypatch.setattr(anchor_token, "_TRIAL_LENGTH", 139)
+    generator, length = torch.Generator("cuda").manual_seed(0), 8192
+    sides = [
+        torch.randn(1, 8, length, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+        for _ in range(2)
+    ]
+    tapped = CapturedAttention(*sides, None, False, 0.125)
+    is_token = torch.ones(1, length, dtype=torch.bool, device="cuda")
+    expected = tiled_sums(tapped, is_token)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = fastest_sums(tapped, is_token)
+    found.sum().backward()
+    # One head's matrix of scores alone would be 256 MiB.
+    assert torch.cuda.max_memory_allocated() - before < 64 * 2**20
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
+    assert checked_sums.cache_info().currsize == 1
+
+
+# The interpreter asks numpy for scalars in a way that it will give up.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+# 16 is the least that a product of tiles takes; three tiles of 43 tokens then, the last a part of one.
+TILE, LENGTH = 16, 43
+CASES = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"has_window": True},
+    "causal window": {"is_causal": True, "has_window": True},
+    "bool mask": {"mask_dtype": torch.bool},
+    "added mask": {"mask_dtype": torch.float32},
+}
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """The kernels as the interpreter runs them, with small tiles."""
+    if torch.cuda.is_available():
+        pytest.skip("the tests marked gpu run the compiled kernels")
+    pytest.importorskip("triton", reason="triton, which comes with a CUDA build of torch, is not here")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton interprets where TRITON_INTERPRET=1 was set before python began")
+    monkeypatch.setattr("embeddings.models.anchor_kernels.TILE", TILE)
+    monkeypatch.setattr(anchor_token, "_TRIAL_LENGTH", LENGTH)
+
+
+def problem(dtype=torch.float32, num_shared=1, width=20, is_causal=False, has_window=False, mask_dtype=None):
+    device = torch.device("cpu")
+    return anchor_token._trial(device, dtype, width, num_shared, is_causal, has_window, mask_dtype)
+
+
+def solved(way, tapped, is_token, axis, per_head=False):
+    weight = way(tapped, is_token, axis, per_head)
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+    return weight.detach(), *torch.autograd.grad((weight * direction).sum(), (tapped.query_NALE, tapped.key_NGLE))
+
+
+def assert_alike(tapped, is_token, axis, limit=2e-6, **options):
+    for found, expected in zip(
+        solved(fused_sums, tapped, is_token, axis, **options),
+        solved(tiled_sums, tapped, is_token, axis, **options),
+        strict=True,
+    ):
+        assert found.shape == expected.shape
+        assert found.dtype == expected.dtype
+        assert expected.norm() > 0
+        assert float((found.double() - expected.double()).norm() / expected.double().norm()) <= limit
+
+
+def test_a_machine_without_triton_has_no_kernels():
+    if importlib.util.find_spec("triton") is not None:
+        pytest.skip("triton is here")
+    with pytest.raises(ImportError, match="triton"):
+        fused_sums(*problem())
+
+
+@pytest.mark.parametrize("axis", ["key", "query"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("interpreter")
+def test_weights_and_gradients_equal_the_tiled_ones(case, axis):
+    tapped, is_token = problem(**CASES[case])
+    assert tapped.query_NALE.shape[2] == LENGTH
+    assert_alike(tapped, is_token, axis)
+
+
+@pytest.mark.parametrize("axis", ["key", "query"])
+@pytest.mark.usefixtures("interpreter")
+def test_heads_that_share_a_key_and_heads_told_apart(axis):
+    assert_alike(*problem(num_shared=3), axis, per_head=True)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_half_precision_inputs_are_summed_in_float32():
+    """The interpreter knows no bfloat16 arithmetic; the tests marked gpu have it."""
+    tapped, is_token = problem(torch.float16)
+    assert_alike(tapped, is_token, "key", 5e-4)
+    found, expected = (way(tapped, is_token, "key", False) for way in (fused_sums, tiled_sums))
+    assert float(((found - expected).norm() / expected.norm()).detach()) <= 2e-6
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_text_without_tokens_and_a_query_that_sees_nothing_weigh_nothing():
+    tapped, is_token = problem(mask_dtype=torch.bool)
+    tapped.mask[0, 0, 7] = False
+    is_token[1] = False
+    assert_alike(tapped, is_token, "key")
+    assert fused_sums(tapped, is_token, "key", False)[1].eq(0).all()
+    assert fused_sums(tapped, is_token, "query", False)[0, 7] == 0
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_mask_over_keys_alone_is_spread_over_heads_and_queries():
+    tapped, is_token = problem()
+    seen = torch.rand(2, 1, 1, LENGTH, generator=torch.Generator().manual_seed(4)) > 0.3
+    assert_alike(CapturedAttention(tapped.query_NALE, tapped.key_NGLE, seen, False, 0.3), is_token, "key")

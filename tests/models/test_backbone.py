@@ -1,17 +1,37 @@
+"""Compiled layers against plain ones: the same gradients, dropout and names of weights, whatever lies around them."""
+
 import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, MambaConfig, MambaModel, PreTrainedTokenizerFast
+from torch import nn
+from transformers import AutoConfig, AutoModel, MambaConfig, MambaModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from embeddings.common import InputError, OptionError
-from embeddings.models import BackboneConfig, FromScratch, load_backbone
+from embeddings.models import (
+    AnchorTokenPooling,
+    BackboneConfig,
+    Embedder,
+    FromScratch,
+    LatentAttentionPooling,
+    LoraSettings,
+    Upcycling,
+    add_lora,
+    load_backbone,
+    upcycle,
+)
+from embeddings.models import backbone as layers_module
+from embeddings.models.backbone import compile_layers, enable_checkpointing, is_compiled
 from embeddings.models.bidirectional import layers
 from embeddings.models.language_model import new_model
+from embeddings.models.lora import merged_state_dict
+from embeddings.training import GradCache
+from tests.helpers.contrastive import TinyStep, random_batch, relative_error
 from tests.helpers.tiny import (
     bpe_tokenizer,
     save_backbone,
@@ -20,6 +40,9 @@ from tests.helpers.tiny import (
     tiny_mistral,
     wordpiece_tokenizer,
 )
+from tests.models.moe import tiny_rotary
+from tests.models.reading import random_tokens
+from tests.training.test_gradcache import cached_gradient, direct_gradient, plain_gradient
 
 
 @pytest.fixture
@@ -55,17 +78,6 @@ def test_a_decoder_loads_in_both_directions(mistral: Path, attention: str) -> No
     assert moved > 1e-3
 
 
-def test_a_decoder_stays_causal_unless_asked(mistral: Path) -> None:
-    model, _ = load_backbone(BackboneConfig(str(mistral)))
-    assert getattr(model.config, "is_causal", True) is True
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.bfloat16), ("auto", torch.float32)])
-def test_weights_come_in_the_dtype_asked_for(mistral: Path, dtype: str, expected: torch.dtype) -> None:
-    config = BackboneConfig(str(mistral), dtype=dtype, bidirectional=True)  # type: ignore[arg-type]
-    assert load_backbone(config)[0].dtype == expected
-
-
 def test_gradient_checkpointing_gives_equal_gradients(mistral: Path) -> None:
     grads = []
     for checkpointing in (False, True):
@@ -87,13 +99,6 @@ def test_a_tokenizer_without_a_pad_token_pads_on_the_right_with_its_end_token(tm
     assert loaded.padding_side == "right"
 
 
-def test_a_tokenizer_with_neither_pad_nor_end_token_is_refused(tmp_path: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer().backend_tokenizer)
-    folder = save_backbone(str(tmp_path), tiny_mistral(), tokenizer)
-    with pytest.raises(InputError, match="no pad and no eos token"):
-        load_backbone(BackboneConfig(folder))
-
-
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     tokenizer = wordpiece_tokenizer()
     tokenizer.add_tokens([f"<extra_{i}>" for i in range(400)])
@@ -104,59 +109,6 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def one_line(error: pytest.ExceptionInfo[InputError]) -> bool:
     return "\n" not in str(error.value) and len(str(error.value)) < 400
-
-
-def test_a_directory_without_a_model_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"config\.json") as caught:
-        load_backbone(BackboneConfig(str(tmp_path)))
-    assert one_line(caught)
-
-
-def test_a_directory_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
-    tiny_bert().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="holds no tokenizer") as caught:
-        load_backbone(BackboneConfig(str(tmp_path)))
-    assert one_line(caught)
-
-
-def test_a_tokenizer_json_that_is_a_folder_or_missing_beside_a_vocabulary_is_one_line(bert: Path) -> None:
-    file = bert / "tokenizer.json"
-    for name in ("vocab.txt", "vocab.json"):
-        (bert / name).write_text('{"[PAD]": 0}')
-        load_backbone(BackboneConfig(str(bert)))
-        kept = file.read_text()
-        file.unlink()
-        with pytest.raises(InputError, match=rf"holds {name} and no tokenizer\.json; take a whole copy"):
-            load_backbone(BackboneConfig(str(bert)))
-        file.mkdir()
-        with pytest.raises(InputError, match=r"tokenizer\.json: is a folder; take a whole copy"):
-            load_backbone(BackboneConfig(str(bert)))
-        file.rmdir()
-        (bert / name).unlink()
-        file.write_text(kept)
-
-
-def test_a_damaged_tokenizer_is_one_line(bert: Path) -> None:
-    (bert / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match="tokenizer cannot be read") as caught:
-        load_backbone(BackboneConfig(str(bert)))
-    assert one_line(caught)
-
-
-def test_truncated_weights_are_one_line(bert: Path) -> None:
-    whole = (bert / "model.safetensors").read_bytes()
-    (bert / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match="cannot be loaded") as caught:
-        load_backbone(BackboneConfig(str(bert)))
-    assert one_line(caught)
-
-
-def test_weights_of_another_shape_are_one_line(bert: Path) -> None:
-    config = json.loads((bert / "config.json").read_text())
-    (bert / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
-    with pytest.raises(InputError, match=r"has shape .*, by config\.json it has") as caught:
-        load_backbone(BackboneConfig(str(bert)))
-    assert one_line(caught)
 
 
 def test_weights_that_are_missing_are_refused_and_not_left_random(bert: Path) -> None:
@@ -175,14 +127,6 @@ def test_pickled_weights_are_refused(bert: Path) -> None:
         load_backbone(BackboneConfig(str(bert)))
 
 
-def test_the_config_is_read_from_arguments() -> None:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--backbone", type=BackboneConfig)
-    given = parser.parse_args(["--backbone.name=somewhere", "--backbone.bidirectional=true"])
-    config = parser.instantiate(given).backbone
-    assert config == BackboneConfig("somewhere", bidirectional=True)
-
-
 def test_dropout_is_the_checkpoints_own_unless_given(tmp_path: Path) -> None:
     folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.3), wordpiece_tokenizer())
     ids = torch.arange(3, 23)[None]
@@ -193,13 +137,6 @@ def test_dropout_is_the_checkpoints_own_unless_given(tmp_path: Path) -> None:
         with torch.no_grad():
             states = [model.train()(ids).last_hidden_state for _ in range(2)]
         assert torch.equal(*states) is not is_random
-
-
-def test_a_decoders_attention_has_the_dropout_it_is_given(mistral: Path) -> None:
-    model, _ = load_backbone(BackboneConfig(str(mistral), dropout=0.5))
-    ids = torch.arange(3, 23)[None]
-    with torch.no_grad():
-        assert not torch.equal(model.train()(ids).last_hidden_state, model(ids).last_hidden_state)
 
 
 def test_dropout_that_cannot_be_is_one_line(tmp_path: Path) -> None:
@@ -258,13 +195,6 @@ def test_the_first_layers_are_taken_and_saved(tmp_path: Path, name: str) -> None
     assert torch.equal(again(ids).last_hidden_state, found)
 
 
-def test_a_number_of_layers_that_cannot_be_is_one_line(bert: Path) -> None:
-    with pytest.raises(OptionError, match=r"backbone\.num_layers must be >= 1, got 0"):
-        BackboneConfig("a", num_layers=0)
-    with pytest.raises(OptionError, match=r"backbone\.num_layers must be <= 2, the model's, got 3"):
-        load_backbone(BackboneConfig(str(bert), num_layers=3))
-
-
 @pytest.mark.parametrize(
     ("part", "value", "says"),
     [
@@ -281,3 +211,186 @@ def test_a_tokenizer_that_panics_is_one_line(
     with pytest.raises(InputError, match=f"tokenizer cannot be read: {says}"):
         load_backbone(BackboneConfig(str(bert)))
     assert "panicked" not in capfd.readouterr().err
+
+
+EAGER = {"backend": "aot_eager"}
+INDUCTOR = dict(layers_module._COMPILER)
+# The compiler looks at things of which torch warns; it hides its own warnings by a way that errors do not take.
+keeps_warnings = pytest.mark.filterwarnings("default")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs that run as they were traced, or as C++ of their own, which takes minutes."""
+    monkeypatch.setattr(layers_module, "_COMPILER", EAGER if request.param == "aot_eager" else INDUCTOR)
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def eager_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(layers_module, "_COMPILER", EAGER)
+    yield
+    torch.compiler.reset()
+
+
+def decoder() -> nn.Module:
+    return add_lora(tiny_mistral(), LoraSettings(rank=4, dropout=0.1))
+
+
+def recomputed() -> nn.Module:
+    model = tiny_bert(dropout=0.1)
+    enable_checkpointing(model)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "encoder": lambda: tiny_bert(dropout=0.1),
+    "encoder, recomputed": recomputed,
+    "decoder with adapters": decoder,
+}
+
+
+def plain_and_compiled(model: str) -> tuple[TinyStep, TinyStep]:
+    """Two steps of the same weights, with dropout."""
+    steps = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        backbone = MODELS[model]().train()
+        if compiles:
+            compile_layers(backbone)
+        steps.append(TinyStep(backbone))
+    plain, compiled = steps
+    assert is_compiled(compiled)
+    assert not is_compiled(plain)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    return plain, compiled
+
+
+@keeps_warnings
+def test_a_plain_step_has_the_gradient_of_plain_layers(eager_compiler: None) -> None:
+    steps, batch, found = plain_and_compiled("encoder"), random_batch(4, 2), []
+    for step in (*steps, steps[0]):
+        torch.manual_seed(1 + len(found) // 2)
+        found.append(plain_gradient(step, batch)[1])
+    assert relative_error(found[1], found[0]) < 1e-6
+    assert relative_error(found[2], found[0]) > 1e-3
+
+
+@keeps_warnings
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_gradcache_has_it_too_and_dropout_is_replayed(model: str, compiler: None) -> None:
+    plain, compiled = plain_and_compiled(model)
+    for num_pairs in (4, 7):
+        batch, engine = random_batch(num_pairs, 2), GradCache(mini_batch_tokens=30, kept_fraction=0.5)
+        torch.manual_seed(1)
+        direct = direct_gradient(plain, batch, engine)[1]
+        torch.manual_seed(1)
+        cached = cached_gradient(compiled, batch, engine)[1]
+        assert relative_error(cached, direct) < 1e-6
+        assert relative_error(cached_gradient(compiled, batch, engine)[1], direct) > 1e-3
+
+
+@keeps_warnings
+def test_texts_of_any_number_and_length_share_one_graph(eager_compiler: None) -> None:
+    model = tiny_bert().train()
+    compile_layers(model)
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    for num_texts, length in ((2, 3), (3, 9), (5, 30), (8, 4)):
+        model(torch.ones(num_texts, length, dtype=torch.int64)).last_hidden_state.sum().backward()
+    assert counted["stats"]["unique_graphs"] == 1
+    assert not counted["graph_break"]
+
+
+def compiled_ones(model: PreTrainedModel) -> list[bool]:
+    return [is_compiled(layer) for layer in layers(model)]
+
+
+@keeps_warnings
+def test_layers_that_are_read_or_have_experts_are_left_as_they_are() -> None:
+    decoder = tiny_mistral()
+    Embedder(
+        decoder, sentencepiece_tokenizer(), AnchorTokenPooling(decoder.config.hidden_size, by_visible_queries=True)
+    )
+    compile_layers(decoder)
+    *others, last = compiled_ones(decoder)
+    assert others
+    assert all(others)
+    assert not last
+    sparse = upcycle(tiny_rotary(num_layers=4), Upcycling(num_experts=2))
+    compile_layers(sparse)
+    assert compiled_ones(sparse) == [True, False, True, False]
+
+
+@keeps_warnings
+def test_eager_attention_is_refused() -> None:
+    model = tiny_bert()
+    model.set_attn_implementation("eager")
+    with pytest.raises(OptionError, match=r"backbone\.compile does not go with eager attention.*sdpa"):
+        compile_layers(model)
+
+
+TOKENS = random_tokens(384, [5, 9, 3])
+
+
+def adapted(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return add_lora(tiny_mistral(), LoraSettings(rank=4, alpha=8, dropout=dropout))
+
+
+def trained(backbone: nn.Module) -> nn.Module:
+    """Adapters away from the zero they start at."""
+    with torch.no_grad():
+        for name, parameter in backbone.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return backbone.eval()
+
+
+def states(backbone: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        output = backbone(input_ids=TOKENS.input_ids_NL, attention_mask=TOKENS.attention_mask_NL.long())
+    return output.last_hidden_state * TOKENS.attention_mask_NL[..., None]
+
+
+def test_a_step_changes_every_trainable_tensor_and_no_other() -> None:
+    pooling = LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8)
+    embedder = Embedder(adapted(dropout=0.1), sentencepiece_tokenizer(), pooling)
+    before = {name: tensor.clone() for name, tensor in embedder.named_parameters()}
+    trainable = {name for name, tensor in embedder.named_parameters() if tensor.requires_grad}
+    assert {name for name in before if name.startswith("pooling.")} <= trainable
+    assert {name for name in trainable if name.startswith("backbone.")} == {name for name in before if "lora_" in name}
+    assert len(trainable) > 2 * 7 * 2
+    optimizer = torch.optim.AdamW(embedder.parameters(), lr=1e-2)
+    # The first step moves B alone: A has no gradient while B is zero.
+    for _ in range(2):
+        optimizer.zero_grad()
+        (embedder(TOKENS) * torch.arange(32)).sum().backward()
+        optimizer.step()
+    changed = {name for name, tensor in embedder.named_parameters() if not torch.equal(tensor, before[name])}
+    assert changed == trainable
+
+
+@pytest.mark.parametrize("settings", [LoraSettings(rank=4), LoraSettings(rank=4, target_modules=["query", "value"])])
+def test_merged_weights_give_the_adapted_states_and_leave_the_run_alone(settings: LoraSettings) -> None:
+    backbone = trained(add_lora(tiny_bert(), settings))
+    before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
+    plain = tiny_bert(seed=1)
+    plain.load_state_dict(merged_state_dict(backbone))
+    assert not torch.allclose(states(backbone), states(tiny_bert()), atol=1e-3)
+    torch.testing.assert_close(states(plain), states(backbone), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backbone.state_dict().items())
+
+
+def test_layers_that_are_not_there_are_refused_with_those_that_are() -> None:
+    with pytest.raises(OptionError, match=r"lora\.target_modules .* q_proj"):
+        add_lora(tiny_mistral(), LoraSettings(target_modules=["no_such_layer"]))
+
+
+@pytest.mark.parametrize("options", [{"rank": 0}, {"alpha": 0}, {"dropout": 1.0}, {"dropout": -0.1}])
+def test_impossible_settings_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(OptionError, match=f"lora.{next(iter(options))}"):
+        LoraSettings(**options)  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ from transformers.masking_utils import sdpa_mask
 from embeddings.common import OptionError
 from embeddings.models import check_bidirectional, make_bidirectional
 from embeddings.models.backbone import load_model
-from embeddings.models.bidirectional import check_causal, require_bidirectional
-from tests.helpers.tiny import tiny_bert, tiny_mistral
+from embeddings.models.bidirectional import require_bidirectional
+from tests.helpers.tiny import tiny_bert
 
 SHAPE = {
     "vocab_size": 64,
@@ -119,17 +119,6 @@ def test_saving_and_loading_keeps_both_directions(tmp_path: Path, name: str, att
         assert torch.equal(again(ids).last_hidden_state, model(ids).last_hidden_state)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_switching_before_and_after_building_gives_the_same_states(tmp_path: Path, name: str) -> None:
-    after = build(name, "sdpa")
-    after.save_pretrained(tmp_path)
-    make_bidirectional(after)
-    before = load_model(tmp_path, attn_implementation="sdpa", make_bidirectional=True)
-    ids = torch.arange(1, 30)[None]
-    with torch.no_grad():
-        assert torch.equal(before(ids).last_hidden_state, after(ids).last_hidden_state)
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_setting_only_the_flags_of_layers_is_caught(attention: str) -> None:
     model = build("mistral", attention)
@@ -160,23 +149,6 @@ def test_a_window_with_a_rotary_base_of_its_own_stays() -> None:
 
 def test_encoders_pass_the_check_as_they_are() -> None:
     check_bidirectional(tiny_bert())
-
-
-def test_the_check_leaves_the_mode_alone() -> None:
-    model = tiny_mistral().train()
-    make_bidirectional(model)
-    check_bidirectional(model)
-    assert model.training
-
-
-def test_a_mask_that_is_off_is_no_causal_mask() -> None:
-    check_causal(tiny_mistral())
-    model = tiny_mistral()
-    make_bidirectional(model)
-    with pytest.raises(OptionError, match=r"model\.objective needs a causal mask: here the first token sees the last"):
-        check_causal(model)
-    with pytest.raises(OptionError, match="needs a causal mask"):
-        check_causal(tiny_bert())
 
 
 @torch.no_grad()
@@ -211,16 +183,6 @@ def test_every_layer_of_every_family_sees_past_its_window(tmp_path: Path, name: 
     ids = torch.arange(1, 30)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
-
-
-def test_a_window_that_is_off_leaves_the_states_of_short_texts_alone() -> None:
-    """Cohere 2 rotates queries and keys in layers with a window alone: they must keep their type."""
-    wide, off = build("cohere2", sliding_window=64), build("cohere2")
-    wide.config.is_causal = False
-    make_bidirectional(off)
-    ids = torch.arange(1, 30)[None]
-    with torch.no_grad():
-        assert torch.equal(off(ids).last_hidden_state, wide(ids).last_hidden_state)
 
 
 @pytest.mark.parametrize("name", HYBRID)
@@ -259,14 +221,6 @@ def only_on_a_gpu() -> Iterator[dict[str, Any]]:
     AttentionMaskInterface.register("only_gpu", sdpa_mask)
     yield state
     del AttentionInterface._global_mapping["only_gpu"], AttentionMaskInterface._global_mapping["only_gpu"]
-
-
-def test_an_attention_of_gpus_alone_is_one_line_where_there_is_none(only_on_a_gpu: dict[str, Any]) -> None:
-    model = build("mistral", "only_gpu")
-    make_bidirectional(model)
-    says = r"does not run on the CPU \(FlashAttention only supports CUDA tensors\), got 'only_gpu'; set it to sdpa"
-    with pytest.raises(OptionError, match=says):
-        require_bidirectional(model)
 
 
 def test_with_a_gpu_it_is_checked_in_the_first_forward_where_it_runs(

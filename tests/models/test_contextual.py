@@ -1,8 +1,12 @@
+"""TODO."""
+
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
+from torch import nn
 
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
 from embeddings.models import (
@@ -16,10 +20,10 @@ from embeddings.models import (
 )
 from embeddings.models.backbone import enable_checkpointing
 from embeddings.models.context_layers import states_behind_context
-from embeddings.models.directory import ContextForm
+from embeddings.models.directory import ContextForm, is_contextual, read_context_options, write_norm
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import BACKBONES, tiny_contextual
-from tests.models.reading import random_tokens
+from tests.models.reading import carried_code, random_tokens
 
 LENGTHS = [7, 3, 30, 1]
 TOKENS = random_tokens(384, LENGTHS)
@@ -46,33 +50,6 @@ def test_another_context_changes_every_vector(kind: str) -> None:
         assert (embedder(TOKENS, a) - embedder(TOKENS, b)).abs().amax(1).min() > 1e-5
 
 
-def test_dropout_of_a_config_holds_in_both_stages(tmp_path: Path) -> None:
-    embedder = tiny_contextual()
-    embedder.save_pretrained(tmp_path / "model")
-    for dropout in (0.25, None):
-        again = ContextualEmbedder.from_config(BackboneConfig(str(tmp_path / "model"), dropout=dropout))
-        for backbone in (again.backbone, again.first_stage.backbone):
-            found = {part.p for part in backbone.modules() if isinstance(part, torch.nn.Dropout)}
-            assert found == {dropout or 0.0}
-
-
-@torch.no_grad()
-def test_a_context_of_null_vectors_is_no_context() -> None:
-    embedder = tiny_contextual()
-    null_JH = embedder.slots.null_H.expand(5, -1)
-    assert torch.equal(embedder(TOKENS, null_JH), embedder(TOKENS))
-    context = embedder.embed_context(DOCUMENTS)[:2]
-    assert torch.equal(embedder(TOKENS, context), embedder(TOKENS, torch.cat([context, null_JH[:3]])))
-
-
-@torch.no_grad()
-def test_dropping_the_whole_context_in_training_is_no_context() -> None:
-    embedder = tiny_contextual(context_dropout=1.0)
-    without = embedder(TOKENS)
-    embedder.train()
-    assert torch.equal(embedder(TOKENS, embedder.embed_context(DOCUMENTS)), without)
-
-
 @pytest.mark.parametrize("kind", ["bert", "nomic"])
 @torch.no_grad()
 def test_vectors_equal_a_loop_that_pools_text_alone(kind: str) -> None:
@@ -92,31 +69,6 @@ def test_vectors_equal_a_loop_that_pools_text_alone(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_the_states_of_context_and_soft_prompt_never_enter_the_pooling() -> None:
-    embedder = tiny_contextual()
-    context = embedder.embed_context(DOCUMENTS)
-    vectors = embedder(TOKENS, context)
-
-    def spoil(_: object, __: object, output: object) -> None:
-        output.last_hidden_state[:, :8] += 100.0  # type: ignore[attr-defined]
-
-    embedder.backbone.register_forward_hook(spoil)
-    assert torch.equal(embedder(TOKENS, context), vectors)
-
-
-@pytest.mark.parametrize(("num_context", "num_soft_prompts"), [(1, 0), (1, 8), (4, 0), (12, 2)])
-@torch.no_grad()
-def test_every_text_stands_behind_all_slots_and_soft_prompts(num_context: int, num_soft_prompts: int) -> None:
-    embedder = tiny_contextual(num_context=num_context, num_soft_prompts=num_soft_prompts)
-    assert (embedder.num_context, embedder.num_extra_tokens) == (num_context, num_context + num_soft_prompts)
-    lengths = []
-    embedder.backbone.encoder.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape))
-    vectors = embedder(TOKENS, embedder.embed_context(DOCUMENTS)[:1])
-    assert lengths == [(4, num_context + num_soft_prompts + 30, 32)]
-    assert torch.allclose(vectors.norm(dim=1), torch.ones(4), atol=1e-6)
-
-
-@torch.no_grad()
 def test_without_soft_prompt_and_residual_it_is_the_papers_model() -> None:
     embedder = tiny_contextual(num_soft_prompts=0, residual_projection=False, normalize=False)
     assert embedder.residual is None
@@ -126,15 +78,6 @@ def test_without_soft_prompt_and_residual_it_is_the_papers_model() -> None:
     )
     for row, length in enumerate(LENGTHS):
         torch.testing.assert_close(embedder(TOKENS, context)[row], states[row, :length].mean(0), rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_new_residual_projection_keeps_the_pooled_states_to_the_bit() -> None:
-    torch.manual_seed(0)
-    new = ContextualEmbedder(tiny_bert(1), tiny_bert(), wordpiece_tokenizer(), num_context=5).eval()
-    vectors = new(TOKENS)
-    new.residual = None
-    assert torch.equal(new(TOKENS), vectors)
 
 
 @pytest.mark.parametrize("kind", ["bert", "xlm_roberta"])
@@ -170,18 +113,6 @@ def test_gradients_of_the_context_equal_differences() -> None:
     context = embedder.embed_context(DOCUMENTS)[:2].detach().requires_grad_()
     tokens = random_tokens(384, [4, 2])
     assert torch.autograd.gradcheck(lambda leaf: embedder(tokens, leaf), (context,), fast_mode=True)
-
-
-@torch.no_grad()
-def test_autocast_and_bfloat16_weights_stay_near_float32() -> None:
-    embedder = tiny_contextual()
-    exact = embedder(TOKENS, embedder.embed_context(DOCUMENTS))
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = embedder(TOKENS, embedder.embed_context(DOCUMENTS))
-    low = tiny_contextual().bfloat16()
-    for vectors in (cast, low(TOKENS, low.embed_context(DOCUMENTS))):
-        assert vectors.dtype == torch.float32
-        assert (vectors * exact).sum(1).min() > 0.99
 
 
 def test_gradient_checkpointing_gives_the_same_gradients() -> None:
@@ -311,18 +242,100 @@ def test_backbones_that_do_not_fit_are_refused() -> None:
         ContextualEmbedder(small, tiny_bert(), wordpiece_tokenizer())
 
 
-def test_a_context_that_does_not_fit_is_one_line() -> None:
-    with pytest.raises(OptionError, match=r"context does not fit the model: .* at most 5 vectors .* got \(6, 32\)"):
-        tiny_contextual()(TOKENS, torch.zeros(6, 32))
-
-
-def test_unit_length_is_the_direction_of_the_unnormalised_vector() -> None:
-    raw, unit = tiny_contextual(normalize=False)(TOKENS), tiny_contextual()(TOKENS)
-    torch.testing.assert_close(F.normalize(raw, dim=-1), unit)
-
-
 def test_a_context_has_positions_only_where_the_backbone_rotates_by_them() -> None:
     form = ContextForm(has_positions=True)
     assert tiny_contextual("modernbert", form=form).has_positions
     with pytest.raises(OptionError, match="backbone must rotate by index where context vectors have positions"):
         tiny_contextual("bert", form=form)
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("contextual") / "model"
+    tiny_contextual().save_pretrained(folder)
+    return folder
+
+
+def test_both_stages_lie_in_the_directory_with_their_code(written: Path) -> None:
+    assert is_contextual(written)
+    assert len(carried_code(written)) == 5
+    assert sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()) == [
+        "0_Context/config.json",
+        "0_Context/context.json",
+        "0_Context/context.safetensors",
+        "0_Context/model.safetensors",
+        "1_Pooling/config.json",
+        "2_ResidualHead/config.json",
+        "2_ResidualHead/model.safetensors",
+        "config.json",
+        "config_sentence_transformers.json",
+        "context_layers.py",
+        "model.safetensors",
+        "modules.json",
+        "pooling.py",
+        "poolings.py",
+        "portable.py",
+        "portable_contextual.py",
+        "text_settings.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert read_context_options(written) == {
+        "num_context": 5,
+        "num_soft_prompts": 3,
+        "context_dropout": 0.005,
+        "context_max_length": None,
+        "residual_projection": True,
+        "form": ContextForm(),
+    }
+
+
+def test_a_plain_model_takes_a_contextual_ones_place_whole(tmp_path: Path) -> None:
+    tiny_contextual(num_soft_prompts=0).save_pretrained(tmp_path / "model")
+    Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path / "model")
+    assert not is_contextual(tmp_path / "model")
+    assert not list((tmp_path / "model").glob("*.py"))
+    assert type(load_embedder(tmp_path / "model")) is Embedder
+
+
+def insert_norm(folder: Path) -> None:
+    """Put a layer norm behind the pooling."""
+    write_norm(folder / "3_LayerNorm", nn.LayerNorm(32))
+    entries = json.loads((folder / "modules.json").read_text())
+    entries.insert(2, {"type": "sentence_transformers.models.LayerNorm", "path": "3_LayerNorm"})
+    (folder / "modules.json").write_text(json.dumps(entries))
+
+
+DAMAGE = {
+    "first stage gone": lambda d: (d / "0_Context/model.safetensors").unlink(),
+    "first stage without a config": lambda d: (d / "0_Context/config.json").unlink(),
+    "layers cut": lambda d: (d / "0_Context/context.safetensors").write_bytes(b"\x08"),
+    "layers of another size": lambda d: edit(d / "0_Context/context.json", num_soft_prompts=4),
+    "no size": lambda d: edit(d / "0_Context/context.json", num_context=None),
+    "impossible limit": lambda d: edit(d / "0_Context/context.json", context_max_length=0),
+    "a limit that is no number": lambda d: edit(d / "0_Context/context.json", context_max_length="8"),
+    "impossible size": lambda d: edit(d / "0_Context/context.json", num_context=0),
+    "settings no JSON": lambda d: (d / "0_Context/context.json").write_text("{"),
+    "residual gone": lambda d: shutil.rmtree(d / "2_ResidualHead"),
+    "residual without weights": lambda d: (d / "2_ResidualHead/model.safetensors").unlink(),
+    "a layer norm": insert_norm,
+    "another pooling": lambda d: edit(d / "1_Pooling/config.json", name="cls"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_directory_is_one_line(tmp_path: Path, written: Path, damage: str) -> None:
+    for path in written.rglob("*"):
+        if path.is_file():
+            target = tmp_path / "model" / path.relative_to(written)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    DAMAGE[damage](tmp_path / "model")
+    with pytest.raises(InputError) as caught:
+        ContextualEmbedder.from_pretrained(tmp_path / "model")
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)

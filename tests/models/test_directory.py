@@ -1,3 +1,5 @@
+"""TODO."""
+
 import json
 import os
 import threading
@@ -8,12 +10,14 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Normalize, Pooling, Transformer
+from torch import nn
 from torch.nn import Identity
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.inference import Encoder
 from embeddings.models import ClsPooling, Embedder, LatentAttentionPooling, MeanPooling, WeightedMeanPooling
 from embeddings.models import Pooling as OurPooling
+from embeddings.models.directory import read_head, read_norm, write_head, write_norm
 from embeddings.models.model_files import replaced_folder
 from embeddings.models.poolings import pooling_name
 from tests.helpers.tiny import save_backbone, tiny_bert, tiny_t5, wordpiece_tokenizer
@@ -83,14 +87,6 @@ def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path: Path, poo
     if isinstance(pooling, MeanPooling):
         theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", truncate_dim=8)
         assert theirs.encode(["the dog"]).shape == (1, 8)
-
-
-@pytest.mark.parametrize("widths", [8, [33], [0], [8.0], ["8"]])
-def test_widths_that_vectors_cannot_have_are_one_line(tmp_path: Path, widths: object) -> None:
-    embedder().save_pretrained(tmp_path / "model")
-    edit(tmp_path / "model/config_sentence_transformers.json", matryoshka_dimensions=widths)
-    with pytest.raises(InputError, match="matryoshka_dimensions must list widths from 1 to 32"):
-        Embedder.from_pretrained(tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -202,33 +198,6 @@ def test_a_new_model_replaces_the_old_one_and_leaves_other_files(tmp_path: Path)
     assert (target / "plots" / "loss.png").read_bytes() == b"png"
     assert not list(target.glob("*.py"))
     assert torch.equal(Embedder.from_pretrained(target)(TOKENS), second(TOKENS))
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-@pytest.mark.parametrize("failing", ["save_pretrained", "replace"])
-def test_a_failure_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    target = tmp_path / "model"
-    embedder().save_pretrained(target)
-    before = tree(target)
-    second = embedder(seed=1)
-    if failing == "replace":
-        replace = os.replace
-
-        def fail_for_new(source: Path, destination: Path) -> None:
-            if Path(source).name == "new":
-                raise OSError("no space")
-            replace(source, destination)
-
-        monkeypatch.setattr(os, "replace", fail_for_new)
-    else:
-
-        def fail(*_: object, **__: object) -> None:
-            raise OSError("no space")
-
-        monkeypatch.setattr(second.tokenizer, "save_pretrained", fail)
-    with pytest.raises(OSError, match="no space"):
-        second.save_pretrained(target)
-    assert tree(target) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -347,15 +316,6 @@ def test_a_pooling_that_is_none_of_ours_is_one_line(tmp_path: Path, changes: dic
         Embedder.from_pretrained(tmp_path / "model")
 
 
-def test_a_head_that_is_not_linear_is_one_line(tmp_path: Path) -> None:
-    model = embedder()
-    model.head = torch.nn.Linear(32, 4)
-    model.save_pretrained(tmp_path / "model")
-    edit(tmp_path / "model/2_Dense/config.json", activation_function="torch.nn.modules.activation.Tanh")
-    with pytest.raises(InputError, match="more than a linear head"):
-        Embedder.from_pretrained(tmp_path / "model")
-
-
 def test_no_code_of_a_directory_runs(tmp_path: Path) -> None:
     embedder(latent()).save_pretrained(tmp_path / "model")
     for file in (tmp_path / "model").glob("*.py"):
@@ -363,22 +323,45 @@ def test_no_code_of_a_directory_runs(tmp_path: Path) -> None:
     Embedder.from_pretrained(tmp_path / "model")
 
 
-@pytest.mark.parametrize("place", ["notes.txt", "notes.txt/model"])
-def test_a_file_where_the_model_is_to_lie_is_refused_and_stays(place: str, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    embedder = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
-    with pytest.raises(OptionError, match=r"which is no folder.*; name a new folder"):
-        embedder.save_pretrained(tmp_path / place)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+VECTORS = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)) * 3 + 2
 
 
-def test_a_folder_beside_the_model_that_begins_with_a_number_stays(tmp_path: Path) -> None:
-    embedder = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
-    embedder.save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "2024_plots").mkdir()
-    (tmp_path / "model" / "2024_plots" / "a.png").write_text("mine")
-    (tmp_path / "model" / "2_Dense").mkdir()
-    embedder.save_pretrained(tmp_path / "model")
-    assert (tmp_path / "model" / "2024_plots" / "a.png").read_text() == "mine"
-    assert not (tmp_path / "model" / "2_Dense").exists()
+def norm(**options: bool) -> nn.LayerNorm:
+    made = nn.LayerNorm(8, **options)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}])
+def test_a_norm_gives_the_same_vectors_here_and_in_sentence_transformers(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    ours = norm(**options)
+    write_norm(tmp_path / "norm", ours)
+    expected = ours(VECTORS)
+    assert (expected - VECTORS).abs().max() > 1
+    torch.testing.assert_close(read_norm(tmp_path / "norm")(VECTORS), expected, rtol=0, atol=1e-6)
+    theirs = LayerNorm.load(str(tmp_path / "norm"))({"sentence_embedding": VECTORS})["sentence_embedding"]
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-6)
+
+
+def test_a_norm_without_weights_has_none_after_reading_and_one_with_weights_has_its_own(tmp_path: Path) -> None:
+    for name, options in (("plain", {"elementwise_affine": False}), ("own", {})):
+        write_norm(tmp_path / name, norm(**options))
+    assert list(read_norm(tmp_path / "plain").parameters()) == []
+    assert len(list(read_norm(tmp_path / "own").parameters())) == 2
+
+
+def test_an_epsilon_that_no_directory_has_room_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"norm\.eps must be 1e-05, .* got 1e-12"):
+        write_norm(tmp_path / "norm", nn.LayerNorm(8, eps=1e-12))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("changes", [{"use_residual": True}, {"activation_function": "torch.nn.Tanh"}])
+def test_more_than_a_linear_head_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    write_head(tmp_path / "head", nn.Linear(8, 3))
+    edit(tmp_path / "head" / "config.json", **changes)
+    with pytest.raises(InputError, match="is more than a linear head"):
+        read_head(tmp_path / "head")

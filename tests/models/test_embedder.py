@@ -6,7 +6,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from torch import nn
 
-from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.common import OptionError, TextSettings
 from embeddings.models import (
     Embedder,
     LastTokenPooling,
@@ -61,20 +61,6 @@ def test_instruction_tokens_are_attended_but_never_pooled() -> None:
 
 
 @torch.no_grad()
-def test_vectors_have_unit_length_or_not_as_asked() -> None:
-    assert torch.allclose(build()(TOKENS).norm(dim=1), torch.ones(4), atol=1e-6)
-    assert not torch.allclose(build(normalize=False)(TOKENS).norm(dim=1), torch.ones(4), atol=1e-2)
-
-
-@torch.no_grad()
-def test_a_head_sets_the_width() -> None:
-    head = nn.Linear(32, 12)
-    embedder = build(head=head, normalize=False)
-    assert (embedder.hidden_size, embedder.embedding_dim) == (32, 12)
-    torch.testing.assert_close(embedder(TOKENS), head(build(normalize=False)(TOKENS)))
-
-
-@torch.no_grad()
 def test_a_layer_norm_stands_between_pooling_and_head() -> None:
     pooled = build(normalize=False)(TOKENS) + 3
     norm, head = nn.LayerNorm(32, elementwise_affine=False), nn.Linear(32, 12)
@@ -85,20 +71,6 @@ def test_a_layer_norm_stands_between_pooling_and_head() -> None:
         expected = head(centred / (centred.square().mean() + 1e-5).sqrt())
         torch.testing.assert_close(vector, expected, rtol=1e-4, atol=1e-5)
     assert (embedder(TOKENS) - build(head=head, normalize=False)(TOKENS)).abs().max() > 0.1
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("affine", [False, True])
-def test_a_layer_norm_comes_back_with_its_directory(tmp_path: Path, affine: bool) -> None:
-    embedder = build(norm=nn.LayerNorm(32, elementwise_affine=affine), head=nn.Linear(32, 12))
-    for parameter in () if embedder.norm is None else embedder.norm.parameters():
-        nn.init.normal_(parameter)
-    embedder.save_pretrained(tmp_path / "model")
-    again = Embedder.from_pretrained(tmp_path / "model")
-    assert torch.equal(again(TOKENS), embedder(TOKENS))
-    assert (embedder(TOKENS) - build(head=embedder.head)(TOKENS)).abs().max() > 1e-3
-    build().save_pretrained(tmp_path / "model")
-    assert Embedder.from_pretrained(tmp_path / "model").norm is None
 
 
 @torch.no_grad()
@@ -113,18 +85,9 @@ def test_the_norm_is_float32_under_autocast_and_for_bfloat16_weights() -> None:
         assert torch.allclose(vectors.norm(dim=1), torch.ones(4), atol=1e-6)
 
 
-def test_a_double_embedder_stays_double_for_exact_gradients() -> None:
-    assert build().double()(TOKENS).dtype == torch.float64
-
-
 def test_a_new_embedder_is_in_training_mode_throughout() -> None:
     embedder = Embedder(tiny_bert(dropout=0.5).eval(), wordpiece_tokenizer(), MeanPooling(32))
     assert all(module.training for module in embedder.modules())
-
-
-def test_it_knows_its_device_and_padding() -> None:
-    assert build().device == torch.device("cpu")
-    assert build().pad_token_id == wordpiece_tokenizer().pad_token_id
 
 
 @pytest.mark.parametrize("name", ["query_max_length", "document_max_length"])
@@ -182,24 +145,10 @@ def test_adapters_are_merged_into_what_is_saved_and_stay_in_what_trains(tmp_path
     assert (again(TOKENS) - before).abs().max() <= 1e-5
 
 
-def test_weights_load_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    build().save_pretrained(tmp_path / "model")
-    embedder = Embedder.from_pretrained(tmp_path / "model", device="cpu", dtype=torch.bfloat16)
-    assert embedder.backbone.dtype == torch.bfloat16
-    assert embedder(TOKENS).dtype == torch.float32
-
-
 def test_saving_and_loading_are_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     build().save_pretrained(tmp_path / "model")
     Embedder.from_pretrained(tmp_path / "model")
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_backbone_that_is_no_embedding_model_is_one_line(tmp_path: Path) -> None:
-    tiny_bert().save_pretrained(tmp_path)
-    wordpiece_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"no modules\.json"):
-        Embedder.from_pretrained(tmp_path)
 
 
 @torch.no_grad()

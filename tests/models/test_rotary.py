@@ -17,12 +17,10 @@ from transformers import (
     RobertaForMaskedLM,
     XLMRobertaConfig,
     XLMRobertaForMaskedLM,
-    XLMRobertaModel,
 )
 
 from embeddings.common import OptionError
 from embeddings.models import BackboneConfig, load_backbone
-from embeddings.models.embedder import num_positions
 from embeddings.models.rotary import to_rotary, write_rotary_model
 from embeddings.modules import MaskedLMModule
 from tests.helpers.tiny import tiny_mistral, wordpiece_tokenizer
@@ -100,26 +98,6 @@ def test_a_layer_is_the_written_out_one() -> None:
     expected = layer.post_mlp_layernorm(middle + layer.mlp.fc2(F.gelu(layer.mlp.fc1(middle))))
     # The library's angles are float32.
     torch.testing.assert_close(model(input_ids=ids[None]).last_hidden_state[0], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_positions_are_relative() -> None:
-    model = tiny_rotary()
-    ids = torch.randint(5, 300, (1, 20))
-    positions = torch.arange(20)[None]
-    usual = model(input_ids=ids).last_hidden_state
-    assert (model(input_ids=ids, position_ids=positions + 100).last_hidden_state - usual).abs().max() <= 1e-5
-    assert (model(input_ids=ids, position_ids=positions.flip(1)).last_hidden_state - usual).abs().max() > 1e-3
-
-
-def test_2048_tokens_run_where_the_original_stops() -> None:
-    dense = XLMRobertaModel(XLMRobertaConfig(**SIZES | {"num_hidden_layers": 1}), add_pooling_layer=False).eval()
-    ids = torch.randint(5, ROWS, (1, 2048))
-    with pytest.raises(Exception, match=r"out of|index"):
-        dense(input_ids=ids)
-    rotary = to_rotary(dense)
-    assert rotary(input_ids=ids).last_hidden_state.isfinite().all()
-    assert num_positions(rotary) is None
-    assert rotary.config.max_position_embeddings == 2048
 
 
 def test_a_written_model_is_read_as_a_backbone_and_as_a_masked_language_model(tmp_path: Path) -> None:

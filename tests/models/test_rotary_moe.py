@@ -1,5 +1,6 @@
 """The sparse encoder as a Hugging Face model: padding, precision, checkpointing, and the directory it lives in."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,19 +8,32 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, XLMRobertaConfig, XLMRobertaModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from embeddings.common import TextSettings
+from embeddings.common import OptionError, TextSettings
 from embeddings.models import Embedder, MeanPooling
 from embeddings.models.backbone import enable_checkpointing
-from embeddings.models.moe.rotary_moe import RotaryMoeConfig, RotaryMoeModel
-from embeddings.models.moe.upcycling import Upcycling, upcycle
+from embeddings.models.lora import LoraSettings, add_lora
+from embeddings.models.moe.rotary_moe import MoeMlp, RotaryMoeConfig, RotaryMoeLayer, RotaryMoeModel
+from embeddings.models.moe.routing import has_experts, load_metrics, moe_layers, read_routing, routing_metrics
+from embeddings.models.moe.upcycling import Upcycling, parameter_counts, upcycle
+from embeddings.models.rotary import to_rotary
 from tests.helpers.contrastive import gradient_vector
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
-from tests.models.moe import padded_ids, stirred, tiny_moe, tiny_nomic
+from tests.models.moe import (
+    HIDDEN,
+    make_experts,
+    make_router,
+    padded_ids,
+    random_tokens,
+    stirred,
+    tiny_moe,
+    tiny_nomic,
+    tiny_rotary,
+)
 from tests.models.reading import carried_code, read
 
 
@@ -38,13 +52,6 @@ def test_padding_changes_no_state_and_is_not_counted() -> None:
     assert output.expert_counts.sum(1).tolist() == [2 * 18]
     for name in ("expert_probabilities", "router_squared_logsumexp"):
         torch.testing.assert_close(getattr(output, name), sum(getattr(part, name) for part in parts))
-
-
-def test_positions_are_relative() -> None:
-    model = tiny_moe()
-    ids = torch.randint(5, 300, (1, 20))
-    moved = model(input_ids=ids, position_ids=torch.arange(20)[None] + 100).last_hidden_state
-    assert (moved - model(input_ids=ids).last_hidden_state).abs().max() <= 1e-5
 
 
 def test_embeddings_in_place_of_ids_and_a_mask_of_pairs_are_taken() -> None:
@@ -76,17 +83,6 @@ def test_a_recomputed_layer_has_the_same_gradients_and_counts_once() -> None:
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1].norm() > 0
     assert torch.equal(found[0][1], found[1][1])
-
-
-def test_bfloat16_and_autocast_are_near_float32() -> None:
-    model, (ids, mask) = tiny_moe(), padded_ids()
-    exact = states(model, ids, mask)[mask]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under_autocast = states(model, ids, mask)[mask].float()
-    in_bfloat16 = states(model.to(torch.bfloat16), ids, mask)[mask].float()
-    for found in (under_autocast, in_bfloat16):
-        # A token near a tie between experts may go elsewhere.
-        assert 1e-5 < float((found - exact).norm() / exact.norm()) < 0.1
 
 
 def test_a_model_directory_gives_the_same_vectors(tmp_path: Path) -> None:
@@ -170,19 +166,203 @@ def test_layers_that_are_not_there_are_named(layers: list[int]) -> None:
         RotaryMoeModel(config)
 
 
-def test_new_weights_are_drawn_as_the_config_says() -> None:
-    config = RotaryMoeConfig(
-        vocab_size=64,
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        intermediate_size=64,
-        moe_layers=[1],
-        initializer_range=0.5,
-        expert_bias=True,
+def test_padding_is_neither_routed_nor_counted() -> None:
+    layer = MoeMlp(make_router(), make_experts())
+    state_NLH = random_tokens(12).view(3, 4, HIDDEN)
+    mask_NL = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]], dtype=torch.bool)
+    row_T = mask_NL.flatten().nonzero().squeeze(1)
+    output_NLH, sums = layer(state_NLH, row_T)
+    assert int(sums.count_X.sum()) == 2 * 7
+    torch.testing.assert_close(sums.probability_X.sum(), torch.tensor(7.0))
+    assert not output_NLH[~mask_NL].any()
+    changed_NLH = state_NLH.masked_fill(~mask_NL[..., None], torch.nan)
+    again_NLH, again = layer(changed_NLH, row_T)
+    assert torch.equal(again_NLH, output_NLH)
+    assert torch.equal(again.probability_X, sums.probability_X)
+
+
+def test_the_metrics_of_two_layers() -> None:
+    counts = torch.tensor([[5, 5, 5, 5], [20, 0, 0, 0]])
+    probabilities = torch.tensor([[4.0, 4.0, 1.0, 1.0], [2.5, 2.5, 2.5, 2.5]])
+    found = routing_metrics(counts, probabilities, [1, 3])
+    shares = [0.4, 0.4, 0.1, 0.1]
+    assert found == pytest.approx(
+        {
+            "routing/load_entropy_layer_1": 1.0,
+            "routing/load_entropy_layer_3": 0.0,
+            "routing/probability_entropy_layer_1": -sum(p * math.log(p) for p in shares) / math.log(4),
+            "routing/probability_entropy_layer_3": 1.0,
+            "routing/highest_load_layer_1": 1.0,
+            "routing/highest_load_layer_3": 4.0,
+            "routing/idle_experts_layer_1": 0.0,
+            "routing/idle_experts_layer_3": 3.0,
+            "routing/load_entropy": 0.5,
+            "routing/idle_experts": 3.0,
+        }
     )
-    mlp = RotaryMoeModel(config).layers[1].mlp
-    for weight in (mlp.router.weight, mlp.experts.w1, mlp.experts.w2):
-        assert float(weight.detach().std()) == pytest.approx(0.5, rel=0.15)
-    assert not mlp.experts.bias1.any()
+
+
+def test_one_expert_is_always_evenly_loaded() -> None:
+    found = routing_metrics(torch.tensor([[7]]), torch.tensor([[7.0]]), [1])
+    assert found["routing/load_entropy"] == found["routing/probability_entropy_layer_1"] == 1.0
+
+
+def test_the_load_of_each_layer() -> None:
+    load = load_metrics(torch.tensor([[2, 2, 2, 2], [6, 2, 0, 0], [0, 0, 0, 0]]))
+    assert load.entropy_Y.tolist() == pytest.approx(
+        [1.0, (0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(4), 0]
+    )
+    assert load.highest_Y.tolist() == [1.0, 3.0, 0.0]
+    assert load.idle_Y.tolist() == [0, 2, 4]
+
+
+def test_forwards_inside_are_added_up_and_others_are_not() -> None:
+    model, (ids, mask) = tiny_moe(num_layers=4), padded_ids()
+    output = model(input_ids=ids, attention_mask=mask.long())
+    with read_routing(model) as sums:
+        for rows in (slice(0, 1), slice(1, 3)):
+            model(input_ids=ids[rows], attention_mask=mask[rows].long())
+        found = sums()
+    model(input_ids=ids)
+    assert set(found) == {"expert_counts", "expert_probabilities", "router_squared_logsumexp"}
+    assert found == sums()
+    for name, value in found.items():
+        torch.testing.assert_close(value, getattr(output, name))
+    assert found["expert_probabilities"].requires_grad
+    assert moe_layers(model) == [1, 3]
+
+
+def test_a_dense_backbone_has_none() -> None:
+    with read_routing(tiny_rotary()) as sums:
+        assert sums() == {}
+    assert moe_layers(tiny_rotary()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_an_adapted_backbone_is_read_too_and_its_routers_have_no_adapter() -> None:
+    adapted = add_lora(tiny_moe(), LoraSettings(rank=2, alpha=4, dropout=0.0))
+    assert has_experts(adapted)
+    ids, mask = padded_ids()
+    with read_routing(adapted) as sums:
+        adapted(input_ids=ids, attention_mask=mask.long())
+    assert sums()["expert_counts"].sum().item() == 2 * 18
+    trained = [name for name, value in adapted.named_parameters() if value.requires_grad]
+    assert trained
+    assert not any("router" in name or "experts" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        (Upcycling(), [1, 3, 5]),
+        (Upcycling(num_experts=3, top_k=1), [1, 3, 5]),
+        (Upcycling(num_experts=4, top_k=4, first=0, every=1), [0, 1, 2, 3, 4, 5]),
+        (Upcycling(first=2, every=3), [2, 5]),
+    ],
+)
+def test_preserving_keeps_the_dense_output(settings: Upcycling, layers: list[int]) -> None:
+    dense, (ids, mask) = tiny_rotary(num_layers=6), padded_ids()
+    expected = dense(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
+    sparse = upcycle(dense, settings)
+    output = sparse(input_ids=ids, attention_mask=mask.long())
+    assert (output.last_hidden_state[mask] - expected).abs().max() <= 1e-5
+    assert sparse.config.moe_layers == layers
+    assert [index for index, layer in enumerate(sparse.layers) if isinstance(layer, RotaryMoeLayer)] == layers
+    assert output.expert_counts.sum(1).tolist() == [settings.top_k * 18] * len(layers)
+    assert len(sparse.layers[layers[0]].mlp.experts.w1) == settings.num_experts
+
+
+def test_release_drops_the_biases_and_leaves_the_weights_of_a_token_as_they_come() -> None:
+    dense, (ids, mask) = tiny_rotary(num_layers=4), padded_ids()
+    first, second = (dense.layers[1].mlp.fc1.weight.clone(), dense.layers[1].mlp.fc2.weight.clone())
+    expected = dense(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
+    sparse = upcycle(dense, Upcycling("release"))
+    mlp = sparse.layers[1].mlp
+    assert isinstance(mlp, MoeMlp)
+    assert mlp.experts.bias1 is None
     assert not mlp.experts.bias2.any()
+    assert all(
+        torch.equal(w1, first) and torch.equal(w2.T, second) for w1, w2 in zip(*expert_matrices(mlp), strict=True)
+    )
+    tokens = torch.randn(5, 32)
+    share_T1 = mlp.router(tokens).weight_TK.sum(1, keepdim=True)
+    assert (share_T1 - 0.28).abs().max() < 0.05
+    alone = torch.nn.functional.gelu(tokens @ first.T) @ second.T
+    torch.testing.assert_close(mlp(tokens[None])[0][0], share_T1 * alone, rtol=1e-5, atol=1e-6)
+    found = sparse(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
+    assert (found - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_gated_mlp_keeps_the_dense_output(top_k: int) -> None:
+    """NomicBert, as in §7.1; in float64, so that nothing but the maths is compared."""
+    dense, (ids, mask) = tiny_nomic(num_layers=4).double(), padded_ids()
+    gate, up, down = (getattr(dense.layers[1].mlp, f"{name}_proj").weight.clone() for name in ("gate", "up", "down"))
+    expected = dense(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
+    sparse = upcycle(dense, Upcycling(num_experts=4, top_k=top_k))
+    output = sparse(input_ids=ids, attention_mask=mask.long())
+    assert (output.last_hidden_state[mask] - expected).abs().max() <= 1e-12
+    assert sparse.config.moe_layers == [1, 3]
+    assert not any(name.endswith("bias1") for name in sparse.state_dict())
+    experts = sparse.layers[1].mlp.experts
+    for expert in range(4):
+        assert torch.equal(experts.w1[expert], torch.cat([gate, up]))
+        assert torch.equal(experts.w2[expert].T, down)
+    counts = parameter_counts(sparse)
+    assert counts.total - counts.active == 2 * (4 - top_k) * 3 * 32 * 64
+
+
+def expert_matrices(mlp: MoeMlp) -> tuple[torch.Tensor, torch.Tensor]:
+    return mlp.experts.w1, mlp.experts.w2
+
+
+def test_mode_dtype_dropout_and_checkpointing_go_along() -> None:
+    dense = tiny_rotary(dropout=0.3).to(torch.bfloat16).train()
+    enable_checkpointing(dense)
+    sparse = upcycle(dense, Upcycling(noise=0.25))
+    assert sparse.training
+    assert sparse.dtype == torch.bfloat16
+    assert {sparse.layers[0].gradient_checkpointing, sparse.layers[1].gradient_checkpointing} == {True}
+    assert sparse.layers[1].post_mlp_dropout.p == 0.3
+    assert sparse.layers[1].mlp.router.noise == 0.25
+    assert sparse.config._attn_implementation == dense.config._attn_implementation
+    assert not any(value.is_meta for value in (*sparse.parameters(), *sparse.buffers()))
+
+
+def test_the_papers_model_has_475_million_parameters_of_which_305_are_active() -> None:
+    config = XLMRobertaConfig(vocab_size=250_002, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5)
+    with torch.device("meta"):
+        dense = to_rotary(XLMRobertaModel(config, add_pooling_layer=False))
+        assert dense.config.vocab_size == 250_048
+        twin = parameter_counts(dense)
+        released, preserving = (parameter_counts(upcycle(dense, Upcycling(mode))) for mode in ("release", "preserving"))
+    assert twin.total == twin.active
+    assert (round(released.total / 1e6, 2), round(released.active / 1e6, 2)) == (475.29, 305.42)
+    assert preserving.total - released.total == 6 * 8 * 3072
+    assert preserving.active - released.active == 6 * 2 * 3072
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"top_k": 9}, "upcycling.top_k must be from 1 to the 8 experts there are, got 9"),
+        ({"num_experts": 0}, "upcycling.num_experts must be >= 1, got 0"),
+        ({"noise": -0.1}, "upcycling.noise must be >= 0 and < 1, got -0.1"),
+        ({"every": 0}, "upcycling.every must be >= 1, got 0; the paper's model has 2"),
+        ({"first": -1}, "upcycling.first must be >= 0, got -1; the paper's model has 1"),
+        ({"mode": "half"}, "upcycling.mode must be preserving or release, got 'half'"),
+        ({"first": 2}, "upcycling.first leaves no layer to make sparse: the model has 2, counted from 0, got 2"),
+    ],
+)
+def test_bad_settings_are_named(options: dict[str, object], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        upcycle(tiny_rotary(), Upcycling(**options))  # type: ignore[arg-type]
+
+
+def test_only_a_dense_rotary_encoder_is_upcycled() -> None:
+    with pytest.raises(
+        OptionError, match="upcycling cannot be upcycled, got 'bert'; take a dense rotary encoder: NomicBert"
+    ):
+        upcycle(tiny_bert(), Upcycling())
+    with pytest.raises(OptionError, match="upcycling has experts already, got 'rotary_moe'"):
+        upcycle(tiny_moe(), Upcycling())

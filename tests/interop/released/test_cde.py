@@ -1,16 +1,12 @@
 import json
-import sys
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from embeddings.cli.main import main
 from embeddings.common import InputError
-from embeddings.interop.released import import_released
 from embeddings.interop.released.cde import load
-from embeddings.interop.released.checkpoint import Assumed
 from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.models.contextual import load_embedder
 from embeddings.modules import CDEModule
@@ -121,24 +117,6 @@ def test_version_1_gives_the_vectors_that_it_was_trained_for(tmp_path, monkeypat
     embedder = load_embedder(tmp_path / "ours")
     assert isinstance(embedder, ContextualEmbedder)
     assert embedder.slots.null_H.abs().max() == 0
-
-
-def test_an_imported_model_encodes_on_two_devices_as_on_one(tmp_path, monkeypatch):
-    folder, _, _ = published_v1(tmp_path / "published", monkeypatch)
-    import_released(str(folder), tmp_path / "ours")
-    for name, texts in (("texts", TEXTS * 3), ("corpus", DOCUMENTS)):
-        rows = "".join(json.dumps({"text": f"{text} {row}"}) + "\n" for row, text in enumerate(texts))
-        (tmp_path / f"{name}.jsonl").write_text(rows)
-    line = ["encode", "--model", str(tmp_path / "ours"), "--input", str(tmp_path / "texts.jsonl"), "--shard-size", "4"]
-    line += ["--context", str(tmp_path / "corpus.jsonl"), "--precision", "float32", "--output"]
-    assert main([*line, str(tmp_path / "one")]) == 0
-    assert main([*line, str(tmp_path / "two"), "--devices", "2"]) == 0
-    vectors = [
-        np.concatenate([np.load(path) for path in sorted((tmp_path / name).glob("vectors-*.npy"))])
-        for name in ("one", "two")
-    ]
-    assert vectors[0].shape == (12, HIDDEN)
-    assert np.array_equal(*vectors)
 
 
 # --- version 2: ModernBERT --------------------------------------------------------------------------------------------
@@ -264,14 +242,6 @@ def test_numbers_that_no_file_states_are_said_kept_and_can_be_given(tmp_path, ca
         assert not (tmp_path / "none").exists()
 
 
-def test_a_width_that_no_usual_heads_divide_needs_their_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 96)
-    folder, _, _ = published_v2(tmp_path / "published")
-    with pytest.raises(InputError, match="heads of 64 numbers cannot share a width of 96 in even parts; give it"):
-        load(folder)
-    assert load(folder, Assumed({"num_attention_heads": 3})).model.backbone.config.num_attention_heads == 3
-
-
 def test_the_imported_model_is_a_start_for_training(tmp_path):
     folder, state, _ = published_v2(tmp_path / "published")
     load(folder).model.save_pretrained(tmp_path / "ours")
@@ -299,14 +269,3 @@ def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path, monkeypa
     with pytest.raises(InputError) as error:
         load(folder)
     assert says in str(error.value)
-
-
-def test_a_stage_that_is_missing_is_one_line(tmp_path, monkeypatch):
-    folder, state, _ = published_v1(tmp_path, monkeypatch)
-    write_checkpoint(folder, V1, of_stage(state, "nothing") | {"first_stage_model.mlp.0.bias": torch.zeros(4)})
-    with pytest.raises(InputError, match=r"lacks the tensor first_stage_model\.embedder\.embeddings\.word_emb"):
-        load(folder)
-    one = "second_stage_model.output_projection.0.bias"
-    write_checkpoint(folder, V1, {name: tensor for name, tensor in state.items() if name != one})
-    with pytest.raises(InputError, match=rf"lacks 1 of the \d+ tensors of cde-small, {one} first"):
-        load(folder)

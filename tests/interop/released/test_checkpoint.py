@@ -1,3 +1,5 @@
+"""TODO."""
+
 import json
 
 import pytest
@@ -5,22 +7,25 @@ import torch
 from safetensors.torch import save_file
 
 from embeddings.common import InputError, OptionError
-from embeddings.interop.released.checkpoint import Assumed, ReleasedConfig, ReleasedWeights, released_tokenizer
+from embeddings.interop.released.checkpoint import (
+    Assumed,
+    KeyMap,
+    KeyReport,
+    Published,
+    ReleasedConfig,
+    ReleasedWeights,
+    empty_model,
+    filled_model,
+    released_tokenizer,
+)
+from embeddings.models import RotaryMoeConfig
 from tests.helpers.tiny import sentencepiece_tokenizer
+from tests.interop.released.published import random_state
 
 
 def config(folder, **fields):
     (folder / "config.json").write_text(json.dumps(fields))
     return ReleasedConfig(folder / "config.json")
-
-
-def test_fields_are_read_as_what_they_are(tmp_path):
-    found = config(tmp_path, size=3, base=1000, inner={"size": 0, "rate": 0.5}, flag=None)
-    assert (found.integer("size"), found.number("base"), found.number("other", 2.0)) == (3, 1000, 2.0)
-    assert (found.integer("other", default=7), found.integer("size", default=7)) == (7, 3)
-    assert (found.part("inner").integer("size", 0), found.part("inner").number("rate")) == (0, 0.5)
-    # A switch that is off may be written as null, or not at all.
-    found.require(size=3, flag=False, absent=7, inner={"size": 0, "rate": 0.5})
 
 
 def test_a_number_that_no_file_states_is_the_users_or_the_usual_one_and_is_noted(tmp_path):
@@ -106,7 +111,80 @@ def test_the_tokenizer_is_the_one_of_its_file_whatever_class_it_names(tmp_path):
     assert (found.padding_side, found.pad_token) == ("right", "</s>")
 
 
-def test_a_folder_without_a_tokenizer_is_one_line(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "nvembed"}')
-    with pytest.raises(InputError, match="holds no tokenizer"):
-        released_tokenizer(tmp_path)
+NAMES = {
+    "layer.{n}.query.{kind}": Published("block.{n}.fused.{kind}", 0, 2),
+    "layer.{n}.key.{kind}": Published("block.{n}.fused.{kind}", 1, 2),
+    "experts": Published("piled", stacked=True),
+    "head.{rest}": "out.{rest}",
+}
+EXPECTED = {
+    "layer.3.query.weight": torch.empty(2, 5, device="meta"),
+    "layer.3.key.weight": torch.empty(2, 5, device="meta"),
+    "experts": torch.empty(3, 4, 5, device="meta"),
+    "head.a.b": torch.empty(7, device="meta"),
+}
+
+
+def weights(folder, **changed):
+    state = {"block.3.fused.weight": torch.randn(4, 5), "piled": torch.randn(12, 5), "out.a.b": torch.randn(7)}
+    state = {name: tensor for name, tensor in (state | changed).items() if tensor is not None}
+    save_file(state, folder / "model.safetensors")
+    return ReleasedWeights(folder), state
+
+
+def test_tensors_are_cut_and_unstacked(tmp_path):
+    found, state = weights(tmp_path)
+    taken, report = KeyMap("toys", NAMES).take(found, EXPECTED)
+    assert torch.equal(taken["layer.3.query.weight"], state["block.3.fused.weight"][:2])
+    assert torch.equal(taken["layer.3.key.weight"], state["block.3.fused.weight"][2:])
+    assert torch.equal(taken["experts"][1], state["piled"][4:8])
+    assert torch.equal(taken["head.a.b"], state["out.a.b"])
+    # A part is no view of the whole: it is kept for itself.
+    assert taken["layer.3.key.weight"].untyped_storage().nbytes() == 2 * 5 * 4
+    assert report.used["block.3.fused.weight"] == ["layer.3.query.weight", "layer.3.key.weight"]
+    assert (sorted(report.used), report.left) == (sorted(state), [])
+
+
+def test_what_is_left_on_purpose_is_named(tmp_path):
+    found, _ = weights(tmp_path, **{"pooler.weight": torch.zeros(2), "block.12.table": torch.zeros(2)})
+    _, report = KeyMap("toys", NAMES, ("pooler.{kind}", "block.{n}.table")).take(found, EXPECTED)
+    assert report.left == ["block.12.table", "pooler.weight"]
+    both = report | KeyReport({"more": ["ours"]}, ["also"])
+    assert both.left == ["block.12.table", "pooler.weight", "also"]
+    assert both.used["more"] == ["ours"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"piled": None}, "lacks 1 of the 3 tensors of toys, piled first; take a whole copy"),
+        ({"extra": torch.zeros(1)}, "has 1 tensors that toys has no place for, extra first"),
+        ({"block.x.table": torch.zeros(1)}, "has 1 tensors that toys has no place for, block.x.table first"),
+        ({"piled": torch.zeros(12, 6)}, "piled has shape (12, 6), by config.json it has (12, 5)"),
+        ({"block.3.fused.weight": torch.zeros(6, 5)}, "fused.weight has shape (6, 5), by config.json it has (4, 5)"),
+        ({"out.a.b": torch.zeros(7, 1)}, "out.a.b has shape (7, 1), by config.json it has (7,)"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(changed, says, tmp_path):
+    found, _ = weights(tmp_path, **changed)
+    with pytest.raises(InputError) as error:
+        KeyMap("toys", NAMES, ("block.{n}.table",)).take(found, EXPECTED)
+    assert says in str(error.value)
+
+
+def test_tables_that_no_checkpoint_holds_are_computed():
+    config = RotaryMoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=8,
+        moe_layers=[1],
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    )
+    empty = empty_model(config)
+    state = random_state({name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()})
+    model = filled_model(empty, {name: tensor.to(torch.bfloat16) for name, tensor in state.items()})
+    assert model.dtype == torch.bfloat16
+    torch.testing.assert_close(model.rotary_emb.inv_freq, 100.0 ** -(torch.arange(0, 8, 2) / 8))
+    assert model(torch.arange(8)[None]).last_hidden_state.isfinite().all()

@@ -1,18 +1,27 @@
+"""TODO."""
+
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import BertForMaskedLM
+from sentence_transformers import SentenceTransformer
+from torch.nn import functional as F
 
 from embeddings.common import InputError, OptionError
-from embeddings.interop.released import import_released, importer, nomic
+from embeddings.inference import Encoder
+from embeddings.interop.released import cde, import_released, llm2vec, nv_embed, sentence_transformers
+from embeddings.interop.released import nomic as released_nomic
+from embeddings.interop.released.importer import USAGES, loader_of, may_want_norm, stated_licence, usage_name
+from embeddings.interop.released.nomic import load_dense as load
+from embeddings.interop.released.nomic import load_moe
 from embeddings.models import Embedder
 from embeddings.models.model_files import IMPORT_FILE
-from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+from tests.interop.released import nomic
 from tests.interop.released.nomic import DENSE, HIDDEN, MOE, nomic_folder
-from tests.interop.released.published import describe, encoded, write_checkpoint
+from tests.interop.released.published import TEXTS, assert_same, describe, encoded, write_checkpoint
 
 
 def test_a_record_beside_the_model_names_what_every_tensor_came_from(tmp_path):
@@ -22,21 +31,6 @@ def test_a_record_beside_the_model_names_what_every_tensor_came_from(tmp_path):
     assert (record["source"], record["family"], record["left"]) == (str(folder), "Nomic's encoder with experts", [])
     assert sorted(record["used"]) == sorted(state)
     assert record["used"]["encoder.layers.1.mlp.experts.mlp.w2"] == ["layers.1.mlp.experts.w2"]
-
-
-def test_the_record_names_our_tensors_and_the_commit_that_was_read(tmp_path, monkeypatch):
-    folder = tmp_path / "models--who--what" / "snapshots" / "0123abc"
-    model = BertForMaskedLM(tiny_bert().config)
-    save_backbone(str(folder), model, wordpiece_tokenizer())
-    describe(folder, 32)
-    monkeypatch.setattr(importer, "resolve_model", lambda *_: folder)
-    import_released("who/what", tmp_path / "ours", "main")
-    record = json.loads((tmp_path / "ours" / IMPORT_FILE).read_text())
-    assert (record["source"], record["revision"], record["base"]) == ("who/what", "0123abc", [])
-    name = "embeddings.word_embeddings.weight"
-    assert record["used"][f"bert.{name}"] == [name]
-    ours = load_file(tmp_path / "ours" / "model.safetensors")
-    assert sorted(name for names in record["used"].values() for name in names) == sorted(ours)
 
 
 def test_an_earlier_model_is_replaced_with_its_record(tmp_path):
@@ -120,32 +114,13 @@ def test_at_every_moment_the_directory_is_whole_or_not_there(is_first, tmp_path,
     assert seen[-1] == names()
 
 
-def test_a_kill_before_the_record_is_written_leaves_nothing_new(tmp_path, monkeypatch):
-    folder, _, _ = nomic_folder(tmp_path / "published", MOE)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(importer, "write_json", killed)
-    with pytest.raises(KeyboardInterrupt):
-        import_released(str(folder), tmp_path / "ours")
-    assert [path.name for path in tmp_path.iterdir()] == ["published"]
-
-
-def test_what_was_imported_can_be_imported_again(tmp_path):
-    folder, _, _ = nomic_folder(tmp_path / "published", DENSE)
-    import_released(str(folder), tmp_path / "once")
-    import_released(str(tmp_path / "once"), tmp_path / "twice")
-    assert (encoded(tmp_path / "once") - encoded(tmp_path / "twice")).abs().max() == 0
-
-
 @pytest.mark.parametrize("error", [KeyError("None"), IndexError("no row"), AttributeError("no such field")])
 def test_whatever_a_config_meets_in_an_architecture_is_one_line(error, tmp_path, monkeypatch):
     def load(folder, assumed):
         raise error
 
     folder, _, _ = nomic_folder(tmp_path / "published", DENSE)
-    monkeypatch.setattr(nomic, "load_dense", load)
+    monkeypatch.setattr(released_nomic, "load_dense", load)
     with pytest.raises(InputError, match=r"config\.json: makes no model: .+; take a whole copy"):
         import_released(str(folder), tmp_path / "ours")
 
@@ -159,3 +134,170 @@ def test_a_source_is_never_written_to(tmp_path):
     with pytest.raises(InputError, match="is no directory"):
         import_released("nowhere/at/all", tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["published"]
+
+
+@pytest.mark.parametrize(
+    ("config", "is_directory", "load"),
+    [
+        ({"model_type": "nvembed"}, True, nv_embed.load),
+        (DENSE, False, released_nomic.load_dense),
+        (DENSE | {"moe_every_n_layers": 0, "num_experts": 0}, True, released_nomic.load_dense),
+        (MOE, True, released_nomic.load_moe),
+        ({"model_type": "nomic_bert", "hidden_size": 4}, True, sentence_transformers.load),
+        ({"transductive_corpus_size": 512, "embedder": "nomic-ai/nomic-bert-2048"}, True, cde.load),
+        ({"model_type": "bert"}, True, sentence_transformers.load),
+    ],
+)
+def test_the_family_is_told_by_the_config(config, is_directory, load, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if is_directory:
+        (tmp_path / "modules.json").write_text("[]")
+    assert loader_of(tmp_path) is load
+
+
+def test_another_family_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(InputError, match="model_type 'bert' is of no published family that is known here; import one"):
+        loader_of(tmp_path)
+
+
+def test_an_adapter_is_one_whatever_lies_beside_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    with pytest.raises(OptionError, match=r"base cannot apply: .* is no adapter"):
+        loader_of(tmp_path, ["decoder"])
+    (tmp_path / "adapter_config.json").write_text("{}")
+    found = loader_of(tmp_path, ["decoder"])
+    assert (found.func, found.keywords) == (llm2vec.load, {"base": ["decoder"]})
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\nlicense: apache-2.0\nlanguage: en\n---\n# A model\n", "apache-2.0"),
+        ("---\ntags:\n- x\nmodel-index:\n- results:\n  - type: a\nlicense: 'CC-BY-NC-4.0'\n---\n", "cc-by-nc-4.0"),
+        ("\ufeff---\r\nlicense: mit\r\n---\r\n", "mit"),
+        ("---\nlanguage: en\n---\nlicense: mit\n", None),
+        ("# A model\n---\nlicense: mit\n---\n", None),
+        ("---\nmodel-index:\n  license: mit\n---\n", None),
+        ("---\nlicense:\n- mit\n- apache-2.0\n---\n", None),
+        ("---\nlicense: mit\nlicense: apache-2.0\n---\n", None),
+        ("---\nlicense: see <b>this</b> page\n---\n", None),
+        ("---\nlicense: mit\n", None),
+        ("", None),
+    ],
+)
+def test_the_licence_is_that_of_the_front_matter_alone(card, licence, tmp_path):
+    (tmp_path / "README.md").write_bytes(card.encode())
+    assert stated_licence(tmp_path) == licence
+
+
+V1_5 = "nomic-embed-text-v1.5"
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Nomic's layouts at their published width, of one layer for the dense one and two for the sparse."""
+    monkeypatch.setattr(nomic, "HIDDEN", 768)
+    return nomic
+
+
+def folder_of(wide, folder, config=nomic.DENSE, layers=1, normalize=False):
+    config = config | {"n_embd": 768, "n_layer": layers}
+    _, state, tokenizer = wide.nomic_folder(folder, config, layers=layers)
+    # The mean of a vector's numbers, which a layer norm takes off, is not near zero.
+    state[f"encoder.layers.{layers - 1}.norm2.bias"] += 0.5
+    write_checkpoint(folder, config, state)
+    describe(folder, 768, normalize=normalize)
+    return folder, state, tokenizer
+
+
+def used_as_published(state, tokenizer, prompt, width):
+    """Mean of the states, layer norm over the whole vector, cut, unit length, number by number."""
+    rows = []
+    for text in TEXTS:
+        ids = torch.tensor(tokenizer(prompt + text)["input_ids"])
+        inputs = state["embeddings.word_embeddings.weight"][ids] + state["embeddings.token_type_embeddings.weight"][0]
+        mean = nomic.encoder_states(state, nomic.DENSE, inputs, layers=1).mean(0)
+        spread = mean - mean.sum() / 768
+        spread = spread / (spread.square().sum() / 768 + 1e-5).sqrt()
+        rows.append(spread[:width] / spread[:width].square().sum().sqrt())
+    return torch.stack(rows)
+
+
+@pytest.mark.usefixtures("travelling_code")
+def test_version_1_5_gives_the_vectors_of_its_card_at_every_width(wide, tmp_path):
+    folder, state, tokenizer = folder_of(wide, tmp_path / V1_5)
+    made = import_released(str(folder), tmp_path / "ours")
+    assert made.used_as == V1_5
+    plain = load(folder).model.eval()
+    for width in (768, 256, 64):
+        options = {"precision": "float32", "dimensions": width}
+        encoder = Encoder.from_pretrained(str(tmp_path / "ours"), device="cpu", **options)
+        library = SentenceTransformer(str(tmp_path / "ours"), device="cpu", trust_remote_code=True, truncate_dim=width)
+        for role, encode in (("document", library.encode_document), ("query", library.encode_query)):
+            expected = used_as_published(state, tokenizer, f"search_{role}: ", width)
+            assert_same(torch.from_numpy(encoder.encode(TEXTS, role=role)), expected)
+            assert_same(F.normalize(torch.from_numpy(encode(TEXTS)), dim=-1), expected)
+            # Without the norm they are others, even at the whole width.
+            lost = torch.from_numpy(Encoder(plain, **options).encode(TEXTS, role=role))
+            assert (F.normalize(lost, dim=-1) - expected).abs().max() > 1e-2
+
+
+def test_version_2_keeps_its_widths_and_has_no_norm(wide, tmp_path):
+    folder, _, _ = folder_of(wide, tmp_path / "nomic-embed-text-v2-moe", nomic.MOE, 2, normalize=True)
+    made = import_released(str(folder), tmp_path / "ours")
+    assert made.used_as == "nomic-embed-text-v2-moe"
+    model = Embedder.from_pretrained(tmp_path / "ours")
+    assert (model.trained_widths, model.norm) == ((768, 256), None)
+    plain = load_moe(folder).model
+    plain.save_pretrained(tmp_path / "plain")
+    vectors = [
+        Encoder.from_pretrained(str(tmp_path / name), precision="float32", device="cpu").encode(TEXTS)
+        for name in ("ours", "plain")
+    ]
+    assert np.array_equal(*vectors)
+
+
+@pytest.mark.parametrize(
+    ("source", "known_as", "name"),
+    [
+        (f"nomic-ai/{V1_5}", None, V1_5),
+        (f"some/where/{V1_5}/.", None, V1_5),
+        (f"cache/models--nomic-ai--{V1_5}/snapshots/0123abc", None, V1_5),
+        ("some/copy", V1_5, V1_5),
+        ("some/copy", None, None),
+        ("nomic-ai/nomic-embed-text-v1", None, None),
+        (f"{V1_5}/finetuned", None, None),
+        ("nomic-ai/nomic-embed-text-v2-moe", None, None),
+    ],
+)
+def test_the_name_decides_which_model_it_is(source, known_as, name, wide, tmp_path):
+    model = load(folder_of(wide, tmp_path / "published")[0]).model
+    assert usage_name(model, source, known_as) == name
+
+
+def test_a_name_that_does_not_fit_is_refused_where_it_was_given_and_passed_over_where_it_was_found(tmp_path):
+    folder, _, _ = nomic.nomic_folder(tmp_path / V1_5, nomic.DENSE)
+    model = load(folder).model
+    assert model.embedding_dim != USAGES[V1_5].widths[0]
+    assert usage_name(model, str(folder)) is None
+    for known_as, rule in (
+        (V1_5, "cannot apply to .* which has another backbone or width"),
+        ("nomic-embed-text-v2-moe", "cannot apply to .* which has another backbone or width"),
+        ("nomic-embed-text-v9", f"give one of {V1_5}, nomic-embed-text-v2-moe"),
+    ):
+        with pytest.raises(OptionError, match=rule):
+            import_released(str(folder), tmp_path / "ours", known_as=known_as)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_copy_under_another_name_is_asked_about(wide, tmp_path, caplog):
+    folder, _, _ = folder_of(wide, tmp_path / "copy")
+    import_released(str(folder), tmp_path / "ours")
+    assert "if it is a copy, add --known-as nomic-embed-text-v1.5" in caplog.text
+    assert json.loads((tmp_path / "ours" / "import.json").read_text())["used_as"] is None
+    caplog.clear()
+    made = import_released(str(folder), tmp_path / "ours", known_as=V1_5)
+    assert caplog.text == ""
+    assert not may_want_norm(made.model)
+    assert json.loads((tmp_path / "ours" / "import.json").read_text())["used_as"] == V1_5

@@ -2,10 +2,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from embeddings.common import InputError, OptionError
-from embeddings.interop.released import import_released
 from embeddings.interop.released.llm2vec import load
 from embeddings.models import BackboneConfig, Embedder
 from tests.helpers.tiny import sentencepiece_tokenizer
@@ -112,26 +110,6 @@ def test_an_adapter_of_an_adapted_decoder_is_merged_after_it(tmp_path):
     assert named == {str(tmp_path / "inner"), str(tmp_path / "outer")}
 
 
-@pytest.mark.parametrize("read", ["decoder", "inner", "outer"])
-def test_no_folder_that_is_read_is_written_to(read, tmp_path):
-    decoder(tmp_path / "decoder")
-    adapter(tmp_path / "inner", str(tmp_path / "decoder"), seed=1)
-    adapter(tmp_path / "outer", str(tmp_path / "inner"), seed=2)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    (tmp_path / "link").symlink_to(tmp_path / read)
-    for output in (tmp_path / read, tmp_path / "link"):
-        with pytest.raises(OptionError, match="output must not be the source or its base, which it would replace"):
-            import_released(str(tmp_path / "outer"), output)
-    assert {
-        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "link" not in path.parts
-    } == before
-    import_released(str(tmp_path / "outer"), tmp_path / "ours")
-    record = json.loads((tmp_path / "ours" / "import.json").read_text())
-    assert record["base"] == [{"name": str(tmp_path / name), "commit": None} for name in ("inner", "decoder")]
-    ours = load_file(tmp_path / "ours" / "model.safetensors")
-    assert {name for names in record["used"].values() for name in names} == ours.keys()
-
-
 def test_the_scale_of_rslora_is_its_own(tmp_path):
     state = decoder(tmp_path / "decoder")
     update = adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1, use_rslora=True)
@@ -139,18 +117,6 @@ def test_the_scale_of_rslora_is_its_own(tmp_path):
     name = "layers.1.self_attn.q_proj.weight"
     found = model.state_dict()[name] - state[name]
     torch.testing.assert_close(found, update[name] * RANK**0.5, rtol=1e-4, atol=1e-5)
-
-
-def test_settings_beside_the_adapter_count(tmp_path):
-    decoder(tmp_path / "decoder")
-    adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1)
-    settings = tmp_path / "adapter" / "llm2vec_config.json"
-    settings.write_text('{"pooling_mode": "mean", "max_length": 100, "skip_instruction": false}')
-    text = load(tmp_path / "adapter").model.text
-    assert (text.document_max_length, text.pool_prompt, text.pool_start) == (100, True, True)
-    settings.write_text('{"pooling_mode": "weighted_mean"}')
-    with pytest.raises(InputError, match="has pooling_mode 'weighted_mean', and only 'mean' is known here"):
-        load(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(

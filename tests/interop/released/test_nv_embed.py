@@ -1,6 +1,5 @@
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,7 +8,6 @@ from embeddings.common import InputError
 from embeddings.inference import Encoder
 from embeddings.interop.released.nv_embed import load
 from embeddings.models import BackboneConfig, Embedder, LatentAttentionPooling, LoraSettings
-from embeddings.models.bidirectional import check_bidirectional
 from embeddings.modules import NVEmbedModule
 from tests.helpers.tiny import sentencepiece_tokenizer
 from tests.interop.released.decoder import FIELDS, HIDDEN, decoder_shapes, decoder_states
@@ -151,30 +149,6 @@ def test_texts_that_begin_with_no_word_and_texts_that_are_cut_are_pooled_as_rele
         assert ((found - expected).abs().amax(1) > 1e-3).sum() >= (3 if prompt else 1)
 
 
-def test_an_instruction_that_is_all_that_truncation_leaves_has_a_vector(tmp_path):
-    folder, _, tokenizer = published(tmp_path / "published")
-    model = load(folder).model
-    prompt = PROMPT.rstrip()
-    length = len(tokenizer(prompt)["input_ids"]) + 1
-    model.text = replace(model.text, query_max_length=length)
-    vector = Encoder(model, precision="float32").encode(["x"], role="query", prompt=prompt)
-    assert np.isfinite(vector).all()
-    assert np.linalg.norm(vector) == pytest.approx(1.0)
-
-
-def test_the_directory_carries_what_the_published_code_sets_when_it_loads(tmp_path):
-    folder, _, _ = published(tmp_path / "published")
-    load(folder).model.save_pretrained(tmp_path / "ours")
-    embedder = Embedder.from_config(BackboneConfig(str(tmp_path / "ours"), dtype="float32"))
-    text = embedder.text
-    assert (text.append_eos, text.pool_prompt, text.prompts) == (True, False, {"query": PROMPT})
-    assert text.pooling_rule == "instruction_count"
-    assert (text.query_max_length, text.document_max_length) == (4096, 4096)
-    assert (embedder.tokenizer.padding_side, embedder.tokenizer.pad_token) == ("right", "</s>")
-    assert (embedder.backbone.config.sliding_window, embedder.normalize) == (None, True)
-    check_bidirectional(embedder.backbone)
-
-
 def test_the_imported_model_is_a_start_for_training(tmp_path):
     folder, state, _ = published(tmp_path / "published")
     load(folder).model.save_pretrained(tmp_path / "ours")
@@ -189,13 +163,6 @@ def test_the_imported_model_is_a_start_for_training(tmp_path):
     assert torch.equal(latents.detach(), state["latent_attention_model.latents"])
     module.embedder(random_tokens(512, [5, 9]))[:, 0].sum().backward()
     assert latents.grad.abs().max() > 0
-
-
-def test_weights_in_half_precision_stay_so(tmp_path):
-    folder, state, _ = published(tmp_path / "published")
-    write_checkpoint(folder, CONFIG, {name: tensor.to(torch.float16) for name, tensor in state.items()})
-    embedder = load(folder).model
-    assert {parameter.dtype for parameter in embedder.parameters()} == {torch.float16}
 
 
 @pytest.mark.parametrize(

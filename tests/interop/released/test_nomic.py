@@ -1,13 +1,21 @@
+"""TODO."""
+
+import json
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from embeddings.common import InputError
+from embeddings.evaluation.mteb_library import load_mteb
 from embeddings.inference import Encoder
-from embeddings.interop.released.nomic import load_dense as load
-from embeddings.models import BackboneConfig, LanguageModel, load_backbone
+from embeddings.interop.released.checkpoint import ReleasedConfig
+from embeddings.interop.released.nomic import PROMPTS, encoder_fields, load_dense, load_moe
+from embeddings.models import BackboneConfig, LanguageModel, RotaryMoeModel, load_backbone
 from embeddings.models.language_model import load_language_model
-from tests.interop.released.nomic import DENSE, HIDDEN, nomic_folder, nomic_state, nomic_states
+from embeddings.modules import MoEEmbedModule
+from tests.helpers.tiny import wordpiece_tokenizer
+from tests.interop.released.nomic import DENSE, HIDDEN, MOE, nomic_folder, nomic_states
 from tests.interop.released.published import (
     TEXTS,
     assert_same,
@@ -19,6 +27,37 @@ from tests.interop.released.published import (
     random_state,
     write_checkpoint,
 )
+from tests.models.reading import random_tokens
+
+
+def fields(folder, **changed):
+    (folder / "config.json").write_text(json.dumps(DENSE | changed))
+    return encoder_fields(ReleasedConfig(folder / "config.json"), wordpiece_tokenizer())
+
+
+def test_positions_are_those_that_it_was_published_for(tmp_path):
+    plain = fields(tmp_path, n_positions=8192)
+    assert plain["max_position_embeddings"] == 8192
+    assert plain["rope_parameters"] == {"rope_type": "default", "rope_theta": 1000.0}
+    scaled = fields(tmp_path, n_positions=8192, rotary_scaling_factor=2)
+    assert scaled["max_position_embeddings"] == 2048
+    assert scaled["rope_parameters"] == plain["rope_parameters"]
+    with pytest.raises(InputError, match="has rotary_scaling_factor 'two', expected a number"):
+        fields(tmp_path, rotary_scaling_factor="two")
+
+
+def test_the_prompts_are_those_that_mteb_runs_these_models_with():
+    load_mteb()
+    from mteb.models.model_implementations.cde_models import cde_model_prompts
+    from mteb.models.model_implementations.nomic_models import model_prompts
+
+    assert (len(model_prompts), model_prompts["STS"]) == (9, "classification: ")
+    assert model_prompts.items() <= PROMPTS.items()
+    assert cde_model_prompts.items() <= PROMPTS.items()
+    assert {name: PROMPTS[name] for name in PROMPTS.keys() - model_prompts.keys()} == {
+        "classification": "classification: ",
+        "clustering": "clustering: ",
+    }
 
 
 def means(state, config, tokenizer, prompt):
@@ -28,7 +67,7 @@ def means(state, config, tokenizer, prompt):
 @pytest.mark.usefixtures("travelling_code")
 def test_the_imported_model_gives_the_published_vectors(tmp_path):
     folder, state, tokenizer = nomic_folder(tmp_path / "published", DENSE)
-    made = load(folder)
+    made = load_dense(folder)
     assert sorted(made.report.used) == sorted(state)
     made.model.save_pretrained(tmp_path / "ours")
     for role, prompt in (("document", "search_document: "), ("query", "search_query: ")):
@@ -38,19 +77,11 @@ def test_the_imported_model_gives_the_published_vectors(tmp_path):
     assert type(load_backbone(BackboneConfig(str(tmp_path / "ours")))[0]).__name__ == "NomicBertModel"
 
 
-def test_a_folder_without_a_normalize_module_gives_vectors_as_long_as_they_come(tmp_path):
-    folder, state, tokenizer = nomic_folder(tmp_path / "published", DENSE)
-    describe(folder, HIDDEN, normalize=False)
-    load(folder).model.save_pretrained(tmp_path / "ours")
-    expected = torch.stack(means(state, DENSE, tokenizer, "clustering: "))
-    assert_same(encoded(tmp_path / "ours", prompt_name="clustering"), expected)
-
-
 def test_a_text_that_is_longer_than_those_of_training_is_cut_and_changes_no_other(tmp_path, caplog):
     config = DENSE | {"max_trained_positions": 24, "rotary_scaling_factor": 2}
     folder, state, tokenizer = nomic_folder(tmp_path / "published", config)
     describe(folder, HIDDEN)
-    load(folder).model.save_pretrained(tmp_path / "ours")
+    load_dense(folder).model.save_pretrained(tmp_path / "ours")
     assert "rotary_scaling_factor is left out, so texts are cut at 24 tokens" in caplog.text
     words = "the quick brown fox jumps over the lazy dog 1 2 3 4 5 6 7 8 9"
     texts = [words, words[:40], "a b c"]
@@ -77,7 +108,7 @@ def test_the_masked_language_model_comes_with_its_head(tmp_path):
     )
     words = state["bert.embeddings.word_embeddings.weight"]
     write_checkpoint(folder, config, state | head | {"cls.predictions.decoder.weight": words.clone()})
-    made = load(folder)
+    made = load_dense(folder)
     assert isinstance(made.model, LanguageModel)
     assert made.report.left == ["cls.predictions.decoder.weight"]
     made.model.save_pretrained(tmp_path / "ours")
@@ -92,16 +123,6 @@ def test_the_masked_language_model_comes_with_its_head(tmp_path):
     backbone, _ = load_backbone(BackboneConfig(str(tmp_path / "ours")))
     found = backbone(input_ids=ids[None]).last_hidden_state[0].detach()
     torch.testing.assert_close(found, states, rtol=1e-5, atol=1e-5)
-
-
-def test_an_embedding_model_may_carry_a_language_models_names(tmp_path):
-    folder, state, tokenizer = nomic_folder(tmp_path / "published", DENSE, prefix="bert.")
-    write_checkpoint(folder, DENSE, state | {"cls.predictions.transform.dense.weight": torch.zeros(HIDDEN, HIDDEN)})
-    made = load(folder)
-    assert made.report.left == ["cls.predictions.transform.dense.weight"]
-    made.model.save_pretrained(tmp_path / "ours")
-    expected = torch.stack(means(nomic_state(DENSE), DENSE, tokenizer, "search_document: "))
-    assert_same(encoded(tmp_path / "ours"), F.normalize(expected, dim=-1))
 
 
 @pytest.mark.parametrize(
@@ -119,5 +140,59 @@ def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path):
     folder, _, _ = nomic_folder(tmp_path, DENSE)
     changed_config(folder, **fields)
     with pytest.raises(InputError) as error:
-        load(folder)
+        load_dense(folder)
     assert says in str(error.value)
+
+
+def expected(state, tokenizer, prompt, max_length=2048):
+    def vector(text):
+        ids = tokenizer(prompt + text, truncation=True, max_length=max_length)["input_ids"]
+        return nomic_states(state, MOE, torch.tensor(ids)).mean(0)
+
+    return each(TEXTS, vector)
+
+
+@pytest.mark.usefixtures("travelling_code")
+def test_the_imported_model_gives_the_published_vectors_of_moe(tmp_path):
+    folder, state, tokenizer = nomic_folder(tmp_path / "published", MOE)
+    made = load_moe(folder)
+    assert sorted(made.report.used) == sorted(state)
+    assert made.report.left == []
+    made.model.save_pretrained(tmp_path / "ours")
+    for role in ("document", "query"):
+        vectors = expected(state, tokenizer, f"search_{role}: ")
+        assert_same(encoded(tmp_path / "ours", role=role), vectors)
+        assert_same(by_library(tmp_path / "ours", role), vectors)
+    backbone, _ = load_backbone(BackboneConfig(str(tmp_path / "ours")))
+    assert isinstance(backbone, RotaryMoeModel)
+    assert backbone.config.moe_layers == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"moe_normalize_expert_weights": True}, "moe_normalize_expert_weights True, and only False is known here"),
+        ({"prenorm": True}, "has prenorm True, and only False is known here"),
+        ({"num_experts": "four"}, "has num_experts 'four', expected a whole number >= 1"),
+        ({"num_experts": 8}, "router.layer.weight has shape (4, 32), by config.json it has (8, 32)"),
+        ({"n_layer": 6}, "lacks 24 of the 76 tensors"),
+        ({"n_layer": 2}, "has 24 tensors that Nomic's encoder with experts has no place for, encoder.layers.2"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_one_line_of_moe(fields, says, tmp_path):
+    folder, _, _ = nomic_folder(tmp_path, MOE)
+    changed_config(folder, **fields)
+    with pytest.raises(InputError) as error:
+        load_moe(folder)
+    assert says in str(error.value)
+
+
+def test_the_imported_model_is_trained_with_its_experts(tmp_path):
+    folder, state, _ = nomic_folder(tmp_path / "published", MOE)
+    load_moe(folder).model.save_pretrained(tmp_path / "ours")
+    module = MoEEmbedModule(BackboneConfig(str(tmp_path / "ours")), initial_model=str(tmp_path / "ours"))
+    assert module.moe_layers == [1, 3]
+    router = module.embedder.backbone.layers[1].mlp.router.weight
+    assert torch.equal(router.detach(), state["encoder.layers.1.mlp.router.layer.weight"])
+    module.embedder(random_tokens(384, [5, 9]))[:, 0].sum().backward()
+    assert router.grad.abs().max() > 0

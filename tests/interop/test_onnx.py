@@ -1,6 +1,9 @@
+"""TODO."""
+
 from pathlib import Path
 
 import numpy as np
+import onnx as onnx_library
 import onnxruntime
 import pytest
 import torch
@@ -9,7 +12,7 @@ from transformers import NomicBertConfig, PretrainedConfig, PreTrainedModel
 
 from embeddings.common import OptionError, TextSettings
 from embeddings.interop import onnx
-from embeddings.interop.onnx import Comparison, check_onnx, write_onnx
+from embeddings.interop.onnx import GRAPH_FILE, INT8_GRAPH_FILE, check_onnx, write_int8_onnx, write_onnx
 from embeddings.models import ClsPooling, Embedder, LoraSettings, MeanPooling, Pooling, add_lora
 from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_contextual, tiny_modernbert, tiny_nomic, tiny_xlm_roberta
@@ -30,7 +33,14 @@ def adapted() -> nn.Module:
     return backbone
 
 
-@pytest.mark.parametrize("make", [adapted, tiny_xlm_roberta, tiny_nomic])
+@pytest.mark.parametrize(
+    "make",
+    [
+        adapted,
+        pytest.param(tiny_xlm_roberta, marks=pytest.mark.slow),
+        pytest.param(tiny_nomic, marks=pytest.mark.slow),
+    ],
+)
 @torch.no_grad()
 def test_a_graph_gives_the_models_states_at_any_length(tmp_path: Path, make: object) -> None:
     torch.manual_seed(0)
@@ -51,6 +61,7 @@ def test_a_graph_gives_the_models_states_at_any_length(tmp_path: Path, make: obj
     assert not (tmp_path / "model" / "onnx").exists()
 
 
+@pytest.mark.slow
 def test_a_graph_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     embedder(tiny_bert()).save_pretrained(tmp_path / "model")
     export = onnx._export
@@ -67,6 +78,7 @@ def test_a_graph_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert list((tmp_path / "model" / "onnx").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_both_are_compared_past_a_window_and_past_where_angles_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,24 +102,6 @@ def test_both_are_compared_past_a_window_and_past_where_angles_change(
     assert compared[1:] == [*onnx.CHECKED_SHAPES, (1, 5), (1, 8)]
 
 
-def test_a_length_that_takes_too_much_is_not_compared_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(onnx, "_turning_lengths", lambda config: [48, 4096, 8192, 131_072])
-    monkeypatch.setattr(onnx, "_LONGEST", 50)
-    embedder(tiny_modernbert()).save_pretrained(tmp_path / "model")
-    found = write_onnx(tmp_path / "model")
-    assert (found.longest, found.beyond) == (50, (4096, 8192, 131_072))
-    says = "on texts of up to 50 tokens; past 4,096 and 8,192 and 131,072 tokens, where the model computes otherwise,"
-    assert says in str(found)
-    assert str(Comparison(3e-7, 33, ())) == "within 3e-07 of torch's states on texts of up to 33 tokens"
-
-
-def test_nothing_beyond_some_thousand_tokens_is_compared() -> None:
-    """The attention of a layer of 12 heads takes less than a gigabyte."""
-    assert 4 * 12 * onnx._LONGEST**2 < 10**9
-
-
 def test_models_that_bring_code_are_refused_in_one_line() -> None:
     check_onnx(embedder(tiny_bert(), ClsPooling(32), prompts={"query": "q: "}))
     for model in (embedder(tiny_bert(), prompts={"query": "q: "}), tiny_contextual(), embedder(tiny_moe())):
@@ -115,7 +109,40 @@ def test_models_that_bring_code_are_refused_in_one_line() -> None:
             check_onnx(model)
 
 
-def test_a_model_of_more_than_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx, "_MOST_BYTES", 1000)
-    with pytest.raises(OptionError, match="format is for models below 2 GiB, this one has"):
-        check_onnx(embedder(tiny_bert()))
+def exported(backbone: PreTrainedModel, folder: Path) -> Embedder:
+    model = Embedder(backbone, wordpiece_tokenizer(), MeanPooling(32)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_graph_in_int8_lies_near_and_its_matrices_have_8_bits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = exported(tiny_bert(), tmp_path)
+    write_onnx(tmp_path)
+    assert 0.99 < write_int8_onnx(tmp_path) < 1
+    graph = onnx_library.load(tmp_path / INT8_GRAPH_FILE).graph
+    matrices = [tensor for tensor in graph.initializer if len(tensor.dims) == 2 and tensor.dims[0] in (32, 64)]
+    rounded = [tensor for tensor in matrices if tensor.data_type == onnx_library.TensorProto.INT8]
+    assert len(rounded) == 6 * model.backbone.config.num_hidden_layers
+    session = onnxruntime.InferenceSession(str(tmp_path / INT8_GRAPH_FILE))
+    for lengths in ([7, 3, 12], [1], [40, 2]):
+        tokens = random_tokens(300, lengths)
+        inputs = {"input_ids": tokens.input_ids_NL.numpy(), "attention_mask": tokens.attention_mask_NL.long().numpy()}
+        (state_NLH,) = session.run(None, inputs)
+        expected_NLH = model.backbone(**{name: torch.from_numpy(value) for name, value in inputs.items()})[0].numpy()
+        is_text = inputs["attention_mask"].astype(bool)
+        difference = np.abs(state_NLH - expected_NLH)[is_text].max() / np.abs(expected_NLH).max()
+        assert 1e-4 < difference < 0.1
+
+
+@pytest.mark.slow
+def test_a_graph_whose_numbers_no_scale_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported(tiny_bert(), tmp_path)
+    write_onnx(tmp_path)
+    states = np.full((1, 1, 32), np.nan, np.float32)
+    monkeypatch.setattr("embeddings.interop.onnx.open_graph", lambda _: lambda _: states)
+    with pytest.raises(OptionError, match=r"^format must give finite states: .*, got 'onnx-int8'; use onnx$"):
+        write_int8_onnx(tmp_path)
+    assert [path.name for path in (tmp_path / GRAPH_FILE).parent.iterdir()] == ["model.onnx"]

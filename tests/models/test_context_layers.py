@@ -1,19 +1,132 @@
+"""TODO."""
+
 import pytest
 import torch
 from transformers import MPNetConfig, MPNetModel, PreTrainedModel
 
-from embeddings.models import LoraSettings, add_lora
 from embeddings.models.context_layers import (
+    ContextSlots,
+    FirstStage,
+    ResidualProjection,
+    SoftPrompt,
     check_position_free,
     first_position,
     learned_positions,
-    longest_text,
-    plain_model,
     states_behind_context,
 )
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 from tests.models.contextual_models import BACKBONES, SMALL, tiny_modernbert, tiny_nomic, tiny_xlm_roberta
 from tests.models.reading import random_tokens
+
+LENGTHS = [7, 3, 12, 1]
+
+
+def stage(width: int = 24) -> FirstStage:
+    torch.manual_seed(0)
+    return FirstStage(tiny_bert(), 32, width).eval()
+
+
+@torch.no_grad()
+def test_vectors_equal_a_loop_over_documents() -> None:
+    tokens, first = random_tokens(384, LENGTHS, skip=2), stage()
+    vectors = first(*tokens)
+    assert vectors.shape == (4, 24)
+    inner, outer = first.projection[0], first.projection[2]
+    for row, length in enumerate(LENGTHS):
+        states = tiny_bert()(tokens.input_ids_NL[row : row + 1, :length]).last_hidden_state[0]
+        pooled = [state for state, kept in zip(states, tokens.pooling_mask_NL[row], strict=False) if kept]
+        mean = sum(pooled) / max(1, len(pooled)) if pooled else torch.zeros(32)
+        hidden = torch.nn.functional.gelu(inner.weight @ mean + inner.bias)
+        torch.testing.assert_close(vectors[row], outer.weight @ hidden + outer.bias, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("skip", [0, 2, 6])
+def test_a_limit_reads_the_first_tokens_and_pools_the_last_of_them(skip: int) -> None:
+    tokens, first = random_tokens(384, LENGTHS, skip=skip), stage()
+    cut = [tensor[:, :5].clone() for tensor in tokens]
+    for row, length in enumerate(LENGTHS):
+        cut[2][row, min(length, 5) - 1] = True
+    expected, whole = first(*cut), first(*tokens)
+    first.max_length = 5
+    torch.testing.assert_close(first(*tokens), expected)
+    assert (whole - expected)[[0, 2]].abs().max() > 1e-4
+    assert stage().extra_repr() == ""
+    assert first.extra_repr() == "max_length=5"
+
+
+def test_prompts_are_pooled_too_where_the_released_model_does_so() -> None:
+    layer, tokens = stage(), random_tokens(384, LENGTHS, skip=2)
+    everything = tokens._replace(pooling_mask_NL=tokens.attention_mask_NL)
+    with torch.no_grad():
+        plain, whole = layer(*tokens), layer(*everything)
+        layer.pools_prompt = True
+        assert torch.equal(layer(*tokens), whole)
+    assert (plain - whole).abs().max() > 1e-3
+
+
+def slots(num_context: int = 5, dropout_fraction: float = 0.0) -> ContextSlots:
+    torch.manual_seed(0)
+    return ContextSlots(num_context, 8, dropout_fraction)
+
+
+def test_every_text_has_the_same_context_and_empty_slots_are_null() -> None:
+    layer, context = slots().eval(), torch.randn(3, 8)
+    filled = layer(context, 4)
+    assert filled.shape == (4, 5, 8)
+    for row in range(4):
+        assert torch.equal(filled[row], torch.stack([*context, layer.null_H, layer.null_H]))
+
+
+def test_no_context_is_a_null_vector_in_every_slot() -> None:
+    layer = slots().eval()
+    for given in (None, torch.empty(0, 8), layer.null_H.expand(5, 8)):
+        assert torch.equal(layer(given, 2), layer.null_H.expand(2, 5, 8))
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (5, 9), (1, 5, 8), (8,)])
+def test_a_context_that_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="at most 5 vectors of width 8"):
+        slots()(torch.zeros(shape), 2)
+
+
+def test_dropout_replaces_single_slots_of_single_texts_at_its_rate() -> None:
+    layer, context = slots(50, 0.25).train(), torch.randn(50, 8)
+    dropped = (layer(context, 200) == layer.null_H).all(-1)
+    kept = ~dropped
+    expected = context.expand(200, 50, 8)
+    assert torch.equal(layer.eval()(context, 200), expected)
+    torch.manual_seed(1)
+    again = layer.train()(context, 200)
+    assert torch.equal(again[(again != layer.null_H).any(-1)], expected[(again != layer.null_H).any(-1)])
+    assert abs(float(dropped.float().mean()) - 0.25) < 0.02
+    assert dropped.any(0).all()
+    assert kept.any(1).all()
+
+
+@torch.no_grad()
+def test_soft_prompts_are_the_projection_of_ones() -> None:
+    torch.manual_seed(0)
+    prompt = SoftPrompt(3, 8)
+    first, second = prompt.layers[0], prompt.layers[2]
+    hidden = [max(0.0, float(first.weight[i].sum() + first.bias[i])) for i in range(8)]
+    flat = second.weight @ torch.tensor(hidden) + second.bias
+    torch.testing.assert_close(prompt(), torch.stack([flat[8 * i : 8 * i + 8] for i in range(3)]))
+    assert SoftPrompt(0, 8)().shape == (0, 8)
+    assert list(SoftPrompt(0, 8).parameters()) == []
+    assert "ones_H" not in prompt.state_dict()
+
+
+def test_the_residual_projection_starts_as_the_identity_and_learns() -> None:
+    torch.manual_seed(0)
+    layer, vectors = ResidualProjection(8), torch.randn(4, 8)
+    assert torch.equal(layer(vectors), vectors)
+    layer(vectors).square().sum().backward()
+    assert layer.layers[2].weight.grad.abs().max() > 0
+    torch.nn.init.normal_(layer.layers[2].weight)
+    hidden = torch.relu(vectors @ layer.layers[0].weight.T + layer.layers[0].bias)
+    torch.testing.assert_close(layer(vectors), vectors + hidden @ layer.layers[2].weight.T)
+
 
 TOKENS = random_tokens(384, [7, 3, 30, 1])
 IDS, SEEN = TOKENS.input_ids_NL, TOKENS.attention_mask_NL
@@ -45,18 +158,6 @@ def test_an_empty_prefix_leaves_the_states_of_the_backbone_itself(kind: str) -> 
     states = states_behind_context(backbone, context, soft, IDS, SEEN)
     usual = backbone(input_ids=IDS, attention_mask=SEEN.long()).last_hidden_state
     assert spread(states, usual) <= 1e-5
-
-
-@pytest.mark.parametrize("kind", BACKBONES)
-@torch.no_grad()
-def test_padding_changes_no_state(kind: str) -> None:
-    backbone, (context, soft) = BACKBONES[kind](), prefix()
-    together = states_behind_context(backbone, context, soft, IDS, SEEN)
-    for row, length in enumerate([7, 3, 30, 1]):
-        alone = states_behind_context(
-            backbone, context[row : row + 1], soft, IDS[row : row + 1, :length], SEEN[row : row + 1, :length]
-        )
-        assert (alone[0] - together[row, :length]).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_xlm_roberta])
@@ -135,42 +236,12 @@ def test_a_window_holds_among_the_texts_tokens_and_for_no_other() -> None:
                 assert bool(seen[0][row, 0, i, j]) == (near and is_token)
 
 
-@torch.no_grad()
-def test_adapters_are_read_through() -> None:
-    context, soft = prefix()
-    expected = states_behind_context(tiny_bert(), context, soft, IDS, SEEN)
-    adapted = add_lora(tiny_bert(), LoraSettings(rank=2, dropout=0.0)).eval()
-    assert isinstance(plain_model(adapted), PreTrainedModel)
-    assert spread(states_behind_context(adapted, context, soft, IDS, SEEN), expected) <= 1e-6
-    check_position_free(adapted)
-
-
 def test_a_backbone_that_sees_the_order_is_refused() -> None:
     with pytest.raises(ValueError, match="read its context as a set, and sees its order"):
         check_position_free(tiny_mistral())
     config = MPNetConfig(**SMALL, max_position_embeddings=130)
     with pytest.raises(ValueError, match="not weigh tokens by their distance"):
         check_position_free(MPNetModel(config, add_pooling_layer=False))
-
-
-def test_attention_by_packed_indices_is_refused() -> None:
-    backbone = tiny_bert()
-    backbone.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="must be loaded with eager or sdpa attention, not flash_attention_2"):
-        check_position_free(backbone)
-
-
-def test_the_check_leaves_the_mode_and_keeps_no_gradient() -> None:
-    backbone = tiny_bert(dropout=0.5).train()
-    check_position_free(backbone)
-    assert backbone.training
-    assert all(weight.grad is None for weight in backbone.parameters())
-
-
-def test_learned_positions_are_the_texts_and_indices_count_the_prefix() -> None:
-    assert longest_text(tiny_bert(), 9) == 128
-    assert longest_text(tiny_xlm_roberta(), 9) == 128
-    assert longest_text(tiny_nomic(), 9) == 119
 
 
 @torch.no_grad()
