@@ -1,21 +1,55 @@
-"""Every row of the recipe table is a run that parses whole: base, method, scale and data together."""
+"""Every recipe, scale, sweep and job config parses whole, as the command line reads it."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from embeddings.cli.fit import run_trainer
+from embeddings.cli.fit import check_arguments, run_trainer
+from embeddings.cli.main import main
 from embeddings.cli.recipes import read_recipes
+from embeddings.cli.sweep_file import read_sweep
+from embeddings.cli.sweep_runs import runs_of
+from tests.configs.files import CONFIGS, read
+from tests.helpers.runs import write_config
 
 RECIPES = read_recipes()
 
 
+# Sources of a data file that each recipe is parsed with; jsonargparse takes seconds for forty. `test_data_files` makes
+# all of each file.
+NUM_PARSED = 3
+
+
+def shortened(path: str, folder: Path) -> str:
+    """A config with the first of its sources; itself where it has no more."""
+    content, is_short = read(Path(path)), False
+    arguments = content.get("data", {}).get("init_args", {})
+    for key in ("sources", "sources+"):
+        if len(arguments.get(key, ())) > NUM_PARSED:
+            arguments[key], is_short = arguments[key][:NUM_PARSED], True
+    return write_config(folder, content, Path(path).name) if is_short else path
+
+
+def listed(paths: list[str]) -> list[dict[str, Any]]:
+    """The sources that config files have one after the other."""
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        arguments = read(Path(path)).get("data", {}).get("init_args", {})
+        found = [*arguments.get("sources", found), *arguments.get("sources+", ())]
+    return found
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypatch):
+def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("EMBED_TRAIN_DATA", "data")
+    paths = RECIPES[name]["configs"].split()
     with pytest.raises(SystemExit) as stop:
-        run_trainer(["fit", "--recipe", name, "--print_config"])
+        run_trainer(["fit", *(f"--config={shortened(path, tmp_path)}" for path in paths), "--print_config"])
     assert stop.value.code == 0
     printed = yaml.safe_load(capsys.readouterr().out)
+    sources = listed(paths)
     assert printed["model"]["class_path"].startswith("embeddings.modules.")
     assert printed["data"]["class_path"].startswith("embeddings.data.")
     if name.startswith("cde"):
@@ -30,10 +64,10 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
         # The scale's batch survives the data file that comes after it: 8 ranks of 16 are the paper's 128.
         assert (printed["data"]["init_args"]["batch_size"], printed["trainer"]["devices"]) == (16, 8)
         assert printed["data"]["init_args"]["num_negatives"] == 7
-        check_nv_embed_sources(name, printed["data"]["init_args"]["sources"])
+        check_nv_embed_sources(name, sources)
     if name.startswith("mgh") and name != "mgh_docstrings":
         # Tables 1 and 2: with the synthetic records, without, and with solved examples before queries.
-        data, names = printed["data"]["init_args"], [s["name"] for s in printed["data"]["init_args"]["sources"]]
+        data, names = printed["data"]["init_args"], [source["name"] for source in sources]
         facts = (len(names), "synthetic" in names, data["num_in_context_examples"], printed["trainer"]["max_steps"])
         expected = {"67.0": (15, True, 0, 1600), "65.87": (14, False, 0, 1000), "66.43": (14, False, 5, 1000)}
         assert facts == expected[RECIPES[name]["paper_value"]]
@@ -43,9 +77,8 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
     if name.startswith("moe") and name != "moe_docstrings":
         check_moe(name, printed)
     asked = []
-    for path in RECIPES[name]["configs"].split():
-        with open(path, encoding="utf-8") as file:
-            trainer = yaml.safe_load(file).get("trainer", {})
+    for path in paths:
+        trainer = read(Path(path)).get("trainer", {})
         asked += [callback["class_path"] for key in ("callbacks", "callbacks+") for callback in trainer.get(key, [])]
     assert len(asked) >= 2
     found = [callback["class_path"].rpartition(".")[2] for callback in printed["trainer"]["callbacks"]]
@@ -57,7 +90,7 @@ def check_nv_embed_sources(name, sources):
     synthetic = [source for source in sources if source["name"] == "synthetic"]
     assert len(sources) - len(synthetic) == (16 if "stage1" in name else 42)
     assert [source["max_rows"] for source in synthetic] == ([120_000] if "synthetic" in name else [])
-    assert not any(source["in_batch_negatives"] for source in synthetic)
+    assert not any(source.get("in_batch_negatives", True) for source in synthetic)
     # Table 4: S2 without the synthetic samples, S3 with them, and its first row.
     paper_value = {
         "nv_embed_stage2_h100x8": "72.07",
@@ -95,3 +128,55 @@ def test_a_row_without_a_value_is_not_called_measured():
     for row in RECIPES.values():
         assert row["status"] in {"planned", "measured", "out of memory", "superseded"}
         assert (row["status"] == "measured") == bool(row["value"])
+
+
+# Scales under which ranks share the weights.
+SHARDED = ("h100x8_fsdp2", "h100x16_fsdp2", "h100x8_zero1", "h100x8_zero2", "h100x16_zero3")
+
+
+@pytest.mark.parametrize(
+    ("scale", "method"),
+    [*((scale, "mgh") for scale in SHARDED), (SHARDED[0], "nv_embed_stage1"), (SHARDED[0], "moe_finetune")],
+)
+def test_a_scale_that_shards_weights_parses_with_the_methods(scale: str, method: str, tmp_path: Path) -> None:
+    parts = ("base", f"methods/{method}", f"scales/{scale}", f"data/{method}")
+    check_arguments(["fit", *(f"--config={shortened(f'{CONFIGS}/{part}.yaml', tmp_path)}" for part in parts)])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("scales/*.yaml")), ids=lambda path: path.stem)
+def test_a_scale_names_as_many_devices_as_its_strategy_shares(path: Path) -> None:
+    trainer: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["trainer"]
+    num_ranks = trainer["devices"] * trainer.get("num_nodes", 1)
+    assert path.stem == "cpu" or path.stem.startswith(f"h100x{num_ranks}")
+    assert ("strategy" in trainer) == (num_ranks > 1)
+    assert trainer["precision"] == "bf16-mixed"
+
+
+SWEEPS = {"pooling": 9, "temperature": 12}
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_sweep_has_its_runs_and_parses(name: str, tmp_path: Path) -> None:
+    assert {path.stem for path in (CONFIGS / "sweeps").iterdir()} == set(SWEEPS)
+    runs = runs_of(read_sweep(CONFIGS / "sweeps" / f"{name}.yaml"), tmp_path)
+    assert len({run.folder for run in runs}) == SWEEPS[name]
+    for run in runs[:: SWEEPS[name] // 3]:
+        check_arguments(run.words)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Sums of examples over categories: 310K with 180M tokens (MGH), 3 x 40,000 over 60,000 tasks (NV-Embed).
+JOBS = {"mgh": (310_000, None, 180_000_000), "nv_embed": (120_000, 60_000, None)}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_synthesis_config_parses_and_plans(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert {path.stem for path in (CONFIGS / "jobs").iterdir()} == {f"synthesize_{name}" for name in JOBS}
+    config = str(CONFIGS / "jobs" / f"synthesize_{name}.yaml")
+    line = ["synthesize", "--config", config, "--endpoint", "http://h/v1", "--model", "m"]
+    with pytest.raises(SystemExit) as stop:
+        main([*line, "--output", str(tmp_path / "out"), "--print_config"])
+    assert stop.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["method"] == name
+    assert (printed["num_examples"], printed["num_tasks"], printed["token_budget"]) == JOBS[name]

@@ -1,0 +1,94 @@
+"""Reads the configs that come with the library, builds what they configure, and runs them small."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from embeddings.cli.fit import run_trainer
+from embeddings.data.sources import SourceConfig
+from tests.helpers.runs import write_config
+
+CONFIGS = Path(__file__).parents[2] / "lightning_configs"
+_MACHINE_PATH = re.compile(r"(?<![\w}.)])/(home|work|root|tmp|mnt|data|Users)\b|s3://|gs://|[A-Z]:\\")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that comes twice, which YAML readers otherwise resolve in silence."""
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    assert len(keys) == len(set(keys)), f"a key comes twice: {keys}"
+    return {key: loader.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value, strict=True)}
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def read(name: str | Path) -> dict[str, Any]:
+    """The content of a config, a path or its name below `lightning_configs` without the suffix."""
+    path = name if isinstance(name, Path) else CONFIGS / f"{name}.yaml"
+    content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    assert isinstance(content, dict)
+    return content
+
+
+def init_args(name: str, section: str) -> dict[str, Any]:
+    """The arguments of the config's model or data."""
+    arguments = read(name)[section]["init_args"]
+    assert isinstance(arguments, dict)
+    return arguments
+
+
+def sources(name: str) -> dict[str, SourceConfig]:
+    """The sources of a data config by their names, each of which comes once."""
+    listed = [SourceConfig(**fields) for fields in init_args(f"data/{name}", "data")["sources"]]
+    by_name = {source.name: source for source in listed}
+    assert len(by_name) == len(listed)
+    return by_name
+
+
+def flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of a config by their dotted keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in content.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
+
+
+def method(name: str) -> dict[str, Any]:
+    """The leaves of a method's config; those of the module lack `model.init_args.`."""
+    return {key.removeprefix("model.init_args."): value for key, value in flat(read(f"methods/{name}")).items()}
+
+
+def build(base: type, content: dict[str, Any], section: str = "model") -> Any:
+    """What a config's section configures."""
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(base, section)
+    return parser.instantiate_classes(parser.parse_object({section: content}))[section]
+
+
+def small_run(folder: Path, files: list[str | Path], small: dict[str, Any], *options: str) -> Any:
+    """Fit by config files as they are, but for what must be small, which comes after them; returns the CLI."""
+    trainer = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs"}},
+    }
+    path = write_config(folder, small | {"trainer": trainer | small.get("trainer", {})}, "small.yaml")
+    return run_trainer(["fit", *(f"--config={file}" for file in (*files, path)), *options])
+
+
+def check_texts(files: list[Path]) -> None:
+    """Every config begins with a comment that says what it is, has short lines, and names no place of one machine."""
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert text.startswith("# "), file.name
+        assert not _MACHINE_PATH.search(text), file.name
+        assert max(map(len, text.splitlines())) <= 150, file.name

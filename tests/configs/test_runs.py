@@ -1,0 +1,267 @@
+"""The configs as they are, fitted on tiny stand-ins: each method's phases one after the other, and the small corpora.
+
+Methods name their outputs, and later phases their start, relative to the working directory.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from embeddings.cli.main import main
+from embeddings.common import instruction_prompt
+from embeddings.data import SourceConfig
+from embeddings.data.store import open_cached
+from embeddings.inference import Encoder
+from embeddings.models import (
+    AnchorTokenPooling,
+    ContextualEmbedder,
+    Embedder,
+    LatentAttentionPooling,
+    MeanPooling,
+    load_backbone,
+)
+from embeddings.models.backbone import BackboneConfig
+from embeddings.modules import CDEModule, MGHCurriculumModule, NVEmbedModule
+from tests.configs.files import CONFIGS, read, small_run
+from tests.data.cluster_folders import write_clusters
+from tests.data.rows import graded, write_jsonl
+from tests.data.surrogates import write_surrogates
+from tests.helpers.runs import backbone_folder, write_config, write_pairs, write_retrieval_folder
+from tests.helpers.tiny import tiny_t5, wordpiece_tokenizer
+from tests.modules.moe_modules import dense_folder
+
+BASE = CONFIGS / "base.yaml"
+TEXT = {"query_max_length": 48, "document_max_length": 48}
+# What a scale's file asks for and a machine without GPUs does not have.
+ONE_CPU = {"num_nodes": 1, "precision": "32-true", "strategy": "auto"}
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def phase(name: str) -> list[str | Path]:
+    return [BASE, CONFIGS / "methods" / f"{name}.yaml"]
+
+
+def of_module(**init_args: Any) -> dict[str, Any]:
+    return {"init_args": {"schedule": {"warmup_steps": 1}, **init_args}}
+
+
+def of_data(**init_args: Any) -> dict[str, Any]:
+    common = {"batch_size": 4, "cache_dir": "cache", "text": TEXT}
+    return {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": common | init_args}
+
+
+def check_vectors(folder: str, query_prompt: str) -> None:
+    """A directory's vectors have unit length, differ between texts, and follow the trained prompt."""
+    encoder = Encoder.from_pretrained(folder, precision="float32")
+    assert encoder.embedder.text.prompts["query"] == query_prompt
+    vectors = encoder.encode(["the quick fox", "a lazy dog"], role="query")
+    assert np.abs(np.linalg.norm(vectors, axis=1) - 1).max() <= 1e-5
+    assert np.abs(vectors[0] - vectors[1]).max() > 1e-3
+
+
+def weights(cli: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = cli.model.embedder.state_dict()
+    return found
+
+
+def test_the_second_stage_of_nv_embed_starts_from_what_the_first_exported(tmp_path: Path) -> None:
+    path = str(write_pairs(tmp_path / "pairs.jsonl", num_pairs=12))
+    small = {
+        "trainer": {"max_steps": 3},
+        "model": of_module(backbone={"name": backbone_folder(tmp_path / "backbone", "mistral")}),
+        "data": of_data(
+            text={"query_max_length": 48, "document_max_length": 24, "append_eos": True},
+            num_negatives=2,
+            sources=[{"name": "pairs", "path": path, "instruction": "Find the passage"}],
+        ),
+    }
+    first = small_run(tmp_path, phase("nv_embed_stage1"), small, "--model.init_args.optimizer.init_args.lr=1e-2")
+    merged = load_file("checkpoints/nv_embed_stage1/model.safetensors")
+    untrained = load_file(tmp_path / "backbone" / "model.safetensors")
+    projection = "layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(merged[projection], untrained[projection].bfloat16())
+
+    second = small_run(tmp_path, phase("nv_embed_stage2"), small)
+    for cli, in_batch_negatives in ((first, "source"), (second, "off")):
+        assert isinstance(cli.model, NVEmbedModule)
+        assert cli.trainer.global_step == 3
+        assert torch.isfinite(cli.trainer.callback_metrics["train/loss"])
+        assert cli.model.loss.in_batch_negatives == in_batch_negatives
+        assert isinstance(cli.model.embedder.pooling, LatentAttentionPooling)
+    # LoRA leaves the backbone's own weights alone, so after training they still are what stage 2 started from.
+    state = second.model.embedder.backbone.state_dict()
+    frozen = {name.removeprefix("base_model.model.").replace(".base_layer", ""): name for name in state}
+    assert merged.keys() <= frozen.keys()
+    assert all(torch.equal(state[frozen[name]], weight) for name, weight in merged.items())
+    assert any("lora_B" in name and value.any() for name, value in state.items())
+    check_vectors("checkpoints/nv_embed_stage2", instruction_prompt("Find the passage"))
+
+
+def test_the_supervised_phase_of_cde_starts_from_what_the_unsupervised_one_exported(tmp_path: Path) -> None:
+    path, num_pairs = write_pairs(tmp_path / "pairs.jsonl", num_pairs=12), 12
+    source = open_cached(SourceConfig("pairs", str(path)), tmp_path / "cache")
+    write_clusters(tmp_path / "clusters" / "pairs", [row % 3 for row in range(num_pairs)], 3, source.key)
+    listed = {
+        "name": "pairs",
+        "path": str(path),
+        "surrogate_vectors": str(write_surrogates(tmp_path / "vectors", source)),
+        "query_prompt": "search_query: ",
+        "document_prompt": "search_document: ",
+    }
+    sampler = {"class_path": "embeddings.data.ClusteredBatchSampler", "init_args": {"clusters": "clusters"}}
+    small = {
+        "trainer": {"max_steps": 2},
+        "model": of_module(backbone={"name": backbone_folder(tmp_path / "backbone"), "num_layers": 1}),
+        "data": of_data(num_negatives=0, sampler=sampler, sources=[listed]),
+    }
+    first = small_run(tmp_path, phase("cde_small"), small)
+    exported = ContextualEmbedder.from_pretrained("checkpoints/cde_small").state_dict()
+    assert exported.keys() == weights(first).keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in weights(first).items())
+    # Steps of length zero end where they began.
+    second = small_run(tmp_path, phase("cde_small_supervised"), small, "--model.init_args.optimizer.init_args.lr=0")
+    assert all(torch.equal(exported[name], weight) for name, weight in weights(second).items())
+    for cli in (first, second):
+        assert isinstance(cli.model, CDEModule)
+        assert cli.trainer.global_step == 2
+        assert cli.model.embedder.num_context == 64
+        assert torch.isfinite(cli.trainer.callback_metrics["train/loss"])
+    check_vectors("checkpoints/cde_small_supervised", "search_query: ")
+
+
+def test_the_command_that_clusters_runs_as_the_config_of_cde_writes_it(tmp_path: Path, capsys: Any) -> None:
+    comment = (CONFIGS / "data" / "cde_unsupervised.yaml").read_text().split("\ndata:")[0].replace("#", "")
+    start = comment.index("python main.py cluster")
+    line = comment[start : comment.index("\n\n", start)].replace("\\\n", " ").replace("${EMBED_TRAIN_DATA}", "data")
+    words = line.split()
+    head = torch.nn.Linear(32, 32, bias=False)
+    gtr = Embedder(tiny_t5(), wordpiece_tokenizer(), MeanPooling(32), head=head)
+    gtr.save_pretrained(words[words.index("--model") + 1])
+    (tmp_path / "data" / "cde_unsupervised").mkdir(parents=True)
+    pairs = {"query": [f"pad {row}" for row in range(513)], "positive": [f"the dog {row}" for row in range(513)]}
+    pq.write_table(pa.table(pairs), tmp_path / "data" / "cde_unsupervised" / "reddit.parquet")
+    assert main(words[2:]) == 0
+    assert "wrote 2 clusters of 513 rows to data/cde_unsupervised/clusters/reddit" in capsys.readouterr().out
+
+
+def test_mgh_runs_its_curriculum(tmp_path: Path) -> None:
+    rows = [{**row, "instruction": "Find it"} for row in graded(40)]
+    sources = [{"name": "records", "path": str(write_jsonl(tmp_path / "records.jsonl", rows))}]
+    text = read("data/mgh")["data"]["init_args"]["text"] | {"query_max_length": 64, "document_max_length": 32}
+    data = read("data/mgh")["data"]
+    data["init_args"] |= {"sources": sources, "text": text, "batch_size": 4, "num_workers": 0, "cache_dir": "cache"}
+    backbone = {"name": backbone_folder(tmp_path / "backbone", "mistral")}
+    small = {"trainer": {**ONE_CPU, "max_steps": 4}, "model": of_module(backbone=backbone), "data": data}
+    cli = small_run(tmp_path, [*phase("mgh"), CONFIGS / "scales" / "h100x1_batch64.yaml"], small)
+    assert isinstance(cli.model, MGHCurriculumModule)
+    assert isinstance(cli.model.embedder.pooling, AnchorTokenPooling)
+    assert cli.trainer.global_step == 4
+    assert cli.trainer.callback_metrics["train/level"] == 1
+    optimizer = cli.trainer.optimizers[0]
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert optimizer.param_groups[0]["weight_decay"] == 0
+    exported = Embedder.from_pretrained("checkpoints/mgh")
+    assert exported.text.instruction_prompt("Find it") == "[INST] Instruct: Find it\nQuery: "
+    assert exported.text.suffix == " [/INST]"
+
+
+def test_fine_tuning_of_moe_starts_from_what_pre_training_exported(tmp_path: Path) -> None:
+    def files(name: str, scale: str) -> list[str | Path]:
+        """Base, method, scale, and the data file over one set of twelve pairs."""
+        data = read(f"data/moe_{name}")
+        path = str(write_pairs(tmp_path / "pairs.jsonl", num_pairs=12))
+        data["data"]["init_args"]["sources"] = [data["data"]["init_args"]["sources"][-1] | {"path": path}]
+        written = write_config(tmp_path, data, f"{name}.yaml")
+        return [*phase(f"moe_{name}"), CONFIGS / "scales" / f"{scale}.yaml", written]
+
+    def small(**init_args: Any) -> dict[str, Any]:
+        data = {"batch_size": 4, "num_workers": 0, "cache_dir": "cache", "text": TEXT}
+        return {"trainer": ONE_CPU, "model": of_module(**init_args), "data": {"init_args": data}}
+
+    backbone = {"name": dense_folder(tmp_path / "dense")}
+    first = small_run(tmp_path, files("pretrain", "h100x16_batch16384"), small(backbone=backbone))
+    metrics = first.trainer.callback_metrics
+    assert first.trainer.global_step == 3
+    assert metrics["train/loss"] == pytest.approx(float(metrics["train/contrastive"] + metrics["train/load_balancing"]))
+
+    resting = {"init_args": {"lr": 0.0, "weight_decay": 0.0}}
+    later = small(loss={"init_args": {"widths": [32, 8]}}, optimizer=resting)
+    second = small_run(tmp_path, files("finetune", "h100x8_batch256"), later)
+    metrics = second.trainer.callback_metrics
+    # The routing is logged and weighs nothing, and steps of length zero end where pre-training did.
+    assert metrics["train/loss"] == pytest.approx(float(metrics["train/contrastive"]))
+    assert {"train/load_balancing", "train/loss_32", "train/loss_8"} <= set(metrics)
+    assert weights(first).keys() == weights(second).keys()
+    assert all(torch.equal(weights(first)[name], weight) for name, weight in weights(second).items())
+    check_vectors("checkpoints/moe_finetune", "search_query: ")
+
+
+@pytest.mark.parametrize("name", ["mgh", "moe"])
+def test_a_config_of_the_docstring_corpus_trains_scores_and_exports(name: str, tmp_path: Path) -> None:
+    config = yaml.safe_load((CONFIGS / f"{name}_docstrings.yaml").read_text(encoding="utf-8"))
+    sampler = config["data"]["init_args"]["sampler"]["init_args"]
+    sampler = sampler["inner"]["init_args"] if name == "mgh" else sampler
+    assert sampler["steps_per_epoch"] == 40
+    sampler["steps_per_epoch"] = num_steps = 8 if name == "mgh" else 2
+    for callback in config["trainer"]["callbacks"]:
+        if "every_n_steps" in callback.get("init_args", {}):
+            callback["init_args"]["every_n_steps"] = num_steps
+    small: dict[str, Any] = {"data": {"init_args": {"batch_size": 4, "num_workers": 0, "cache_dir": "cache"}}}
+    folder = tmp_path / "data" / "docstrings"
+    (folder / "eval").mkdir(parents=True)
+    write_retrieval_folder(folder / "eval" / "validation")
+    if name == "mgh":
+        config["model"]["init_args"]["backbone"]["name"] = backbone_folder(tmp_path / "backbone")
+        # Records without some of the levels of negatives.
+        rows = graded(10) + graded(10, (2, 3, 4)) + graded(10, (4,)) + graded(10, ())
+        write_jsonl(folder / "train.jsonl.gz", rows)
+    else:
+        assert config["model"]["init_args"]["loss"]["init_args"]["widths"] == [384, 128]
+        config["model"]["init_args"]["loss"]["init_args"]["widths"] = [32, 8]
+        write_pairs(folder / "train.jsonl.gz")
+        small["model"] = of_module(backbone={"name": dense_folder(tmp_path / "dense")})
+        small["data"]["init_args"]["text"] = TEXT
+    cli = small_run(tmp_path, [write_config(tmp_path, config, "docstrings.yaml")], small)
+    assert cli.trainer.global_step == num_steps
+    metrics = cli.trainer.callback_metrics
+    logged = {"mgh": {"train/level"}, "moe": {"train/loss_32", "train/loss_8", "routing/load_entropy"}}
+    assert logged[name] | {"val/ndcg_at_10"} <= set(metrics)
+    if name == "mgh":
+        assert metrics["train/level"] == 1
+    assert json.loads((tmp_path / "checkpoints" / f"{name}_docstrings" / "modules.json").read_text())
+
+
+def test_the_small_decoder_runs_as_its_file_says_and_its_directory_is_a_backbone(tmp_path: Path) -> None:
+    """Only sizes, tokenizer, packages and steps are changed."""
+    wordpiece_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    settings = read("small_decoder")["model"]["init_args"]["from_scratch"]["settings"] | sizes
+    data = {
+        "cache_dir": "cache",
+        "row_length": 32,
+        "sources": [{"name": "packages", "packages": ["jsonargparse"]}],
+        "validation_sources": [{"name": "held_out", "packages": ["fsspec"]}],
+    }
+    small = {
+        "trainer": {"max_steps": 3, "val_check_interval": 2, "limit_val_batches": 1},
+        "model": of_module(from_scratch={"tokenizer": "tokenizer", "settings": settings}),
+        "data": {"init_args": data},
+    }
+    cli = small_run(tmp_path, [CONFIGS / "small_decoder.yaml"], small)
+    assert cli.trainer.global_step == 3
+    assert torch.isfinite(cli.trainer.callback_metrics["val/loss"])
+    backbone, _ = load_backbone(BackboneConfig("checkpoints/small_decoder", bidirectional=True))
+    assert type(backbone).__name__ == "MistralModel"
+    assert backbone.config.hidden_size == 32
