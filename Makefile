@@ -5,6 +5,8 @@ BIN = $(VENV)/bin
 # torch first and alone: a CPU build that is already there satisfies everything after it.
 TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
+# pip would compile on one core what is compiled on all of them afterwards.
+PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 # Processes that share the tests; each keeps to one thread.
 JOBS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
@@ -39,8 +41,9 @@ bench-tiny: $(STAMP)
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[quickstart,cpu,dev]"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e ".[quickstart,cpu,dev]"
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true
 	touch $(STAMP)
 
 clean:
