@@ -1,11 +1,11 @@
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from embeddings.common.io import atomic_folder, remove_abandoned, scratch_folder
+from tests.helpers.processes import Command
 
 HANGING = """
 import sys, time
@@ -42,9 +42,7 @@ def test_the_first_to_finish_wins(tmp_path):
 
 
 def test_a_killed_writer_leaves_no_target_and_the_next_one_tidies_up(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", HANGING, str(tmp_path / "target")], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with Command(["-c", HANGING, str(tmp_path / "target")], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         with atomic_folder(tmp_path / "other"):
             assert len(os.listdir(tmp_path)) == 2

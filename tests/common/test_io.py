@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -28,6 +27,7 @@ from embeddings.common.io import (
     write_text,
 )
 from tests.helpers.disks import fake_disk
+from tests.helpers.processes import Command
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path):
@@ -301,8 +301,8 @@ def test_a_link_in_the_locks_place_is_not_followed(tmp_path):
 
 def test_processes_that_take_turns_lose_nothing_where_each_unlinks_the_lock(tmp_path):
     (tmp_path / "count").write_text("0")
-    command = [sys.executable, "-c", COUNT, str(tmp_path / "lock"), str(tmp_path / "count")]
-    processes = [subprocess.Popen(command) for _ in range(3)]
+    command = ["-c", COUNT, str(tmp_path / "lock"), str(tmp_path / "count")]
+    processes = [Command(command) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert (tmp_path / "count").read_text() == "600"
 
@@ -320,7 +320,7 @@ with file_lock(Path(sys.argv[1]), wait=False) as held:
 
 def test_a_lock_ends_with_its_process_and_not_with_a_child_that_outlives_it(tmp_path):
     path = tmp_path / "lock"
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, process_group=0) as holder:
+    with Command(["-c", HOLD, str(path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"True\n"
         with file_lock(path, wait=False) as held:
             assert not held

@@ -180,6 +180,7 @@ def faults(call: str, **environment: str) -> tuple[bool, int]:
     return said == "True", int(count)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_freed_memory_is_not_asked_for_again() -> None:
     kept, few = faults("tune_malloc()")
@@ -189,6 +190,7 @@ def test_freed_memory_is_not_asked_for_again() -> None:
     assert faults("False")[1] >= 20 * 20480
 
 
+@pytest.mark.slow
 def test_the_environment_goes_before() -> None:
     assert not faults("tune_malloc()", MALLOC_ARENA_MAX="2")[0]
     assert not faults("tune_malloc()", GLIBC_TUNABLES="glibc.malloc.arena_max=2")[0]

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from functools import partial
@@ -13,6 +12,7 @@ import pytest
 
 from embeddings.common.errors import InputError, WorkerError
 from embeddings.common.worker_processes import spread
+from tests.helpers.processes import Command
 from tests.helpers.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ def test_a_process_ends_with_the_one_it_works_for_and_leaves_no_half_file(number
     script.write_text(textwrap.dedent(SCRIPT))
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    first = subprocess.Popen([sys.executable, script, folder], env=environment, stderr=subprocess.DEVNULL)
+    first = Command([script, folder], env=environment, stderr=subprocess.DEVNULL)
     wait_for((folder / "begun").exists, "the first item", 60)
     (process,) = (int(path.stem) for path in folder.glob("*.pid"))
     first.send_signal(number)

@@ -1,13 +1,12 @@
 import os
 import platform
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 from embeddings.inference.precision import QuantisedInput
+from tests.helpers.processes import run_command
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="int8 is for x86 processors")
 
@@ -28,7 +27,7 @@ with torch.inference_mode():
 def test_without_products_of_8_bits_pairs_of_the_largest_numbers_do_not_overflow(has_products, is_right) -> None:
     """oneDNN told to do as on a processor without them: 7 bits are right there, and 8 are not."""
     code, environment = OVERFLOW.format(has_products=has_products), {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    run = run_command(["-c", code], env=environment, check=True)
     assert (float(run.stdout) < 1e-3) is is_right
 
 
