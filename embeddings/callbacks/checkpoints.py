@@ -1,4 +1,4 @@
-"""Checkpoints that are whole, checked and on disk once they have their name."""
+"""Checkpoints: durable writing, a check of disk space before the run, and the best one at its end."""
 
 import os
 import tempfile
@@ -20,37 +20,37 @@ from embeddings.training.strategy import training_strategy
 
 
 class DurableCheckpointIO(CheckpointIO):
-    """Writes a checkpoint beside its place, waits for the disk, reads it back, and only then gives it its name.
+    """Writes a checkpoint to a temporary file, waits for the disk, reads it back, and renames it only then.
 
-    After a crash at any point the name has the old checkpoint or the whole new one, and Lightning removes older ones
-    after that. A checkpoint is never a pickle: see `embeddings.common.checkpoint_file`. Remote places (`s3://…`) get
-    the file as it was made and checked here.
+    After a crash at any point the path holds the old checkpoint or the complete new one; Lightning removes older ones
+    afterwards. A checkpoint is never a pickle: see `embeddings.common.checkpoint_file`. Remote paths (`s3://…`) get a
+    file that was written and checked locally.
 
-    Asynchronous, training waits only while the state is copied in main memory: the file is written by a thread, one at
-    a time, and what Lightning would remove after it goes once the new one is whole. An error of the thread is raised by
-    the next save or at the end of the run. The copy's memory, as large as the checkpoint, is kept for the next one.
+    With `asynchronous`, training waits only while the state is copied in main memory. A thread writes one file at a
+    time, and older checkpoints are removed once the new one is complete. The next save or the end of the run raises an
+    error of the thread. The copy's memory, as large as the checkpoint, is kept for the next one.
 
     Args:
-        asynchronous: Whether training goes on while a checkpoint is written.
+        asynchronous: Whether training continues while a checkpoint is written.
 
     Attributes:
-        on_stage: Told what comes next, as by `write_checkpoint`, and "prune" and "pruned" around each removal.
+        on_stage: Called before each stage of `write_checkpoint`, and with "prune" and "pruned" around each removal.
 
     Raises:
-        InputError: If the checkpoint holds something else than tensors and plain types; the message names where.
-        OSError: If the disk is full or the folder refuses the file; what had the name before is left.
+        InputError: If the checkpoint holds anything but tensors and plain types; the message names where.
+        OSError: If the disk is full or the folder refuses the file; the previous file stays.
     """
 
     def __init__(self, asynchronous: bool = False) -> None:
         self.asynchronous = asynchronous
         self.on_stage: Stage = unnoticed
         self._thread: ThreadPoolExecutor | None = None
-        # The write under way, and the removals that wait for it.
+        # The current write, and the removals that wait for it.
         self._tasks: list[Future[None]] = []
         self._copy: PackedContent | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write one checkpoint, or take a copy of it to write."""
+        """Write one checkpoint, or copy it for the thread to write."""
         if storage_options is not None:
             raise TypeError("DurableCheckpointIO takes no storage_options")
         packed = pack(checkpoint)
@@ -64,7 +64,7 @@ class DurableCheckpointIO(CheckpointIO):
         self._tasks = [self._thread.submit(self._write, self._copy, path)]
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
-        """The content of a checkpoint, its tensors in main memory; both options change nothing."""
+        """The content of a checkpoint, its tensors in main memory; both options have no effect."""
         self.wait()
         if "://" not in str(path):
             return read_checkpoint(path)
@@ -73,24 +73,24 @@ class DurableCheckpointIO(CheckpointIO):
             return read_checkpoint(f"{folder}/checkpoint")
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove one checkpoint; while another is being written, after that one is whole."""
+        """Remove one checkpoint; where another one is being written, once that one is complete."""
         if self._thread is not None and self._tasks:
             self._tasks.append(self._thread.submit(self._remove_after, self._tasks[0], path))
         else:
             self._remove(path)
 
     def wait(self) -> None:
-        """Wait until what was saved is on disk.
+        """Wait until all saved checkpoints are on disk.
 
         Raises:
-            OSError: If it could not be written; only once.
+            OSError: If one could not be written; raised once.
         """
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.result()
 
     def teardown(self) -> None:
-        """Wait, and let go of the thread and of the memory."""
+        """Wait, and free the thread and the memory."""
         try:
             self.wait()
         finally:
@@ -121,10 +121,10 @@ class DurableCheckpointIO(CheckpointIO):
 
 
 def make_checkpoints_durable(trainer: L.Trainer) -> None:
-    """Have a trainer whose checkpoints are single files write them so.
+    """Give a trainer whose checkpoints are single files a `DurableCheckpointIO`.
 
     Raises:
-        OptionError: If another way was chosen: nothing here would read what it writes.
+        OptionError: If another `CheckpointIO` was chosen, whose files this library could not read.
     """
     strategy = trainer.strategy
     if not training_strategy(strategy).single_file_checkpoints:
@@ -132,8 +132,8 @@ def make_checkpoints_durable(trainer: L.Trainer) -> None:
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = DurableCheckpointIO()
     elif not isinstance(strategy.checkpoint_io, DurableCheckpointIO):
-        rule = "must write checkpoints that can be gone on from"
-        fix = "give embeddings.callbacks.DurableCheckpointIO, with asynchronous: true if training is not to wait"
+        rule = "must write checkpoints that can be resumed"
+        fix = "give embeddings.callbacks.DurableCheckpointIO, with asynchronous: true so that training does not wait"
         raise OptionError("trainer.plugins", type(strategy.checkpoint_io).__name__, rule, fix)
 
 
@@ -147,26 +147,25 @@ def finish_writing(trainer: L.Trainer) -> None:
         trainer.strategy.checkpoint_io.wait()
 
 
-# The old checkpoint and the new one while it is written, and a tenth for what lies beside.
+# The old checkpoint, the new one while it is written, and a tenth for other files.
 _CHECKPOINTS = 2.2
 
 
 def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed: str | None = None) -> None:
-    """Check that two checkpoints fit on the disk of each folder that the run keeps them in; rank 0's, which writes.
+    """Check on rank 0, which writes, that two checkpoints fit on the disk of each folder of checkpoints.
 
-    Their size is estimated: the weights, and what the optimiser keeps of those that are trained. Remote places and the
-    files that a run of many checkpoints piles up are left out.
+    Their size is estimated from the weights and the optimiser's state. Remote paths, and more than two checkpoints of a
+    run that keeps many, are left out.
 
     Args:
         trainer: The trainer, before the run.
-        module: What it trains, whole.
-        resumed: The checkpoint that the run goes on from. In the folder that it lies in it will be replaced: of the two
-            it is there already.
+        module: The module, not yet sharded.
+        resumed: The checkpoint that the run resumes. In its own folder it is one of the two, and will be replaced.
 
     Raises:
-        OSError: If they do not.
+        OSError: If they do not fit.
     """
-    kept = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    kept = model_checkpoints(trainer)
     if not kept or trainer.fast_dev_run or not is_first_process():  # type: ignore[attr-defined]
         return
     of_logger = trainer.loggers[0].save_dir if trainer.loggers else None
@@ -178,10 +177,10 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
 
 
 def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
-    """The size of a checkpoint of a run, but for what is small.
+    """The approximate size of a run's checkpoint.
 
     Args:
-        module: The module, whole, and before the trainer gives its weights another type.
+        module: The module, not sharded, and before the trainer changes the dtype of its weights.
         precision: One of Lightning's.
     """
     halves = precision in ("bf16-true", "16-true")
@@ -198,23 +197,23 @@ def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
 
 
 def _replaced_bytes(folder: str, resumed: str | None) -> int:
-    """The bytes of the checkpoint that a run goes on from where it lies in the folder of the next ones, else none."""
+    """The size of the resumed checkpoint where it is in the folder of the next ones, else 0."""
     if resumed is None or not Path(resumed).is_file() or Path(resumed).resolve().parent != Path(folder).resolve():
         return 0
     return os.path.getsize(resumed)
 
 
 def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:
-    """Load the best checkpoint into the module: that of the first `ModelCheckpoint` with a `monitor`, if there is one.
+    """Load the best checkpoint of the first `ModelCheckpoint` with a `monitor` into the module, if there is one.
 
-    Without such a checkpoint the module keeps its last weights. Where weights are cut over the ranks, each loads its
-    own part.
+    Without such a checkpoint the module keeps its last weights. Where weights are sharded, each rank loads its own
+    part.
 
     Returns:
-        The optimiser steps that the module's weights have taken then.
+        The optimiser steps that the module's weights have taken.
     """
-    monitored = [kept for kept in trainer.checkpoint_callbacks if getattr(kept, "monitor", None) is not None]
-    path = getattr(monitored[0], "best_model_path", "") if monitored else ""
+    monitored = [kept for kept in model_checkpoints(trainer) if kept.monitor is not None]
+    path = monitored[0].best_model_path if monitored else ""
     finish_writing(trainer)
     is_sharded = training_strategy(trainer.strategy).is_sharded
     if is_sharded:
@@ -232,7 +231,11 @@ def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:
 
 
 def write_none_on_exception(trainer: L.Trainer) -> None:
-    """Have no `ModelCheckpoint` answer the exception that is on its way: each is called after all other callbacks."""
-    for kept in trainer.checkpoint_callbacks:
-        if isinstance(kept, ModelCheckpoint):
-            kept.save_on_exception = False
+    """Keep every `ModelCheckpoint` from saving at the current exception; all are called after other callbacks."""
+    for kept in model_checkpoints(trainer):
+        kept.save_on_exception = False
+
+
+def model_checkpoints(trainer: L.Trainer) -> list[ModelCheckpoint]:
+    """The trainer's `ModelCheckpoint` callbacks."""
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]

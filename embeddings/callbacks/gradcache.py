@@ -1,26 +1,24 @@
 """GradCache under Lightning's automatic optimisation."""
 
-from typing import Any
-
 import lightning as L
 
 from embeddings.common import ContextualStep, UserError
-from embeddings.training.gradcache import GradCache
+from embeddings.training.gradcache import GradCache, GradCacheModule
 from embeddings.training.strategy import training_strategy
 
 
 class GradCacheCallback(L.Callback):
     """Trains any contrastive module in mini-batches with the gradient of the whole batch.
 
-    The batch that the loss sees is then limited by the vectors, not by the encoder's activations. Precision, gradient
+    The size of the batch is then limited by its vectors, not by the encoder's activations. Precision, gradient
     clipping, accumulation, schedules and logging work as in a plain step, because the module stays under automatic
-    optimisation: its `training_step` runs every backward pass but the last mini-batch's, and returns a loss with the
-    whole value and the rest of the gradient.
+    optimisation: its `training_step` runs every backward pass but the last one, and returns the batch's loss with the
+    rest of the gradient.
 
     Args:
-        mini_batch_tokens: Most padded tokens of a mini-batch, where a text's context counts as one token a slot, and
+        mini_batch_tokens: Maximum of padded tokens of a mini-batch. A text's context counts as one token a slot, and
             soft prompts count too.
-        mini_batch_texts: Most texts of a mini-batch; None for no such limit.
+        mini_batch_texts: Maximum of texts of a mini-batch; None for no limit.
         kept_fraction: Share of all padded tokens, 0 to 1, whose graphs may be kept instead of recomputed.
         kept_gib: Memory that kept graphs may hold together, in GiB on this rank.
         equal_mini_batches: Whether all ranks run equally many mini-batches; always where every backward has
@@ -28,7 +26,8 @@ class GradCacheCallback(L.Callback):
 
     Raises:
         OptionError: If an option is impossible.
-        UserError: If the module cannot be cut, or under a strategy whose gradient synchronisation is not covered.
+        UserError: If the module is not contrastive, or the strategy synchronises gradients in a way that is not
+            supported.
     Related: `training.gradcache.GradCache`, the engine without Lightning.
     """
 
@@ -43,8 +42,8 @@ class GradCacheCallback(L.Callback):
         self.engine = GradCache(mini_batch_tokens, mini_batch_texts, kept_fraction, kept_gib, equal_mini_batches)
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
-        """Check that the module can be cut, and that the strategy is covered."""
-        if not hasattr(module, "grad_cache"):
+        """Check that module and strategy support GradCache."""
+        if not isinstance(module, GradCacheModule):
             name = type(module).__name__
             raise UserError(f"GradCacheCallback needs a contrastive module, got {name}; remove the callback")
         strategy = training_strategy(trainer.strategy)
@@ -59,11 +58,11 @@ class GradCacheCallback(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hand the engine to the module."""
         self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
-        module: Any = pl_module
+        assert isinstance(pl_module, GradCacheModule)
         self.engine.equal_mini_batches |= training_strategy(trainer.strategy).equal_mini_batches
-        module.grad_cache = self.engine
+        pl_module.grad_cache = self.engine
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Take it back."""
-        module: Any = pl_module
-        module.grad_cache = None
+        """Take it away again."""
+        assert isinstance(pl_module, GradCacheModule)
+        pl_module.grad_cache = None

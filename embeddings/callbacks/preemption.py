@@ -1,4 +1,4 @@
-"""The end of a run before its time: at a whole step, with a checkpoint that it goes on from exactly."""
+"""Stopping a run early: at the end of a step, with a checkpoint from which it resumes exactly."""
 
 import os
 from typing import Any
@@ -7,26 +7,26 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
-from embeddings.callbacks.checkpoints import finish_writing, write_none_on_exception
+from embeddings.callbacks.checkpoints import finish_writing, model_checkpoints, write_none_on_exception
 from embeddings.common import OptionError, PreemptedError
 from embeddings.common.distributed import reduce_int
 from embeddings.common.signals import answer, stop_request
 
 
 class Preemption(L.Callback):
-    """Ends training when SIGUSR1, SIGTERM or Ctrl-C says so, and has SLURM queue the job again after the first two.
+    """Stops training at SIGUSR1, SIGTERM or Ctrl-C, and has SLURM queue the job again after the first two.
 
-    The handler only notes the signal. At the end of an optimiser step, after all other callbacks have seen it, the
-    ranks agree, write one checkpoint (`last.ckpt` beside the run's others, or over its own), and leave with a
-    `PreemptedError`; the first has `scontrol requeue` called before, once, where SLURM runs it. A run that has taken
-    its last step is let finish. The step is logged; a validation loop that is due after it is left out. A second Ctrl-C
-    ends the run where it is, without a checkpoint.
+    The handler only notes the signal. At the end of an optimiser step, after all other callbacks, the ranks agree,
+    write one checkpoint (`last.ckpt` beside the run's others, or over its own), and end with a `PreemptedError`. Under
+    SLURM the first rank calls `scontrol requeue` once before. A run that has taken its last step finishes. The step is
+    logged; a validation loop that is due after it is skipped. A second Ctrl-C ends the run at once, without a
+    checkpoint.
 
-    Lightning's own handlers, which save and speak to the other ranks from inside, are never put in place. The command
-    line has this callback in every run.
+    Lightning's own handlers, which save and communicate inside a signal handler, are never installed. The command line
+    adds this callback to every run.
 
     Distributed: one all-reduce of an integer an optimiser step. It waits for the device, as Lightning does once a batch
-    on several ranks anyway.
+    on several ranks.
     Raises:
         OptionError: If the strategy has Python start the ranks (`ddp_spawn`, `ddp_fork`, `ddp_notebook`).
     """
@@ -35,15 +35,15 @@ class Preemption(L.Callback):
         self._is_listener, self._step = False, -1
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
-        """Check that each rank hears signals itself: a parent that only started them would not answer its own."""
+        """Check that each rank handles signals itself: a parent that only starts ranks would ignore its own."""
         launcher: Any = trainer.strategy.launcher
         if isinstance(launcher, _MultiProcessingLauncher):
             given = f"{type(trainer.strategy).__name__} with {launcher._start_method}"
-            rule = "must start each rank as a command of its own, which answers signals"
+            rule = "must start each rank as a command of its own, which handles signals"
             raise OptionError("trainer.strategy", given, rule, "take ddp")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Note signals from now on instead of obeying at once, and see each step's end after everybody else."""
+        """Defer signals from now on, and see each step's end after all other callbacks."""
         if stage != "fit":
             return
         self.check_run(trainer, pl_module, None)
@@ -53,21 +53,20 @@ class Preemption(L.Callback):
         stop_request.deferred = True
         # Lightning has no option for this: it would call its handler of SIGTERM before ours.
         connector: Any = trainer._signal_connector
-        connector.register_signal_handlers = _nothing
-        # A new list: Lightning is walking over the old one.
-        others: list[L.Callback] = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
-        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+        connector.register_signal_handlers = lambda: None
+        # A new list, since Lightning is iterating over the old one.
+        any_trainer: Any = trainer
+        any_trainer.callbacks = [*(callback for callback in any_trainer.callbacks if callback is not self), self]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop before the first step if a signal has come."""
+        """Stop before the first step if there was a signal."""
         self._step = trainer.global_step
-        where = f"stopped at step {self._step}, where it began"
-        self._stop_if_asked(trainer, where, is_in_step=False)
+        self._stop_if_asked(trainer, f"stopped at step {self._step}, where it began", is_in_step=False)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop at the end of an optimiser step if any rank has got a signal."""
+        """Stop at the end of an optimiser step if any rank has had a signal."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
@@ -75,11 +74,11 @@ class Preemption(L.Callback):
             self._stop_if_asked(trainer, f"stopped after step {self._step}", is_in_step=True)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers."""
         self._give_back()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers."""
         self._give_back()
 
     def _stop_if_asked(self, trainer: L.Trainer, where: str, is_in_step: bool) -> None:
@@ -88,13 +87,13 @@ class Preemption(L.Callback):
             return
         if is_in_step:
             _log_step(trainer)
-        # One checkpoint is enough, and one failure to write it too.
+        # One checkpoint is enough, and so is one failure to write it.
         write_none_on_exception(trainer)
         writes = is_in_step and not trainer.fast_dev_run  # type: ignore[attr-defined]
         checkpoint = _write_checkpoint(trainer) if writes else trainer.ckpt_path
         stop = answer(number, where, checkpoint, trainer.is_global_zero)
         code = trainer.strategy.broadcast(stop.exit_code)
-        # Lightning would kill this process as soon as another rank that it started has left, and all of them are.
+        # Lightning would kill this process as soon as another rank that it started has ended, and all of them do.
         getattr(trainer.strategy.launcher, "procs", []).clear()
         raise PreemptedError(stop.line, code)
 
@@ -104,25 +103,19 @@ class Preemption(L.Callback):
         self._is_listener = False
 
 
-def _nothing() -> None:
-    """In place of what is not to be done."""
-
-
 def _log_step(trainer: L.Trainer) -> None:
-    """Write the step's row to the loggers, as Lightning would once all callbacks have returned."""
+    """Write the step's row to the loggers, as Lightning would after all callbacks."""
     connector: Any = trainer._logger_connector
     connector.on_batch_end()
     connector.update_train_step_metrics()
 
 
 def _write_checkpoint(trainer: L.Trainer) -> str:
-    """Write the checkpoint where the run's last one lies, or would; all ranks take part."""
-    whole = [kept for kept in trainer.checkpoint_callbacks if isinstance(kept, ModelCheckpoint)]
-    whole = [kept for kept in whole if not kept.save_weights_only]
-    whole.sort(key=lambda kept: not kept.save_last)
+    """Write the checkpoint to the path of the run's last one; all ranks take part."""
+    resumable = [kept for kept in model_checkpoints(trainer) if not kept.save_weights_only]
     folder = os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")
-    kept = whole[0] if whole else ModelCheckpoint(folder)
-    # Known to the callback before it is saved with the rest: the resumed run replaces this file by its next one.
+    kept = min(resumable, key=lambda kept: not kept.save_last, default=None) or ModelCheckpoint(folder)
+    # Set before the callback's state is saved, so that the resumed run replaces this file by its next one.
     path = kept.last_model_path = _last_path(trainer, kept)
     trainer.save_checkpoint(path)
     finish_writing(trainer)
@@ -130,7 +123,7 @@ def _write_checkpoint(trainer: L.Trainer) -> str:
 
 
 def _last_path(trainer: L.Trainer, kept: ModelCheckpoint) -> str:
-    """The name that Lightning would give the last checkpoint: over the run's own, and beside another run's."""
+    """The path that Lightning would give the last checkpoint: over the run's own, but beside another run's."""
     own = os.path.abspath(kept.last_model_path or trainer.ckpt_path or "")
     path, version = kept.format_checkpoint_name({}, kept.CHECKPOINT_NAME_LAST), kept.STARTING_VERSION
     while os.path.abspath(path) != own and kept.file_exists(path, trainer):
@@ -142,6 +135,6 @@ def _last_path(trainer: L.Trainer, kept: ModelCheckpoint) -> str:
 def _is_last_step(trainer: L.Trainer) -> bool:
     epochs = trainer.current_epoch + trainer.is_last_batch
     ends = trainer.is_last_batch and epochs == trainer.max_epochs
-    # Lightning trains on until it may stop.
+    # Lightning continues until both minimums are reached.
     may_stop = trainer.global_step >= (trainer.min_steps or 0) and epochs >= (trainer.min_epochs or 0)
     return trainer.global_step == trainer.max_steps or ends or (trainer.should_stop and may_stop)

@@ -1,4 +1,4 @@
-"""How far a run is: its optimiser steps, the loss and the time left, as a bar in a terminal and as lines in a file."""
+"""The progress of a run (steps, loss, time left) and its speed (pairs, tokens, arithmetic a second)."""
 
 import sys
 import time
@@ -17,19 +17,28 @@ from embeddings.common.distributed import full_shape, gather_counts
 from embeddings.common.types import Prediction
 from embeddings.models.lora import plain_backbone
 from embeddings.models.moe.upcycling import parameter_counts
-from embeddings.training.gradcache import CANDIDATE, CONTEXT, QUERY, has_context, lengths_read, plan_stages
+from embeddings.training.gradcache import (
+    CANDIDATE,
+    CONTEXT,
+    QUERY,
+    GradCache,
+    GradCacheModule,
+    has_context,
+    lengths_read,
+    plan_stages,
+)
 
 _BAR_SECONDS = 0.5
-# Weight of the newest pace: none, so that evaluations and checkpoints are part of the pace that the time left is by.
+# tqdm's smoothing: 0 takes the mean pace, so that evaluations and checkpoints count for the time left.
 _SMOOTHING = 0.0
 
 
 class StepProgress(ProgressBar):
-    """Shows the steps of a whole run, resumed ones included, where Lightning's bars show the batches of one epoch.
+    """Shows the steps of the full run, also those before a resume; Lightning's bars show the batches of one epoch.
 
-    In a terminal it is one bar on stderr. Elsewhere, as in the log of a job, it is a line now and then, at the first
-    step and at the last. The time left follows from the mean pace since this process began to train. What modules and
-    callbacks log with `prog_bar=True` stands behind it. Rank 0 alone shows it.
+    In a terminal it is one bar on stderr. Elsewhere, as in the log of a job, it is a line every `every_seconds`, at the
+    first step and at the last. The time left follows from the mean pace of this process. Metrics that modules and
+    callbacks log with `prog_bar=True` follow. Only rank 0 shows it.
 
     Args:
         every_seconds: Seconds between two lines where stderr is no terminal, >= 0.
@@ -81,7 +90,7 @@ class StepProgress(ProgressBar):
         self._bar.update(trainer.global_step - self._bar.n)
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        """What was logged for it, and the epoch where there are several; not the version number of the run's folder."""
+        """The metrics logged for it, and the epoch where there are several; not the version of the run's folder."""
         shown = super().get_metrics(trainer, pl_module)
         shown.pop("v_num", None)
         return shown if trainer.max_epochs == 1 else {"epoch": trainer.current_epoch, **shown}
@@ -91,7 +100,7 @@ class StepProgress(ProgressBar):
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leave the step that was reached on its own line."""
+        """End the line of the last step."""
         self._close()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -109,27 +118,27 @@ class StepProgress(ProgressBar):
 
 
 def show_whole_run(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
-    """Put `StepProgress` in the place of the bar that Lightning chose itself.
+    """Replace the progress bar that Lightning chose itself by `StepProgress`.
 
     Args:
-        trainer: It keeps a bar that it was given, and has none where none is wanted.
-        given: The callbacks that it was given.
+        trainer: A bar that the config names, or no bar, stays as it is.
+        given: The callbacks that the config names.
     """
     chosen = trainer.progress_bar_callback
     if chosen is not None and chosen not in given:
-        callbacks = getattr(trainer, "callbacks")  # noqa: B009 - Lightning does not type it
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[callbacks.index(chosen)] = StepProgress()
 
 
 class _Lines:
-    """A stream on which a bar is one line after another, each once, and not one line that is written over."""
+    """A stream on which a bar is written as one line after another, each once, instead of overwriting one line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._last = stream, ""
 
     def write(self, text: str) -> None:
-        """Write what the bar shows, unless it is the step that was last shown."""
-        # The last step is shown once while it is taken and once at the end, with other seconds.
+        """Write the bar's line, unless its step was written last."""
+        # tqdm shows the last step twice, with other seconds.
         line = text.strip()
         if line and line.partition("[")[0] != self._last.partition("[")[0]:
             self._stream.write(line + "\n")
@@ -146,15 +155,15 @@ _PEAK_RUNS = 5
 
 @dataclass
 class Work:
-    """What some batches were.
+    """The size of some batches.
 
     Attributes:
         pairs: Queries, or rows of a language model.
         tokens: Tokens of their texts and of context documents.
-        computed: Positions that encoders computed for them, padding included.
-        read: Positions of the texts that are no padding: tokens, and the slots and soft prompts before them.
-        squares: The sum over texts of squared lengths, so read, which attention costs.
-        context: Tokens of context documents, which a first stage read.
+        computed: Positions that encoders computed for them, with padding.
+        read: Positions of the texts without padding: tokens, and the slots and soft prompts before them.
+        squares: The sum over texts of squared lengths, in such positions, for the cost of attention.
+        context: Tokens of context documents, which the first stage read.
         context_squares: The sum over context documents of squared lengths.
     """
 
@@ -178,13 +187,12 @@ class Throughput(L.Callback):
     - `throughput/pairs_per_second` and `throughput/tokens_per_second`: of all ranks; neither padding nor a context's
       slot is a token.
     - `throughput/padding`: share of the computed positions that are padding, on rank 0.
-    - `throughput/waiting`: share of the time that rank 0 was not in a step: the loader, or other callbacks.
-    - `throughput/tflops`: arithmetic of the model a second on rank 0, in 10^12. Counted is what the mathematics needs
-      of what is read, by both stages where there are two, once forward and twice backward (once through frozen
-      weights), but for pooling, loss and embedding tables: neither padding nor what GradCache and checkpointing
-      compute again.
-    - `throughput/matmul_share`: the same over what one square matrix product of the run's precision reaches, which is
-      measured before the first step.
+    - `throughput/waiting`: share of the time in which rank 0 was not in a step but in the loader or other callbacks.
+    - `throughput/tflops`: operations of the model a second on rank 0, in 10^12. Each position without padding counts
+      once forward and twice backward (once through frozen weights), in both stages where there are two. Pooling, loss,
+      embedding tables, padding and recomputation by GradCache or checkpointing do not count.
+    - `throughput/matmul_share`: the same divided by the speed of one square matrix product in the run's precision,
+      which is measured before the first step.
 
     Args:
         every_n_steps: Optimiser steps between two rows, > 0. The first row covers the first steps too.
@@ -211,7 +219,7 @@ class Throughput(L.Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure a matrix product, and begin to count."""
+        """Measure a matrix product, and start counting."""
         self.check_run(trainer, pl_module, None)
         self._peak = matmul_tflops(pl_module.device, dtype_of(str(trainer.precision)))
         self._work, self._logged_step, self._busy = Work(), trainer.global_step, 0.0
@@ -226,10 +234,10 @@ class Throughput(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: Any, batch_idx: int
     ) -> None:
-        """Count the step, and log a row when it is time."""
+        """Count the step, and log a row when it is due."""
         self._busy += time.perf_counter() - self._batch_start
         read: Any = getattr(pl_module, "read_batch", batch)
-        self._work.add(work_of(read, getattr(pl_module, "grad_cache", None)))
+        self._work.add(work_of(read, pl_module.grad_cache if isinstance(pl_module, GradCacheModule) else None))
         step = trainer.global_step
         if step == self._logged_step or step % self.every_n_steps:
             return
@@ -253,12 +261,12 @@ class Throughput(L.Callback):
         }
 
 
-def work_of(batch: Any, engine: Any = None) -> Work:
-    """What a batch is.
+def work_of(batch: Any, engine: GradCache | None = None) -> Work:
+    """The size of a batch.
 
     Args:
         batch: A contrastive batch, or a language model's.
-        engine: The GradCache that cuts it into mini-batches, or None where each tower is padded whole.
+        engine: The GradCache that cuts it into mini-batches, or None where each tower is padded to its longest text.
     """
     if isinstance(batch, Prediction):
         rows, length = batch.input_ids_NL.shape
@@ -287,7 +295,7 @@ def _sums(lengths: list[Tensor]) -> tuple[int, int]:
 
 
 def flops(module: nn.Module, work: Work) -> float:
-    """Operations that training on some texts needs, a product and its sum as two."""
+    """Operations of training on some texts; a multiplication and an addition count as two."""
     backbone, first = backbone_of(module), first_stage_of(module)
     assert backbone is not None
     of_context = 0.0 if first is None else backbone_flops(first, work.context, work.context_squares)
@@ -297,10 +305,10 @@ def flops(module: nn.Module, work: Work) -> float:
 def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
     """Operations of one backbone.
 
-    2 a weight and position forward, 2 backward to the states, 2 to the weights that are trained; and in each layer
-    4 L^2 H a text forward for attention's two products, twice that backward.
+    For each weight and position: 2 forward, 2 backward to the states, 2 backward to trained weights. In each layer and
+    text: 4 L^2 H forward for attention's two products, twice that backward.
     """
-    # Of a sparse layer's experts a token passes a share.
+    # A token passes only some experts of a sparse layer.
     counts = parameter_counts(backbone)
     tables = [layer.weight for layer in backbone.modules() if isinstance(layer, nn.Embedding)]
     weights = counts.active - _numbers(tables)
@@ -312,12 +320,12 @@ def backbone_flops(backbone: nn.Module, positions: int, squares: int) -> float:
 
 
 def _numbers(parameters: Iterable[Tensor]) -> int:
-    """How many numbers some parameters hold, on all ranks together."""
+    """How many numbers some parameters have, over all ranks together."""
     return sum(full_shape(parameter).numel() for parameter in parameters)
 
 
 def backbone_of(module: nn.Module) -> nn.Module | None:
-    """The backbone that a module trains: of its embedder, or of its language model."""
+    """The backbone that a module trains, of its embedder or of its language model."""
     embedder: Any = getattr(module, "embedder", None)
     language_model: Any = getattr(module, "language_model", None)
     found = getattr(embedder, "backbone", None) or getattr(language_model, "backbone", None)
@@ -325,14 +333,14 @@ def backbone_of(module: nn.Module) -> nn.Module | None:
 
 
 def first_stage_of(module: nn.Module) -> nn.Module | None:
-    """The backbone that makes a contextual module's context, None where there is no context."""
+    """The first stage's backbone of a contextual module, None for other modules."""
     embedder: Any = getattr(module, "embedder", None)
     found = getattr(getattr(embedder, "first_stage", None), "backbone", None)
     return found if isinstance(found, nn.Module) else None
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The type that products are computed in under one of Lightning's precisions."""
+    """The dtype of products under one of Lightning's precisions."""
     if precision.startswith("bf16"):
         return torch.bfloat16
     if precision.startswith("16"):
@@ -341,7 +349,7 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """10^12 operations a second of a square matrix product, the best of a few."""
+    """The speed of a square matrix product in 10^12 operations a second, the best of a few runs."""
     width = _PEAK_WIDTH.get(device.type, 1024)
     left = torch.randn(width, width, device=device).to(dtype)
     best = float("inf")

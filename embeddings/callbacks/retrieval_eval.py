@@ -1,4 +1,4 @@
-"""Retrieval scores during training, by which the best checkpoint is kept."""
+"""Retrieval scores during training, by which the best checkpoint can be chosen."""
 
 import lightning as L
 
@@ -14,18 +14,18 @@ METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 class RetrievalEvaluation(L.Callback):
     """Scores the model on a retrieval folder every so many optimiser steps and logs `val/ndcg_at_10` and its siblings.
 
-    A model that is trained at several widths is scored at each, from the same vectors: those below the whole one are
-    logged as `val/ndcg_at_10_128` and so on. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and the
-    same `every_n_train_steps` keeps the best. The folder is read first of all, so a mistake in it ends the run before
-    anything is written.
+    A model that is trained at several dimensions is scored at each, from the same vectors: fewer than all dimensions
+    are logged as `val/ndcg_at_10_128` and so on. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and
+    the same `every_n_train_steps` keeps the best. The folder is read before training, so a mistake in it ends the run
+    before any file is written.
 
     Args:
         folder: A retrieval folder (`corpus.jsonl[.gz]`, `queries.jsonl`, `qrels.tsv`).
         every_n_steps: Optimiser steps between two scorings, > 0.
         name: Prefix of the logged metrics.
-        at_start: Whether the model is scored before its first step too.
-        context_size: Documents of the folder that a contextual model reads every text behind, drawn once; None for as
-            many as it has slots, 0 for none.
+        at_start: Whether the model is also scored before its first step.
+        context_size: Documents of the folder, drawn once, that are the context of a contextual model; None for as many
+            as it has slots, 0 for none.
 
     Distributed: rank 0 scores while the others wait; the scores are broadcast.
     Raises:
@@ -64,7 +64,7 @@ class RetrievalEvaluation(L.Callback):
             self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score the untrained model, for the loggers alone: what Lightning is told here it files at the epoch's end."""
+        """Score the untrained model, for the loggers only: Lightning would file these scores at the epoch's end."""
         self._scored_step = trainer.global_step
         if self.at_start and trainer.global_step == 0:
             self._score(trainer, pl_module)
@@ -83,7 +83,7 @@ class RetrievalEvaluation(L.Callback):
         assert self._data is not None
         self._scored_step = trainer.global_step
         scores: dict[str, float] | None = None
-        # Where weights are cut each rank encodes the same texts, since a forward needs all of them.
+        # Where weights are sharded each rank encodes the same texts, since all must take part in a forward.
         if trainer.is_global_zero or training_strategy(trainer.strategy).is_sharded:
             encoder = Encoder(embedder_of(pl_module, self))
             size = encoder.num_context if self.context_size is None else self.context_size

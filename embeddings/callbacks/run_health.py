@@ -1,4 +1,4 @@
-"""What a long run needs to be trusted: it stops before numbers go wrong, and says which examples were being read."""
+"""The health of a run: weights that are equal on all ranks, examples of a failed step, and the load of experts."""
 
 import hashlib
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from embeddings.callbacks.checkpoints import write_none_on_exception
@@ -19,15 +19,14 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RunHealth(L.Callback):
-    """Compares the ranks' weights every so many steps, and keeps the examples of a step that went wrong.
+    """Compares the ranks' weights every so many steps, and records the examples of a step with a numeric error.
 
-    A module of this library stops before an update where a loss or a gradient is NaN or infinite, on all ranks (the
-    loss scaler of `16-mixed` leaves out an update by such a gradient instead, and the run goes on). This callback then
-    writes `numeric-error-rank-R.json` into the run's folder, one file a rank: the step, the message, and the rows of
-    each source that the rank read since the last update. Checkpoints are left as they are, those that are to be written
-    on an exception too.
+    A module of this library stops on all ranks before an update where a loss or a gradient is NaN or infinite (the loss
+    scaler of `16-mixed` skips an update by such a gradient instead, and the run continues). This callback then writes
+    `numeric-error-rank-R.json` into the run's folder, one file a rank: the step, the message, and the rows of each
+    source that the rank read since the last update. No checkpoint is written at that exception.
 
-    Under DDP all ranks hold the same weights, until a fault of memory or an update that only some ranks made. Their
+    Under DDP all ranks hold the same weights, unless memory is faulty or only some ranks made an update. Their
     checksums are compared, and a difference ends the run. Sharded weights are not compared.
 
     Args:
@@ -48,23 +47,23 @@ class RunHealth(L.Callback):
         self._step = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Note the run's folder; all ranks take part, because asking the trainer for it is a broadcast."""
+        """Find the run's folder; all ranks take part, because the trainer broadcasts it."""
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the step that the run begins at for seen."""
+        """Begin at the step that the run has reached."""
         self._step, self._read = trainer.global_step, []
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note which rows are read."""
+        """Note which rows the batch has."""
         self._read.append({"batch": batch_idx, "rows": getattr(batch, "row_B", getattr(batch, "row_N", None))})
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Forget the rows once an update is made, and compare the weights when it is time."""
+        """Forget the rows after an update, and compare the weights when it is due."""
         if trainer.global_step == self._step:
             return
         self._step, self._read = trainer.global_step, []
@@ -73,7 +72,7 @@ class RunHealth(L.Callback):
             self._compare(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Write what was read, and no checkpoint, if numbers went wrong."""
+        """At a numeric error write which rows were read, and no checkpoint."""
         if not isinstance(exception, NumericError):
             return
         write_none_on_exception(trainer)
@@ -92,7 +91,7 @@ class RunHealth(L.Callback):
         write_json(self._folder / f"numeric-error-rank-{trainer.global_rank}.json", content)
 
     def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        if not isinstance(trainer.strategy, DDPStrategy):
             return
         checksums = gather_counts(weights_checksum(module), module.device)
         different = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
@@ -105,10 +104,10 @@ class RunHealth(L.Callback):
 
 
 def weights_checksum(module: nn.Module) -> int:
-    """A whole number that differs between modules of one shape whose weights differ in a bit; equal on all ranks.
+    """An integer checksum of the weights, which one flipped bit changes.
 
-    A parameter's bits are added up as whole numbers, times an odd number from its name. Two flipped bits of one
-    parameter may cancel out; one cannot.
+    A parameter's bits are added up as integers, times an odd number from its name. Two flipped bits of one parameter
+    may cancel out; one cannot.
     """
     parameters = dict(module.named_parameters())
     sums = [
@@ -124,23 +123,23 @@ def weights_checksum(module: nn.Module) -> int:
 
 
 class RoutingStatistics(L.Callback):
-    """Logs what the routing of a step's tokens came to, layer by layer, every so many optimiser steps.
+    """Logs how evenly experts are used, layer by layer, every so many optimiser steps.
 
     For a sparse layer `i`, over all tokens of the step's queries and documents on all ranks:
-    - `routing/load_entropy_layer_i`: entropy of the experts' shares of the tokens over its largest value, 0 to 1; 1
-      where all are loaded alike.
+    - `routing/load_entropy_layer_i`: entropy of the experts' shares of the tokens over its maximum, 0 to 1; 1 where all
+      loads are equal.
     - `routing/probability_entropy_layer_i`: the same of the router's mean probabilities.
-    - `routing/highest_load_layer_i`: tokens of the busiest expert over an even share; 1 where all are loaded alike.
-    - `routing/idle_experts_layer_i`: how many experts were given no token.
+    - `routing/highest_load_layer_i`: tokens of the busiest expert over an even share; 1 where all loads are equal.
+    - `routing/idle_experts_layer_i`: how many experts got no token.
     And `routing/load_entropy`, the mean over layers, and `routing/idle_experts`, the sum.
 
     Args:
         every_n_steps: Optimiser steps between two rows, > 0.
 
-    Distributed: the sums are those of all ranks already.
+    Distributed: the module's sums are over all ranks already.
     Raises:
         OptionError: If `every_n_steps` is not positive.
-        UserError: If the module has no sparse layers, or does not keep their sums.
+        UserError: If the module has no sparse layers, or no sums of their routing.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -150,7 +149,7 @@ class RoutingStatistics(L.Callback):
         self._logged_step = -1
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
-        """Check that there is a routing to log."""
+        """Check that the module has routing statistics."""
         if not getattr(module, "moe_layers", None) or getattr(module, "load_balancing", None) is None:
             name = type(module).__name__
             raise UserError(
@@ -163,7 +162,7 @@ class RoutingStatistics(L.Callback):
             self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the step that the run begins at for logged."""
+        """Begin at the step that the run has reached."""
         self._logged_step = trainer.global_step
 
     def on_train_batch_end(

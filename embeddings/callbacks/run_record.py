@@ -1,4 +1,4 @@
-"""What a run was: its merged config, command, commit, versions and hardware, beside its checkpoints and in them."""
+"""A run's folder: which one it is, its `metrics.csv`, and the record of config, command, versions and hardware."""
 
 import csv
 import io
@@ -32,22 +32,21 @@ from embeddings.models.model_card import TrainingFacts
 from embeddings.models.model_files import require_folder_or_nothing
 from embeddings.models.moe.upcycling import parameter_counts
 
-# In a model directory: the run that wrote it.
+# In a model directory: which run wrote it.
 MODEL_RUN_FILE = "training_run.json"
 
 
 class RunRecord(SaveConfigCallback):
     """Writes `config.yaml` and `run.json` into the run's folder, and the config into every checkpoint.
 
-    A checkpoint therefore says by itself how its module is built, which `export` relies on, and of which run it is.
-    `run.json` gets an `end` once the run is over, however it is: one without was killed, or is still at work. A process
-    that resumes a run in its folder keeps the run's `id`, and puts the records of the processes before it into
-    `earlier`.
+    A checkpoint therefore contains how its module is built, which `export` needs, and which run wrote it. `run.json`
+    gets an `end` when the run ends; a run without one was killed, or still runs. A process that resumes a run in its
+    folder keeps the run's `id`, and puts the records of earlier processes into `earlier`.
 
     Args:
         parser: The parser that read the config.
         config: What it read.
-        command: The command line's words.
+        command: The words of the command line.
         **kwargs: As in Lightning's `SaveConfigCallback`.
     """
 
@@ -58,7 +57,7 @@ class RunRecord(SaveConfigCallback):
         self._record: dict[str, Any] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write the record, once; all ranks take part, because asking the trainer for its folder is a broadcast."""
+        """Write the record once; all ranks take part, because the trainer broadcasts its folder."""
         log_dir = trainer.log_dir
         assert log_dir is not None
         self.log_dir = Path(log_dir)
@@ -92,11 +91,11 @@ class RunRecord(SaveConfigCallback):
         self._note_end(trainer, "finished", "")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Note how the run ended before its time; a disk that takes no note hides nothing of it."""
+        """Note how the run failed or was stopped; an error of the disk does not replace the exception."""
         if self.log_dir != Path():
-            # Where the command line puts the traceback.
+            # The command line writes the traceback there.
             exception.run_folder = str(self.log_dir)  # type: ignore[attr-defined]
-        # A second Ctrl-C ends the run at once. Other callbacks that know of it come after those that write checkpoints.
+        # A second Ctrl-C ends the run at once, so no callback may write a checkpoint.
         if isinstance(exception, KeyboardInterrupt):
             write_none_on_exception(trainer)
         with suppress(OSError):
@@ -106,13 +105,13 @@ class RunRecord(SaveConfigCallback):
                 self._note_end(trainer, "failed", f"{type(exception).__name__}: {exception}")
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put the merged config into the checkpoint, as plain types, and which run it is of."""
+        """Put the merged config into the checkpoint as plain types, and which run it belongs to."""
         checkpoint["run_config"] = self.plain_config
         checkpoint["run"] = {"id": self.id, "folder": str(self.log_dir)}
 
     @property
     def id(self) -> str:
-        """What tells the run from all others, however often it is resumed; empty where this is not the first rank."""
+        """The run's unique id, the same after each resume; empty on all ranks but the first."""
         return str(self._record.get("id", ""))
 
     @staticmethod
@@ -122,16 +121,16 @@ class RunRecord(SaveConfigCallback):
         return next((callback for callback in callbacks if isinstance(callback, RunRecord)), None)
 
     def facts(self, num_steps: int) -> TrainingFacts:
-        """What a model card says of the run, for weights that have taken so many optimiser steps; on rank 0."""
+        """The facts of the run for a model card, for weights that have taken so many optimiser steps; on rank 0."""
         return TrainingFacts(self.plain_config, num_steps, self._record)
 
     @cached_property
     def plain_config(self) -> dict[str, Any]:
-        """The merged config as plain types; made once, since training waits for a checkpoint's content."""
+        """The merged config as plain types; cached, since each checkpoint contains it."""
         return plain_types(self.parser, self.config)
 
     def _previous(self, trainer: L.Trainer) -> dict[str, Any]:
-        """What `run.json` says of the run that is resumed in its folder; nothing of a new run."""
+        """The `run.json` of the run that is resumed in its folder, empty for a new run."""
         logger = run_logger(trainer)
         path = self.log_dir / "run.json"
         if logger is None or logger.resumed is None or not path.is_file():
@@ -147,20 +146,20 @@ class RunRecord(SaveConfigCallback):
 
 
 def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) -> None:
-    """Check the place of a model directory: a model that another run wrote there is not replaced unasked.
+    """Check the path of a model directory: a model of another run is not replaced unless `replace` is set.
 
     Args:
         trainer: The run's trainer.
         output: The directory.
-        option: What names it.
+        option: The callback whose option it is.
         replace: Whether another run's model is replaced.
 
     Raises:
-        OptionError: If another run's model, or something else than a folder, lies there.
+        OptionError: If another run's model or anything but a folder is there.
     """
     require_folder_or_nothing(output)
     place, logger = Path(output).expanduser(), run_logger(trainer)
-    # Without a record no run can be told from another.
+    # Without a record runs cannot be distinguished.
     if replace or logger is None or RunRecord.of(trainer) is None or not (place / "config.json").is_file():
         return
     own = None if logger.resumed is None else _id_in(logger.resumed.folder / "run.json")
@@ -170,7 +169,7 @@ def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) ->
 
 
 def mark_output(trainer: L.Trainer, folder: Path) -> None:
-    """Write into a model directory which run it is of."""
+    """Write into a model directory which run wrote it."""
     record = RunRecord.of(trainer)
     if record is not None:
         write_json(folder / MODEL_RUN_FILE, {"id": record.id, "step": trainer.global_step})
@@ -185,13 +184,13 @@ def _id_in(path: Path) -> str | None:
 
 
 def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
-    """A config that a parser has read, as plain types."""
+    """A parsed config as plain types."""
     plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_none=False, format="yaml"))
     return plain
 
 
 def git_commit() -> str | None:
-    """The commit of the working folder, with `+` where it has uncommitted changes; None outside a checkout."""
+    """The commit of the working folder, with `+` if it has uncommitted changes; None outside a checkout."""
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
         status = subprocess.run(
@@ -224,9 +223,9 @@ class ResumedRun(NamedTuple):
 class RunLogger(CSVLogger):
     """Writes `metrics.csv` into the run's folder, and decides which folder that is.
 
-    A new run makes the next `version_N`, so two runs that start at once get two folders. A resumed run appends to its
-    own `metrics.csv`, without the rows of steps that its checkpoint has not made. A lock marks the folder as long as
-    the process lives; a killed process leaves none. Rows are on disk whenever a `ModelCheckpoint` has saved.
+    A new run makes the next `version_N`, so two runs that start together get two folders. A resumed run appends to its
+    own `metrics.csv`, from which rows of later steps than its checkpoint's are removed. A lock holds the folder while
+    the process lives, and ends with a killed process. Rows are on disk whenever a `ModelCheckpoint` has saved.
 
     Args:
         resumed: The run that is resumed, or None for a new one.
@@ -236,7 +235,7 @@ class RunLogger(CSVLogger):
     def __init__(self, resumed: ResumedRun | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.resumed = resumed
-        # Loggers that write into the same folder, and wait for its number.
+        # Loggers that write into the same folder, whose number they get from here.
         self.followers: list[TensorBoardLogger] = []
         self._lock: FileLock | None = None
         if resumed is not None:
@@ -247,7 +246,7 @@ class RunLogger(CSVLogger):
             self._version = resumed.folder.name
 
     def hold(self) -> None:
-        """Take the lock on the folder, on the first process.
+        """Lock the folder, on the first process.
 
         Raises:
             UserError: If another process writes to the folder.
@@ -267,7 +266,7 @@ class RunLogger(CSVLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        """The writer of `metrics.csv`; the first call makes the folder, or cuts the resumed run's file."""
+        """The writer of `metrics.csv`; the first call makes the folder, or truncates the resumed run's file."""
         if self._experiment is None:
             self._make_folder()
             self.hold()
@@ -276,12 +275,12 @@ class RunLogger(CSVLogger):
         return self._experiment
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Write the rows so far: what a resumed run does not log again is then on disk."""
+        """Write the rows so far, since a resumed run does not log them again."""
         self.save()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the last rows, and let go of the folder."""
+        """Write the last rows, and unlock the folder."""
         super().finalize(status)
         if self._lock is not None:
             self._lock.release()
@@ -298,7 +297,7 @@ class RunLogger(CSVLogger):
             follower._version = self.version
 
     def _names_kept(self) -> list[str]:
-        """The columns of the rows that stay in `metrics.csv`."""
+        """The columns of the rows that stay in `metrics.csv`, none for a new file."""
         path = Path(self.log_dir) / METRICS_FILE
         if self.resumed is None or not path.is_file():
             path.unlink(missing_ok=True)
@@ -318,12 +317,12 @@ class _Appender(ExperimentWriter):
         self.metrics_keys = names
 
     def _check_log_dir_exists(self) -> None:
-        """Leave what is there."""
+        """Accept existing files."""
 
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
         if "://" in self.metrics_file_path:
             super()._rewrite_with_new_header(fieldnames)
-        else:  # whole or not at all
+        else:
             path = Path(self.metrics_file_path)
             _write_rows(path, fieldnames, list(read_metrics(path)))
 
@@ -331,8 +330,8 @@ class _Appender(ExperimentWriter):
 def keep_metrics(trainer: L.Trainer, resumed: ResumedRun | None = None) -> None:
     """Put a `RunLogger` first among the trainer's loggers, so that `trainer.log_dir` is the run's folder.
 
-    It takes the place of the first `CSVLogger`, or shares the folder of the first `TensorBoardLogger`. Beside loggers
-    that write elsewhere, and without any, the folder is `lightning_logs/version_N` below `default_root_dir`.
+    It replaces the first `CSVLogger`, or shares the folder of the first `TensorBoardLogger`. Otherwise the folder is
+    `lightning_logs/version_N` below `default_root_dir`.
 
     Args:
         trainer: The trainer, before its run; `fast_dev_run` logs nothing.
@@ -365,7 +364,7 @@ def run_logger(trainer: L.Trainer) -> RunLogger | None:
 
 
 def _made(folder: str) -> bool:
-    """Make a folder; False where something of this name is there."""
+    """Make a folder; False where the name is taken."""
     try:
         os.makedirs(folder)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""CDE: two stages, where every text is embedded beside documents of its own batch."""
+"""CDE: two stages, which embed every text together with documents of its own batch as context."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,29 +28,28 @@ from embeddings.training.strategy import training_strategy
 
 Phase = Literal["words", "frozen", "joint"]
 
-# The context's influence is measured once in so many optimiser steps, on so many texts.
+# How often the influence of the context is measured, in optimiser steps, and on how many texts.
 MEASURED_EVERY = 50
 MEASURED_TEXTS = 8
-# Below it the vectors of a context are one vector.
-DEAD_SPREAD = 0.05
-_DIED = (
-    "step %d: the context has died: the cosine between two of its vectors is %.3f, so texts' vectors hardly depend on "
-    "it; have the first stage learn words first and then rest, "
+# Below this spread the vectors of a context are all alike.
+COLLAPSED_SPREAD = 0.05
+_COLLAPSED = (
+    "step %d: the context has collapsed: the cosine between two of its vectors is %.3f, so texts' vectors hardly "
+    "depend on it; train the first stage on words first and then freeze it, "
     "model.first_stage_training={word_steps: N, frozen_steps: null}, or lower the learning rate"
 )
 
 
 @dataclass(frozen=True)
 class ContextSettings:
-    """What a text is embedded beside, in training and in the model.
+    """The context of a text, in training and in the model.
 
     Args:
         num_context: Context documents, J. The paper uses 512, and 64 in its small setting (§5).
-        max_length: Most tokens of a context document, in training and in the saved model; None leaves documents as
-            long as the data config does.
-        include_negatives: Whether a batch's hard negatives may be context too, as released; they have no part in it
-            where a batch has none.
-        dropout_fraction: Probability of a null vector in place of a context vector, for each text anew (§5: 0.005).
+        max_length: Maximum of tokens of a context document, in training and in the saved model; None for the lengths
+            of the data config.
+        include_negatives: Whether a batch's hard negatives may be context too, as released.
+        dropout_fraction: Probability of a null vector in place of a context vector, drawn for each text (§5: 0.005).
         num_soft_prompts: Soft-prompt vectors: 8 as released, 0 for the paper's model.
         residual_projection: Whether a residual projection follows the pooling, as released; the paper has none.
 
@@ -72,21 +71,21 @@ class ContextSettings:
 
 @dataclass(frozen=True)
 class FirstStageTraining:
-    """How the first stage is trained. The defaults are the paper's: with the second stage, at its rate, all along.
+    """How the first stage is trained. The paper's way is the default: with the second stage, at the same rate.
 
-    The contrastive loss can make all context vectors one vector, a soft prompt, before the second stage has learnt to
-    tell them apart; no text's vector then depends on its context. What is here against it is ours: the first stage
-    learns first, by itself, to say what is in a text, and then stays as it is, or moves slowly.
+    The contrastive loss can make all context vectors equal, a soft prompt, before the second stage has learnt to use
+    their differences; no text's vector then depends on its context. The remedy is ours: the first stage first learns
+    alone to predict the words of a text, and then is frozen, or trained slowly.
 
     Args:
-        word_steps: Optimiser steps at the start that train the first stage alone, to predict each text's words from
-            its vector (`WordPrediction`). Their rate rises over a tenth of them to the optimiser's own and decays to
-            zero; the schedule begins after them.
-        frozen_steps: Optimiser steps after those in which the first stage stays as it is; None for the rest of the run.
+        word_steps: Optimiser steps at the start that train only the first stage, to predict each text's words from its
+            vector (`WordPrediction`). Their rate rises over a tenth of them to the optimiser's own and decays to zero;
+            the schedule begins after them.
+        frozen_steps: Optimiser steps after those in which the first stage is frozen; None for the rest of the run.
         learning_rate_factor: Factor of the first stage's learning rate while it is trained with the second stage.
 
     Raises:
-        OptionError: If a number is impossible, or the factor has no step to apply to.
+        OptionError: If a number is impossible, or the factor applies to no step.
     """
 
     word_steps: int = 0
@@ -103,7 +102,7 @@ class FirstStageTraining:
             fix = "frozen_steps: null freezes the first stage"
             raise OptionError(f"{name}.learning_rate_factor", factor, "must be > 0 and finite", fix)
         if self.frozen_steps is None and factor != 1.0:
-            rule = "has no step to apply to where the first stage is frozen to the end"
+            rule = "applies to no step where the first stage is frozen to the end"
             raise OptionError(f"{name}.learning_rate_factor", factor, rule, "leave it out, or limit frozen_steps")
 
     def phase(self, step: int) -> Phase:
@@ -118,13 +117,13 @@ class CDEModule(ContrastiveModule):
     """Contextual document embeddings on any Hugging Face encoder, or a decoder without its causal mask.
 
     The first stage embeds J documents of the batch, the second every query and document behind their vectors (§4.2,
-    Eq. 5 and 6); queries and documents share the weights, the stages do not. The context of a step is the batch's own
-    documents in a random order, the first J of them, and one context serves all texts of the step. Where a batch has
-    fewer, null vectors fill the other places. That neighbours share a batch is the sampler's part (§4.1).
+    Eq. 5 and 6); queries and documents share the weights, the stages do not. The context of a step is the first J of
+    the batch's own documents in random order, and serves all texts of the step. Where a batch has fewer, null vectors
+    fill the other places. The sampler puts neighbours into one batch (§4.1).
 
-    Logged: `train/context_spread`, one minus the mean cosine between the context vectors of a step; and once in 50
-    steps, where no strategy cuts the weights, `train/context_sensitivity`, one minus the mean cosine between texts'
-    vectors behind the step's context and behind the step's before. One warning where the spread falls below 0.05.
+    Logged: `train/context_spread`, one minus the mean cosine between the context vectors of a step. Once in 50 steps,
+    unless weights are sharded, `train/context_sensitivity`, one minus the mean cosine between texts' vectors with this
+    step's context and with that of the step before. One warning where the spread falls below 0.05.
 
     Determinism: a step's context follows from (seed, epoch, batch, rank), with GradCache or without.
     Distributed: each rank's context is its own documents, as released. Candidates that are gathered from other ranks
@@ -142,12 +141,12 @@ class CDEModule(ContrastiveModule):
         initial_model: A model directory to start from, such as the unsupervised phase's; it replaces the weights of
             both stages, and must have the architecture that `context` asks for.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
-        seed: Seed of random initial weights, of dropout, and of each step's context,
-            None for the run's (`seed_everything`).
+        seed: Seed of random initial weights, of dropout, and of each step's context; None for the run's
+            (`seed_everything`).
 
     Attributes:
-        read_batch: The batch of the last training step with the context that it was read beside; in steps of word
-            prediction its texts as the first stage reads them, without a context.
+        read_batch: The batch of the last training step with its context; in steps of word prediction its texts as the
+            first stage reads them, without a context.
         trains_context: Whether the current step trains the first stage.
 
     Raises:
@@ -158,7 +157,7 @@ class CDEModule(ContrastiveModule):
         queries' serves both); all documents of a smaller batch are taken, with null vectors for the rest.
     """
 
-    made_for = ("ClusteredBatchSampler", "batches and contexts are of no one topic; run `cluster` and set the sampler")
+    made_for = ("ClusteredBatchSampler", "batches and contexts mix topics; run `cluster` and set the sampler")
     embedder: ContextualEmbedder
     read_batch: ContrastiveBatch
 
@@ -196,11 +195,11 @@ class CDEModule(ContrastiveModule):
         self._words: WordPrediction | None = None
         if first_stage_training.word_steps:
             words: Any = plain_backbone(embedder.backbone).get_input_embeddings()
-            # A copy of its own, since a strategy may cut the table.
+            # A copy, since a strategy may shard the table.
             self._words = WordPrediction(words.weight, embedder.tokenizer.all_special_ids)
         if first_stage_training.phase(0) == "frozen" and first_stage_training.frozen_steps is None:
             embedder.first_stage.requires_grad_(False)
-        # The context of this step and of the one before, as vectors.
+        # The context vectors of this step and of the one before.
         self._context_MH: Tensor | None = None
         self._previous_context_MH: Tensor | None = None
         self._has_warned = False
@@ -211,11 +210,11 @@ class CDEModule(ContrastiveModule):
         return self._phase != "frozen"
 
     def parts_of_own_rate(self) -> Mapping[str, nn.Module]:
-        """The first stage, where it is not trained as the rest is."""
+        """The first stage, unless it is trained like the rest."""
         return {} if self.first_stage_training == FirstStageTraining() else {"first_stage": self.embedder.first_stage}
 
     def rate_factor(self, part: str | None, step: int, total_steps: int) -> float:
-        """The share of the peak learning rate: the schedule's from the first contrastive step on; 0 of what rests."""
+        """The share of the peak learning rate: the schedule's from the first contrastive step on, 0 where frozen."""
         training = self.first_stage_training
         phase, num_words = training.phase(step), training.word_steps
         is_first_stage = part == "first_stage"
@@ -232,7 +231,7 @@ class CDEModule(ContrastiveModule):
             return self.embedder.embed_context(tokens.padded(pad_token_id=self.embedder.pad_token_id))
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
-        """Vectors of all texts beside a context, (M, H) with M <= J, or beside null vectors where it is None.
+        """Vectors of all texts with a context, (M, H) with M <= J, or with null vectors where it is None.
 
         In steps of word prediction: the first stage's vectors of the texts.
         """
@@ -244,7 +243,7 @@ class CDEModule(ContrastiveModule):
     def loss_from_representations(
         self, query: Representations, candidate: Representations, batch: ContrastiveBatch
     ) -> LossOutput:
-        """The contrastive loss of a whole batch, or that of predicting its texts' words."""
+        """The contrastive loss of a full batch, or that of predicting its texts' words."""
         if self._phase != "words":
             return super().loss_from_representations(query, candidate, batch)
         assert self._words is not None
@@ -258,7 +257,7 @@ class CDEModule(ContrastiveModule):
         return LossOutput(loss, {"word_loss": loss.detach()})
 
     def training_step(self, batch: ContrastiveBatch, batch_idx: int) -> Tensor:
-        """The loss of one batch beside its own documents, or of predicting its texts' words."""
+        """The loss of one batch with its own documents as context, or of predicting its texts' words."""
         self._phase = self.first_stage_training.phase(self.global_step)
         if self._phase == "words":
             query, candidate = self._documents(batch.query), self._documents(batch.candidate)
@@ -271,15 +270,15 @@ class CDEModule(ContrastiveModule):
             self._watch_context(batch)
         if is_distributed() and not training_strategy(self.trainer.strategy).is_sharded:
             # DDP waits for a gradient of every parameter.
-            loss = attach_gradient(loss, [loss], [torch.ones_like(loss)], self._resting())
+            loss = attach_gradient(loss, [loss], [torch.ones_like(loss)], self._frozen_parameters())
         return loss
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Leave the stage that is not trained as it is: no gradient, no decay, and no change of the optimiser's state.
+        """Remove the gradients of a frozen stage, so that neither decay nor the optimiser's state change it.
 
-        ZeRO keeps gradients of its own; there a learning rate of zero does it.
+        ZeRO has gradients of its own; there the learning rate of zero freezes the stage.
         """
-        for parameter in self._resting():
+        for parameter in self._frozen_parameters():
             parameter.grad = None
         super().on_before_optimizer_step(optimizer)
 
@@ -298,8 +297,8 @@ class CDEModule(ContrastiveModule):
             take_texts(tokens, torch.arange(len(tokens)) if rows is None else rows, self.context.max_length)
         )
 
-    def _resting(self) -> list[nn.Parameter]:
-        """The trainable parameters that the current step leaves as they are."""
+    def _frozen_parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters that the current step does not change."""
         if self._phase == "joint":
             return []
         first = set(self.embedder.first_stage.parameters())
@@ -316,7 +315,7 @@ class CDEModule(ContrastiveModule):
 
     @torch.no_grad()
     def _watch_context(self, batch: ContrastiveBatch) -> None:
-        """Log what is left of the context's influence, and warn once where nothing is."""
+        """Log the influence of the context, and warn once where it has none."""
         context_MH, before_MH = self._context_MH, self._previous_context_MH
         self._previous_context_MH = context_MH
         if context_MH is None or len(context_MH) < 2:
@@ -326,12 +325,12 @@ class CDEModule(ContrastiveModule):
         if is_measured and before_MH is not None and not training_strategy(self.trainer.strategy).is_sharded:
             found["context_sensitivity"] = self._sensitivity(batch, context_MH, before_MH)
         self.log_dict({f"train/{name}": value for name, value in found.items()}, batch_size=len(batch))
-        if is_measured and not self._has_warned and found["context_spread"] < DEAD_SPREAD:
+        if is_measured and not self._has_warned and found["context_spread"] < COLLAPSED_SPREAD:
             self._has_warned = True
-            logger.warning(_DIED, self.global_step, 1.0 - float(found["context_spread"]))
+            logger.warning(_COLLAPSED, self.global_step, 1.0 - float(found["context_spread"]))
 
     def _sensitivity(self, batch: ContrastiveBatch, context_MH: Tensor, other_MH: Tensor) -> Tensor:
-        """One minus the mean cosine between some texts' vectors behind one context and behind another, ()."""
+        """One minus the mean cosine between some texts' vectors with one context and with another, ()."""
         tokens = take_texts(batch.query, torch.arange(min(len(batch), MEASURED_TEXTS)))
         state = RandomState.capture(context_MH.device)
         own_ND = self.embed(tokens, context_MH).vector_ND
@@ -341,7 +340,7 @@ class CDEModule(ContrastiveModule):
 
 
 def context_spread(context_MH: Tensor) -> Tensor:
-    """One minus the mean cosine between two different vectors, () float32: 0 where all point one way.
+    """One minus the mean cosine between two different vectors, () float32: 0 where all directions are equal.
 
     Args:
         context_MH: At least two vectors, (M, H).
@@ -354,7 +353,7 @@ def context_spread(context_MH: Tensor) -> Tensor:
 
 
 def _pool_somewhere(tokens: TokenBatch) -> TokenBatch:
-    """The texts with their last tokens pooled, since one that was cut within its prompt would have none."""
+    """The texts with their last tokens pooled, since a text cut within its prompt would have no pooled token."""
     pooling_mask_T = tokens.pooling_mask_T.clone()
     last_N = torch.cumsum(tokens.lengths_N, 0)[tokens.lengths_N > 0] - 1
     pooling_mask_T[last_N.to(tokens.device)] = True

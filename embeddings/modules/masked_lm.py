@@ -35,7 +35,7 @@ from embeddings.training.optim import Schedule
 class MaskedLMModule(BaseModule):
     """Trains an encoder or a decoder to predict tokens of plain texts, which `TextDataModule` packs into rows.
 
-    Three uses:
+    Uses:
     - `mntp` on a decoder without its causal mask, with LoRA: LLM2Vec's first step. The exported directory, with the
       matrices merged, is the `backbone` that MGH starts from; new matrices are added there.
     - `mlm` on an encoder, all weights: what adapts XLM-R to other positions and texts before *MoE* training.
@@ -48,8 +48,8 @@ class MaskedLMModule(BaseModule):
         masking: How tokens are hidden; None for BERT's way (`causal` hides none).
         lora: LoRA settings of the backbone, or None to train all weights.
         head: Where the language-model head comes from, whether it is trained beside LoRA, and its tiles.
-        separate_documents: Whether the documents of a row do not see each other and each begins at position 0; else
-            a row is one text, as in the published recipes. It needs sdpa or eager attention.
+        separate_documents: Whether documents of a row do not attend to each other and each begins at position 0;
+            otherwise a row is one text, as in the published recipes. It needs sdpa or eager attention.
         optimizer: Makes the optimiser. LLM2Vec: AdamW with a learning rate of 5e-5 and no weight decay.
         schedule: Learning-rate schedule in optimiser steps.
         seed: Seed of random initial weights, of the choice of hidden tokens, and of dropout, None for the run's
@@ -59,11 +59,11 @@ class MaskedLMModule(BaseModule):
         `accuracy`. Hidden tokens of a validation row are the same in every epoch.
     Distributed: the loss is the mean over all ranks' targets, however many each has.
     Raises:
-        OptionError: If an option is impossible, or cannot take effect.
-        InputError: If the model cannot be had.
+        OptionError: If an option is impossible, or has no effect.
+        InputError: If the model cannot be loaded.
     Source: BehnamGhader et al. 2024 (LLM2Vec), arXiv:2404.05961, §2.2 and the released `run_mntp.py`; Nussbaum and
         Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.1. Differs: see `LanguageTask`; LLM2Vec's script leaves
-        the head trainable and throws it away, here it is frozen beside LoRA unless `head` says otherwise.
+        the head trainable and discards it, here it is frozen beside LoRA unless `head` says otherwise.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MaskedLMModule(BaseModule):
         """Check the length of the rows, the optimiser and the schedule.
 
         Raises:
-            OptionError: If the rows are longer than the model can see, or the schedule does not fit the run.
+            OptionError: If the rows are longer than the model's positions, or the schedule does not fit the run.
             InputError: If the optimiser refuses its options.
         """
         row_length = getattr(data, "row_length", None)
@@ -118,7 +118,7 @@ class MaskedLMModule(BaseModule):
         super().check_run(trainer, module, data)
 
     def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
-        """The language model; its head is read right after its forward, while the weights are whole."""
+        """The language model; its head is used right after its forward, while the weights are gathered."""
         return [(self.language_model, ())]
 
     def training_step(self, batch: Prediction, batch_idx: int) -> Tensor:
@@ -132,7 +132,7 @@ class MaskedLMModule(BaseModule):
         return output.loss
 
     def score(self, batch: Prediction, num_targets: float | None = None) -> LossOutput:
-        """The cross-entropy of a batch's targets; logits are computed for them alone (see `token_cross_entropy`)."""
+        """The cross-entropy of a batch's targets; logits are computed for targets only (see `token_cross_entropy`)."""
         states_NLH = self.language_model(
             batch.input_ids_NL, batch.document_NL, self.task.separate_documents, batch.has_padding
         )
@@ -140,11 +140,11 @@ class MaskedLMModule(BaseModule):
         return token_cross_entropy(state_PH, batch.label_P, self.language_model.head, self._tile_positions, num_targets)
 
     def on_validation_epoch_start(self) -> None:
-        """Begin to add up."""
+        """Reset the sums."""
         self._sums = [0.0, 0.0, 0.0]
 
     def validation_step(self, batch: Prediction, batch_idx: int) -> None:
-        """Add a batch's losses and right answers up."""
+        """Add a batch's losses and correct predictions."""
         output = self.score(batch)
         means = (float(output.loss), float(output.terms["accuracy"]), 1.0)
         self._sums = [total + mean * len(batch) for total, mean in zip(self._sums, means, strict=True)]
@@ -156,7 +156,7 @@ class MaskedLMModule(BaseModule):
         loss, accuracy = (sums[:2] / sums[2].clamp(min=1.0)).unbind()
         means = {"val/loss": loss, "val/perplexity": loss.exp(), "val/accuracy": accuracy}
         values = {name: value.float() for name, value in means.items()}
-        # Lightning would file them under the step before, so they go to the loggers by hand.
+        # Lightning would file them under the step before, so they go to the loggers directly.
         for logger in [] if self.trainer.sanity_checking else self.trainer.loggers:
             logger.log_metrics({name: float(value) for name, value in values.items()}, step=self.trainer.global_step)
         self.log_dict(values, sync_dist=True, logger=False)
@@ -174,14 +174,14 @@ class MaskedLMModule(BaseModule):
             raise OptionError("data.row_length", row_length, rule, "lower it")
         reach = window(plain.config)
         if self.task.separate_documents and reach is not None and reach < row_length:
-            rule = f"must be <= {reach}, which some layer's window reaches, where documents are kept apart"
+            rule = f"must be <= {reach}, the window of some layer, where documents are separate"
             raise OptionError("data.row_length", row_length, rule, "lower it, or set separate_documents: false")
 
 
 def _source(
     objective: Objective, backbone: BackboneConfig | None, from_scratch: FromScratch | None, masking: Masking | None
 ) -> BackboneConfig | FromScratch:
-    """Where the model comes from, after checks that need no model."""
+    """The checkpoint or architecture, after checks that need no model."""
     if (backbone is None) == (from_scratch is None):
         given = "both" if backbone is not None else "neither"
         raise OptionError("model.backbone", given, "or model.from_scratch must be given", "give exactly one of the two")
@@ -208,7 +208,7 @@ def _mask_id(tokenizer: PreTrainedTokenizerBase, masking: Masking) -> int:
     """The id of the mask token."""
     name = masking.mask_token if masking.mask_token is not None else tokenizer.mask_token
     if name is None:
-        rule = "must be given: the tokenizer has no mask token"
+        rule = "must be set: the tokenizer has no mask token"
         raise OptionError("model.masking.mask_token", None, rule, 'LLM2Vec takes "_"')
     found = tokenizer.get_vocab().get(name)
     if found is None:

@@ -13,15 +13,15 @@ class MGHCurriculumModule(ContrastiveModule):
 
     A decoder's causal mask is switched off, its last states are averaged with the weights of Eq. 3 to 5, and InfoNCE
     (Eq. 1) takes the candidates of the batch and each query's own hard negative as negatives. Which granularity that
-    negative is of, from N4, the easiest, to N1, is the plan's part: `CurriculumBatchSampler` in the data config. The
-    step's level is logged as `train/level`.
+    negative has, from N4, the easiest, to N1, is decided by `CurriculumBatchSampler` in the data config. The step's
+    level is logged as `train/level`.
 
     Args:
         backbone: Which model, and whether its causal mask is switched off: pooling by received attention needs it off.
             The paper starts from Mistral-7B-Instruct-v0.2 after LLM2Vec's masked next-token training, its adapter
             merged (§3.2): name a directory with those weights.
         pooling: Makes the pooling from the hidden size: any class of `embeddings.models` pooling.
-        lora: LoRA settings, or None to train the whole backbone. The paper: rank 16, alpha 32 (Table 5).
+        lora: LoRA settings, or None to train the full backbone. The paper: rank 16, alpha 32 (Table 5).
         loss: InfoNCE. The paper prints a factor of 1 before the cosine (Eq. 1), which is `temperature: 1`; with it the
             loss of 128 candidates cannot fall below log(1 + 127 e^-2) = 2.90, so 0.02 is our default.
         optimizer: Makes the optimiser. The paper: Adam with a learning rate of 2e-5 (Table 5).
@@ -34,7 +34,7 @@ class MGHCurriculumModule(ContrastiveModule):
 
     Raises:
         OptionError: If the backbone is causal where the pooling needs to see both ways.
-        UserError: If the pooling cannot be made, or is another than `initial_model` has.
+        UserError: If the pooling is impossible, or differs from that of `initial_model`.
     Source: MGH (Negative Matters), §2.1, §2.2, §3.2, Tables 5 and 7. Differs: the temperature, above; the axis that
         the pooling sums over (see `AnchorTokenPooling`).
     Related: `NVEmbedModule`, the same loss with latent-attention pooling.

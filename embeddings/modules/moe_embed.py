@@ -39,7 +39,7 @@ class MoEEmbedModule(ContrastiveModule):
         backbone: Which model: a dense rotary encoder (`convert` makes one of XLM-R, `MaskedLMModule` adapts
             it), or a sparse one. The paper: XLM-R base, adapted at 2,048 tokens.
         pooling: Makes the pooling from the hidden size. The paper: the mean.
-        lora: LoRA settings, or None to train the whole backbone, as the paper does. Routers and experts have no
+        lora: LoRA settings, or None to train the full backbone, as the paper does. Routers and experts have no
             adapters: with LoRA they stay as they are.
         upcycling: How a dense encoder becomes sparse, or None to take the backbone as it is.
         load_balancing: Weight and scale of the routing's losses; None for a dense model. The paper's coefficient is 1
@@ -58,7 +58,7 @@ class MoEEmbedModule(ContrastiveModule):
         before their coefficients. `routing` holds the last step's sums, for callbacks.
     Distributed: two all-reduces of (Y, X) numbers a step, and one in the backward pass.
     Raises:
-        UserError: If the pooling cannot be made, or is another than `initial_model` has.
+        UserError: If the pooling is impossible, or differs from that of `initial_model`.
         OptionError: If upcycling does not fit the model, or a dense model is to be balanced.
         NumericError: From a step, if a router's probabilities are no numbers; the message names the layer.
     Source: Nussbaum and Duderstadt 2025 (Nomic Embed v2), arXiv:2502.07972, §4.3 and §4.5. Differs: padding is neither

@@ -12,14 +12,14 @@ class NVEmbedModule(ContrastiveModule):
     """NV-Embed on any Hugging Face decoder or encoder.
 
     A decoder's causal mask is switched off (§3.1), a latent-attention block pools its states (§3.2, Eq. 1), and InfoNCE
-    with hard negatives trains LoRA matrices and the whole pooling block. Stage 1 uses in-batch negatives; stage 2
+    with hard negatives trains LoRA matrices and all of the pooling block. Stage 1 uses in-batch negatives; stage 2
     starts from stage 1's model directory with a new optimiser and schedule and without in-batch negatives (§3.3): that
     is a second run with `initial_model` set, and each data source says whether in-batch negatives hold for it.
 
     Args:
         backbone: Which model, and whether its causal mask is switched off.
         pooling: Makes the pooling from the hidden size: any class of `embeddings.models` pooling.
-        lora: LoRA settings, or None to train the whole backbone. NV-Embed: rank 16, alpha 32, dropout 0.1 (Table 11).
+        lora: LoRA settings, or None to train the full backbone. NV-Embed: rank 16, alpha 32, dropout 0.1 (Table 11).
         loss: InfoNCE. The paper states no temperature; 0.02 is our default.
         optimizer: Makes the optimiser. NV-Embed: Adam with weight decay 0.03 (decoupled is our reading), learning
             rate 2e-5 in stage 1 and 1.5e-5 in stage 2.
@@ -30,7 +30,7 @@ class NVEmbedModule(ContrastiveModule):
         seed: Seed of random initial weights and of dropout, None for the run's (`seed_everything`).
 
     Raises:
-        UserError: If the pooling cannot be made, or is another than `initial_model` has.
+        UserError: If the pooling is impossible, or differs from that of `initial_model`.
     Source: Lee et al. 2024, arXiv:2405.17428, §3 and Appendix C. Differs: whether stage 2 continues stage 1's LoRA
         matrices is not stated there; here they are merged and new ones begin.
     """

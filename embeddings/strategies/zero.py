@@ -26,7 +26,7 @@ from embeddings.common import (
 )
 from embeddings.common.distributed import full_shape
 from embeddings.strategies.ranks import TIMEOUT
-from embeddings.training import GradCache
+from embeddings.training.gradcache import GradCache, GradCacheModule
 from embeddings.training.sharding import make_contiguous
 from embeddings.training.strategy import TrainingStrategy
 
@@ -130,7 +130,8 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's step, inside the engine's forward unless GradCache calls that forward for each mini-batch."""
-        if getattr(self.lightning_module, "grad_cache", None) is None:
+        module: Any = self.lightning_module
+        if not isinstance(module, GradCacheModule) or module.grad_cache is None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():

@@ -13,6 +13,7 @@ Which graphs of the first pass are kept, and need no second forward, is decided 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -315,6 +316,13 @@ class GradCache:
                 for visit in early:
                     passes.run_early(visit, output.loss, backward, scale)
             return LossOutput(passes.last_surrogate(last, output.loss), output.terms)
+
+
+@runtime_checkable
+class GradCacheModule(Protocol):
+    """A module whose training step runs under GradCache where `grad_cache` is set."""
+
+    grad_cache: GradCache | None
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""What a language model learns from packed rows: which tokens are hidden, and which state predicts which token."""
+"""The task of a language model on packed rows: which tokens are hidden, and which state predicts which token."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,11 +17,11 @@ Objective = Literal["mlm", "mntp", "causal"]
 class Masking:
     """How tokens are hidden.
 
-    Of the tokens that may be hidden each is chosen with the same probability; a chosen one becomes the mask token, a
-    random token, or stays as it is, and is to be predicted in every case.
+    Each token that may be hidden is chosen with the same probability. A chosen token becomes the mask token, a random
+    token, or stays, and is a target in each case.
 
     Args:
-        probability: Probability of a token to be chosen, above 0 and below 1. BERT: 0.15; LLM2Vec: 0.8 for Mistral.
+        probability: Probability that a token is chosen, above 0 and below 1. BERT: 0.15; LLM2Vec: 0.8 for Mistral.
         mask_fraction: Share of the chosen tokens that become the mask token. BERT: 0.8; LLM2Vec: 1.
         random_fraction: Share that become another token. BERT: 0.1; LLM2Vec: 0.
         mask_token: A token of the vocabulary that stands for a hidden one; None for the tokenizer's own mask token,
@@ -52,26 +52,26 @@ class Masking:
 
 @dataclass(frozen=True)
 class LanguageTask:
-    """Makes of packed rows what the model reads and what it is to predict.
+    """Turns packed rows into the model's input and its targets.
 
-    - `mlm`: a hidden token is predicted from the state at its own place (Devlin et al. 2019).
-    - `mntp`, masked next-token prediction: a hidden token is predicted from the state one place before it, as a
+    - `mlm`: a hidden token is predicted from the state at its own position (Devlin et al. 2019).
+    - `mntp`, masked next-token prediction: a hidden token is predicted from the state one position before it, as a
       decoder has learnt to (BehnamGhader et al. 2024, §2.2).
-    - `causal`: nothing is hidden, and every token is predicted from the state one place before it.
+    - `causal`: no token is hidden, and every token is predicted from the state one position before it.
 
-    Special tokens and padding are never hidden, nor is a token that is the mask token itself. With `mntp` and `causal`
-    the first token of a row is no target, as nothing stands before it, and with `separate_documents` neither is the
-    first of a document. A causal model learns to predict separators too.
+    Special tokens, padding and tokens equal to the mask token are never hidden. With `mntp` and `causal` the first
+    token of a row is not a target, since no state precedes it; with `separate_documents` the same holds for each
+    document. A causal model learns to predict separators too.
 
     Args:
         objective: Which of the three.
         masking: How tokens are hidden; None for `causal`.
         mask_id: Id of the mask token.
         ordinary_ids_V: Ids that may stand for a hidden token, (V,) int64.
-        separate_documents: Whether the documents of a row do not see each other.
+        separate_documents: Whether documents of a row do not attend to each other.
         seed: Seed of the choice of tokens.
 
-    Determinism: a row's targets follow from (seed, the row's draw key); rank, worker and batch do not enter.
+    Determinism: a row's targets follow from (seed, the row's draw key), not from rank, worker or batch.
     Source: BehnamGhader et al. 2024, arXiv:2404.05961, §2.2 and the released `run_mntp.py`. Differs: the release may
         hide the first token of a row, which it never predicts.
     """
@@ -84,7 +84,7 @@ class LanguageTask:
     seed: int = 0
 
     def __call__(self, rows: PackedRows) -> Prediction:
-        """What the model reads of the rows, and its targets, in the order of the rows."""
+        """The model's input and its targets, in the order of the rows."""
         shift = 0 if self.objective == "mlm" else 1
         target_NL = _predictable(rows.document_NL, shift, self.separate_documents)
         input_ids_NL = rows.input_ids_NL
@@ -112,7 +112,7 @@ def mask_tokens(
     """Token ids with some of them hidden, and which.
 
     Args:
-        input_ids_NL: Token ids, (N, L) int64 on the processor.
+        input_ids_NL: Token ids, (N, L) int64 on the CPU.
         may_mask_NL: True where a token may be chosen, (N, L) bool.
         key_N: Key of each row's random choices, (N,) int64.
         masking: How tokens are hidden.
@@ -120,9 +120,9 @@ def mask_tokens(
         ordinary_ids_V: Ids from which random tokens are drawn, (V,) int64.
 
     Returns:
-        The ids that the model reads, (N, L) int64, and True at the chosen tokens, (N, L) bool.
+        The model's input ids, (N, L) int64, and True at the chosen tokens, (N, L) bool.
 
-    Determinism: a row's choices are a function of its key and length alone, whatever rows are beside it.
+    Determinism: a row's choices follow from its key and length alone, not from the other rows.
     """
     masked_NL, chosen_NL = input_ids_NL.clone(), torch.zeros_like(may_mask_NL)
     for row, key in enumerate(key_N.tolist()):

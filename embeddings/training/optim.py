@@ -1,4 +1,4 @@
-"""Parameter groups for an optimiser, and what it keeps of them."""
+"""The optimiser's parameter groups and state, and learning-rate schedules keyed to optimiser steps."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -16,13 +16,13 @@ from embeddings.common.errors import OptionError
 def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = None) -> list[dict[str, Any]]:
     """The trainable parameters in two groups: matrices, and vectors and scalars without weight decay.
 
-    Biases, norm weights and temperatures are pulled to zero by weight decay without any gain, so their group sets
+    Weight decay pulls biases, norm weights and temperatures to zero without any gain, so their group sets
     `weight_decay` to 0; the matrices take the optimiser's own value.
 
     Args:
         module: The module.
-        parts: Modules inside it that get two groups each of their own, whose `part` is the name; the other parameters
-            are in groups without it.
+        parts: Modules inside it with two groups of their own, whose `part` is the name here; the groups of all other
+            parameters have no `part`.
 
     Raises:
         ValueError: If nothing is trainable.
@@ -43,10 +43,10 @@ def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = 
 
 
 def state_per_weight(make: Callable[[Iterable[Any]], Optimizer]) -> float:
-    """How many numbers an optimiser keeps for each that it trains, tried on a small matrix: 2 of AdamW.
+    """How many numbers an optimiser keeps for each trained weight, measured on a small matrix: 2 for AdamW.
 
     Args:
-        make: Makes it; 0 is the answer for one that takes no dense gradient on a processor.
+        make: Makes the optimiser. The answer is 0 for one that takes no dense gradient on a CPU.
     """
     matrix = nn.Parameter(torch.zeros(64, 64))
     matrix.grad = torch.zeros_like(matrix)
@@ -59,7 +59,7 @@ def state_per_weight(make: Callable[[Iterable[Any]], Optimizer]) -> float:
     return round(sum(kept) / matrix.numel(), 2)
 
 
-# The share of the peak rate at a step of so many, for the part that a parameter group names.
+# The share of the peak rate for a parameter group's `part`, at a step, of a number of steps.
 PartFactor = Callable[[str | None, int, int], float]
 
 
@@ -69,8 +69,8 @@ class Schedule:
 
     Args:
         warmup_steps: Optimiser steps (not batches) over which the rate rises linearly. NV-Embed: 50 (Table 11).
-        decay: What follows: `linear` (NV-Embed, Appendix C) or `cosine` to zero at `total_steps`, or `constant`.
-        total_steps: Optimiser steps of the whole run; None takes the trainer's.
+        decay: After the warm-up `linear` (NV-Embed, Appendix C) or `cosine` to zero at `total_steps`, or `constant`.
+        total_steps: Optimiser steps of the full run; None for the trainer's.
 
     Raises:
         OptionError: If a count is negative, or the warm-up is longer than the run.
@@ -106,7 +106,7 @@ class Schedule:
         Args:
             optimizer: Whose learning rates are the peak.
             trainer_steps: The trainer's optimiser steps, used where `total_steps` is None.
-            part_factor: Takes the place of `factor`; its first argument is a group's `part`, None where it has none.
+            part_factor: Replaces `factor`; its first argument is a group's `part`, or None.
         """
         steps = self._length(trainer_steps) or self.warmup_steps + 1
 
@@ -116,13 +116,13 @@ class Schedule:
         return LambdaLR(optimizer, [of_group(group.get("part")) for group in optimizer.param_groups])
 
     def check(self, trainer_steps: int | None) -> None:
-        """Check that the run has an end to decay towards, and that the warm-up comes before it.
+        """Check that a decaying schedule has a last step, and that the warm-up is shorter than the run.
 
         Args:
             trainer_steps: The trainer's optimiser steps, used where `total_steps` is None.
 
         Raises:
-            OptionError: If it does not.
+            OptionError: If not.
         """
         total_steps = self._length(trainer_steps)
         if total_steps is not None and 0 < self.warmup_steps >= total_steps:
@@ -139,7 +139,7 @@ class Schedule:
 
 
 def scale_rates(scheduler: Any, peak: float) -> None:
-    """Have a `LambdaLR` go on with other rates: the peak of the first parameter group, and of the others in proportion.
+    """Give a `LambdaLR` other peak rates: one for the first parameter group, and in proportion for the others.
 
     Args:
         scheduler: The schedule, at any step.

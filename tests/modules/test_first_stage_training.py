@@ -278,7 +278,7 @@ def test_a_dead_context_is_told_once_with_what_to_do(
         torch.nn.init.ones_(parameter)
     torch.nn.init.zeros_(module.embedder.first_stage.projection[2].weight)
     train(module, batches)
-    assert caplog.text.count("the context has died: the cosine between two of its vectors is 1.000") == 1
+    assert caplog.text.count("the context has collapsed: the cosine between two of its vectors is 1.000") == 1
     assert "model.first_stage_training={word_steps: N, frozen_steps: null}" in caplog.text
 
 
@@ -300,7 +300,7 @@ def test_a_context_that_collapses_under_the_contrastive_loss_stays_apart_behind_
         ({"word_steps": -1}, "word_steps must be >= 0"),
         ({"frozen_steps": -1}, "frozen_steps must be >= 0"),
         ({"learning_rate_factor": 0.0}, "learning_rate_factor must be > 0 and finite, got 0.0; frozen_steps: null"),
-        ({"frozen_steps": None, "learning_rate_factor": 0.1}, "has no step to apply to where the first stage is"),
+        ({"frozen_steps": None, "learning_rate_factor": 0.1}, "applies to no step where the first stage is"),
     ],
 )
 def test_impossible_settings_are_refused(training: dict[str, Any], says: str) -> None:

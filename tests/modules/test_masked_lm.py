@@ -258,7 +258,7 @@ def test_what_may_stand_for_a_hidden_token_is_no_special_one(bert: str, mistral:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"objective": "mntp", "masking": Masking()}, "mask_token must be given: the tokenizer has no mask token"),
+        ({"objective": "mntp", "masking": Masking()}, "mask_token must be set: the tokenizer has no mask token"),
         ({"objective": "mntp", "masking": Masking(mask_token="fish")}, "mask_token must be a token of the vocabulary"),
         ({"objective": "causal", "masking": Masking()}, "masking has no effect on objective causal"),
         ({"objective": "mlm"}, "objective does not fit: mistral takes mntp or causal"),
@@ -340,5 +340,5 @@ def test_rows_longer_than_a_window_cannot_be_kept_apart(tmp_path: Path) -> None:
     folder = save_backbone(str(tmp_path / "windowed"), model, bpe_tokenizer())
     config = language_config(tmp_path, "causal", separate_documents=True)
     config["model"]["init_args"]["backbone"]["name"] = folder
-    with pytest.raises(OptionError, match=r"data\.row_length must be <= 16, which some layer's window reaches"):
+    with pytest.raises(OptionError, match=r"data\.row_length must be <= 16, the window of some layer"):
         fit(tmp_path, config)
