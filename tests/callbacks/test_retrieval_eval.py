@@ -54,16 +54,6 @@ def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpo
     assert best.best_model_score == pytest.approx(max(scores[2], scores[4]), abs=1e-6)
 
 
-def test_what_other_callbacks_see_after_an_epoch_is_the_newest_score(tmp_path):
-    folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
-    cli = scored_run(tmp_path, trainer={"max_steps": 8}, folder=str(folder), every_n_steps=4)
-    assert cli.trainer.fit_loop.epoch_progress.current.completed == 1
-    scores = scores_of(cli.trainer)
-    assert scores[0] != scores[8]
-    for seen in (cli.trainer.callback_metrics, cli.trainer.progress_bar_metrics):
-        assert float(seen["val/ndcg_at_10"]) == pytest.approx(scores[8], abs=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_resumed_run_does_not_score_the_step_where_it_begins_again(tmp_path):
     folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)

@@ -1,21 +1,26 @@
 """A run stops on all ranks before numbers go wrong, and says what it was reading."""
 
+import csv
 import json
 import re
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from embeddings.callbacks import RunHealth
+from embeddings.callbacks import RoutingStatistics, RunHealth
 from embeddings.callbacks.run_health import weights_checksum
 from embeddings.cli.fit import run_trainer
+from embeddings.cli.main import main
 from embeddings.common import NumericError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.helpers.processes import run_command
 from tests.helpers.runs import run_config, write_config
 from tests.modules.language_runs import language_config
+from tests.modules.moe_modules import moe_config
 
 HEALTH = {"class_path": "embeddings.callbacks.RunHealth", "init_args": {"compare_every_n_steps": 1}}
 
@@ -69,15 +74,6 @@ def test_rows_of_plain_texts_are_left_behind_too(tmp_path):
     assert min(rows) >= 0
 
 
-def test_rows_are_those_of_the_whole_accumulation_window(tmp_path):
-    config = run_config(tmp_path)
-    config["trainer"] |= {"accumulate_grad_batches": 2, "max_steps": 3}
-    config["trainer"]["callbacks"] = [poison("PoisonLoss", rank=0, batch=3), HEALTH]
-    with pytest.raises(NumericError, match="at step 1"):
-        run_trainer(["fit", "--config", write_config(tmp_path, config)])
-    assert [read["batch"] for read in written(tmp_path)["numeric-error-rank-0.json"]["batches"]] == [2, 3]
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_rows_are_those_of_the_whole_window_after_a_resume_too(tmp_path):
     config = run_config(tmp_path)
@@ -94,8 +90,10 @@ def test_rows_are_those_of_the_whole_window_after_a_resume_too(tmp_path):
 @pytest.mark.parametrize(
     ("callback", "line"),
     [
-        (poison("PoisonLoss", rank=1, batch=1), "loss of another rank is no number at step 1: no update was made"),
-        (poison("PoisonBackward", rank=1, batch=1), "gradient is inf at step 1: no update was made"),
+        (
+            poison("PoisonLoss", rank=1, batch=1),
+            "loss of another rank is NaN or infinite at step 1: no update was made",
+        ),
         (poison("DriftingWeight", step=2), "the weights of rank 1 are not those of rank 0 after step 2"),
     ],
 )
@@ -142,3 +140,55 @@ def test_a_checksum_tells_a_flipped_bit_and_a_swap_of_two_parameters():
 def test_impossible_options_are_refused():
     with pytest.raises(OptionError, match=r"RunHealth\.compare_every_n_steps must be >= 1, got 0"):
         RunHealth(0)
+
+
+CALLBACK = {"class_path": "embeddings.callbacks.RoutingStatistics", "init_args": {"every_n_steps": 2}}
+
+
+def logged_rows(folder: Path, config: dict[str, Any], *words: str) -> dict[int, dict[str, str]]:
+    """What a run logs of its routing, by step."""
+    cli = run_trainer(["fit", "--config", write_config(folder, config), *words])
+    with open(Path(str(cli.trainer.log_dir)) / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("routing/load_entropy")]
+    found = {int(row["step"]): row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def logging_config(folder: Path) -> dict[str, Any]:
+    config = moe_config(folder)
+    config["trainer"] |= {"accumulate_grad_batches": 2}
+    config["trainer"]["callbacks"] = [config["trainer"]["callbacks"][0], CALLBACK]
+    return config
+
+
+def test_a_run_logs_a_row_every_so_many_optimiser_steps(tmp_path: Path) -> None:
+    rows = logged_rows(tmp_path, logging_config(tmp_path))
+    assert sorted(rows) == [2, 4]
+    assert 0 < float(rows[4]["routing/load_entropy_layer_1"]) <= 1
+    assert float(rows[4]["routing/highest_load_layer_1"]) >= 1
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_resumed_run_does_not_log_the_step_where_it_begins_again(tmp_path: Path) -> None:
+    config = logging_config(tmp_path)
+    options = {"every_n_train_steps": 2, "save_last": True}
+    saving = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": options}
+    config["trainer"]["callbacks"].append(saving)
+    config["trainer"]["max_steps"] = 2
+    assert sorted(logged_rows(tmp_path, config)) == [2]
+    config["trainer"]["max_steps"] = 4
+    assert sorted(logged_rows(tmp_path, config, "--ckpt_path", "auto")) == [2, 4]
+
+
+def test_a_module_without_experts_is_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [CALLBACK]
+    assert main(["fit", "--config", write_config(tmp_path, config)]) == 2
+    says = "RoutingStatistics needs a module with experts and load_balancing, got NVEmbedModule; remove the callback"
+    assert says in capsys.readouterr().err
+
+
+def test_a_step_of_zero_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"RoutingStatistics.every_n_steps must be >= 1, got 0"):
+        RoutingStatistics(every_n_steps=0)

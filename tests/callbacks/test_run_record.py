@@ -1,20 +1,42 @@
+"""TODO."""
+
+import csv
 import json
 import subprocess
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
 import yaml
+from lightning import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 
 from embeddings.callbacks import run_record
-from embeddings.callbacks.run_record import RunRecord, git_commit
+from embeddings.callbacks.run_record import (
+    LOCK_FILE,
+    ResumedRun,
+    RunLogger,
+    RunRecord,
+    git_commit,
+    keep_metrics,
+    run_logger,
+)
 from embeddings.cli.fit import run_trainer
-from embeddings.common import PreemptedError
+from embeddings.cli.main import main
+from embeddings.common import PreemptedError, UserError
 from embeddings.common.checkpoint_file import read_checkpoint
+from embeddings.common.io import file_lock
 from embeddings.common.process import cpu_name
+from embeddings.figures import draw_curves
+from embeddings.figures.report import write_report
+from embeddings.figures.run_facts import RunFacts
+from embeddings.figures.run_metrics import read_curves
+from tests.helpers.processes import Command
 from tests.helpers.runs import run_config, write_config
 
 
@@ -106,3 +128,234 @@ def test_what_ends_before_the_folder_is_known_writes_nothing(tmp_path, monkeypat
     record = RunRecord(LightningArgumentParser(), {}, ["main.py"])
     record.on_exception(L.Trainer(logger=False, accelerator="cpu"), L.LightningModule(), ValueError("early"))
     assert list(tmp_path.iterdir()) == []
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory", "ignore:Starting from v1.9.0, `tensorboardX`", "ignore:The dirpath has changed"
+)
+
+HOLDER = """
+import sys, time
+from embeddings.callbacks.run_record import ResumedRun, RunLogger
+from pathlib import Path
+logger = RunLogger(ResumedRun(Path(sys.argv[1]), 0), save_dir=".")
+logger.hold()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+class Board(TensorBoardLogger):
+    """TensorBoard's logger as far as its folder goes, where the library is not installed."""
+
+    def __init__(self, save_dir: str, name: str = "lightning_logs") -> None:
+        self._root_dir, self._name, self._version, self._sub_dir = save_dir, name, None, None
+        self._fs = CSVLogger(save_dir)._fs
+        self.seen: list[str] = []
+
+    @property
+    @rank_zero_experiment
+    def experiment(self):
+        return SimpleNamespace(log_dir=self.log_dir)
+
+    def log_hyperparams(self, *_, **__) -> None: ...
+
+    def log_graph(self, *_, **__) -> None: ...
+
+    def log_metrics(self, metrics, step=None) -> None:
+        self.seen.append(self.log_dir)
+
+    def save(self) -> None: ...
+
+    def finalize(self, status) -> None: ...
+
+
+class Remote(Logger):
+    """A logger like Weights & Biases' or MLflow's: one place for all runs, a name and a version of its own."""
+
+    def __init__(self, save_dir: str) -> None:
+        super().__init__()
+        self.place, self.steps = save_dir, []
+
+    @property
+    def name(self) -> str:
+        return "project"
+
+    @property
+    def version(self) -> str:
+        return "a1b2c3"
+
+    @property
+    def save_dir(self) -> str:
+        return self.place
+
+    def log_hyperparams(self, *_, **__) -> None: ...
+
+    def log_metrics(self, metrics, step=None) -> None:
+        self.steps.append(step)
+
+
+def logging_to(folder: Path, kind: object, **trainer) -> str:
+    """The config of a run with a logger of a kind; the path of its file."""
+    config = run_config(folder)
+    options = {"save_dir": str(folder / "run")}
+    named = {"class_path": f"{__name__}.{kind.__name__}", "init_args": options} if isinstance(kind, type) else kind
+    config["trainer"] |= {"logger": named, **trainer}
+    return write_config(folder, config)
+
+
+def rows_of(folder: Path) -> list[int]:
+    """The steps whose loss is in a run's file, in its order."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
+
+
+@pytest.mark.parametrize("kind", [None, Remote], ids=["no choice", "wandb"])
+def test_each_run_has_a_folder_and_metrics_whatever_logger_is_chosen(kind, tmp_path):
+    path = logging_to(tmp_path, kind)
+    folders = [Path(run_trainer(["fit", "--config", path]).trainer.log_dir) for _ in range(2)]
+    assert [folder.relative_to(tmp_path / "run") for folder in folders] == [
+        Path("lightning_logs/version_0"),
+        Path("lightning_logs/version_1"),
+    ]
+    for folder in folders:
+        assert rows_of(folder) == [0, 1, 2, 3]
+        assert {"config.yaml", "run.json", "checkpoints"} <= {found.name for found in folder.iterdir()}
+        draw_curves([folder], folder / "curves.png")
+        write_report(folder, folder / "report.html")
+    ids = [json.loads((folder / "run.json").read_text())["id"] for folder in folders]
+    assert len(set(ids)) == 2
+
+
+def test_tensorboards_files_are_in_the_runs_folder(tmp_path):
+    own, board = run_trainer(["fit", "--config", logging_to(tmp_path, Board)]).trainer.loggers
+    assert isinstance(own, RunLogger)
+    assert set(board.seen) == {own.log_dir}
+
+
+def test_a_csv_loggers_own_options_hold_and_a_dry_run_writes_nothing(tmp_path):
+    given = CSVLogger(tmp_path, name="mine", version=7, prefix="p", flush_logs_every_n_steps=3)
+    trainer = Trainer(logger=given, accelerator="cpu")
+    keep_metrics(trainer)
+    (logger,) = trainer.loggers
+    assert (logger.log_dir, logger._prefix, logger._flush_logs_every_n_steps) == (
+        str(tmp_path / "mine/version_7"),
+        "p",
+        3,
+    )
+    dry = Trainer(fast_dev_run=True, accelerator="cpu", logger=False)
+    keep_metrics(dry)
+    assert run_logger(dry) is None
+
+
+def test_two_runs_that_start_at_once_get_two_folders(tmp_path, monkeypatch):
+    """Both have looked for the next number before either has made its folder."""
+    monkeypatch.setattr(RunLogger, "_get_next_version", lambda self: 4)
+    loggers = [RunLogger(save_dir=str(tmp_path)) for _ in range(3)]
+    assert [logger.experiment.log_dir.rpartition("_")[2] for logger in loggers] == ["4", "5", "6"]
+    for logger in loggers:
+        logger.finalize("success")
+
+
+def test_a_resumed_run_stays_in_its_folder_and_logs_each_step_once(tmp_path):
+    """The first process logs a step more than its checkpoint has made, and is then killed."""
+    config = run_config(tmp_path)
+    keep = {"every_n_train_steps": 2, "save_top_k": 0, "save_last": True}
+    config["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}]
+    words = ["fit", "--config", write_config(tmp_path, config)]
+    folder = Path(run_trainer([*words, "--trainer.max_steps=3"]).trainer.log_dir)
+    record = json.loads((folder / "run.json").read_text())
+    del record["end"]
+    (folder / "run.json").write_text(json.dumps(record))
+    with open(folder / "metrics.csv", "a") as file:
+        file.write("0,3,to")
+    assert rows_of(folder)[:3] == [0, 1, 2]
+    last = folder / "checkpoints" / "last.ckpt"
+    trainer = run_trainer([*words, "--trainer.max_steps=6", "--ckpt_path", str(last)]).trainer
+    assert (Path(trainer.log_dir), trainer.global_step) == (folder, 6)
+    assert rows_of(folder) == [0, 1, 2, 3, 4, 5]
+    assert [path.name for path in folder.parent.iterdir()] == ["version_0"]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["last.ckpt"]
+
+    now = json.loads((folder / "run.json").read_text())
+    assert (now["id"], now["resumed_from"], now["end"]["how"]) == (record["id"], str(last), "finished")
+    assert [earlier["started"] for earlier in now["earlier"]] == [record["started"]]
+    facts = RunFacts.read(folder)
+    assert [(part.went_on_from, part.end.get("how")) for part in facts.parts] == [(None, None), (str(last), "finished")]
+    assert read_curves(folder, ["train/loss"])["train/loss"][0] == [0, 1, 2, 3, 4, 5]
+    write_report(folder, folder / "report.html")
+    page = (folder / "report.html").read_text()
+    assert "It ran to its end at step 6." in page
+    assert "killed" not in page
+
+
+def test_a_file_that_may_begin_a_variant_gets_a_new_folder(tmp_path):
+    """One of a finished run, one that is not its last, and one of another learning rate."""
+    config = run_config(tmp_path)
+    keep = {"every_n_train_steps": 1, "save_top_k": -1, "save_last": True}
+    config["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}]
+    words = ["fit", "--config", write_config(tmp_path, config), "--trainer.max_steps=3"]
+    folder = Path(run_trainer(words).trainer.log_dir)
+    saved = folder / "checkpoints"
+    before = (folder / "metrics.csv").read_bytes(), (folder / "run.json").read_bytes()
+    cases = [(saved / "last.ckpt", []), (saved / "epoch=0-step=1.ckpt", [])]
+    record = json.loads((folder / "run.json").read_text())
+    for number, (path, more) in enumerate([*cases, (saved / "last.ckpt", ["--model.init_args.normalize=false"])]):
+        if number == 1:
+            del record["end"]
+            (folder / "run.json").write_text(json.dumps(record))
+            before = before[0], (folder / "run.json").read_bytes()
+        resumed = run_trainer([*words, "--trainer.max_steps=4", "--ckpt_path", str(path), *more]).trainer
+        assert Path(resumed.log_dir).name == f"version_{number + 1}"
+    assert ((folder / "metrics.csv").read_bytes(), (folder / "run.json").read_bytes()) == before
+
+
+def test_a_run_that_somebody_writes_to_is_not_resumed_and_a_killed_writer_leaves_no_lock(tmp_path, capsys):
+    config = run_config(tmp_path)
+    words = ["fit", "--config", write_config(tmp_path, config)]
+    folder = Path(run_trainer([*words, "--trainer.max_steps=2"]).trainer.log_dir)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with Command(["-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        assert main([*words, "--trainer.max_steps=4", "--ckpt_path=auto"]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith(f"error: {folder}: process {holder.pid} on ")
+        assert line.endswith(" is at work on this run; wait until it ends, or end it")
+        after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert after | {folder / LOCK_FILE: b""} == before | {folder / LOCK_FILE: b""}
+        # A new run is not in its way.
+        assert main([*words, "--trainer.max_steps=2"]) == 0
+        holder.kill()
+    logger = RunLogger(ResumedRun(folder, 0), save_dir=str(tmp_path))
+    logger.hold()
+    logger.finalize("success")
+
+
+def test_a_moved_run_is_resumed_where_it_is_now(tmp_path):
+    config = run_config(tmp_path)
+    words = ["fit", "--config", write_config(tmp_path, config)]
+    folder = Path(run_trainer([*words, "--trainer.max_steps=2"]).trainer.log_dir)
+    moved = tmp_path / "elsewhere" / "version_0"
+    moved.parent.mkdir()
+    folder.rename(moved)
+    root = f"--trainer.default_root_dir={tmp_path / 'elsewhere'}"
+    trainer = run_trainer([*words, root, "--trainer.max_steps=4", "--ckpt_path=auto"]).trainer
+    assert Path(trainer.log_dir) == moved
+    assert rows_of(moved) == [0, 1, 2, 3]
+
+
+def test_a_lock_held_elsewhere_is_a_users_error(tmp_path):
+    (tmp_path / "version_0").mkdir()
+    lock = tmp_path / "version_0" / LOCK_FILE
+    with file_lock(lock), pytest.raises(UserError, match="another process is at work on this run"):
+        RunLogger(ResumedRun(tmp_path / "version_0", 0), save_dir=str(tmp_path)).hold()
+
+
+def test_rows_are_on_disk_once_a_checkpoint_is(tmp_path):
+    logger = RunLogger(save_dir=str(tmp_path))
+    trainer = Trainer(logger=logger, accelerator="cpu")
+    logger.log_metrics({"val/score": 0.5}, step=3)
+    assert not list(tmp_path.rglob("metrics.csv"))
+    logger.after_save_checkpoint(trainer.checkpoint_callback)
+    assert "0.5" in next(tmp_path.rglob("metrics.csv")).read_text()
+    logger.finalize("success")

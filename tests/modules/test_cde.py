@@ -7,18 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from embeddings.cli.main import main
 from embeddings.common import ContextualStep, ContrastiveBatch, OptionError
+from embeddings.data import SourceConfig
+from embeddings.data.store import open_cached
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.evaluation import evaluate_folder, evaluate_widths
 from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.modules import CDEModule, ContextSettings
 from embeddings.training.gradcache import plain_step
+from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
-from tests.helpers.processes import run_command
 from tests.helpers.runs import backbone_folder, write_config, write_retrieval_folder
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 from tests.modules.cde_runs import CACHE, CONTEXT, cde_config, fit
@@ -179,30 +180,6 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
 
 
-def test_two_ranks_train_the_same_weights_with_gradcache_as_without(tmp_path: Path) -> None:
-    """Two gloo processes, each beside its own documents, in float64; three mini-batches of context and more."""
-    config = cde_config(tmp_path)
-    config["trainer"] |= {"precision": "64-true", "gradient_clip_val": 0.05, "max_steps": 2}
-    config["trainer"] |= {"devices": 2, "strategy": "ddp"}
-    paths, weights = [], {}
-    for name, callbacks in (("plain", []), ("cached", [CACHE | {"init_args": {"mini_batch_texts": 2}}])):
-        export = {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / name)}}
-        config["trainer"]["callbacks"] = [*callbacks, export]
-        paths.append(write_config(tmp_path, config, f"{name}.yaml"))
-    for path in paths:
-        run_command(["main.py", "fit", "--config", path], check=True)
-    for name in ("plain", "cached"):
-        files = sorted((tmp_path / name).rglob("*.safetensors"))
-        weights[name] = {
-            f"{file.relative_to(tmp_path / name)} {key}": value
-            for file in files
-            for key, value in load_file(file).items()
-        }
-    assert len(weights["plain"]) > 70
-    difference = {key: (value - weights["cached"][key]).abs().max().item() for key, value in weights["plain"].items()}
-    assert max(difference.values()) < 1e-10
-
-
 @pytest.mark.parametrize(("size", "expected"), [(None, CONTEXT["num_context"]), (3, 3), (0, None)])
 def test_scores_during_training_are_behind_a_context_of_the_folder(
     size: int | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -310,3 +287,28 @@ def test_longer_documents_than_the_first_stage_has_positions_are_cut_where_the_c
     (tmp_path / "pairs.jsonl").write_text(lines)
     config["trainer"]["max_steps"] = 2
     assert fit(tmp_path, config).trainer.global_step == 2
+
+
+def test_a_surrogates_vectors_reach_the_loss(tmp_path: Path) -> None:
+    """All pairs have one surrogate vector, so that every candidate is as good as the positive: nothing is learnt."""
+    config = cde_config(tmp_path, dropout=0.1)
+    data = config["data"]["init_args"]
+    (source,) = data["sources"]
+    folder = write_surrogates(tmp_path / "surrogates", open_cached(SourceConfig(**source), data["cache_dir"]))
+    for path in folder.rglob("vectors-*.npy"):
+        np.save(path, np.full_like(np.load(path), 0.5))
+    data["num_negatives"] = 0
+    source["surrogate_vectors"] = str(folder)
+    config["trainer"] |= {"max_steps": 2, "callbacks": [CACHE]}
+    assert fit(tmp_path, config).trainer.callback_metrics["train/loss"] > 0.1
+    config["model"]["init_args"]["loss"]["init_args"]["false_negative_filter"] = {"margin": 0.0}
+    assert fit(tmp_path, config).trainer.callback_metrics["train/loss"] == 0
+
+
+def test_a_filter_without_vectors_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    config = cde_config(tmp_path)
+    config["model"]["init_args"]["loss"]["init_args"]["false_negative_filter"] = {"threshold": 0.9}
+    path = write_config(tmp_path, config)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["fit", "--config", path]) == 2
+    assert sorted(tmp_path.rglob("*")) == before

@@ -214,18 +214,18 @@ def test_gradcache_embeds_a_frozen_first_stage_once_and_without_a_graph(
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("saved_at", [1, 2, 3, 4, 5])
-def test_a_run_resumed_at_any_boundary_ends_with_the_same_bits(saved_at: int, tmp_path: Path) -> None:
+def test_a_run_resumed_at_any_boundary_ends_with_the_same_bits(tmp_path: Path) -> None:
     config = cde_config(tmp_path, dropout=0.1)
     config["model"]["init_args"]["first_stage_training"] = ALL_PHASES
-    checkpoint = {"every_n_train_steps": saved_at, "save_top_k": -1}
+    checkpoint = {"every_n_train_steps": 1, "save_top_k": -1}
     callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": checkpoint}
     config["trainer"] |= {"callbacks": [CACHE, callback], "max_steps": 6}
     whole = fit(tmp_path, config)
-    (first,) = Path(whole.trainer.log_dir).rglob(f"*step={saved_at}.ckpt")
-    resumed = fit(tmp_path, config, "--ckpt_path", str(first)).model.state_dict()
     expected = whole.model.state_dict()
-    assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
+    for step in (1, 2, 3, 4, 5):
+        (saved,) = Path(whole.trainer.log_dir).rglob(f"*step={step}.ckpt")
+        resumed = fit(tmp_path, config, "--ckpt_path", str(saved)).model.state_dict()
+        assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
 
 
 def test_the_spread_is_one_minus_the_mean_cosine_of_all_pairs() -> None:

@@ -22,7 +22,6 @@ from embeddings.training.language_task import Masking
 from tests.helpers.runs import write_config
 from tests.helpers.tiny import bpe_tokenizer, save_backbone, wordpiece_tokenizer
 from tests.models.language_models import causal_mistral, language_model_folder
-from tests.models.moe import tiny_moe
 from tests.modules.language_runs import language_config
 
 SCRATCH = {
@@ -306,32 +305,6 @@ def test_a_bad_option_is_one_line_and_nothing_is_written(
     assert says in written
     new = [path for path in sorted(tmp_path.rglob("*")) if path not in before]
     assert [path for path in new if "cache" not in path.parts] == []
-
-
-@pytest.mark.parametrize("objective", ["mlm", "causal"])
-def test_a_sparse_model_is_one_line_and_nothing_is_written(
-    objective: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = language_config(tmp_path, objective)
-    sparse = save_backbone(str(tmp_path / "sparse"), tiny_moe(), wordpiece_tokenizer())
-    config["model"]["init_args"]["backbone"]["name"] = sparse
-    path = write_config(tmp_path, config)
-    before = sorted(tmp_path.rglob("*"))
-    capsys.readouterr()
-    assert main(["fit", "--config", path]) == 2
-    written = capsys.readouterr().err.strip().splitlines()[-1]
-    kind = "mlm" if objective == "mlm" else "mntp or causal"
-    what = f"model.objective does not fit: rotary_moe has no language-model head, got '{kind}'"
-    assert written == f"error: {what}; give the dense model that it was made of, and upcycle what comes out"
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_empty_corpus_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = language_config(tmp_path, "mlm")
-    (tmp_path / "texts.jsonl").write_text('{"text": " "}\n')
-    assert main(["fit", "--config", write_config(tmp_path, config)]) == 2
-    assert "source 'texts': holds no text" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_rows_longer_than_a_window_cannot_be_kept_apart(tmp_path: Path) -> None:

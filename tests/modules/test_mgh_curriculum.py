@@ -166,12 +166,6 @@ def test_the_level_of_each_step_is_logged(accumulate: int, tmp_path: Path) -> No
     assert logged_levels(cli) == {0: 4, 1: 4, 2: 3, 3: 3, 4: 2, 5: 2, 6: 1, 7: 1}
 
 
-def test_without_a_curriculum_no_level_is_logged(tmp_path: Path) -> None:
-    config = mgh_config(tmp_path)
-    del config["data"]["init_args"]["sampler"]
-    assert "train/level" not in fit(tmp_path, config).trainer.callback_metrics
-
-
 def test_gradcache_trains_to_the_weights_of_the_plain_step(tmp_path: Path) -> None:
     """Accumulation, clipping and a schedule are on, and the level changes on the way."""
     config = mgh_config(tmp_path, "bert", order="cumulative")

@@ -30,9 +30,11 @@ ALL = [
     for cached in (False, True)
     if not (cached and method == "language model") and (method, strategy, cached) not in REFUSED
 ]
-# Under DDP and on a whole decoder most of it is tested elsewhere.
-SLOW = [case for case in ALL if case[0] == METHODS[1] or case[1] in ("ddp", "zero 1")]
-CASES = [case for case in ALL if case not in SLOW]
+# One method of each kind, each way to shard; the other combinations take a minute.
+CASES = [("nv-embed", strategy, True) for strategy in ("fsdp2", "zero 2", "zero 3")]
+CASES += [("moe", "fsdp2", True), ("cde", "zero 3", True), ("cde, frozen", "fsdp2", True)]
+CASES += [("mgh", "zero 2", False), ("cde, words", "fsdp2", False), ("language model", "zero 3", False)]
+SLOW = [case for case in ALL if case not in CASES]
 
 
 def updates(folder: Path, cases: list[tuple[str, str, bool]], rank: int) -> dict[Any, Any]:

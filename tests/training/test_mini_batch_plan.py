@@ -1,3 +1,5 @@
+"""TODO."""
+
 from dataclasses import replace
 
 import pytest
@@ -9,11 +11,14 @@ from embeddings.training.gradcache import (
     CONTEXT,
     QUERY,
     MiniBatch,
+    RandomState,
     extend_plan,
+    plain_step,
     plan_stages,
     tower_tokens,
 )
-from tests.helpers.contrastive import Record, batch_of, random_batch, with_context
+from tests.helpers.contrastive import Record, TinyContextualStep, TinyStep, batch_of, random_batch, with_context
+from tests.helpers.tiny import tiny_bert
 
 
 def rows_of(plan: list[MiniBatch], tower: int) -> list[int]:
@@ -87,3 +92,53 @@ def test_empty_slots_and_soft_prompts_lengthen_texts_too() -> None:
             plan = [part for part in plan_stages(changed, 60, None)[-1] if part.tower == tower]
             assert all(part.longest == lengths_N[part.rows_n].max() + extra for part in plan)
             assert all(part.num_tokens <= 60 or len(part.rows_n) == 1 for part in plan)
+
+
+def test_a_replayed_state_draws_the_same_and_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    state = RandomState.capture(torch.device("cpu"))
+    first, second = torch.rand(4), torch.rand(4)
+    with state.replayed():
+        assert torch.equal(torch.rand(4), first)
+    torch.manual_seed(0)
+    torch.rand(8)
+    expected = torch.rand(4)
+    torch.manual_seed(0)
+    torch.rand(8)
+    with state.replayed():
+        torch.rand(100)
+    assert torch.equal(torch.rand(4), expected)
+    assert not torch.equal(first, second)
+
+
+def test_an_error_inside_restores_the_state_outside() -> None:
+    state = RandomState.capture(torch.device("cpu"))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    try:
+        with state.replayed():
+            torch.rand(3)
+            raise KeyError
+    except KeyError:
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_context_it_is_the_loss_of_both_towers() -> None:
+    step, batch = TinyStep(tiny_bert()), random_batch(4, 1)
+    assert torch.equal(plain_step(step, batch).loss, step.plain_loss(batch).loss)
+
+
+def test_both_towers_read_one_context_that_is_embedded_once() -> None:
+    step, batch = TinyContextualStep(tiny_bert(1), tiny_bert(2)), with_context(random_batch(4, 1), 3)
+    calls = []
+    step.first.register_forward_hook(lambda *_: calls.append(None))
+    loss = plain_step(step, batch).loss
+    assert len(calls) == 1
+    assert torch.equal(loss, step.plain_loss(batch).loss)
+    assert not torch.equal(loss, plain_step(step, with_context(batch, 0)).loss)
+
+
+def test_a_context_that_the_step_does_not_embed_is_refused() -> None:
+    with pytest.raises(AssertionError, match="a step that embeds it"):
+        plain_step(TinyStep(tiny_bert()), with_context(random_batch(4, 1), 3))

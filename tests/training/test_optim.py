@@ -1,10 +1,13 @@
+"""TODO."""
+
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from embeddings.training.optim import parameter_groups, state_per_weight
+from embeddings.common import OptionError
+from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
 
 
 def test_vectors_are_not_decayed():
@@ -37,3 +40,75 @@ def test_frozen_parameters_are_left_out():
 )
 def test_what_an_optimiser_keeps_is_tried(kind, options, kept):
     assert state_per_weight(partial(kind, lr=0.1, **options)) == kept
+
+
+def test_warm_up_is_linear_and_wastes_no_step():
+    schedule = Schedule(warmup_steps=4, decay="linear")
+    assert [schedule.factor(step, 8) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_linear_decay_reaches_zero_at_the_end():
+    schedule = Schedule(warmup_steps=2, decay="linear")
+    assert [schedule.factor(step, 6) for step in range(2, 8)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+
+def test_cosine_decay_is_half_way_at_half_time():
+    schedule = Schedule(warmup_steps=0, decay="cosine")
+    assert schedule.factor(5, 10) == pytest.approx(0.5)
+    assert schedule.factor(10, 10) == pytest.approx(0.0)
+
+
+def test_constant_needs_no_end():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = Schedule(warmup_steps=0, decay="constant").scheduler(optimizer, None)
+    assert scheduler.get_last_lr() == [1.0]
+
+
+def test_the_scheduler_gives_the_rates_of_the_factor():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    schedule = Schedule(warmup_steps=2)
+    scheduler = schedule.scheduler(optimizer, 5)
+    rates = []
+    for _ in range(5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([2.0 * schedule.factor(step, 5) for step in range(5)])
+
+
+@pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"total_steps": 0}])
+def test_impossible_counts_are_refused(options):
+    with pytest.raises(OptionError):
+        Schedule(**options)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused():
+    Schedule(warmup_steps=49).check(50)
+    with pytest.raises(OptionError, match="must be below the run's 50 optimiser steps"):
+        Schedule(warmup_steps=50).check(50)
+    Schedule(warmup_steps=50, total_steps=60).check(50)
+    with pytest.raises(OptionError, match="must be below the run's 40 optimiser steps"):
+        Schedule(warmup_steps=45, total_steps=40).check(50)
+
+
+def test_a_decay_without_an_end_is_refused():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    with pytest.raises(OptionError, match=r"set trainer\.max_steps"):
+        Schedule().scheduler(optimizer, None)
+    with pytest.raises(OptionError, match=r"set trainer\.max_steps"):
+        Schedule().check(None)
+    Schedule(decay="constant").check(None)
+    Schedule(total_steps=60).check(None)
+
+
+def test_rates_are_scaled_together_wherever_the_schedule_is() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.5}], lr=1.0)
+    scheduler = Schedule(warmup_steps=4, decay="constant").scheduler(optimizer, 8)
+    optimizer.step()
+    scheduler.step()
+    scale_rates(scheduler, 0.2)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.05])  # the second of four steps
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.15, 0.075])

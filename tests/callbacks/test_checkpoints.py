@@ -1,9 +1,13 @@
+"""TODO."""
+
 import errno
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -11,11 +15,19 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
+from torch import nn
 
-from embeddings.callbacks.checkpoints import DurableCheckpointIO, finish_writing, make_checkpoints_durable
+from embeddings.callbacks.checkpoints import (
+    DurableCheckpointIO,
+    finish_writing,
+    load_best,
+    make_checkpoints_durable,
+    write_none_on_exception,
+)
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import inspect_checkpoint, read_checkpoint
 from embeddings.strategies import FSDP2Strategy
+from tests.helpers.checkpoints import save
 
 
 def trainer(**options: Any) -> Trainer:
@@ -213,3 +225,77 @@ def test_waiting_for_a_trainers_checkpoints(tmp_path: Path, writer: DurableCheck
     threading.Timer(0.2, held.gate.set).start()
     finish_writing(made)
     assert read_checkpoint(tmp_path / "a.ckpt") == {"step": 1}
+
+
+class Line(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+
+def monitored(path: object, monitor: str | None = "val/loss") -> ModelCheckpoint:
+    kept = ModelCheckpoint(monitor=monitor)
+    kept.best_model_path = str(path)
+    return kept
+
+
+def stub(*kept: ModelCheckpoint, asynchronous: bool = False) -> Any:
+    strategy = SimpleNamespace(checkpoint_io=DurableCheckpointIO(asynchronous))
+    return SimpleNamespace(checkpoint_callbacks=list(kept), strategy=strategy, global_step=7)
+
+
+def test_the_first_monitored_checkpoint_is_loaded(tmp_path: Path) -> None:
+    best = Line()
+    save({"state_dict": best.state_dict(), "global_step": 3}, tmp_path / "best.ckpt")
+    plain = monitored("elsewhere", monitor=None)
+    first = monitored(tmp_path / "best.ckpt")
+    second = monitored("elsewhere", "val/accuracy")
+    module = Line()
+    assert not torch.equal(module.layer.weight, best.layer.weight)
+    assert load_best(stub(plain, first, second), module) == 3
+    assert torch.equal(module.layer.weight, best.layer.weight)
+
+
+def test_one_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
+    best, module, path = Line(), Line(), str(tmp_path / "best.ckpt")
+    run, gate = stub(monitored(path), asynchronous=True), threading.Event()
+    run.strategy.checkpoint_io.on_stage = lambda stage: gate.wait(timeout=60)
+    run.strategy.checkpoint_io.save_checkpoint({"state_dict": best.state_dict(), "global_step": 3}, path)
+    threading.Timer(0.2, gate.set).start()
+    load_best(run, module)
+    assert torch.equal(module.layer.weight, best.layer.weight)
+    run.strategy.checkpoint_io.teardown()
+
+
+def test_without_one_the_last_weights_stay() -> None:
+    module = Line()
+    before = module.layer.weight.clone()
+    for path in ("", "nowhere.ckpt"):
+        assert load_best(stub(monitored(path)), module) == 7
+    assert load_best(stub(), module) == 7
+    assert torch.equal(module.layer.weight, before)
+
+
+class Refuses(L.Callback):
+    """Ends a run at its second step, and says in time whether that is worth a checkpoint."""
+
+    def __init__(self, silent: bool) -> None:
+        self.silent = silent
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == 2:
+            raise ArithmeticError
+
+    def on_exception(self, trainer: L.Trainer, *_: object) -> None:
+        if self.silent:
+            write_none_on_exception(trainer)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_callback_can_keep_checkpoints_from_being_written(silent: bool, tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True)
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
+    trainer = L.Trainer(accelerator="cpu", callbacks=[kept, Refuses(silent)], max_steps=4, **options)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(BoringModel())
+    assert [path.name for path in tmp_path.iterdir()] == ([] if silent else ["step=2.ckpt"])

@@ -15,13 +15,24 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from embeddings.callbacks import DurableCheckpointIO
+from embeddings.cli.resume import newest_checkpoint
+from embeddings.common.checkpoint_file import read_checkpoint
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
 
 ROOT = Path(__file__).parents[2]
 PREEMPTIONS = int(os.environ.get("PREEMPTIONS", "4"))
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200 + 600 * PREEMPTIONS)]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory",
+    "ignore:This process .* is multi-threaded",
+    "ignore:You're resuming from a checkpoint",
+)
+LONG = pytest.mark.timeout(1200 + 600 * PREEMPTIONS)
 
 
 def start(folder: Path, config: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
@@ -58,6 +69,8 @@ def assert_no_process_is_left(process: subprocess.Popen[str]) -> None:
     pytest.fail("the run left processes behind")
 
 
+@pytest.mark.slow
+@LONG
 def test_signals_at_random_instants(tmp_path: Path) -> None:
     """To the process or its group, once or twice, with a worker: one checkpoint, one requeue, 75, and the same bits."""
     config = preempted_config(tmp_path, num_workers=1)
@@ -105,6 +118,8 @@ def test_signals_at_random_instants(tmp_path: Path) -> None:
     print(f"{PREEMPTIONS} signals: {places}")
 
 
+@pytest.mark.slow
+@LONG
 def test_a_signal_to_one_rank_of_two_stops_both_at_one_step(tmp_path: Path) -> None:
     config = preempted_config(tmp_path, batch_size=4)
     config["trainer"] |= {"devices": 2, "strategy": "ddp"}
@@ -123,6 +138,8 @@ def test_a_signal_to_one_rank_of_two_stops_both_at_one_step(tmp_path: Path) -> N
     assert lines_of(tmp_path / "steps1.txt") == [str(step) for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.slow
+@LONG
 def test_a_signal_to_one_rank_that_still_starts_stops_both_before_the_first_step(tmp_path: Path) -> None:
     config = preempted_config(tmp_path, batch_size=4)
     config["trainer"] |= {"devices": 2, "strategy": "ddp"}
@@ -134,3 +151,54 @@ def test_a_signal_to_one_rank_that_still_starts_stops_both_before_the_first_step
     assert errors.count("preempted: SIGUSR1: stopped at step 0, where it began") == 1
     assert lines_of(asked) == ["requeue 77"]
     assert not list(tmp_path.rglob("*.ckpt")) + list(tmp_path.glob("steps*.txt"))
+
+
+STAGES = ["write", "header", "sync", "verify", "rename", "sync folder", "done", "prune", "pruned"]
+
+
+class KillAt:
+    """Kills this process as a stage begins for the so-manieth time."""
+
+    def __init__(self, stage: str, time: int) -> None:
+        self.stage, self.left = stage, time
+
+    def __call__(self, stage: str) -> None:
+        self.left -= stage == self.stage
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: Path, writer: DurableCheckpointIO, checkpoint: str | None = None) -> Trainer:
+    """Four steps, each with two checkpoints: the step's own, which takes the place of the one before, and the last."""
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_last=True)
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "limit_val_batches": 0, "max_steps": 4}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    run = Trainer(callbacks=[keep], plugins=[writer], **options)
+    run.fit(BoringModel(), ckpt_path=checkpoint)
+    return run
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("time", [4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_kill_at_this_point_loses_an_interval_at_most(
+    stage: str, time: int, asynchronous: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            writer = DurableCheckpointIO(asynchronous)
+            writer.on_stage = KillAt(stage, time - 1 if stage.startswith("prune") else time)
+            train(tmp_path, writer)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), capfd.readouterr().err
+    # Two writes a step, and a removal from the second step on.
+    step = time if stage.startswith("prune") else (time + 1) // 2
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert "left out" not in capfd.readouterr().err
+    assert step - 1 <= read_checkpoint(found)["global_step"] <= step
+    assert train(tmp_path, DurableCheckpointIO(asynchronous), found).global_step == 4
+    assert read_checkpoint(newest_checkpoint(tmp_path) or "")["global_step"] == 4

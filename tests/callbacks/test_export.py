@@ -1,5 +1,10 @@
-from dataclasses import replace
+"""TODO."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
 import pytest
 import torch
 import yaml
@@ -7,12 +12,25 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
 from embeddings.callbacks import ExportModel
+from embeddings.callbacks.export import embedder_of
 from embeddings.cli.fit import run_trainer
-from embeddings.common import OptionError, instruction_prompt
+from embeddings.common import OptionError, UserError, instruction_prompt
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.inference import Encoder
 from embeddings.models import Embedder
 from tests.helpers.runs import run_config, write_config, write_retrieval_folder
+from tests.modules.language_runs import language_config
+
+
+def test_a_module_without_an_embedder_is_refused_by_name():
+    class Bare(L.LightningModule):
+        pass
+
+    class Needy(L.Callback):
+        pass
+
+    with pytest.raises(UserError, match="Needy needs a module with an embedder, Bare has none; remove Needy"):
+        embedder_of(Bare(), Needy())
 
 
 def run_with_export(tmp_path, best, **lengths):
@@ -112,28 +130,6 @@ def test_a_file_at_the_output_ends_the_run_before_its_first_step_and_stays(tmp_p
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
-def test_the_best_checkpoint_is_that_of_the_first_which_monitors(tmp_path):
-    config = run_config(tmp_path)
-    keep = "lightning.pytorch.callbacks.ModelCheckpoint"
-    config["trainer"]["callbacks"] = [
-        {"class_path": keep, "init_args": {"dirpath": str(tmp_path / "all"), "every_n_train_steps": 1}},
-        {
-            "class_path": keep,
-            "init_args": {
-                "dirpath": str(tmp_path / "best"), "monitor": "train/loss", "mode": "max", "every_n_train_steps": 1
-            },
-        },
-        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / "model")}},
-    ]  # fmt: skip
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
-    best = read_checkpoint(cli.trainer.checkpoint_callbacks[1].best_model_path)["state_dict"]
-    last = read_checkpoint(cli.trainer.checkpoint_callbacks[0].best_model_path)["state_dict"]
-    name = "encoder.layer.0.attention.self.query.weight"
-    found = exported(tmp_path)[name]
-    assert torch.equal(found, best[f"embedder.backbone.{name}"])
-    assert not torch.equal(found, last[f"embedder.backbone.{name}"])
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
     run_with_export(tmp_path, best=False)
@@ -152,3 +148,39 @@ def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
     config["trainer"]["callbacks"][2]["init_args"]["replace"] = True
     run_trainer(["fit", "--config", write_config(tmp_path, config), "--seed_everything=5"])
     assert any(not torch.equal(value, resumed[name]) for name, value in exported(tmp_path).items())
+
+
+def export(folder: Path, best: bool = False) -> dict[str, Any]:
+    init_args = {"output": str(folder / "model"), "best": best}
+    return {"class_path": "embeddings.callbacks.ExportLanguageModel", "init_args": init_args}
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_the_best_or_the_last_weights_are_written(best: bool, tmp_path: Path) -> None:
+    config = language_config(tmp_path, "mlm")
+    config["trainer"] |= {"max_steps": 3, "val_check_interval": 1, "check_val_every_n_epoch": None}
+    keep = {"monitor": "val/loss", "mode": "max", "save_on_train_epoch_end": False}
+    config["trainer"]["callbacks"] = [
+        # The highest loss is the first one's, so that best and last differ.
+        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep},
+        export(tmp_path, best),
+    ]
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    path = cli.trainer.checkpoint_callback.best_model_path
+    kept = read_checkpoint(path)["state_dict"]
+    name = "bert.encoder.layer.0.output.dense.weight"
+    assert torch.equal(written[name], kept[f"language_model.model.{name}"]) is best
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
+
+
+def test_a_module_without_a_language_model_and_a_file_in_the_way_are_refused(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [export(tmp_path)]
+    with pytest.raises(UserError, match="NVEmbedModule trains none; use ExportModel"):
+        run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    config = language_config(tmp_path, "mlm")
+    config["trainer"]["callbacks"] = [export(tmp_path)]
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(OptionError, match="which is no folder"):
+        run_trainer(["fit", "--config", write_config(tmp_path, config)])
