@@ -1,6 +1,6 @@
 """Signals to whole processes: at random instants, to their group, and to one rank of two.
 
-`PREEMPTIONS=200 python -m pytest tests/callbacks/test_preempted_processes.py` sends two hundred.
+`PREEMPTIONS=200 python -m pytest tests/callbacks/test_killed_processes.py` sends two hundred.
 """
 
 import os

@@ -152,34 +152,6 @@ def test_eight_pairs_are_learnt_by_heart_and_every_part_is_trained(tmp_path: Pat
     assert [name for name in unchanged if "position" not in name] == []
 
 
-def test_gradcache_trains_to_the_weights_of_the_plain_step(tmp_path: Path) -> None:
-    """Accumulation, clipping and a schedule are on; float64 leaves no room for rounding."""
-    config = cde_config(tmp_path)
-    config["trainer"] |= {"precision": "64-true", "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-    plain = fit(tmp_path, config).model.state_dict()
-    config["trainer"]["callbacks"] = [CACHE]
-    cached = fit(tmp_path, config).model.state_dict()
-    assert plain.keys() == cached.keys()
-    assert any("first_stage" in name for name in plain)
-    assert [name for name, value in plain.items() if (cached[name] - value).abs().max() > 1e-10] == []
-
-
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    config = cde_config(tmp_path, dropout=0.1)
-    checkpoint = {"every_n_train_steps": 3, "save_top_k": -1}
-    config["trainer"]["callbacks"] = [
-        CACHE,
-        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": checkpoint},
-    ]
-    config["trainer"]["max_steps"] = 6
-    whole = fit(tmp_path, config)
-    (first,) = Path(whole.trainer.log_dir).rglob("*step=3.ckpt")
-    resumed = fit(tmp_path, config, "--ckpt_path", str(first)).model.state_dict()
-    expected = whole.model.state_dict()
-    assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
-
-
 @pytest.mark.parametrize(("size", "expected"), [(None, CONTEXT["num_context"]), (3, 3), (0, None)])
 def test_scores_during_training_are_behind_a_context_of_the_folder(
     size: int | None, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,19 +3,15 @@
 import csv
 import json
 import math
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from embeddings.cli.fit import run_trainer
-from embeddings.cli.main import main
-from embeddings.common import ContrastiveBatch, ContrastiveStep, OptionError, Representations, TokenBatch
-from embeddings.common.types import take_texts
+from embeddings.common import ContrastiveBatch, ContrastiveStep, OptionError, TokenBatch
 from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE
 from embeddings.models import AnchorTokenPooling, BackboneConfig, LoraSettings
@@ -24,6 +20,7 @@ from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import Record, batch_of, gradient_vector, random_records, relative_error
 from tests.helpers.runs import WORDS, backbone_folder, run_config, write_config
+from tests.modules.moe_modules import direct_gradient
 
 CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 24}}
 LORA = LoraSettings(rank=4, alpha=8, dropout=0.0)
@@ -109,19 +106,6 @@ def test_gradcache_replays_dropout_under_the_weights_of_the_attention(options: d
     assert relative_error(found, direct_gradient(module, batch, engine)) > 1e-3
 
 
-def direct_gradient(module: MGHCurriculumModule, batch: ContrastiveBatch, engine: GradCache) -> Tensor:
-    """The plain step over the same mini-batches in the same order, so that dropout draws the same numbers."""
-    module.zero_grad()
-    towers: list[dict[int, Tensor]] = [{}, {}]
-    for mini_batch in chain.from_iterable(engine.plan(batch)):
-        tokens = (batch.query, batch.candidate)[mini_batch.tower]
-        vector_nD = module.embed(take_texts(tokens, mini_batch.rows_n)).vector_ND
-        towers[mini_batch.tower].update(zip(mini_batch.rows_n.tolist(), vector_nD, strict=True))
-    query, candidate = (Representations(torch.stack([tower[row] for row in sorted(tower)])) for tower in towers)
-    module.loss_from_representations(query, candidate, batch).loss.backward()
-    return gradient_vector(module)
-
-
 def mgh_config(folder: Path, kind: str = "mistral", dropout: float = 0.0, **sampler: Any) -> dict[str, Any]:
     """Eight steps of eight pairs, each with one hard negative of the step's level."""
     config = run_config(folder, kind, dropout)
@@ -166,17 +150,6 @@ def test_the_level_of_each_step_is_logged(accumulate: int, tmp_path: Path) -> No
     assert logged_levels(cli) == {0: 4, 1: 4, 2: 3, 3: 3, 4: 2, 5: 2, 6: 1, 7: 1}
 
 
-def test_gradcache_trains_to_the_weights_of_the_plain_step(tmp_path: Path) -> None:
-    """Accumulation, clipping and a schedule are on, and the level changes on the way."""
-    config = mgh_config(tmp_path, "bert", order="cumulative")
-    config["trainer"] |= {"precision": "64-true", "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-    plain = fit(tmp_path, config).model.state_dict()
-    config["trainer"]["callbacks"] = [CACHE]
-    cached = fit(tmp_path, config).model.state_dict()
-    assert len(plain) > 20
-    assert [name for name, value in plain.items() if (cached[name] - value).abs().max() > 1e-10] == []
-
-
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_run_resumed_across_a_boundary_ends_with_the_same_bits(tmp_path: Path) -> None:
     config = mgh_config(tmp_path, dropout=0.1)
@@ -207,31 +180,3 @@ def test_eight_pairs_are_learnt_by_heart_and_the_exported_model_gives_the_same_v
     trained = Encoder(cli.model.embedder, precision="float32").encode(texts)
     exported = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32").encode(texts)
     assert np.abs(trained - exported).max() <= 1e-5
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"fractions": [0.3, 0.3, 0.3, 0.3]}, "sampler.fractions must sum to 1, not 1.2, got"),
-        ({"order": "hardest_first"}, "order"),
-        ({"order": "fixed"}, "sampler.level must be from 1"),
-        ({"levle": 1}, "levle"),
-        ({}, "source 'pairs': record 64 has no negative of level 2 (1 of 64 lack one); add it, or set"),
-    ],
-)
-def test_a_curriculum_that_cannot_be_is_one_line_and_nothing_is_written(
-    options: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = mgh_config(tmp_path, "bert", **options)
-    if not options:
-        records = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
-        del records[-1]["negatives"][1]
-        write_records(tmp_path, records)
-    path = write_config(tmp_path, config)
-    before = sorted(tmp_path.rglob("*"))
-    capsys.readouterr()
-    assert main(["fit", "--config", path]) == 2
-    written = capsys.readouterr().err.strip().splitlines()[-1]
-    assert written.startswith("error: ")
-    assert says in written
-    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "cache" not in path.parts] == []
