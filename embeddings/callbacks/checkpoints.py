@@ -4,7 +4,7 @@ import os
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -151,6 +151,19 @@ def finish_writing(trainer: L.Trainer) -> None:
 _CHECKPOINTS = 2.2
 
 
+@runtime_checkable
+class _TrainedModule(Protocol):
+    """What a `BaseModule` knows of the size of its checkpoints."""
+
+    def state_per_weight(self) -> float:
+        """How many numbers the optimiser keeps for each trained weight."""
+        ...
+
+    def frozen_names(self) -> set[str]:
+        """The weights that a checkpoint leaves out."""
+        ...
+
+
 def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed: str | None = None) -> None:
     """Check on rank 0, which writes, that two checkpoints fit on the disk of each folder of checkpoints.
 
@@ -184,9 +197,9 @@ def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
         precision: One of Lightning's.
     """
     halves = precision in ("bf16-true", "16-true")
-    state: Any = getattr(module, "state_per_weight", None)
-    per_weight = 0.0 if state is None else state()
-    left_out: set[str] = getattr(module, "frozen_names", set)()
+    per_weight, left_out = 0.0, set[str]()
+    if isinstance(module, _TrainedModule):
+        per_weight, left_out = module.state_per_weight(), module.frozen_names()
     total = 0.0
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if name in left_out:

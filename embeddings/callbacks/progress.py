@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 import lightning as L
 import torch
@@ -181,6 +181,13 @@ class Work:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+@runtime_checkable
+class _ReadsAnotherBatch(Protocol):
+    """A module that adds to a batch before it reads it, such as a context."""
+
+    read_batch: ContrastiveBatch
+
+
 class Throughput(L.Callback):
     """Logs the speed of a run every so many optimiser steps, from wall time.
 
@@ -236,7 +243,7 @@ class Throughput(L.Callback):
     ) -> None:
         """Count the step, and log a row when it is due."""
         self._busy += time.perf_counter() - self._batch_start
-        read: Any = getattr(pl_module, "read_batch", batch)
+        read = pl_module.read_batch if isinstance(pl_module, _ReadsAnotherBatch) else batch
         self._work.add(work_of(read, pl_module.grad_cache if isinstance(pl_module, GradCacheModule) else None))
         step = trainer.global_step
         if step == self._logged_step or step % self.every_n_steps:

@@ -2,12 +2,12 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
+from torch import Tensor, nn
 
 from embeddings.callbacks.checkpoints import write_none_on_exception
 from embeddings.common import NumericError, OptionError, UserError
@@ -122,6 +122,21 @@ def weights_checksum(module: nn.Module) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
+@runtime_checkable
+class RoutedModule(Protocol):
+    """A module that keeps the routing sums of its last step.
+
+    Attributes:
+        moe_layers: Indices of the sparse layers.
+        load_balancing: None where no sums are kept.
+        routing: Counts and probabilities by name, each (sparse layers, experts), over all ranks.
+    """
+
+    moe_layers: list[int]
+    load_balancing: object | None
+    routing: dict[str, Tensor]
+
+
 class RoutingStatistics(L.Callback):
     """Logs how evenly experts are used, layer by layer, every so many optimiser steps.
 
@@ -150,7 +165,7 @@ class RoutingStatistics(L.Callback):
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
         """Check that the module has routing statistics."""
-        if not getattr(module, "moe_layers", None) or getattr(module, "load_balancing", None) is None:
+        if not isinstance(module, RoutedModule) or not module.moe_layers or module.load_balancing is None:
             name = type(module).__name__
             raise UserError(
                 f"RoutingStatistics needs a module with experts and load_balancing, got {name}; remove the callback"
@@ -173,9 +188,9 @@ class RoutingStatistics(L.Callback):
         if step == self._logged_step or step % self.every_n_steps:
             return
         self._logged_step = step
-        module: Any = pl_module
-        sums = module.routing
-        values = routing_metrics(sums["expert_counts"], sums["expert_probabilities"], module.moe_layers)
+        assert isinstance(pl_module, RoutedModule)
+        sums = pl_module.routing
+        values = routing_metrics(sums["expert_counts"], sums["expert_probabilities"], pl_module.moe_layers)
         # Lightning would file them under the next step that is logged, so they go to the loggers by hand.
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)

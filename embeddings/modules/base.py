@@ -10,6 +10,7 @@ from typing import Any, Self
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -174,8 +175,7 @@ class BaseModule(L.LightningModule):
         Raises:
             NumericError: If a gradient is NaN or infinite.
         """
-        scales = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        if scales or training_strategy(self.trainer.strategy).checks_gradients:
+        if self._loss_scaler() is not None or training_strategy(self.trainer.strategy).checks_gradients:
             return
         norm = torch.nn.utils.get_total_norm(
             [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
@@ -291,6 +291,11 @@ class BaseModule(L.LightningModule):
             raise OptionError(
                 "model.backbone.compile", True, f"needs {compiler} on a CPU", "install it, or leave it out"
             )
+
+    def _loss_scaler(self) -> Any:
+        """The loss scaler of float16, None for other precisions."""
+        plugin = self.trainer.precision_plugin
+        return plugin.scaler if isinstance(plugin, MixedPrecision | FSDPPrecision) else None
 
     def _make_optimizer(self) -> Optimizer:
         groups, fix = parameter_groups(self, self.parts_of_own_rate()), "the method configs hold usual values"
@@ -456,7 +461,7 @@ class ContrastiveModule(BaseModule):
 
     def _early_scale(self) -> float:
         """The factor that Lightning applies to the returned loss, for the backward passes that run before it."""
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scaler = self._loss_scaler()
         loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
         return loss_scale / self.trainer.accumulate_grad_batches
 
