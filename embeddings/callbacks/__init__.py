@@ -1,4 +1,4 @@
-"""Floor 4: what runs beside a method while it trains."""
+"""Floor 4: callbacks of training runs."""
 
 from embeddings.callbacks.checkpoints import DurableCheckpointIO
 from embeddings.callbacks.export import ExportLanguageModel, ExportModel

@@ -8,7 +8,7 @@ from embeddings.training.strategy import training_strategy
 
 
 class GradCacheCallback(L.Callback):
-    """Trains any contrastive module in mini-batches with the gradient of the whole batch.
+    """Trains any contrastive module in mini-batches with the gradient of the full batch.
 
     The size of the batch is then limited by its vectors, not by the encoder's activations. Precision, gradient
     clipping, accumulation, schedules and logging work as in a plain step, because the module stays under automatic

@@ -1,4 +1,4 @@
-"""Nomic Embed v2's method: a sparse encoder, InfoNCE, and a load-balancing loss over the whole global batch."""
+"""Nomic Embed v2's method: a sparse encoder, InfoNCE, and a load-balancing loss over the full global batch."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ from embeddings.training.optim import Schedule
 class MoEEmbedModule(ContrastiveModule):
     """A rotary encoder with experts in some of its MLPs, trained with InfoNCE; its dense twin is trained by it too.
 
-    The load-balancing loss is of the whole global batch. What it is made of, tokens and sums of probabilities of each
+    The load-balancing loss is of the full global batch. What it is made of, tokens and sums of probabilities of each
     expert, are sums over mini-batches (`Representations.statistics`) and over ranks, so its value and gradient are the
     plain full batch's under GradCache, gradient checkpointing and any number of ranks. Published code adds a loss for
     each mini-batch, which multiplies the coefficient by their number.

@@ -239,11 +239,11 @@ def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Tensor | None]:
 
     found: dict[str, Tensor | None] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        whole = safe_get_full_fp32_param(value) if isinstance(value, nn.Parameter) and value.requires_grad else None
-        if whole is None:
+        full = safe_get_full_fp32_param(value) if isinstance(value, nn.Parameter) and value.requires_grad else None
+        if full is None:
             with gathered_parameters([value] if isinstance(value, nn.Parameter) else []):
-                whole = value.detach().clone()
-        found[name] = whole.cpu() if keep else None
+                full = value.detach().clone()
+        found[name] = full.cpu() if keep else None
     return found
 
 
@@ -257,11 +257,11 @@ def set_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     from deepspeed.utils import safe_set_full_fp32_param
 
     for name, value in module.state_dict(keep_vars=True).items():
-        whole = state[name].to(value.device)
+        full = state[name].to(value.device)
         with gathered_parameters([value] if isinstance(value, nn.Parameter) else [], writer=0), torch.no_grad():
-            value.data.copy_(whole) if value.shape == whole.shape else None
+            value.data.copy_(full) if value.shape == full.shape else None
         if isinstance(value, nn.Parameter) and value.requires_grad:
-            safe_set_full_fp32_param(value, whole.float())
+            safe_set_full_fp32_param(value, full.float())
 
 
 def full_optimizer_state(optimizer: Any, groups: Groups, keep: bool) -> dict[str, Any]:
@@ -276,8 +276,8 @@ def full_optimizer_state(optimizer: Any, groups: Groups, keep: bool) -> dict[str
     names = [name for name, value in _any_state(optimizer).items() if value.ndim]
     single = {name: value for name, value in _any_state(optimizer).items() if not value.ndim}
     for index, parameter in enumerate(parameter for group in groups for parameter in group):
-        whole = {name: _whole(optimizer, parameter, name) for name in names}
-        values = {name: value.cpu() if keep else None for name, value in whole.items()}
+        full = {name: _full_entry(optimizer, parameter, name) for name in names}
+        values = {name: value.cpu() if keep else None for name, value in full.items()}
         if values or single:
             state[index] = values | {name: value.clone() for name, value in single.items()}
     return {"state": state, "param_groups": _described(optimizer, groups)}
@@ -299,14 +299,14 @@ def set_full_optimizer_state(optimizer: Any, groups: Groups, state: Mapping[str,
                 own[name].narrow(0, fragment, size).copy_(value.flatten().narrow(0, start, size))
 
 
-def _whole(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor:
+def _full_entry(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor:
     """One entry of a parameter's state, assembled from all ranks' fragments."""
     shape = full_shape(parameter)
-    whole = torch.zeros(shape.numel(), device=parameter.device)
+    full = torch.zeros(shape.numel(), device=parameter.device)
     for partition, fragment, start, size in _fragments(optimizer, parameter):
-        whole.narrow(0, start, size).copy_(optimizer.optimizer.state[partition][name].narrow(0, fragment, size))
-    dist.all_reduce(whole)
-    return whole.view(shape)
+        full.narrow(0, start, size).copy_(optimizer.optimizer.state[partition][name].narrow(0, fragment, size))
+    dist.all_reduce(full)
+    return full.view(shape)
 
 
 def _any_state(optimizer: Any) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ class TrainingStrategy:
 
 
 class _LightningStrategy(TrainingStrategy):
-    """One of Lightning's own strategies; of most others than DDP nothing is known."""
+    """One of Lightning's own strategies, of which GradCache and durable checkpoints support one device and DDP."""
 
     def __init__(self, strategy: Strategy) -> None:
         is_covered = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
