@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from embeddings.common import ContextualStep, ContrastiveBatch, Representations, TokenBatch
+from embeddings.common import ContrastiveBatch, Representations, TokenBatch
 from embeddings.common.types import take_texts
 from embeddings.training import GradCache, gradcache
 from embeddings.training.gradcache import CANDIDATE, CONTEXT, QUERY, tower_tokens
 from tests.helpers.contrastive import (
     Record,
     TinyContextualStep,
-    TinyStep,
     batch_of,
     gradient_vector,
     random_batch,
@@ -233,15 +232,6 @@ def test_the_last_backward_is_the_first_stages_and_only_that_is_left_to_the_call
     assert max(errors(step, expected)) <= 1e-12
 
 
-@pytest.mark.parametrize("scale", [65536.0, 1 / 3])
-def test_a_loss_scale_multiplies_the_gradients_of_both_encoders_once(scale: float) -> None:
-    step, batch = make_step(), batch_with_context()
-    expected = plain_gradients(step, batch)
-    step.zero_grad()
-    GradCache(mini_batch_tokens=40).step(step, batch, scale=scale)
-    assert max(errors(step, (expected[0] * scale, expected[1] * scale))) <= 1e-12
-
-
 def test_two_forwards_before_the_last_backwards_keep_apart() -> None:
     step, engine = make_step(), GradCache(mini_batch_tokens=40, kept_fraction=0.3)
     batches = [with_context(random_batch(5, 1, seed=seed), 4) for seed in (1, 2)]
@@ -250,14 +240,6 @@ def test_two_forwards_before_the_last_backwards_keep_apart() -> None:
     losses = [engine.forward_backward(step, batch).loss for batch in batches]
     torch.stack(losses).sum().backward()
     assert max(errors(step, (one[0] + two[0], one[1] + two[1]))) <= 1e-12
-
-
-def test_without_gradients_it_is_just_the_loss() -> None:
-    step, batch = make_step(), batch_with_context()
-    with torch.no_grad():
-        output = GradCache(mini_batch_tokens=40).forward_backward(step, batch)
-    assert not output.loss.requires_grad
-    assert output.loss.item() == pytest.approx(step.plain_loss(batch).loss.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("num_context", [1, 20])
@@ -280,17 +262,6 @@ def test_a_frozen_stage_leaves_the_other_ones_gradient(frozen: str) -> None:
     GradCache(mini_batch_tokens=40).step(step, batch)
     assert relative_error(gradient_vector(other), expected) <= 1e-12
     assert all(parameter.grad is None for parameter in getattr(step, frozen).parameters())
-
-
-def test_without_a_context_there_is_one_stage() -> None:
-    step, batch = make_step(), random_batch(5, 1)
-    empty = with_context(batch, 0)
-    expected = plain_gradients(step, batch)[1]
-    for each in (batch, empty):
-        step.zero_grad()
-        GradCache(mini_batch_tokens=40).step(step, each)
-        assert relative_error(gradient_vector(step.backbone), expected) <= 1e-12
-        assert gradient_vector(step.first).norm() == 0
 
 
 def test_bfloat16_autocast_trains_both_encoders_as_the_plain_step_does() -> None:
@@ -327,8 +298,3 @@ def test_kept_graphs_of_both_stages_are_not_recomputed(options: dict[str, Any], 
     step.backbone.forward, step.first.forward = map(counted, original)
     engine.step(step, batch)
     assert sum(counts.values()) == sum(map(len, engine.plan(batch))) + num_recomputed
-
-
-def test_a_step_with_a_context_stage_is_told_from_one_without() -> None:
-    assert isinstance(make_step(), ContextualStep)
-    assert not isinstance(TinyStep(tiny_bert()), ContextualStep)

@@ -96,14 +96,6 @@ def test_targets_follow_from_seed_and_draw_key_and_not_from_the_batch() -> None:
     assert pairs(task("mntp")(redrawn)) != pairs(one)
 
 
-def test_rows_without_targets_give_none() -> None:
-    ids_NL = torch.zeros(2, 8, dtype=torch.int64)
-    number_N = torch.arange(2)
-    rows = PackedRows(ids_NL, ids_NL - 1, torch.ones(2, 8, dtype=torch.bool), number_N, number_N)
-    for objective in ("mlm", "mntp", "causal"):
-        assert len(task(objective)(rows)) == 0
-
-
 MASK, ORDINARY = 4, torch.arange(5, 105)
 
 
@@ -164,10 +156,3 @@ def test_a_rows_choices_follow_from_its_key_alone() -> None:
 def test_a_probability_that_hides_nothing_or_all_is_refused(probability: float) -> None:
     with pytest.raises(OptionError, match=r"model\.masking\.probability must be above 0 and below 1"):
         Masking(probability)
-
-
-def test_shares_that_exceed_the_whole_are_refused() -> None:
-    with pytest.raises(OptionError, match="must be at most 1 together with mask_fraction 0"):
-        Masking(mask_fraction=0.9, random_fraction=0.2)
-    with pytest.raises(OptionError, match="mask_fraction must be 0 to 1"):
-        Masking(mask_fraction=-0.1)
