@@ -18,7 +18,8 @@ import torch
 from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, shown
-from embeddings.common.io import atomic_path, check_manifest, check_vectors, file_sha256, write_manifest, write_text
+from embeddings.common.io import atomic_path, check_manifest, check_vectors, file_sha256, write_text
+from embeddings.common.jobs import ShardedJob
 from embeddings.common.process import logger
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.worker_processes import spread
@@ -198,15 +199,14 @@ def encode_corpus(
     encoder.encode([""], prompt_name, context, role=role)
     of_model = _model_fields(encoder, prompt_name, role, context)
     fields = {"kind": "vectors", **of_corpus, **of_model, "shard_size": shard_size, "vector_format": vector_format}
-    fields = _claim(folder, fields, encoder.mini_batch_tokens)
+    shards = VectorShards(folder, of_corpus["num_documents"], encoder.embedding_dim, shard_size, vector_format)
+    defaults = {"mini_batch_tokens": encoder.mini_batch_tokens}
+    job = ShardedJob(folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
     if context is not None:
         context = context.write(folder)
-    shards = VectorShards(folder, of_corpus["num_documents"], encoder.embedding_dim, shard_size, vector_format)
-    make = _ShardMaker(shards, os.fspath(corpus), prompt_name, role, context, fields["mini_batch_tokens"])
-    _make_missing(encoder, make, columns, devices, tokenizer_workers)
-    if context is not None:
-        fields["context_vectors_sha256"] = file_sha256(folder / CONTEXT_FILE)
-    write_manifest(folder, {**fields, "complete": True})
+    make = _ShardMaker(shards, os.fspath(corpus), prompt_name, role, context, job.fields["mini_batch_tokens"])
+    _make_missing(encoder, make, job.missing(), columns, devices, tokenizer_workers)
+    job.finish(lambda: {} if context is None else {"context_vectors_sha256": file_sha256(folder / CONTEXT_FILE)})
     return VectorFolder.open(folder)
 
 
@@ -238,20 +238,6 @@ def _model_fields(
         "role": role,
         **({"context": None} if context is None else context.manifest_fields()),
     }
-
-
-def _claim(folder: Path, fields: Mapping[str, Any], budget: int) -> dict[str, Any]:
-    """Begin a folder, or check that it was begun in the same way; returns its fields with its own token budget.
-
-    Raises:
-        InputError: If something else lies there.
-    """
-    if (folder / "manifest.json").exists():
-        return {**fields, "mini_batch_tokens": check_manifest(folder, fields).get("mini_batch_tokens", budget)}
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(str(folder), "something else lies there already", "name a new folder")
-    write_manifest(folder, {**fields, "mini_batch_tokens": budget, "complete": False})
-    return {**fields, "mini_batch_tokens": budget}
 
 
 class _ShardTexts(NamedTuple):
@@ -286,12 +272,12 @@ class _ShardMaker:
 def _make_missing(
     encoder: Encoder,
     make: _ShardMaker,
+    missing: Sequence[int],
     columns: Mapping[str, str] | None,
     devices: Sequence[str],
     tokenizer_workers: int,
 ) -> None:
-    """Make the shards that do not lie there yet, on as many devices as there are shards."""
-    missing = [shard for shard in range(make.shards.num_shards) if not make.shards.path(shard).exists()]
+    """Make the shards that are not there yet, on as many devices as there are shards."""
     devices = devices[: len(missing)]
     preparation = encoder.preparation(make.prompt_name, make.role)
     # The first shard has nothing that it could be tokenised beside.
