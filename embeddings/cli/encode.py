@@ -1,10 +1,13 @@
 """`encode`: the texts of a file become a folder of vectors."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from embeddings.inference import ContextDraw, Encoder
+from embeddings.common import OptionError
+from embeddings.common.process import logger
+from embeddings.common.text import choose_prompt
+from embeddings.inference import ContextDraw, Encoder, draw_context, encode_corpus, parse_devices
+from embeddings.inference.vectors import bytes_per_vector
 
 PrecisionName = Literal["auto", "float32", "bfloat16", "int8"]
 FormatName = Literal["float32", "float16", "int8", "binary"]
@@ -58,9 +61,6 @@ def encode(
         tokenizer_workers: Processes that tokenise ahead of the devices; if left out one for each GPU, and on a
             processor none.
     """
-    from embeddings.common.text import choose_prompt
-    from embeddings.inference import encode_corpus, parse_devices
-    from embeddings.inference.vectors import bytes_per_vector
 
     chosen = choose_prompt("prompt", prompt_name, prompt)
     names = () if devices is None else parse_devices(devices)
@@ -77,9 +77,8 @@ def encode(
     print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}: {size}")
 
 
-def load_encoder(model: str, precision: PrecisionName, dimensions: int | None, device: str | None = None) -> "Encoder":
+def load_encoder(model: str, precision: PrecisionName, dimensions: int | None, device: str | None = None) -> Encoder:
     """The encoder of a model directory with a progress bar."""
-    from embeddings.inference import Encoder
 
     encoder = Encoder.from_pretrained(
         model, device=device, precision=precision, dimensions=dimensions, show_progress=True
@@ -88,10 +87,8 @@ def load_encoder(model: str, precision: PrecisionName, dimensions: int | None, d
     return encoder
 
 
-def draw_named_context(encoder: "Encoder", source: Path | None, size: int | None, seed: int) -> "ContextDraw | None":
+def draw_named_context(encoder: Encoder, source: Path | None, size: int | None, seed: int) -> ContextDraw | None:
     """The context documents drawn from a corpus, or None where none is named."""
-    from embeddings.common import OptionError
-    from embeddings.inference import draw_context
 
     if source is None:
         if size is not None:
@@ -102,9 +99,8 @@ def draw_named_context(encoder: "Encoder", source: Path | None, size: int | None
     return draw_context(encoder, source, size, seed)
 
 
-def warn_of_untrained(encoder: "Encoder", widths: list[int]) -> None:
+def warn_of_untrained(encoder: Encoder, widths: list[int]) -> None:
     """Say so where vectors are to be cut to a width that the model was not trained at, as far as it says."""
-    from embeddings.common.process import logger
 
     trained = encoder.embedder.trained_widths
     untrained = [width for width in widths if 0 < width < encoder.embedder.embedding_dim and width not in trained]
@@ -114,9 +110,8 @@ def warn_of_untrained(encoder: "Encoder", widths: list[int]) -> None:
         logger.warning("--dimensions %s: the model %s; scores may suffer", given, known)
 
 
-def warn_without_context(encoder: "Encoder", has_context: bool, option: str) -> None:
+def warn_without_context(encoder: Encoder, has_context: bool, option: str) -> None:
     """Say so where a model that reads texts in a context is given none."""
-    from embeddings.common.process import logger
 
     if encoder.num_context and not has_context:
         logger.warning("the model is contextual, and without %s it reads texts with no context", option)

@@ -1,7 +1,5 @@
 """How a command ends: one line on standard error, and an exit code that scripts can rely on."""
 
-import importlib
-import inspect
 import io
 import os
 import re
@@ -9,14 +7,10 @@ import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from difflib import get_close_matches
 from typing import IO
 
-from embeddings.cli.imports import may_name
-from embeddings.cli.source_names import parameters_in_source, public_names
-from embeddings.cli.source_types import argument_in_source
 from embeddings.common import NumericError, PreemptedError, UserError
 from embeddings.common.errors import WorkerError, is_panic
 from embeddings.common.process import is_first_process, process_rank
@@ -43,133 +37,9 @@ _LOST_RANK = re.compile(
 # The functions that do a command's work; what is raised outside of them is about what the user wrote.
 _AT_WORK = {("lightning.pytorch.trainer.trainer", "_run_stage"), ("embeddings.cli.main", "call")}
 
-_KEY = re.compile(r'Parser key "([^"]+)":\s*')
-_EXPECTED = re.compile(r"Expected an? (.+)", re.DOTALL)
-
-_CALLABLE = re.compile(r"^\s*Type .*? expects a function or a callable class: (.*?)\. Got value: .*", re.DOTALL)
-_CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*")
-# An unknown option of a record, where a class takes nothing but the record.
-_GROUP = re.compile(
-    r": Problem with given class_path '([^']+)':\s*"
-    r"(?:Group '(\w+)' does not accept option '([^']+)'|unrecognized arguments: --(\w+)\.(\w+)(?:=.*)?$)"
-)
-
 
 class ConfigError(UserError):
     """A command line or config that does not parse."""
-
-
-def reason(message: str) -> str:
-    """The reason inside a parser's message, behind the whole key that it is about.
-
-    Where a value fits none of several types, it is the first type's complaint, or the list of types if each complains
-    of the value's type alone.
-    """
-    keys: list[str] = []
-    refused = re.search(r"Importing '([^']+)' is not allowed", message)
-    while "Errors:" in message:
-        head, _, tail = message.partition("Errors:")
-        found = _branches(tail)
-        if not found:
-            break
-        keys += _KEY.findall(head)
-        if all(_EXPECTED.match(branch) for branch in found):
-            given = re.search(r"Given value: (.*?)(?:\. Got value: Namespace.*)?$", tail, re.MULTILINE)
-            message = f"expected {_types(found)}" + (f", got {given[1]}" if given else "")
-            break
-        message = found[0]
-    keys += _KEY.findall(message)
-    message = _KEY.split(message)[-1] if _KEY.search(message) else message
-    message = _CALLABLE.sub(r"\1", message)
-    single = re.match(r"\s*Expected an? (.*?)\. Got value: (.*?)(?:\. Got value: .*)?$", message, re.DOTALL)
-    if single is not None:
-        message = f"expected {_types([f'Expected a {single[1]}'])}, got {'null' if single[2] == 'None' else single[2]}"
-    if refused is not None:
-        package = refused[1].partition(".")[0]
-        message = f"a config may not name {refused[1]}; name a class of embeddings, lightning, torch.nn or torch.optim"
-        if package not in sys.stdlib_module_names:
-            message += f", or set EMBED_IMPORTS={package} to trust all of that package"
-    return f"{'.'.join(keys)}: {message.strip()}" if keys else message
-
-
-def _branches(tail: str) -> list[str]:
-    """What each type of a union complains of."""
-    indent = re.match(r"\n(\s*)- ", tail)
-    if indent is None:
-        return []
-    outer = indent[1][:-2]
-    body = re.split(rf"\n{outer}Given value", tail)[0]
-    return [part.strip() for part in body.split(f"\n{indent[1]}- ")[1:]]
-
-
-def _types(complaints: Iterable[str]) -> str:
-    """The types that a union's complaints name, in words."""
-    names = []
-    for complaint in complaints:
-        name = re.sub(r"^Expected an? ", "", complaint)
-        name = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", name)
-        name = re.sub(r"typing\.Literal\[(.*)\]", r"\1", name)
-        if not name.startswith("dot import path"):
-            names.append("null" if name == "NoneType" else name)
-    return one_line(" or ".join(names), 100)
-
-
-def with_way_out(message: str, options: Iterable[str]) -> str:
-    """The reason inside a parser's message; where an option is unknown, those like it too.
-
-    Args:
-        message: What the parser says.
-        options: The parser's own options.
-    """
-    line = _GROUP.sub(_as_record, reason(message))
-    owner = _CLASS.search(line)
-    if owner is not None:
-        options, line = _parameters(owner[1]), _CLASS.sub("", line)
-    unknown = re.search(r"unrecognized arguments: (--[^\s=]+)|(?:Option|accept option) '([^']+)'", line)
-    if unknown is None:
-        takes = "--help says what each option takes"
-        return f"{one_line(line, 220)}; {takes}" if "expected " in line[:200] else with_fix(line)
-    name = unknown[1] or unknown[2]
-    prefix = "" if unknown[1] or owner else "--"
-    whole = [option for option in dict.fromkeys(options) if option.startswith(prefix + name)]
-    alike = whole[:4] or get_close_matches(prefix + name, list(options), n=1)
-    where = f" by {owner[1].rpartition('.')[2]}" if owner else ""
-    guess = f"did you mean {' or '.join(option.removeprefix(prefix) for option in alike)}? " if alike else ""
-    return f"{line}{where}; {guess}--help lists the options"
-
-
-def _as_record(found: re.Match[str]) -> str:
-    """The complaint of a record's option as the parser words it of records that may be null."""
-    group, name = found[2] or found[4], found[3] or found[5]
-    record = argument_in_source(found[1], group).record
-    if not record:
-        return found[0]
-    return f".{group}: Problem with given class_path '{record}': Option '{name}' is not accepted"
-
-
-def with_fix(line: str) -> str:
-    """A line of a library's with a way out, where it names none itself."""
-    if "; " in line:
-        return line
-    unknown = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line)
-    names = public_names(unknown[1]) or dir(sys.modules.get(unknown[1])) if unknown else []
-    alike = get_close_matches(unknown[2], names, n=1) if unknown else []
-    guess = f"did you mean {alike[0]}? " if alike else ""
-    return f"{one_line(line, 220).rstrip('.')}; {guess}--help lists the options"
-
-
-def _parameters(class_path: str) -> list[str]:
-    """The arguments of a class, by its path; none where it cannot be imported, or may not be."""
-    module, _, name = class_path.rpartition(".")
-    if not may_name(class_path):
-        return []
-    listed = parameters_in_source(class_path)
-    if listed is not None:
-        return list(listed)
-    try:
-        return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
-    except (ImportError, AttributeError, ValueError):
-        return []
 
 
 def run_guarded(command: Callable[[], None]) -> int:

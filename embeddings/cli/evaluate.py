@@ -1,15 +1,20 @@
 """`evaluate --tasks`: a model's scores on tasks of mteb."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from embeddings.cli.encode import PrecisionName, load_encoder, warn_of_untrained, warn_without_context
 from embeddings.common import InputError, OptionError
+from embeddings.common.io import write_json
+from embeddings.common.jobs import ArrayTask
+from embeddings.evaluation import evaluate_folders, format_results
+from embeddings.evaluation.instructions import Instructions
+from embeddings.evaluation.mteb_library import load_mteb
+from embeddings.inference import Encoder
 
 if TYPE_CHECKING:
     from embeddings.evaluation.task_runs import TaskSettings
-    from embeddings.inference import Encoder
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,6 @@ class TaskPlan:
             OptionError: If an option is impossible.
             InputError: If a file or folder that an option names cannot be used.
         """
-        from embeddings.common.jobs import ArrayTask
-        from embeddings.evaluation.instructions import Instructions
-        from embeddings.evaluation.mteb_library import load_mteb
 
         if output is None:
             raise OptionError("output", None, "must name the folder of the tasks' results", "--output FOLDER")
@@ -63,7 +65,7 @@ class TaskPlan:
         tasks = find_tasks(names)
         return cls(tasks, output, chosen, task.shards(len(tasks)))
 
-    def run(self, encoder: "Encoder", model: str) -> str:
+    def run(self, encoder: Encoder, model: str) -> str:
         """Run the tasks that have no result yet, and return the table of all that have one.
 
         Args:
@@ -122,8 +124,6 @@ def evaluate(
         task_index: Which of several processes that share the tasks this is, from 0; a SLURM array's task by itself.
         num_tasks: How many processes share the tasks.
     """
-    from embeddings.cli.evaluate import TaskPlan
-    from embeddings.common import OptionError
 
     if (data is None) == (tasks is None):
         given = "neither" if data is None else "both"
@@ -145,7 +145,6 @@ def evaluate(
 
 def _folders(data: Path | list[Path] | None, output: Path | None, **without_effect: Any) -> list[Path]:
     """The folders to score, where nothing else is amiss with the options that go with them."""
-    from embeddings.common import InputError, OptionError
 
     for option, value in without_effect.items():
         if value is not None:
@@ -158,12 +157,8 @@ def _folders(data: Path | list[Path] | None, output: Path | None, **without_effe
     return folders
 
 
-def _score_folders(encoder: "Encoder", folders: list[Path], output: Path | None, **settings: Any) -> None:
+def _score_folders(encoder: Encoder, folders: list[Path], output: Path | None, **settings: Any) -> None:
     """Print the scores on folders, and write them where a file is named."""
-    from dataclasses import asdict
-
-    from embeddings.common.io import write_json
-    from embeddings.evaluation import evaluate_folders, format_results
 
     results = evaluate_folders(encoder, folders, **settings)
     print(format_results(results))

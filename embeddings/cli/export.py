@@ -5,13 +5,25 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from embeddings.cli.errors import reason
+from embeddings.cli.parser import reason
 from embeddings.common import InputError, OptionError
-
-if TYPE_CHECKING:
-    from embeddings.models.model_card import TrainingFacts
+from embeddings.common.checkpoint_file import read_checkpoint
+from embeddings.figures.run_folder import read_run_record
+from embeddings.figures.run_metrics import SCORE, read_curves
+from embeddings.interop.released import import_released
+from embeddings.models.lora import save_adapters
+from embeddings.models.model_card import TrainingFacts, keeps_card, write_model_card
+from embeddings.models.model_files import (
+    ADAPTER_FOLDER,
+    CURVES_FILE,
+    read_json,
+    replaced_folder,
+    require_folder_or_nothing,
+)
+from embeddings.models.rotary import write_rotary_model
+from embeddings.modules.checkpoint import configured_module, set_weights
 
 
 def export(
@@ -38,11 +50,7 @@ def export(
             its linear layers in int8, as `onnx/model_qint8_avx512_vnni.onnx`. `adapter` writes the LoRA matrices
             unmerged too, as `adapter/` in peft's layout; the model itself has them merged either way.
     """
-    from embeddings.common.checkpoint_file import read_checkpoint
     from embeddings.interop.onnx import check_onnx
-    from embeddings.models.lora import save_adapters
-    from embeddings.models.model_card import keeps_card, write_model_card
-    from embeddings.models.model_files import ADAPTER_FOLDER, CURVES_FILE, replaced_folder, require_folder_or_nothing
 
     require_folder_or_nothing(output)
     if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence):
@@ -102,7 +110,6 @@ def trained_module(state: dict[str, Any], checkpoint: Path) -> Any:
         InputError: If the checkpoint does not say how it is built, or it is none of those that train a model, or its
             weights do not fit.
     """
-    from embeddings.modules.checkpoint import configured_module, set_weights
 
     module = configured_module(state, str(checkpoint), explain=reason)
     set_weights(module, state, str(checkpoint))
@@ -138,7 +145,6 @@ def import_checkpoint(
         assume: Numbers that no file states, in place of those of the published models, by the names that this command
             prints: `--assume.num_attention_heads 8`.
     """
-    from embeddings.interop.released import import_released
 
     bases = [base] if isinstance(base, str) else base or ()
     made = import_released(source, output, revision, bases, known_as, assume)
@@ -170,7 +176,6 @@ def convert(
         rope_theta: Base of the rotation's angles.
         keep_head: Whether the language-model head goes along, which the adaptation needs.
     """
-    from embeddings.models.rotary import write_rotary_model
 
     made = write_rotary_model(source, output, num_positions, rope_theta, keep_head)
     vocabulary = f"vocabulary of {made.vocabulary_before:,} rows padded to {made.vocabulary_after:,}"
@@ -184,16 +189,13 @@ def convert(
 _MOST = 1e9
 
 
-def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> "TrainingFacts":
+def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> TrainingFacts:
     """What a checkpoint and its run's folder say of the training; a file that is missing or damaged says nothing.
 
     Args:
         state: The checkpoint's content.
         run: The run's folder.
     """
-    from embeddings.figures.run_folder import read_run_record
-    from embeddings.figures.run_metrics import SCORE, read_curves
-    from embeddings.models.model_card import TrainingFacts
 
     num_steps = state.get("global_step")
     record: dict[str, Any] = {}
@@ -219,7 +221,6 @@ def read_scores(path: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: If the file is missing or damaged, or holds something else, NaN among it.
     """
-    from embeddings.models.model_files import read_json
 
     fix = "give the file that evaluate --output wrote"
     results: list[dict[str, Any]] = read_json(path, list, fix)

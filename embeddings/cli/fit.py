@@ -6,29 +6,30 @@ import os
 import re
 import sys
 import warnings
+from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
 import torch
-from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
+from jsonargparse import Namespace
 from jsonargparse.typing import register_type
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+import embeddings.data
+import embeddings.modules  # noqa: F401 - a class that is loaded may be named without its module
 from embeddings.callbacks.checkpoints import check_checkpoint_room, make_checkpoints_durable
 from embeddings.callbacks.export import ExportLanguageModel, ExportModel
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import show_whole_run
 from embeddings.callbacks.run_record import RunRecord, keep_metrics, plain_types, run_logger
-from embeddings.cli.errors import ConfigError, reason, with_fix, with_way_out
-from embeddings.cli.fit_line import check_one_method
-from embeddings.cli.given import Signature, check_names, check_nulls, given_mappings, read_config
-from embeddings.cli.imports import check_functions, restrict_imports
-from embeddings.cli.recipes import expand_recipe
+from embeddings.cli.configs import check_configs, check_functions, expand_recipe, parse_yaml, restrict_imports
+from embeddings.cli.errors import ConfigError
+from embeddings.cli.parser import OneLineParser, reason, with_hint
 from embeddings.cli.resume import (
     AUTO,
     check_resumable,
@@ -37,7 +38,6 @@ from embeddings.cli.resume import (
     resumed_run,
     show_place,
 )
-from embeddings.cli.yaml_files import parse_yaml
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.process import is_first_process
 from embeddings.common.text import one_line
@@ -52,51 +52,16 @@ NO_RESUME = r"Error\(s\) in loading state_dict|.?Trying to restore"
 # What it says, once metrics are known, of a `monitor` that is none of them; it lists those that are.
 NO_METRIC = "Early stopping conditioned on metric"
 FLOAT16 = ("16", "16-true", "16-mixed")
-LARGEST_SEED = 2**32 - 1
+MAX_SEED = 2**32 - 1
 # A process takes half a gigabyte before it holds a model.
-DEVICES_PER_CPU = 8
+MAX_DEVICES_PER_CPU = 8
 # Beyond any run: thirty years of a step each millisecond.
-MOST_STEPS = 10**12
+MAX_STEPS = 10**12
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 
-class ReplacingConfigFile(ActionConfigFile):
-    """A config whose lists replace earlier ones.
-
-    jsonargparse fills in what an element leaves out from the earlier list's element at its place, where both lists are
-    equally long: a second `sources` would inherit the first one's instructions. `name+:` appends as ever.
-    """
-
-    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        """Empty the earlier lists that this config gives anew, then merge it."""
-        forget_lists(cfg, read_config(str(values)))
-        super().__call__(parser, cfg, values, option_string)  # type: ignore[no-untyped-call]
-
-
-class OneLineParser(LightningArgumentParser):
-    """Lightning's parser with errors that are one line, no abbreviations, and configs whose lists replace others."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-
-    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
-        """Add an argument; a config file is a `ReplacingConfigFile`."""
-        if kwargs.get("action") is ActionConfigFile:
-            kwargs["action"] = ReplacingConfigFile
-        return super().add_argument(*args, **kwargs)
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
-        if not self.exit_on_error:
-            super().error(message, ex)
-        if ex is not None and isinstance(ex.__cause__, ConfigError):  # of a config that is given as text
-            raise ex.__cause__
-        parsers: list[Any] = [self]
-        for action in self._actions:
-            if isinstance(action.choices, dict):
-                parsers += action.choices.values()
-        options = [option for parser in parsers for option in re.findall(r"--[\w.]+", parser.format_help())]
-        raise ConfigError(with_way_out(message, options)) from ex
+class FitParser(OneLineParser, LightningArgumentParser):
+    """Lightning's parser with errors of one line and configs whose lists replace others."""
 
 
 class TrainerCLI(LightningCLI):
@@ -107,11 +72,15 @@ class TrainerCLI(LightningCLI):
         """The trainer's methods that are commands: our modules have no loop but training."""
         return {"fit": LightningCLI.subcommands()["fit"]}
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Have the help name the option that `expand_recipe` replaces."""
+        help_text = "a row of lightning_configs/recipes.csv, in place of the --config options that it stands for"
+        parser.add_argument("--recipe", default=SUPPRESS, help=help_text)
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments given, whatever `sys.argv` holds."""
         self.config = parser.parse_args(args)
-        check_given(args, self.config.fit.as_dict())
-        check_functions([*args, *given_mappings(args)], self.config.fit)
+        check_functions(args, self.config.fit)
         check_numbers(self.config.fit)
         check_checkpoint(self.config.fit.ckpt_path)
 
@@ -129,7 +98,7 @@ class TrainerCLI(LightningCLI):
         except ValueError as error:
             if UNION_ERROR not in str(error):
                 raise
-            raise ConfigError(with_fix(reason(str(error)))) from error
+            raise ConfigError(with_hint(reason(str(error)))) from error
 
     def before_fit(self) -> None:
         """Have each part check the run while nothing is read, no rank is started and no file is written.
@@ -240,10 +209,11 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
         ConfigError: If the arguments do not parse, two configs choose a method, or Lightning refuses an option.
     """
     restrict_imports()
-    expanded = expand_recipe(list(argv))
-    if expanded != list(argv):
+    words = list(argv)
+    expanded = expand_recipe(words)
+    if expanded != words:
         print("python main.py " + " ".join(expanded), file=sys.stderr)
-    check_one_method(expanded)
+    check_configs(expanded)
     try:
         return make_cli(expanded, kind)
     except MisconfigurationException as error:
@@ -271,7 +241,7 @@ def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Traine
             save_config_kwargs={"overwrite": True, "command": ["main.py", *argv]},
             trainer_defaults={"callbacks": [Preemption(), notes]},
             seed_everything_default=0,
-            parser_class=OneLineParser,
+            parser_class=FitParser,
             auto_configure_optimizers=False,
             args=lists_as_configs(argv),
         )
@@ -316,35 +286,23 @@ def refused_option(message: str, given: dict[str, Any]) -> str:
     return f"{options or 'trainer'}: {one_line(message, 220).rstrip('. ')}; change it, or leave it out"
 
 
-def check_given(argv: Sequence[str], parsed: dict[str, Any]) -> None:
-    """Check what the parser lets pass: null where a type has none, and unknown names over nothing.
-
-    Raises:
-        ConfigError: Naming the option.
-    """
-    signature = Signature("fit", {name: L.Trainer if name == "trainer" else Any for name in parsed})
-    for given in given_mappings(argv):
-        check_names(given, parsed, signature)
-    check_nulls(parsed, signature)
-
-
 def check_numbers(given: Namespace) -> None:
     """Check the numbers that would end in a traceback, or in a run without an end.
 
     Raises:
         OptionError: If the seed is none, there are more processes than the machine can hold, or a limit is too far.
     """
-    if not 0 <= given.seed_everything <= LARGEST_SEED:
-        rule = f"must lie in 0 … {LARGEST_SEED}"
+    if not 0 <= given.seed_everything <= MAX_SEED:
+        rule = f"must lie in 0 … {MAX_SEED}"
         raise OptionError("seed_everything", given.seed_everything, rule, "take any number in it")
-    devices, most = given.trainer.devices, DEVICES_PER_CPU * (os.cpu_count() or 1)
+    devices, most = given.trainer.devices, MAX_DEVICES_PER_CPU * (os.cpu_count() or 1)
     if str(devices).isdecimal() and int(devices) > most:
-        rule = f"must be at most {DEVICES_PER_CPU} for each CPU core, {most} here"
+        rule = f"must be at most {MAX_DEVICES_PER_CPU} for each CPU core, {most} here"
         raise OptionError("trainer.devices", devices, rule, "lower it")
     for name in ("max_steps", "max_epochs"):
         limit = given.trainer[name]
-        if limit is not None and limit > MOST_STEPS:
-            rule = f"must be at most {MOST_STEPS}"
+        if limit is not None and limit > MAX_STEPS:
+            rule = f"must be at most {MAX_STEPS}"
             raise OptionError(f"trainer.{name}", limit, rule, "-1 sets no limit")
 
 
@@ -364,19 +322,6 @@ def check_checkpoint(path: str | None) -> None:
         check_resumable(Path(path))
     except InputError as error:
         raise ConfigError(f"--ckpt_path {error}") from error
-
-
-def forget_lists(earlier: Namespace, later: dict[str, Any]) -> None:
-    """Empty each list of `earlier` that `later` gives too."""
-    for key, value in later.items():
-        owner = earlier
-        if key not in owner and isinstance(owner.get("init_args"), Namespace):
-            owner = owner["init_args"]  # a class that was chosen before may be given its arguments alone
-        found = owner.get(key)
-        if isinstance(value, list) and isinstance(found, list):
-            owner[key] = []
-        elif isinstance(value, dict) and isinstance(found, Namespace):
-            forget_lists(found, value)
 
 
 def lists_as_configs(argv: Sequence[str]) -> list[str]:
@@ -408,7 +353,7 @@ def _is_list_of_mappings(value: str) -> bool:
 
 
 _LOGGERS = ("lightning.fabric", "lightning.pytorch")
-_MOST_NOTES = 1000
+_MAX_NOTES = 1000
 
 
 class HeldNotes(L.Callback):
@@ -428,7 +373,7 @@ class HeldNotes(L.Callback):
         swapped = []
         for logger in map(logging.getLogger, _LOGGERS):
             for handler in list(logger.handlers):
-                kept = MemoryHandler(_MOST_NOTES, logging.WARNING, handler, flushOnClose=False)
+                kept = MemoryHandler(_MAX_NOTES, logging.WARNING, handler, flushOnClose=False)
                 swapped.append((logger, handler, kept))
                 logger.removeHandler(handler)
                 logger.addHandler(kept)

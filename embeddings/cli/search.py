@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from embeddings.cli.encode import PrecisionName, draw_named_context, load_encoder, warn_without_context
-from embeddings.common import InputError
-
-if TYPE_CHECKING:
-    from embeddings.inference import Hit
-    from embeddings.inference.search import NearestRows
+from embeddings.common import InputError, OptionError
+from embeddings.common.text import printable
+from embeddings.inference import CorpusSearch, Hit, VectorFolder
+from embeddings.inference.search import NearestRows, require_multiplier, require_top_k
+from embeddings.mining import VectorIndex, build_index, recall_of
+from embeddings.mining.vector_index import INDEX_FILE
 
 
 def search(
@@ -49,8 +50,6 @@ def search(
         context_size: How many documents are drawn; as many as the model takes if left out.
         context_seed: Seed of the draw.
     """
-    from embeddings.inference import CorpusSearch
-    from embeddings.inference.search import require_multiplier, require_top_k
 
     _require_query(query, interactive)
     require_top_k(top_k)
@@ -74,7 +73,6 @@ def search(
 
 def _require_query(query: str | None, interactive: bool) -> None:
     """Check that a query is given, or else a place where queries can be read."""
-    from embeddings.common import OptionError
 
     if query is not None and interactive:
         raise OptionError("interactive", True, "must be left out where a query is given", "drop one of them")
@@ -84,24 +82,20 @@ def _require_query(query: str | None, interactive: bool) -> None:
         raise OptionError("query", query, "must not be empty", "say what to look for")
 
 
-def _index_of(corpus: Path) -> "NearestRows":
+def _index_of(corpus: Path) -> NearestRows:
     """The search in the index of an encoded folder.
 
     Raises:
         InputError: If there is none, or it does not fit the folder.
         OptionError: If the corpus is a file.
     """
-    from embeddings.common import OptionError
-    from embeddings.inference import VectorFolder
-    from embeddings.mining import VectorIndex
 
     if not corpus.is_dir():
         raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, and name the folder")
     return VectorIndex.open(VectorFolder.open(corpus)).search
 
 
-def _print_hits(hits: "list[Hit]") -> None:
-    from embeddings.common.text import printable
+def _print_hits(hits: list[Hit]) -> None:
 
     for hit in hits:
         print(f"{hit.score:.3f}  {printable(hit.document_id)}\n       {printable(' '.join(hit.text.split()))[:160]}")
@@ -118,9 +112,6 @@ def index(vectors: Path, num_lists: int | None = None, num_probes: int | None = 
         num_probes: Lists that are searched for a query; 32 if left out, or all where there are fewer.
         seed: Seed of the sample that the lists are trained on.
     """
-    from embeddings.inference import VectorFolder
-    from embeddings.mining import build_index, recall_of
-    from embeddings.mining.vector_index import INDEX_FILE
 
     folder = VectorFolder.open(vectors)
     made = build_index(folder, num_lists=num_lists, num_probes=num_probes, seed=seed)

@@ -12,9 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from embeddings.cli.given import given_mappings
-from embeddings.cli.recipes import expand_recipe
-from embeddings.cli.yaml_files import read_yaml
+from embeddings.cli.configs import chooses_method, configs_of, expand_recipe, read_yaml, unfolded
 from embeddings.common import InputError
 
 Point = dict[str, Any]
@@ -173,14 +171,13 @@ def _contents(path: Path, config: str) -> tuple[Mapping[str, Any], ...]:
     if not Path(config).is_file():
         fix = "paths are those from the folder that the command runs in"
         raise InputError(f"{path}: config {config}", "no such file", fix)
-    return tuple(given_mappings(["--config", config]))
+    return tuple(unfolded(content) for _, content in configs_of(config))
 
 
 def _method_name(configs: Sequence[str], contents: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     """The name of the config that chooses the method, by itself or through one that it names, or else of the last."""
     for config, of_one in zip(configs, contents, strict=True):
-        models = [content.get("model") for content in of_one]
-        if any(isinstance(model, Mapping) and "class_path" in model for model in models):
+        if any(map(chooses_method, of_one)):
             return Path(config).stem
     return Path(configs[-1]).stem
 

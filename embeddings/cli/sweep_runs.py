@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, Literal
 
-from embeddings.cli.given import unfolded
+from embeddings.cli.configs import unfolded
 from embeddings.cli.resume import newest_checkpoint
 from embeddings.cli.sweep_file import Point, Sweep
 from embeddings.common import InputError, PreemptedError

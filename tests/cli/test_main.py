@@ -1,70 +1,186 @@
+"""Which command a line runs, and how a function's signature becomes its options."""
+
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
-from embeddings.cli.main import main
+from embeddings.cli.errors import ConfigError
+from embeddings.cli.main import COMMANDS, Command, main, run_command
+
+CALLS = []
 
 
-def test_help_lists_every_command(capsys):
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    for command in (
-        "fit",
-        "prepare",
-        "quickstart",
-        "encode",
-        "search",
-        "evaluate",
-        "export",
-        "import",
-        "convert",
-        "show",
+@dataclass(frozen=True)
+class Drying:
+    """How long to wait.
+
+    Args:
+        hours: How many hours.
+        coats: Shared with the command.
+        is_warm: Whether it is warm.
+    """
+
+    hours: float | None = 1.5
+    coats: int = 7
+    is_warm: bool = True
+
+
+def paint(colour: str, *, coats: int = 1, dry: bool = False, drying: Drying = Drying()) -> None:
+    """Paint something.
+
+    Args:
+        colour: Which colour.
+        coats: How many coats.
+        dry: Whether to wait.
+        drying: How.
+    """
+    CALLS.append((colour, coats, dry, drying))
+
+
+def mix(colours: list[str], parts: int | list[int] = 1) -> None:
+    """Mix some colours.
+
+    Args:
+        colours: Which colours.
+        parts: How much of each.
+    """
+    CALLS.append((colours, parts))
+
+
+def spill(colour: str | None = None) -> None:
+    """Spill a colour.
+
+    Args:
+        colour: Which colour.
+    """
+    CALLS.append(colour)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    CALLS.clear()
+    for name, words, is_optional in (
+        ("paint", ("colour",), False),
+        ("mix", ("colours",), False),
+        ("mix some", ("colours",), True),
+        ("spill", ("colour",), True),
     ):
-        assert f"\n  {command} " in text
-    assert "predict" not in text
-
-
-def test_help_of_a_first_word_lists_what_may_follow(capsys):
-    assert main(["show", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert "\n  show curves " in text
-    assert "\n  show anchor-tokens " in text
-    assert "\n  show routing " in text
-    assert "encode" not in text
-
-
-def test_no_arguments_is_help(capsys):
-    assert main([]) == 0
-    assert "usage:" in capsys.readouterr().out
+        command = Command(f"{__name__}:{name.split()[0]}", name, words, is_optional)
+        monkeypatch.setitem(COMMANDS, name, command)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[paint.__module__])
+    return CALLS
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("line", "expected"),
     [
-        (["fti"], "there is no command 'fti'"),
-        (["validate"], "validate: no module has such a loop; train with fit"),
-        (["test"], "test: no module has such a loop"),
-        (["predict", "--config", "a.yaml"], "use its model with encode"),
-        (["search", "--modle", "x", "words"], "modle"),
-        (["prepare", "nothing"], "docstrings"),
-        (["show"], "or routing or contextual-shift or clusters, got nothing"),
-        (["show", "curve", "--run", "."], "or clusters, got 'curve'; show --help lists them"),
-        (["fit", "--config", "no/such.yaml"], "no/such.yaml: no such file"),
-        (["fit", "--trainer.max_stepz", "3"], "max_stepz"),
+        ("paint red --coats 3", ("red", 3, False, Drying(coats=3))),
+        ("paint red --dry --no-is-warm", ("red", 1, True, Drying(coats=1, is_warm=False))),
+        ("paint --dry true red --is_warm=false", ("red", 1, True, Drying(coats=1, is_warm=False))),
+        ("paint --dry false red --hours null", ("red", 1, False, Drying(hours=None, coats=1))),
+        ("paint --dry red --config paint.yaml --coats 5", ("red", 5, True, Drying(hours=4.0, coats=5))),
+        ("mix red 12 --parts -1", (["red", "12"], -1)),
+        ("mix --parts=[-1,-2] null", (["null"], [-1, -2])),
+        ("mix some --parts 2", ([], 2)),
+        ("mix some --parts 3 red blue", (["red", "blue"], 3)),
+        ("spill", None),
+        ("spill null", "null"),
     ],
 )
-def test_a_wrong_line_is_one_line_and_exit_code_2(argv, says, capsys, tmp_path, monkeypatch):
+def test_options_positions_and_dataclass_fields_reach_the_function(line, expected, calls, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(argv) == 2
+    (tmp_path / "paint.yaml").write_text("coats: 4\nhours: 4\n")
+    name, *argv = line.split()
+    if argv[:1] == ["some"]:
+        name, argv = "mix some", argv[1:]
+    run_command(name, argv)
+    assert calls == [expected]
+
+
+def test_print_config_and_help_show_all_options_and_run_nothing(calls, capsys):
+    for option, shown in (("--print_config", "coats: 1"), ("--help", "--is_warm, --no_is_warm")):
+        with pytest.raises(SystemExit) as stop:
+            run_command("paint", ["red", option])
+        assert stop.value.code == 0
+        assert shown in capsys.readouterr().out
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("", "colour"),
+        ("red --coats many", "coats: expected int, got many; --help says"),
+        ("red --coat 3", "did you mean --coats?"),
+        ("red --coats null", "coats: expected int, got null"),
+        ("red blue", "unrecognized arguments: blue"),
+        ("red --config null.yaml", "coats: expected int, got null"),
+        ("red --config none.yaml", "--config none.yaml: no such file"),
+        ("red --config other.yaml", "Option 'coat' is not accepted; did you mean coats? --help"),
+        ("red --config twice.yaml", "the key 'coats' stands twice"),
+    ],
+)
+def test_a_wrong_line_is_refused_before_the_function_runs(line, says, calls, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("other", "coat: 2\n"), ("null", "coats: null\n"), ("twice", "coats: 1\ncoats: 2\n")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises((ConfigError, ValueError)) as caught:
+        run_command("paint", line.split())
+    assert says in str(caught.value)
+    assert calls == []
+
+
+def test_every_command_loads_and_documents_each_option(capsys):
+    assert len(COMMANDS) >= 20
+    for name, command in COMMANDS.items():
+        function = command.load()
+        assert function.__doc__, name
+        assert set(command.positional) <= set(function.__annotations__), name
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        ([], 0, "usage:"),
+        (["--help"], 0, "\n  search "),
+        (["--version"], 0, "embeddings "),
+        (["show", "--help"], 0, "\n  show anchor-tokens "),
+        (["fti"], 2, "there is no command 'fti'; did you mean fit?"),
+        (["validate"], 2, "validate: no module has such a loop; train with fit"),
+        (["predict", "--config", "a.yaml"], 2, "use its model with encode"),
+        (["search", "--modle", "x", "words"], 2, "modle"),
+        (["prepare", "nothing"], 2, "docstrings"),
+        (["show"], 2, "or routing or contextual-shift or clusters, got nothing"),
+        (["show", "curve", "--run", "."], 2, "got 'curve'; show --help lists them"),
+        (["fit", "--config", "no/such.yaml"], 2, "no/such.yaml: no such file"),
+        (["fit", "--trainer.max_stepz", "3"], 2, "did you mean --trainer.max_steps?"),
+        (["fit", "--recipe"], 2, "--recipe needs a name"),
+        (["search", "\udce9"], 2, "is not valid UTF-8"),
+    ],
+)
+def test_a_line_prints_help_or_ends_in_one_line(argv, code, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == code
     written = capsys.readouterr()
-    assert says in written.err
-    assert written.err.count("\n") == 1
+    assert says in (written.err if code else written.out)
+    assert written.err.count("\n") == (1 if code else 0)
     assert len(written.err) <= 320
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stop_signal_on_the_way_out_changes_nothing() -> None:
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [(["--help"], "--recipe RECIPE"), (["--model.help", "NVEmbedModule"], "--model.backbone.name NAME")],
+)
+def test_the_help_of_fit_names_recipes_and_knows_our_classes_by_their_short_names(argv, says, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", *argv])
+    assert says in capsys.readouterr().out
+
+
+def test_a_stop_signal_during_the_exit_changes_nothing():
     late = "import atexit, os, runpy, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGUSR1)"
     script = f"{late}; sys.argv = ['main.py', '--help']; runpy.run_path('main.py', run_name='__main__')"
     assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL).returncode == 0

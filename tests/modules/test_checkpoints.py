@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embeddings.cli.errors import reason
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
+from embeddings.cli.parser import reason
 from embeddings.common import InputError, NumericError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.models import BackboneConfig, Embedder, backbone

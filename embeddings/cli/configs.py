@@ -1,0 +1,367 @@
+"""Configs as people hand them on: how their YAML is read, what they may import, and the recipes that combine them."""
+
+import csv
+import functools
+import inspect
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import Namespace, set_parsing_settings
+
+from embeddings.cli.errors import ConfigError
+from embeddings.common import InputError, UserError
+from embeddings.common.errors import shown
+
+RECIPES = Path("lightning_configs/recipes.csv")
+# Packages that a config may name classes of, beside those that this variable adds.
+VARIABLE = "EMBED_IMPORTS"
+ALLOWED = (
+    "embeddings.callbacks",
+    "embeddings.common.TextSettings",
+    "embeddings.common.text",
+    "embeddings.data",
+    "embeddings.losses",
+    "embeddings.models",
+    "embeddings.modules",
+    "embeddings.strategies",
+    "embeddings.training",
+    "lightning.fabric.plugins",
+    "lightning.pytorch.accelerators",
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers",
+    "lightning.pytorch.plugins",
+    "lightning.pytorch.profilers",
+    "lightning.pytorch.strategies",
+    "torch.nn",
+    "torch.optim",
+)
+# A few lines of aliases can stand for billions of values; these many may stand beyond those that are written out.
+MAX_ALIASED_VALUES = 10_000
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+# A value of `--config` that names a file; anything else is the config's text.
+_FILE_NAME = re.compile(r"[^{\n]+")
+
+
+def restrict_imports() -> None:
+    """Restrict what the parsers import to `ALLOWED` and the packages in `$EMBED_IMPORTS`, separated by commas.
+
+    A class path in a config is a call of whatever it names. Both the path as written and the module that defines the
+    object are checked, so no module of ours leads to another library's objects.
+
+    Raises:
+        UserError: If the variable holds something else than packages.
+    """
+    try:
+        set_parsing_settings(
+            import_path_denylist=["*"],
+            import_path_allowlist=[*ALLOWED, *_trusted()],
+            instantiate_subclass_spec_in_any=False,
+        )
+    except ValueError as error:
+        rule = "is no list of packages as one imports them"
+        raise UserError(f"{VARIABLE}={os.environ[VARIABLE]} {rule}; write my_package, or unset it") from error
+
+
+def may_import(path: str) -> bool:
+    """Whether a config may name the object of this path, as far as the path tells."""
+    return any(path == allowed or path.startswith(f"{allowed}.") for allowed in (*ALLOWED, *_trusted()))
+
+
+def check_functions(argv: Sequence[str], parsed: Any) -> None:
+    """Refuse options that name a function: a callback would call it with whatever its hook receives.
+
+    Args:
+        argv: The command line; functions that are a class's own defaults occur neither in it nor in its configs.
+        parsed: The parsed arguments, not instantiated.
+
+    Raises:
+        UserError: Naming the function.
+    """
+    text = repr([*argv, *(content for path in config_paths(argv) for _, content in configs_of(path))])
+    for function in _functions(parsed):
+        name = getattr(function, "__qualname__", type(function).__name__)
+        path = f"{function.__module__}.{name}"
+        is_trusted = any(path.startswith(f"{package}.") for package in _trusted())
+        if not is_trusted and re.search(rf"\.{re.escape(name)}\b", text):
+            raise UserError(
+                f"a config may not name the function {path}; name a class, or trust its package by {VARIABLE}"
+            )
+
+
+def _functions(value: Any) -> Iterator[Any]:
+    """The functions in a value, at any depth."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for element in value:
+            yield from _functions(element)
+    elif inspect.isroutine(value) or isinstance(value, functools.partial):
+        yield value
+
+
+def _trusted() -> list[str]:
+    return [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+
+
+def read_recipes(path: Path = RECIPES) -> dict[str, dict[str, str]]:
+    """The rows of the recipe table by name; an empty value means not run."""
+    with open(path, encoding="utf-8", newline="") as file:
+        return {row["recipe"]: row for row in csv.DictReader(file)}
+
+
+def expand_recipe(argv: Sequence[str], path: Path = RECIPES) -> list[str]:
+    """Replace `--recipe NAME` by the `--config` options of that row; other arguments keep their place.
+
+    Raises:
+        ConfigError: If the option has no name, the table is missing, or no row has the name.
+    """
+    position = next((place for place, word in enumerate(argv) if re.match("--recipe(=|$)", word)), None)
+    if position is None:
+        return list(argv)
+    name, end = argv[position].partition("=")[2], position + 1
+    if not name:
+        if end == len(argv):
+            raise ConfigError(f"--recipe needs a name; {path} lists them")
+        name, end = argv[end], end + 1
+    if not path.is_file():
+        raise ConfigError(f"--recipe: {path} is not here; run the command in the project's folder, or give --config")
+    recipes = read_recipes(path)
+    if name not in recipes:
+        raise ConfigError(f"there is no recipe {name!r}; {path} lists: {', '.join(recipes)}")
+    configs = [word for config in recipes[name]["configs"].split() for word in ("--config", config)]
+    return [*argv[:position], *configs, *argv[end:]]
+
+
+def check_configs(argv: Sequence[str]) -> None:
+    """Refuse two configs that each choose a method: the second would inherit the first's nested arguments silently.
+
+    A later list of callbacks that drops those of an earlier config is refused too: a run would lose its checkpoints.
+
+    Raises:
+        InputError: If a config cannot be read.
+        ConfigError: Naming both files, or the one that drops callbacks.
+    """
+    configs = [config for path in config_paths(argv) for config in configs_of(path)]
+    chosen = [path for path, content in configs if chooses_method(content)]
+    if len(chosen) > 1:
+        raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give one method config a run")
+    kept: list[str] = []
+    for path, content in configs:
+        trainer = unfolded(content).get("trainer")
+        for key, value in trainer.items() if isinstance(trainer, Mapping) else ():
+            given = [_class_name(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
+            if key == "callbacks+":
+                kept += given
+            elif key == "callbacks":
+                dropped = [name for name in kept if name not in given]
+                if given and dropped:
+                    hint = "write callbacks+: to add to them, or callbacks: [] above callbacks+: to drop them"
+                    what = f"trainer.callbacks drops {', '.join(dropped)} of an earlier config"
+                    raise ConfigError(f"{path}: {what}; {hint}")
+                kept = given
+
+
+def chooses_method(content: Mapping[str, Any]) -> bool:
+    """Whether a config's content names the class of the model."""
+    model = unfolded(content).get("model")
+    return isinstance(model, Mapping) and "class_path" in model
+
+
+def _class_name(callback: Any) -> str:
+    path = callback.get("class_path") if isinstance(callback, Mapping) else callback
+    return str(path).rpartition(".")[2]
+
+
+def unfolded(value: Any) -> Any:
+    """The value with each dotted key (`a.b`) as a mapping in a mapping."""
+    if isinstance(value, list):
+        return [unfolded(element) for element in value]
+    if not isinstance(value, Mapping):
+        return value
+    found: dict[str, Any] = {}
+    for key, content in value.items():
+        first, _, rest = str(key).partition(".")
+        inner, other = unfolded({rest: content} if rest else content), found.get(first)
+        found[first] = {**other, **inner} if isinstance(inner, dict) and isinstance(other, dict) else inner
+    return found
+
+
+def config_paths(argv: Sequence[str]) -> list[str]:
+    """The values of `--config` (or `-c`), in order; `-cFILE` is `-c FILE`."""
+    found = []
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        if word in ("--config", "-c"):
+            found.append(following)
+        elif word.startswith("--config="):
+            found.append(word.removeprefix("--config="))
+        elif word.startswith("-c"):
+            found.append(word[2:].removeprefix("="))
+    return [path for path in found if path]
+
+
+def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """A config and those that it names under `config:`, each with its content; paths start at the naming config.
+
+    Raises:
+        InputError: If one is missing, is no YAML mapping, names several others or itself, or gives a mapping that the
+            config it names gives too (the parser would drop the latter silently).
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    while path not in (earlier for earlier, _ in found):
+        content = read_config(path)
+        for naming, earlier in found:
+            for key, value in content.items():
+                if isinstance(value, dict) and isinstance(earlier.get(key), dict):
+                    what = f"gives {key} beside {path}, which it names and whose {key} would be lost"
+                    raise InputError(f"--config {naming}", what, "name both by --config options, which are merged")
+        found.append((path, content))
+        further = content.get("config")
+        if further is None:
+            return found
+        if not isinstance(further, str):
+            raise InputError(f"--config {path}", "config: must be one file", "name more by further --config options")
+        is_place = _is_file(path) and _FILE_NAME.fullmatch(further)
+        path = os.path.normpath(Path(path).parent / further) if is_place else further
+    raise InputError(f"--config {path}", "names itself", "take its config: away")
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The content of a config: a file, or the text itself.
+
+    Raises:
+        InputError: If there is no such file, or it holds no YAML mapping.
+    """
+    where = f"--config {path}"
+    if _is_file(path):
+        content = read_yaml(path, where)
+    elif _FILE_NAME.fullmatch(path):
+        raise InputError(where, "no such file", "lightning_configs/ holds the ones that come with the library")
+    else:
+        where = "--config"
+        content = parse_yaml(path, where)
+    if not isinstance(content, dict):
+        raise InputError(where, "holds no options", "write them as OPTION: VALUE")
+    return content
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).is_file()
+    except OSError:  # text that is too long for a name
+        return False
+
+
+def read_yaml(path: str | Path, where: str) -> Any:
+    """The content of a YAML file.
+
+    Args:
+        path: The file.
+        where: Its name in messages.
+
+    Raises:
+        InputError: If it cannot be read, or as `parse_yaml`.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(where, f"not a YAML file: byte {error.start + 1} is not UTF-8", "save it as UTF-8") from error
+    except OSError as error:
+        raise InputError(where, f"cannot be read ({error.strerror})", "check the path and its permissions") from error
+    return parse_yaml(text, where)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The content of a YAML text.
+
+    Raises:
+        InputError: If it is no YAML or not one document, has a custom tag or a key twice, is nested too deep, or its
+            aliases contain themselves or stand for too many values; the message names the line.
+    """
+    try:
+        loader = _PlainLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        extra = _size(node, {}) - loader.num_written
+        if extra > MAX_ALIASED_VALUES:
+            raise InputError(where, f"its aliases stand for {extra:,} values", "write out what they stand for")
+        return loader.construct_document(node)
+    except _DuplicateKeyError as error:
+        raise InputError(where, str(error), "keep one of them") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise InputError(where, f"not a YAML file: {error.problem}{line}", "correct the line") from error
+    except yaml.YAMLError as error:
+        raise InputError(where, f"not a YAML file: {str(error).splitlines()[0]}", "correct the line") from error
+    except RecursionError:
+        raise InputError(where, "it is nested too deep, or an alias holds itself", "write it flat") from None
+
+
+class _DuplicateKeyError(Exception):
+    """A key occurs twice in one mapping."""
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """The safe loader, which counts the nodes as written and refuses duplicate keys: the later one would win."""
+
+    def __init__(self, text: str) -> None:
+        self.num_written = 0
+        super().__init__(text)
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """A node; an alias gives one that was composed before."""
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if node is not None and not is_alias:
+            self.num_written += 1
+            if isinstance(node, yaml.MappingNode):
+                _check_keys(node)
+            elif isinstance(node, yaml.ScalarNode) and (found := _NO_TEXT.search(node.value)):
+                problem = "a NUL character" if found[0] == "\0" else "half of a character"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node."""
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:  # an impossible date, or a number with too many digits
+            what = f"{shown(node.value, 30)} is no {node.tag.rpartition(':')[2]}"
+            detail = f" ({str(error).partition(';')[0]})" if isinstance(error, ValueError) else ""
+            raise yaml.MarkedYAMLError(problem=what + detail, problem_mark=node.start_mark) from error
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+            continue
+        name, line = (key.tag, key.value), key.start_mark.line + 1
+        if name in lines:
+            raise _DuplicateKeyError(f"the key {key.value!r} stands twice, in lines {lines[name]} and {line}")
+        lines[name] = line
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """The number of values that a node stands for, with aliases written out.
+
+    Raises:
+        RecursionError: If a node contains itself.
+    """
+    if id(node) not in known:
+        known[id(node)] = -1
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        inner = [part for pair in pairs for part in pair] or (node.value if isinstance(node, yaml.SequenceNode) else [])
+        known[id(node)] = 1 + sum(_size(part, known) for part in inner)
+    elif known[id(node)] < 0:
+        raise RecursionError
+    return known[id(node)]

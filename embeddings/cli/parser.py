@@ -1,0 +1,214 @@
+"""The parser of every command: jsonargparse with errors of one line, flags for booleans and configs read safely."""
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespace  # type: ignore[attr-defined]
+
+from embeddings.cli.configs import VARIABLE, configs_of, may_import
+from embeddings.cli.errors import ConfigError
+from embeddings.common import UserError
+from embeddings.common.text import one_line
+
+CONFIG_HELP = "a YAML file of these options; several are merged from left to right"
+
+_KEY = re.compile(r'Parser key "([^"]+)":\s*')
+_EXPECTED = re.compile(r"Expected an? (.+)", re.DOTALL)
+_CALLABLE = re.compile(r"^\s*Type .*? expects a function or a callable class: (.*?)\. Got value: .*", re.DOTALL)
+_CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*")
+_UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)|(?:Option|accept option) '([^']+)'")
+
+
+class ReplacingConfigFile(ActionConfigFile):
+    """A config whose lists replace earlier ones.
+
+    jsonargparse fills in what an element leaves out from the earlier list's element at its place, where both lists are
+    equally long: a second `sources` would inherit the first one's instructions. `name+:` appends as ever.
+    """
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        """Empty the earlier lists that this config gives anew, then merge it."""
+        for _, content in configs_of(str(values)):
+            forget_lists(cfg, content)
+        super().__call__(parser, cfg, values, option_string)  # type: ignore[no-untyped-call]
+
+
+def forget_lists(earlier: Namespace, later: Mapping[str, Any]) -> None:
+    """Empty each list of `earlier` that `later` gives too."""
+    for key, value in later.items():
+        owner = earlier
+        if key not in owner and isinstance(owner.get("init_args"), Namespace):
+            owner = owner["init_args"]  # the arguments alone of a class that was chosen before
+        found = owner.get(key)
+        if isinstance(value, list) and isinstance(found, list):
+            owner[key] = []
+        elif isinstance(value, dict) and isinstance(found, Namespace):
+            forget_lists(found, value)
+
+
+class OneLineParser(ArgumentParser):
+    """A parser whose errors are `ConfigError`s of one line, without abbreviations.
+
+    A boolean is a pair of flags, and null is refused where a type has no null.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
+        """Add an argument; a boolean of a command becomes `--name` and `--no_name`."""
+        if kwargs.get("action") in (ActionConfigFile, "config"):
+            kwargs |= {"action": ReplacingConfigFile, "help": CONFIG_HELP}
+        elif kwargs.get("type") is bool and "." not in args[0]:
+            kwargs = {**kwargs, "action": ActionYesNo}
+            del kwargs["type"]
+        return super().add_argument(*args, **kwargs)
+
+    def validate(self, namespace: Namespace, skip_unset: bool = True, **kwargs: Any) -> None:
+        """Check all values, null among them, which jsonargparse passes over."""
+        super().validate(namespace, skip_unset=False, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        cause: BaseException | None = ex
+        while cause is not None:
+            if isinstance(cause, UserError):
+                raise cause
+            cause = cause.__cause__
+        parsers: list[Any] = [self]
+        for action in self._actions:
+            if isinstance(action.choices, dict):
+                parsers += action.choices.values()
+        options = [option for parser in parsers for option in re.findall(r"--[\w.]+", parser.format_help())]
+        raise ConfigError(explain(message, options)) from ex
+
+    def normalised(self, argv: Sequence[str]) -> list[str]:
+        """The words with underscores in option names, and flags without values; what follows `--` stays.
+
+        `--top-k=3` becomes `--top_k=3`, `--force true` becomes `--force`, and `--force false` becomes `--no_force`.
+        """
+        flags = {f"--{action.dest}" for action in self._actions if isinstance(action, ActionYesNo)}
+        words, rest = list(argv), []
+        if "--" in words:
+            words, rest = words[: words.index("--")], words[words.index("--") :]
+        found: list[str] = []
+        while words:
+            word = words.pop(0)
+            if not word.startswith("--"):
+                found.append(word)
+                continue
+            name, equals, value = word.partition("=")
+            name = f"--{name[2:].replace('-', '_')}"
+            if name in flags and not equals and words[:1] in (["true"], ["false"]):
+                equals, value = "=", words.pop(0)
+            if name in flags and value in ("true", "false"):
+                found.append(name if value == "true" else f"--no_{name[2:]}")
+            else:
+                found.append(f"{name}{equals}{value}")
+        return found + rest
+
+
+def explain(message: str, options: Iterable[str]) -> str:
+    """A parser's message as one line with a hint; where an option is unknown, the hint names those like it.
+
+    Args:
+        message: The message.
+        options: The parser's own options.
+    """
+    line = reason(message)
+    owner = _CLASS.search(line)
+    if owner is not None:
+        options, line = _parameters(owner[1]), _CLASS.sub("", line)
+    unknown = _UNKNOWN.search(line)
+    if unknown is None:
+        return with_hint(line)
+    name = unknown[1] or unknown[2]
+    prefix = "" if unknown[1] or owner else "--"
+    longer = [option for option in dict.fromkeys(options) if option.startswith(prefix + name)]
+    alike = longer[:4] or get_close_matches(prefix + name, list(options), n=1)
+    where = f" by {owner[1].rpartition('.')[2]}" if owner else ""
+    guess = f"did you mean {' or '.join(option.removeprefix(prefix) for option in alike)}? " if alike else ""
+    return f"{line}{where}; {guess}--help lists the options"
+
+
+def with_hint(line: str) -> str:
+    """A message of a library with a hint, where it has none."""
+    if "expected " in line[:200]:
+        return f"{one_line(line, 220)}; --help says what each option takes"
+    if "; " in line:
+        return line
+    unknown = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", line)
+    alike = get_close_matches(unknown[2], dir(sys.modules.get(unknown[1])), n=1) if unknown else []
+    guess = f"did you mean {alike[0]}? " if alike else ""
+    return f"{one_line(line, 220).rstrip('.')}; {guess}--help lists the options"
+
+
+def reason(message: str) -> str:
+    """The reason inside a parser's message, behind the full key that it is about.
+
+    Of a value that fits none of several types the message becomes the first type's complaint, or the list of types if
+    each complains of the value's type alone.
+    """
+    keys: list[str] = []
+    refused = re.search(r"Importing '([^']+)' is not allowed", message)
+    while "Errors:" in message:
+        head, _, tail = message.partition("Errors:")
+        complaints = _complaints(tail)
+        if not complaints:
+            break
+        keys += _KEY.findall(head)
+        if all(_EXPECTED.match(complaint) for complaint in complaints):
+            given = re.search(r"Given value: (.*?)(?:\. Got value: Namespace.*)?$", tail, re.MULTILINE)
+            message = f"expected {_types(complaints)}" + (f", got {given[1]}" if given else "")
+            break
+        message = complaints[0]
+    keys += _KEY.findall(message)
+    message = _CALLABLE.sub(r"\1", _KEY.split(message)[-1])
+    single = re.match(r"\s*Expected an? (.*?)\. Got value: (.*?)(?:\. Got value: .*)?$", message, re.DOTALL)
+    if single is not None:
+        message = f"expected {_types([f'Expected a {single[1]}'])}, got {'null' if single[2] == 'None' else single[2]}"
+    if refused is not None:
+        package = refused[1].partition(".")[0]
+        message = f"a config may not name {refused[1]}; name a class of embeddings, lightning, torch.nn or torch.optim"
+        if package not in sys.stdlib_module_names:
+            message += f", or set {VARIABLE}={package} to trust all of that package"
+    return f"{'.'.join(keys)}: {message.strip()}" if keys else message
+
+
+def _complaints(tail: str) -> list[str]:
+    """The complaint of each type of a union."""
+    indent = re.match(r"\n(\s*)- ", tail)
+    if indent is None:
+        return []
+    body = re.split(rf"\n{indent[1][:-2]}Given value", tail)[0]
+    return [part.strip() for part in body.split(f"\n{indent[1]}- ")[1:]]
+
+
+def _types(complaints: Iterable[str]) -> str:
+    """The types that a union's complaints name, in words."""
+    names = []
+    for complaint in complaints:
+        name = re.sub(r"^Expected an? ", "", complaint)
+        name = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", name)
+        name = re.sub(r"typing\.Literal\[(.*)\]", r"\1", name)
+        if not name.startswith("dot import path"):
+            names.append("null" if name == "NoneType" else name)
+    return one_line(" or ".join(names), 100)
+
+
+def _parameters(class_path: str) -> list[str]:
+    """The arguments of a class, by its path; none where it cannot be imported, or may not be."""
+    module, _, name = class_path.rpartition(".")
+    if not may_import(class_path):
+        return []
+    try:
+        return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+    except (ImportError, AttributeError, ValueError):
+        return []

@@ -1,0 +1,314 @@
+"""What configs may hold: plain YAML, classes of a closed list, one method, and callbacks that are not lost."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from embeddings.cli.configs import MAX_ALIASED_VALUES, check_configs, expand_recipe, parse_yaml, read_recipes, read_yaml
+from embeddings.cli.errors import ConfigError
+from embeddings.cli.fit import Checked, check_arguments, run_trainer
+from embeddings.cli.main import main
+from embeddings.common import InputError, UserError
+from tests.helpers.runs import run_config, write_config
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "lightning_configs"
+GOOD = "a: &a {x: 1e-3, y: [no, 07, ~]}\nb:\n  <<: *a\n  x: 2\n'a b': 2020-01-01\n"
+
+
+def bomb(levels):
+    lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("text", [GOOD, "", "3", "- {a: 1}\n- [b]\n", '{"a": {"b": null}}', "a: 'x'\n", bomb(9)])
+def test_what_is_read_is_what_the_safe_loader_reads(text, tmp_path):
+    assert parse_yaml(text, "x") == yaml.safe_load(text)
+    (tmp_path / "a.yaml").write_text(text)
+    assert read_yaml(tmp_path / "a.yaml", "x") == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [1,\n", "not a YAML file: expected the node content, but found '<stream end>', line 2; correct the line"),
+        ("a: \x07\n", "not a YAML file: unacceptable character #x0007: special characters are not allowed; correct"),
+        ("a: 1\n---\nb: 2\n", "not a YAML file: but found another document, line 2"),
+        ("a: !!python/object/apply:os.system [true]\n", "not a YAML file: could not determine a constructor"),
+        ("a: 1\nb: {c: 1, d: 2}\na: 3\n", "the key 'a' stands twice, in lines 1 and 3; keep one of them"),
+        ("b: {c: 1, c: 2}\n", "the key 'c' stands twice, in lines 1 and 1"),
+        ('a: "b\\0"\n', "a NUL character, line 1"),
+        ('a: 1\nb: "\\ud83d"\n', "half of a character, line 2"),
+        ("a: &a [*a]\n", "it is nested too deep, or an alias holds itself"),
+        ("[" * 5000, "it is nested too deep"),
+        (bomb(30), "its aliases stand for 4,294,967,230 values; write out what they stand for"),
+        (
+            "a: 1\nb: 2026-13-45\n",
+            "not a YAML file: '2026-13-45' is no timestamp (month must be in 1..12), line 2; correct",
+        ),
+        ("a: !!timestamp x\n", "not a YAML file: 'x' is no timestamp, line 1; correct the line"),
+        ("a: !!bool x\n", "not a YAML file: 'x' is no bool, line 1"),
+        (
+            "a: " + "9" * 5000,
+            "is no int (Exceeds the limit (4300 digits) for integer string conversion: value has 5000",
+        ),
+        ("? [a]\n: 1\n", "not a YAML file: found unhashable key, line 1"),
+    ],
+)
+def test_what_is_no_plain_config_is_one_line(text, says):
+    with pytest.raises(InputError) as caught:
+        parse_yaml(text, "x.yaml")
+    assert str(caught.value).startswith("x.yaml: ")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_aliases_may_stand_for_as_much_as_a_person_means():
+    few = "a: &a [1, 2, 3]\n" + "".join(f"b{n}: *a\n" for n in range(MAX_ALIASED_VALUES // 4))
+    assert len(parse_yaml(few, "x")) == MAX_ALIASED_VALUES // 4 + 1
+    with pytest.raises(InputError, match="its aliases stand for 10,004 values"):
+        parse_yaml(few + "c: *a\n", "x")
+
+
+@pytest.mark.parametrize(("content", "says"), [(b"a: \xe9\n", "byte 4 is not UTF-8"), (None, "Is a directory")])
+def test_a_file_that_cannot_be_read_is_one_line(content, says, tmp_path):
+    path = tmp_path / "a.yaml"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(InputError, match=says):
+        read_yaml(path, "x")
+
+
+TABLE = Path("lightning_configs/recipes.csv")
+
+
+def test_a_recipe_expands_to_its_configs_in_place():
+    row = read_recipes(TABLE)["quickstart"]
+    argv = expand_recipe(["fit", "--recipe", "quickstart", "--trainer.max_epochs", "2"], TABLE)
+    configs = [word for path in row["configs"].split() for word in ("--config", path)]
+    assert argv == ["fit", *configs, "--trainer.max_epochs", "2"]
+
+
+def test_a_line_without_a_recipe_is_untouched():
+    assert expand_recipe(["fit", "--config", "a.yaml"], TABLE) == ["fit", "--config", "a.yaml"]
+
+
+def test_every_config_of_every_recipe_is_there():
+    recipes = read_recipes(TABLE)
+    assert len(recipes) >= 3
+    assert [path for row in recipes.values() for path in row["configs"].split() if not Path(path).is_file()] == []
+
+
+def test_an_unknown_recipe_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"there is no recipe 'nope'.*quickstart"):
+        expand_recipe(["fit", "--recipe", "nope"], TABLE)
+
+
+def test_a_missing_name_is_said():
+    with pytest.raises(ConfigError, match="needs a name"):
+        expand_recipe(["fit", "--recipe"], TABLE)
+
+
+def test_a_table_that_is_not_here_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="run the command in the project's folder"):
+        expand_recipe(["fit", "--recipe", "quickstart"], tmp_path / "recipes.csv")
+
+
+def test_two_method_configs_are_refused_by_name(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.yaml").write_text(f"model:\n  class_path: {name}\n")
+    (tmp_path / "scale.yaml").write_text("trainer:\n  devices: 2\n")
+    line = ["fit", "--config", str(tmp_path / "one.yaml"), "--config", str(tmp_path / "scale.yaml")]
+    check_configs(line)
+    with pytest.raises(ConfigError, match=r"one\.yaml and .*two\.yaml both choose"):
+        check_configs([*line, "--config", str(tmp_path / "two.yaml")])
+
+
+@pytest.mark.parametrize("second", ["-c{}/two.yaml", "-c={}/two.yaml", "--config={}/sub/names_two.yaml"])
+def test_a_second_method_is_found_however_its_config_is_named(second, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "one.yaml").write_text("model.class_path: one\n")
+    (tmp_path / "two.yaml").write_text("model:\n  class_path: two\n")
+    (tmp_path / "sub" / "names_two.yaml").write_text("config: ../two.yaml\n")
+    check_configs(["fit", second.format(tmp_path)])
+    with pytest.raises(ConfigError, match=r"one\.yaml and .*two\.yaml both choose"):
+        check_configs(["fit", "--config", str(tmp_path / "one.yaml"), second.format(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("named", "what"),
+    [("[b.yaml]", r"a\.yaml: config: must be one file; name more by"), ("b.yaml", r"a\.yaml: names itself; take")],
+)
+def test_a_config_that_names_others_as_the_parser_does_not_take_it_is_refused(named, what, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(f"config: {named}\n")
+    (tmp_path / "b.yaml").write_text(f"config: ../{tmp_path.name}/a.yaml\n")
+    with pytest.raises(InputError, match=what):
+        check_configs(["fit", "--config", "a.yaml"])
+
+
+def of_callbacks(folder, name, **trainer):
+    return write_config(folder, {"trainer": trainer}, name)
+
+
+def named(*names):
+    return [{"class_path": f"lightning.pytorch.callbacks.{name}"} for name in names]
+
+
+def test_callbacks_of_an_earlier_config_are_not_dropped_unasked(tmp_path):
+    base = of_callbacks(tmp_path, "base.yaml", callbacks=named("ModelCheckpoint", "ModelSummary"))
+    more = of_callbacks(tmp_path, "more.yaml", **{"callbacks+": named("LearningRateMonitor")})
+    mine = of_callbacks(tmp_path, "mine.yaml", callbacks=named("ModelSummary"))
+    with pytest.raises(ConfigError) as error:
+        check_configs(["fit", "--config", base, "--config", more, "--config", mine])
+    assert str(error.value) == (
+        f"{mine}: trainer.callbacks drops ModelCheckpoint, LearningRateMonitor of an earlier config; "
+        "write callbacks+: to add to them, or callbacks: [] above callbacks+: to drop them"
+    )
+    dotted = write_config(tmp_path, {"trainer.callbacks": named("ModelSummary")}, "dotted.yaml")
+    with pytest.raises(ConfigError, match="drops ModelCheckpoint of"):
+        check_configs(["fit", "--config", base, "--config", dotted])
+
+
+def test_callbacks_are_dropped_on_request_and_added_by_their_own_key(tmp_path, monkeypatch):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = named("ModelCheckpoint")
+    base = write_config(tmp_path, config, "base.yaml")
+    anew = of_callbacks(tmp_path, "anew.yaml", callbacks=[], **{"callbacks+": named("ModelSummary")})
+    (tmp_path / "anew.yaml").write_text("trainer:\n  callbacks: []\n  callbacks+:\n    - class_path: ModelSummary\n")
+    more = of_callbacks(tmp_path, "more.yaml", **{"callbacks+": named("LearningRateMonitor")})
+    whole = of_callbacks(tmp_path, "whole.yaml", callbacks=named("ModelCheckpoint", "ModelSummary"))
+    for second, kept in (
+        (anew, ["ModelSummary"]),
+        (more, ["ModelCheckpoint", "LearningRateMonitor"]),
+        (whole, ["ModelCheckpoint", "ModelSummary"]),
+    ):
+        found = []
+
+        def note(cli, found=found):
+            found += [each.class_path.rpartition(".")[2] for each in cli.config.fit.trainer.callbacks]
+            raise Checked
+
+        monkeypatch.setattr("embeddings.cli.fit.TrainerCLI.before_fit", note)
+        words = ["fit", "--config", base, "--config", second]
+        check_configs(words)
+        with pytest.raises(Checked):
+            run_trainer(words)
+        assert found == kept
+
+
+def test_the_readmes_own_config_is_accepted_and_keeps_checkpoints(tmp_path):
+    text = (ROOT / "README.md").read_text("utf-8")
+    (block,) = re.findall(r"```yaml\n(data:\n.*?name: support.*?)```", text, re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(block, encoding="utf-8")
+    words = ["fit", "--config", str(CONFIGS / "quickstart.yaml"), "--config", str(tmp_path / "mine.yaml")]
+    check_configs(words)
+    added = yaml.safe_load(block)["trainer"]["callbacks+"]
+    assert {"ModelCheckpoint", "RunHealth", "ExportModel"} <= {each["class_path"].rpartition(".")[2] for each in added}
+    assert list(yaml.safe_load(block)["trainer"])[-2:] == ["callbacks", "callbacks+"]
+
+
+def test_a_config_whose_values_the_one_that_names_it_would_drop_is_refused(tmp_path):
+    write_config(tmp_path, {"trainer": {"max_steps": 9}}, "inner.yaml")
+    line = ["fit", "--config", write_config(tmp_path, {**run_config(tmp_path), "config": "inner.yaml"})]
+    with pytest.raises(InputError, match=r"config\.yaml: gives trainer beside .*inner\.yaml, .* would be lost; name"):
+        check_configs(line)
+
+
+PLACES = {
+    "optimizer": ("model", "init_args", "optimizer"),
+    "pooling": ("model", "init_args", "pooling"),
+    "loss": ("model", "init_args", "loss"),
+    "model": ("model",),
+    "data": ("data",),
+    "sampler": ("data", "init_args", "sampler"),
+    "logger": ("trainer", "logger"),
+    "strategy": ("trainer", "strategy"),
+    "callbacks": ("trainer", "callbacks"),
+}
+HOSTILE = {
+    "os.system": {"command": "touch CANARY"},
+    "subprocess.Popen": {"args": "touch CANARY", "shell": True},
+    "builtins.eval": {"source": "open('CANARY', 'w')"},
+    "importlib.import_module": {"name": "antigravity"},
+    "torch.hub.load": {"repo_or_dir": "x/y", "model": "z"},
+    "torch.load": {"f": "CANARY"},
+    "embeddings.data.store.os.system": {"command": "touch CANARY"},
+    "embeddings.common.errors.require": {"library": "antigravity", "extra": "x"},
+    "lightning.pytorch.cli.instantiate_class": {"args": [], "init": {"class_path": "os.system"}},
+}
+
+
+@pytest.mark.parametrize(("place", "path"), [*zip(PLACES, HOSTILE, strict=True), ("model", "torch.load")])
+def test_no_other_class_is_called(path, place, tmp_path):
+    config = run_config(tmp_path)
+    *parents, last = PLACES[place]
+    target = config
+    for name in parents:
+        target = target[name]
+    arguments = {
+        name: value.replace("CANARY", str(tmp_path / "canary")) if isinstance(value, str) else value
+        for name, value in HOSTILE[path].items()
+    }
+    value = {"class_path": path, "init_args": arguments}
+    target[last] = [value] if place == "callbacks" else value
+    before = sorted(tmp_path.rglob("*"))
+    file = write_config(tmp_path, config)
+    with pytest.raises(ConfigError) as caught:
+        run_trainer(["fit", "--config", file])
+    assert "antigravity" not in sys.modules
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "config.yaml"])
+    assert "may not name" in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["--model.optimizer", "--model.pooling", "--data.sampler"])
+def test_nor_by_a_word_of_the_command_line(option, tmp_path):
+    file = write_config(tmp_path, run_config(tmp_path))
+    with pytest.raises(ConfigError, match=r"a config may not name (os|posix)\.system; name a class of embeddings"):
+        run_trainer(["fit", "--config", file, option, "os.system"])
+
+
+@pytest.mark.parametrize(
+    "path", ["embeddings.data.store.open_cached", "torch.nn.init.zeros_", "embeddings.callbacks.RunHealth.setup"]
+)
+def test_a_callbacks_hook_names_no_function(path, tmp_path, monkeypatch):
+    config = run_config(tmp_path)
+    hook = {"class_path": "lightning.pytorch.callbacks.LambdaCallback", "init_args": {"on_fit_start": path}}
+    config["trainer"]["callbacks"] = [hook]
+    file = write_config(tmp_path, config)
+    with pytest.raises(UserError, match=r"a config may not name the function .*; name a class"):
+        run_trainer(["fit", "--config", file])
+
+
+def test_a_function_that_is_a_classs_own_default_is_none_that_a_config_names(tmp_path):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.BackboneFinetuning"}]
+    check_arguments(["fit", "--config", write_config(tmp_path, config)])
+
+
+def test_nor_by_a_tag_of_yaml(tmp_path, capsys):
+    file = write_config(tmp_path, run_config(tmp_path))
+    with open(file, "a") as config:
+        config.write(f'ckpt_path: !!python/object/apply:os.system ["touch {tmp_path}/x"]\n')
+    assert main(["fit", "--config", file]) == 2
+    assert not (tmp_path / "x").exists()
+    assert "could not determine a constructor" in capsys.readouterr().err
+
+
+def test_a_package_that_the_user_names_is_trusted_and_the_message_says_how(tmp_path, monkeypatch):
+    config = run_config(tmp_path)
+    config["trainer"]["callbacks"] = [
+        {"class_path": "tests.helpers.poison.PoisonLoss", "init_args": {"rank": 1, "batch": 0}}
+    ]
+    line = ["fit", "--config", write_config(tmp_path, config)]
+    monkeypatch.setenv("EMBED_IMPORTS", "")
+    with pytest.raises(ConfigError) as caught:
+        check_arguments(line)
+    assert str(caught.value) == (
+        "trainer.callbacks: a config may not name tests.helpers.poison.PoisonLoss; name a class of embeddings, "
+        "lightning, torch.nn or torch.optim, or set EMBED_IMPORTS=tests to trust all of that package"
+    )
+    monkeypatch.setenv("EMBED_IMPORTS", "tests")
+    check_arguments(line)

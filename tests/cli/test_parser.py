@@ -1,0 +1,102 @@
+"""The parser's messages as one line with a hint, and the words as it takes them."""
+
+import pytest
+
+from embeddings.cli.parser import OneLineParser, explain, reason
+from embeddings.common.text import one_line
+
+
+def test_the_reason_of_a_union_error_is_its_first_types():
+    inner = (
+        "Does not fit\n    Errors:\n      - batch_size must be >= 1, got 0;\n        lower it\n      - Expected a int"
+    )
+    message = f"Does not fit\nErrors:\n  - {inner}\n  - Expected a None\nGiven value type: dict"
+    assert one_line(reason(message)) == "batch_size must be >= 1, got 0; lower it"
+
+
+PRECISION = """Parser key "trainer.precision":
+  Does not validate against any of the Union subtypes
+  Subtypes: [typing.Literal['bf16'], <class 'int'>, <class 'NoneType'>]
+  Errors:
+    - Expected a typing.Literal['bf16']
+    - Expected a <class 'int'>
+    - Expected a <class 'NoneType'>
+  Given value type: <class 'str'>
+  Given value: fp99"""
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (PRECISION, "trainer.precision: expected 'bf16' or int or null, got fp99"),
+        ("Parser key \"max_steps\":\n  Expected a <class 'int'>. Got value: abc", "max_steps: expected int, got abc"),
+    ],
+)
+def test_a_value_of_a_wrong_type_keeps_its_key_and_lists_the_types(message, says):
+    assert reason(message) == says
+    assert explain(message, []) == f"{says}; --help says what each option takes"
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("Subcommand 'fit' does not accept option 'trainer.max_stepz'", "did you mean trainer.max_steps? --help"),
+        (
+            "Problem with given class_path 'embeddings.data.SourceConfig':\n  Option 'colums' is not accepted",
+            "Option 'colums' is not accepted by SourceConfig; did you mean columns? --help",
+        ),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_one_most_like_it(message, says):
+    assert says in explain(message, ["--help", "--trainer.max_steps"])
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("module 'embeddings.common' has no attribute 'UserEror'", "'UserEror'; did you mean UserError? --help lists"),
+        ("Import path x.Y does not correspond to a subclass of Z.", "a subclass of Z; --help lists the options"),
+        ("temperature must be > 0, got 0; try 0.05", "temperature must be > 0, got 0; try 0.05"),
+    ],
+)
+def test_a_message_without_a_hint_gets_one(message, says):
+    assert says in explain(message, [])
+
+
+def test_no_class_is_imported_for_its_arguments_that_a_config_may_not_name(tmp_path, monkeypatch):
+    (tmp_path / "foreign.py").write_text("raise SystemExit('ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = "Problem with given class_path 'foreign.Thing':\n  Option 'colour' is not accepted"
+    assert "Option 'colour' is not accepted by Thing" in explain(message, [])
+
+
+def test_a_plain_message_is_its_own_reason():
+    assert reason("Option 'x' is not accepted") == "Option 'x' is not accepted"
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("unrecognized arguments: --top_q 3", "did you mean --top_k? --help lists the options"),
+        ("unrecognized arguments: --nearduplicates=0.8", "did you mean --near_duplicates?"),
+        ("unrecognized arguments: --zzzzzzzz 3", "--zzzzzzzz 3; --help lists the options"),
+        ("unrecognized arguments: --near 3", "did you mean --near_duplicates?"),
+        ("unrecognized arguments: --m=3", "did you mean --margin or --model? --help"),
+        ("expected one argument", "expected one argument"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_one_most_like_it(message, says):
+    line = explain(message, ["--help", "--top_k", "--near_duplicates", "--margin", "--model", "--margin"])
+    assert line.endswith(says) or says in line
+    assert line.startswith(message)
+
+
+def test_option_names_may_have_dashes_and_flags_a_value():
+    parser = OneLineParser()
+    for name, kind in (("top_k", int), ("force", bool), ("context_size", str)):
+        parser.add_argument(f"--{name}", type=kind)
+    words = ["--context-size", "a-b", "--top-k=5", "--force", "false", "-5", "--", "--as-it-is"]
+    normal = ["--context_size", "a-b", "--top_k=5", "--no_force", "-5", "--", "--as-it-is"]
+    assert parser.normalised(words) == normal
+    assert parser.normalised(["--force=true", "x", "--force"]) == ["--force", "x", "--force"]
+    assert words[0] == "--context-size"
