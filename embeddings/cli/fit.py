@@ -32,11 +32,12 @@ from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
 from embeddings.cli.resume import (
     AUTO,
+    check_plan,
     check_resumable,
     find_latest_checkpoint,
     pin_checkpoint_dir,
     resumed_run,
-    show_place,
+    say,
 )
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.process import is_first_process
@@ -112,7 +113,7 @@ class TrainerCLI(LightningCLI):
             if check is not None:
                 check(self.trainer, self.model, self.datamodule)
         check_checkpoint_room(self.trainer, self.model, self.config.fit.ckpt_path)
-        show_place(self.datamodule, self.config.fit.ckpt_path)
+        check_plan(self.datamodule, self.config.fit.ckpt_path)
         logger = run_logger(self.trainer)
         if logger is not None and logger.resumed is not None and is_first_process():
             logger.hold()
@@ -165,6 +166,9 @@ class TrainerCLI(LightningCLI):
                 ranks = trainer.num_devices * trainer.num_nodes
                 found = find_latest_checkpoint(trainer.default_root_dir, run, batch_size and batch_size * ranks)
                 self.config.fit.ckpt_path = self.config_init.fit.ckpt_path = found
+                if found is None:
+                    root = Path(trainer.default_root_dir or ".").resolve()
+                    say(f"nothing to resume below {root}: the run begins anew")
             resumed = resumed_run(found, run, is_auto=given == AUTO) if found else None
             if found and (resumed or given == AUTO):
                 pin_checkpoint_dir(trainer, found)

@@ -70,8 +70,12 @@ class OneLineParser(ArgumentParser):
         return super().add_argument(*args, **kwargs)
 
     def validate(self, namespace: Namespace, skip_unset: bool = True, **kwargs: Any) -> None:
-        """Check all values, null among them, which jsonargparse passes over."""
-        super().validate(namespace, skip_unset=False, **kwargs)
+        """Check all values, null among them, which jsonargparse passes over, but for positions that are left out."""
+        checked = namespace.clone()
+        for action in self._actions:
+            if action.nargs == "?" and not action.option_strings and checked.get(action.dest) is None:
+                del checked[action.dest]
+        super().validate(checked, skip_unset=False, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""

@@ -4,20 +4,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from embeddings import figures
 from embeddings.cli.errors import ConfigError
+from embeddings.common import TextSettings
 from embeddings.common.io import write_json
+from embeddings.common.text import format_table
+from embeddings.data.docstrings import prepare_docstrings
+from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, retrieval_metrics, score_retrieval
+from embeddings.inference import BM25, Encoder, search_top_k
+from embeddings.models import Embedder
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from embeddings.evaluation import RetrievalFolder
-
-    Folders = dict[str, RetrievalFolder]
-    Vectors = npt.NDArray[np.float32]
-
+Folders = dict[str, RetrievalFolder]
+Vectors = npt.NDArray[np.float32]
 
 CONFIG = Path("lightning_configs/quickstart.yaml")
 CORPUS, OUTPUT = Path("data/docstrings"), Path("checkpoints/quickstart")
@@ -41,10 +44,7 @@ def quickstart() -> None:
     corpus, output = CORPUS, OUTPUT
     seconds: dict[str, float] = {}
     with phase(1, "the docstring corpus", seconds, "corpus"):
-        from embeddings.data.docstrings import prepare_docstrings
-
         prepare_docstrings(corpus)
-    from embeddings.evaluation import read_retrieval_folder
 
     data = {split: read_retrieval_folder(corpus / "eval" / split) for split in SPLITS}
     results: dict[str, Any] = {}
@@ -60,10 +60,9 @@ def quickstart() -> None:
     results["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
     results["seconds"]["total"] = round(sum(seconds.values()), 1)
     write_json(output / "metrics.json", results)
-    from embeddings.figures import draw_curves
 
-    draw_curves([run], output / "curves.png")
-    print(f"\n{table(results)}\n")
+    figures.draw_curves([run], output / "curves.png")
+    print(f"\n{score_table(results)}\n")
     print(f"{results['seconds']['total']:.0f} s in all; model, curves.png and metrics.json are in {output}")
     print(
         f'search it: python main.py search --model {output} --corpus {corpus}/eval/held_out/corpus.jsonl "your words"'
@@ -79,10 +78,8 @@ def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iter
     seconds[name] = time.perf_counter() - start
 
 
-def score_bm25(data: "Folders") -> dict[str, Any]:
+def score_bm25(data: Folders) -> dict[str, Any]:
     """The scores of BM25 on both splits."""
-    from embeddings.evaluation import retrieval_metrics
-    from embeddings.inference import BM25
 
     scores = {}
     for split, folder in data.items():
@@ -91,12 +88,8 @@ def score_bm25(data: "Folders") -> dict[str, Any]:
     return scores
 
 
-def score_model(model: str, data: "Folders") -> tuple[dict[str, Any], "Vectors"]:
+def score_model(model: str, data: Folders) -> tuple[dict[str, Any], Vectors]:
     """The scores of a model on both splits, and its vectors of the last split's documents."""
-    from embeddings.common import TextSettings
-    from embeddings.evaluation import score_retrieval
-    from embeddings.inference import Encoder
-    from embeddings.models import Embedder
 
     embedder = Embedder.from_pretrained(model)
     embedder.text = TextSettings(query_max_length=128, document_max_length=128)
@@ -108,7 +101,7 @@ def score_model(model: str, data: "Folders") -> tuple[dict[str, Any], "Vectors"]
     return scores, run.document_ND
 
 
-def counted(metrics: dict[str, float], folder: "RetrievalFolder") -> dict[str, float]:
+def counted(metrics: dict[str, float], folder: RetrievalFolder) -> dict[str, float]:
     """The three headline metrics and the sizes they were measured on."""
     sizes = {"num_queries": len(folder.queries), "num_documents": len(folder.documents)}
     return {metric: round(float(metrics[metric]), 4) for metric in METRICS} | sizes
@@ -123,9 +116,8 @@ def train() -> Path:
     return Path(cli.trainer.log_dir)
 
 
-def show_searches(model: Path, folder: "RetrievalFolder", document_ND: "Vectors") -> None:
+def show_searches(model: Path, folder: RetrievalFolder, document_ND: Vectors) -> None:
     """Answer three example questions from the held-out packages."""
-    from embeddings.inference import Encoder, search_top_k
 
     encoder = Encoder.from_pretrained(str(model))
     found = search_top_k(encoder.encode(EXAMPLES, role="query"), document_ND, top_k=3)
@@ -135,21 +127,19 @@ def show_searches(model: Path, folder: "RetrievalFolder", document_ND: "Vectors"
             print(f"    {score:.3f}  {folder.document_ids[row]}")
 
 
-def table(results: dict[str, Any]) -> str:
+def score_table(results: dict[str, Any]) -> str:
     """The scores as text: a row a system, a group of columns a split."""
     names = {"bm25": "BM25", "before": "before training", "after": "after training"}
-    head = f"{'':<18}" + "".join(f"{title:>33}" for title in ("held-out functions", "held-out packages"))
-    columns = f"{'':<18}" + "".join(f"{name:>11}" for _ in SPLITS for name in ("nDCG@10", "MRR@10", "Recall@10"))
-    rows = [
-        f"{title:<18}" + "".join(f"{results[key][split][metric]:>11.3f}" for split in SPLITS for metric in METRICS)
-        for key, title in names.items()
-    ]
+    rows = [["", "held-out functions", "", "", "held-out packages"], ["", *("nDCG@10", "MRR@10", "Recall@10") * 2]]
+    for key, title in names.items():
+        scores = (results[key][split][metric] for split in SPLITS for metric in METRICS)
+        rows.append([title, *(f"{score:.3f}" for score in scores)])
     sizes = ", ".join(
         f"{split.replace('_', '-')} {results['after'][split]['num_queries']} queries over "
         f"{results['after'][split]['num_documents']} documents"
         for split in SPLITS
     )
-    return "\n".join([head, columns, *rows, f"({sizes})"])
+    return f"{format_table(rows)}\n({sizes})"
 
 
 def prepare(corpus: Literal["docstrings"], output: Path = Path("data/docstrings"), force: bool = False) -> None:
@@ -160,7 +150,6 @@ def prepare(corpus: Literal["docstrings"], output: Path = Path("data/docstrings"
         output: The folder to write; a finished one with the same inputs is kept.
         force: Whether to build it again all the same.
     """
-    from embeddings.data.docstrings import prepare_docstrings
 
     assert corpus == "docstrings"
     prepare_docstrings(output, force=force)

@@ -5,216 +5,24 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from embeddings.callbacks.run_record import ResumedRun
 from embeddings.common import InputError
+from embeddings.common.checkpoint_file import inspect_checkpoint, peek_checkpoint
 from embeddings.common.errors import shown
 from embeddings.common.process import is_first_process
 
-if TYPE_CHECKING:
-    import lightning as L
-
-    from embeddings.callbacks.run_record import ResumedRun
-
-
 AUTO = "auto"
 
-# What Lightning asks of a checkpoint to go on from; one of the weights alone lacks some.
+# What Lightning needs of a checkpoint to resume; one of the weights alone lacks some.
 _RESUMED = {"pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"}
-
-
-class OtherRunError(InputError):
-    """A checkpoint of another run."""
-
-
-def check_resumable(path: Path, run: Mapping[str, Any] | None = None, global_batch_size: int | None = None) -> None:
-    """Check that training can be resumed from a checkpoint: first by its header, then all of its bytes.
-
-    DeepSpeed's checkpoints are folders, and are taken for whole.
-
-    Args:
-        path: The checkpoint.
-        run: The config of the run that it is to be of, as plain types; None for any.
-        global_batch_size: Queries of that run's batch over all ranks; None for any.
-
-    Raises:
-        InputError: If it is damaged, none of this library's, or one of the weights alone.
-        OtherRunError: If it is of another run.
-    """
-    from embeddings.common.checkpoint_file import inspect_checkpoint, peek_checkpoint
-
-    if path.is_dir():
-        return
-    content = peek_checkpoint(path)
-    missing = ", ".join(sorted(_RESUMED - content.keys()))
-    if missing:
-        what = f"cannot be gone on from, it holds no {missing}"
-        raise InputError(str(path), what, "give a run's last.ckpt, or leave it out to start anew")
-    difference = None if run is None else _difference(content, run, global_batch_size)
-    if difference is not None:
-        raise OtherRunError(
-            str(path), f"is of another run: {difference}", "restore it, or name the file by --ckpt_path"
-        )
-    inspect_checkpoint(path)
-
-
-def newest_checkpoint(
-    folder: str | Path | None, run: Mapping[str, Any] | None = None, global_batch_size: int | None = None
-) -> str | None:
-    """The newest `*.ckpt` at any depth of a folder from which the run can be resumed, or None: it then starts anew.
-
-    Standard error names each that cannot be used, and the newest one of another run with the number of such. Another
-    run's was given another model, other data, another seed (see `first_difference`) or another global batch. A
-    checkpoint that does not say what its run was given is taken.
-
-    Args:
-        folder: `trainer.default_root_dir`, which should be this run's alone; None for the working folder.
-        run: The run's config as plain types; None where the folder has no other run's checkpoints.
-        global_batch_size: Queries of the run's batch over all ranks; None for any.
-    """
-    # Lightning's own spelling of the folder, by which it knows a run's folder again.
-    root = os.path.normpath(os.path.expanduser(folder or "."))
-    found = [path for path in Path(root).rglob("*.ckpt") if path.exists()]
-    others: list[OtherRunError] = []
-    chosen = None
-    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        try:
-            check_resumable(path, run, global_batch_size)
-        except OtherRunError as error:
-            others.append(error)
-        except InputError as error:
-            _say(f"left out: {error}")
-        else:
-            chosen = str(path)
-            break
-    if others:
-        more = f" (and {len(others) - 1} more of other runs)" if len(others) > 1 else ""
-        _say(f"left out: {others[0]}{more}")
-    return chosen
-
-
-def find_latest_checkpoint(
-    folder: str | Path | None, run: Mapping[str, Any], global_batch_size: int | None = None
-) -> str | None:
-    """What `--ckpt_path auto` stands for (see `newest_checkpoint`).
-
-    None is told in one line on standard error, to somebody whose checkpoints lie elsewhere.
-    """
-    found = newest_checkpoint(folder, run, global_batch_size)
-    if found is None:
-        _say(f"nothing to go on from below {Path(folder or '.').resolve()}: the run begins anew")
-    return found
-
-
-def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> "ResumedRun | None":
-    """The run that a checkpoint is of, where it is resumed in its own folder; None where a new folder is made.
-
-    `auto` always resumes in the run's folder. So does a file that was named, if it is the last one of a run that did
-    not finish and that was given the same model, data and seed; any other may be the start of a variant.
-
-    Args:
-        checkpoint: The checkpoint, checked by `check_resumable`.
-        run: The config of the run that resumes it, as plain types.
-        is_auto: Whether `auto` found it.
-    """
-    from embeddings.callbacks.run_record import ResumedRun
-    from embeddings.common.checkpoint_file import peek_checkpoint
-
-    path = Path(checkpoint)
-    if not path.is_file():
-        return None
-    content = peek_checkpoint(path)
-    folder, step = _folder_of(path, content.get("run")), int(content.get("global_step", 0))
-    if folder is None:
-        return None
-    if not is_auto:
-        end = (_record(folder).get("end") or {}).get("how")
-        steps = [_step_of(other, content["run"]["id"]) for other in path.parent.glob("*.ckpt")]
-        if end == "finished" or step < max(steps) or _difference(content, run, None) is not None:
-            return None
-    return ResumedRun(folder, step)
-
-
-def _difference(content: Mapping[str, Any], run: Mapping[str, Any], global_batch_size: int | None) -> str | None:
-    """The first thing that makes a checkpoint's content one of another run, in words, or None."""
-    saved = content.get("run_config")
-    difference = first_difference(saved, run) if isinstance(saved, dict) else None
-    # The name under which the trainer keeps a data module's state.
-    name = str((run.get("data") or {}).get("class_path")).rpartition(".")[2]
-    plan = (content.get(name) or {}).get("loader", {}).get("plan", {})
-    size = plan.get("global_batch_size")
-    if difference is None and None not in (size, global_batch_size) and size != global_batch_size:
-        difference = f"its batches of all ranks together are of {size}, here of {global_batch_size}"
-    return difference
-
-
-def _step_of(checkpoint: Path, run: str) -> int:
-    """The optimiser steps of a run's checkpoint; -1 of what is none, or another run's."""
-    from embeddings.common.checkpoint_file import peek_checkpoint
-
-    try:
-        content = peek_checkpoint(checkpoint)
-    except (InputError, OSError):
-        return -1
-    return int(content.get("global_step", 0)) if (content.get("run") or {}).get("id") == run else -1
-
-
-def _folder_of(checkpoint: Path, run: Any) -> Path | None:
-    """The folder of the run that a checkpoint says it is of: where it was, or around the checkpoint if it was moved."""
-    if not isinstance(run, Mapping) or not run.get("id"):
-        return None
-    for folder in (Path(str(run.get("folder"))), *list(checkpoint.parents)[:2]):
-        if _record(folder).get("id") == run["id"]:
-            return folder
-    return None
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """What `run.json` in a folder says; nothing where it is missing or damaged."""
-    try:
-        found = json.loads((folder / "run.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _say(line: str) -> None:
-    if is_first_process():
-        print(line, file=sys.stderr)
-
-
-def show_place(data: Any, checkpoint: str | None) -> None:
-    """Show a data module the place that its run goes on from, so that it refuses another plan before a file is written.
-
-    Of a checkpoint that is one file only the header is read; others are left to the trainer.
-
-    Args:
-        data: The data module, one with `expect_state`; of another there is nothing to check.
-        checkpoint: What the run goes on from, checked by `check_resumable`, or None.
-    """
-    expect = getattr(data, "expect_state", None)
-    if expect is None or checkpoint is None or not Path(checkpoint).is_file():
-        return
-    from embeddings.common.checkpoint_file import peek_checkpoint
-
-    # The name under which the trainer keeps a data module's state.
-    expect(peek_checkpoint(checkpoint).get(type(data).__qualname__, {}))
-
-
-def pin_checkpoint_dir(trainer: "L.Trainer", checkpoint: str) -> None:
-    """Have the run keep its next checkpoints beside the one that it goes on from.
-
-    A logger takes a new folder each time. In another folder Lightning would forget which checkpoints were the best.
-    """
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    for kept in trainer.checkpoint_callbacks:
-        if isinstance(kept, ModelCheckpoint) and kept.dirpath is None:
-            kept.dirpath = str(Path(checkpoint).parent)
-
-
+# The parts of a config that decide whether it is the same run.
 _PARTS = ("seed_everything", "model", "data")
-# How something is computed or called, where and for how long: with another value it is the same run. Ends of paths.
+# Ends of paths to settings of how, where or for how long something is computed: another value is still the same run.
 _FREE = frozenset(
     {
         "attn_implementation",
@@ -232,34 +40,197 @@ _FREE = frozenset(
 )
 
 
-def first_difference(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-    """The first setting that makes a checkpoint one of another run, in words, or None.
+class OtherRunError(InputError):
+    """A checkpoint of another run."""
 
-    What the checkpoint's run was given as model, data and seed must be given now; nothing is asked of a setting that
-    it does not have. Left free are the trainer's settings, what says how or how long to compute (number of workers,
-    size of a tile, the schedule's length …), a source's licence, and the batch size of a rank: what must be the same is
-    that of all ranks together, which the checkpoint's plan holds.
+
+def check_resumable(path: Path, run: Mapping[str, Any] | None = None, global_batch_size: int | None = None) -> None:
+    """Check that training can be resumed from a checkpoint: first by its header, then all of its bytes.
+
+    DeepSpeed's checkpoints are folders, and are not checked.
+
+    Args:
+        path: The checkpoint.
+        run: The config of the run that it must belong to, as plain types; None for any.
+        global_batch_size: Queries of that run's batch over all ranks; None for any.
+
+    Raises:
+        InputError: If it is damaged, not this library's, or one of the weights alone.
+        OtherRunError: If it belongs to another run.
+    """
+    if path.is_dir():
+        return
+    content = peek_checkpoint(path)
+    missing = ", ".join(sorted(_RESUMED - content.keys()))
+    if missing:
+        what = f"cannot be resumed from, it holds no {missing}"
+        raise InputError(str(path), what, "give a run's last.ckpt, or leave it out to start anew")
+    difference = None if run is None else _difference(content, run, global_batch_size)
+    if difference is not None:
+        hint = "restore it, or name the file by --ckpt_path"
+        raise OtherRunError(str(path), f"is of another run: {difference}", hint)
+    inspect_checkpoint(path)
+
+
+def find_latest_checkpoint(
+    folder: str | Path | None, run: Mapping[str, Any] | None = None, global_batch_size: int | None = None
+) -> str | None:
+    """The newest `*.ckpt` at any depth of a folder from which the run can be resumed, or None: it then starts anew.
+
+    Standard error names each damaged one, and the newest one of another run with the number of such. Another run has
+    another model, other data, another seed (see `first_difference`) or another global batch. A checkpoint that does not
+    say to which run it belongs is taken.
+
+    Args:
+        folder: `trainer.default_root_dir`, which should be this run's alone; None for the working folder.
+        run: The run's config as plain types; None where the folder has no other run's checkpoints.
+        global_batch_size: Queries of the run's batch over all ranks; None for any.
+    """
+    # Lightning's own spelling of the folder, by which it recognises a run's folder.
+    root = os.path.normpath(os.path.expanduser(folder or "."))
+    found = [path for path in Path(root).rglob("*.ckpt") if path.exists()]
+    others: list[OtherRunError] = []
+    chosen = None
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            check_resumable(path, run, global_batch_size)
+        except OtherRunError as error:
+            others.append(error)
+        except InputError as error:
+            say(f"left out: {error}")
+        else:
+            chosen = str(path)
+            break
+    if others:
+        more = f" (and {len(others) - 1} more of other runs)" if len(others) > 1 else ""
+        say(f"left out: {others[0]}{more}")
+    return chosen
+
+
+def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> ResumedRun | None:
+    """The run of a checkpoint, where it is resumed in its own folder; None where a new folder is made.
+
+    `auto` always resumes in the run's folder. So does a named file, if it is the last one of a run that did not finish
+    and that has the same model, data and seed; any other may be the start of a variant.
+
+    Args:
+        checkpoint: The checkpoint, checked by `check_resumable`.
+        run: The config of the run that resumes it, as plain types.
+        is_auto: Whether `auto` found it.
+    """
+    path = Path(checkpoint)
+    if not path.is_file():
+        return None
+    content = peek_checkpoint(path)
+    folder, step = _run_folder(path, content.get("run")), int(content.get("global_step", 0))
+    if folder is None:
+        return None
+    if not is_auto:
+        end = (_record(folder).get("end") or {}).get("how")
+        steps = [_step_of(other, content["run"]["id"]) for other in path.parent.glob("*.ckpt")]
+        if end == "finished" or step < max(steps) or _difference(content, run, None) is not None:
+            return None
+    return ResumedRun(folder, step)
+
+
+def check_plan(data: Any, checkpoint: str | None) -> None:
+    """Have a data module refuse a checkpoint's plan that differs from its own, before any file is written.
+
+    Only the header of a checkpoint file is read; other checkpoints are left to the trainer.
+
+    Args:
+        data: The data module; one without `expect_state` checks nothing.
+        checkpoint: The checkpoint to resume from, checked by `check_resumable`, or None.
+    """
+    expect = getattr(data, "expect_state", None)
+    if expect is not None and checkpoint is not None and Path(checkpoint).is_file():
+        # The name under which the trainer keeps a data module's state.
+        expect(peek_checkpoint(checkpoint).get(type(data).__qualname__, {}))
+
+
+def pin_checkpoint_dir(trainer: L.Trainer, checkpoint: str) -> None:
+    """Have the run write its next checkpoints beside the one that it resumes from.
+
+    A logger takes a new folder each time. In another folder Lightning would forget which checkpoints were the best.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            callback.dirpath = str(Path(checkpoint).parent)
+
+
+def first_difference(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+    """The first setting by which a checkpoint belongs to another run, in words, or None.
+
+    The model, data and seed of the checkpoint's run must be the same now; settings that it does not have are not
+    compared. Free are the trainer's settings, settings of how to compute or for how long (number of workers, size of a
+    tile, the schedule's length …), a source's licence, and the batch size of a rank: what must be the same is that of
+    all ranks together, which the checkpoint's plan holds.
 
     Args:
         saved: The config of the checkpoint's run, as plain types.
-        given: That of the run to go on.
+        given: The config of the run that resumes.
     """
     draws_seed = given.get("seed_everything") is True
     parts = [name for name in _PARTS if name in saved and not (draws_seed and name == "seed_everything")]
     return _first("", {name: saved[name] for name in parts}, given)
 
 
-def _is_free(path: str) -> bool:
-    return any(path.endswith(f".{end}") for end in _FREE)
-
-
 def _first(path: str, saved: Any, given: Any) -> str | None:
     if isinstance(saved, Mapping) and isinstance(given, Mapping):
         named = [(f"{path}.{name}", saved[name], given.get(name)) for name in saved]
-        pairs = [(name.lstrip("."), *both) for name, *both in named if not _is_free(name)]
+        pairs = [
+            (name.lstrip("."), *both) for name, *both in named if not any(name.endswith(f".{end}") for end in _FREE)
+        ]
     elif isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
         pairs = [(f"{path}[{place}]", *both) for place, both in enumerate(zip(saved, given, strict=True))]
     else:
         return None if saved == given else f"{path} is {shown(saved)} there and {shown(given)} here"
     found = (_first(name, before, now) for name, before, now in pairs)
     return next((difference for difference in found if difference is not None), None)
+
+
+def _difference(content: Mapping[str, Any], run: Mapping[str, Any], global_batch_size: int | None) -> str | None:
+    """The first difference between a checkpoint's run and another one, in words, or None."""
+    saved = content.get("run_config")
+    difference = first_difference(saved, run) if isinstance(saved, dict) else None
+    # The name under which the trainer keeps a data module's state.
+    name = str((run.get("data") or {}).get("class_path")).rpartition(".")[2]
+    plan = (content.get(name) or {}).get("loader", {}).get("plan", {})
+    size = plan.get("global_batch_size")
+    if difference is None and None not in (size, global_batch_size) and size != global_batch_size:
+        difference = f"its global batch size is {size}, here it is {global_batch_size}"
+    return difference
+
+
+def _step_of(checkpoint: Path, run: str) -> int:
+    """The optimiser steps of a run's checkpoint; -1 where the file is damaged or another run's."""
+    try:
+        content = peek_checkpoint(checkpoint)
+    except (InputError, OSError):
+        return -1
+    return int(content.get("global_step", 0)) if (content.get("run") or {}).get("id") == run else -1
+
+
+def _run_folder(checkpoint: Path, run: Any) -> Path | None:
+    """The folder of a checkpoint's run: the one it names, or one around the checkpoint if the run was moved."""
+    if not isinstance(run, Mapping) or not run.get("id"):
+        return None
+    for folder in (Path(str(run.get("folder"))), *list(checkpoint.parents)[:2]):
+        if _record(folder).get("id") == run["id"]:
+            return folder
+    return None
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """The content of `run.json` in a folder; empty where it is missing or damaged."""
+    try:
+        found = json.loads((folder / "run.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def say(line: str) -> None:
+    """Print a line to standard error, by the first process alone."""
+    if is_first_process():
+        print(line, file=sys.stderr)

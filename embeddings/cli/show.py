@@ -1,16 +1,42 @@
-"""`show`: pictures of a run or a model, one function a picture."""
+"""`show` and `report`: pictures of runs and models, with the same numbers as tables, and a page about a run."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from embeddings import figures
+from embeddings.common import InputError, OptionError
+from embeddings.common.text import format_table, one_line
+from embeddings.data.samplers.cluster_folder import ClusterFolder
+from embeddings.data.surrogate_vectors import SurrogateVectors
+from embeddings.figures.anchor_tokens import PLACE_NAMES, weighted_pieces
+from embeddings.figures.cluster_points import ClusterFacts, draw_cluster_points
+from embeddings.figures.clusters import MOST_CLUSTERS
+from embeddings.figures.contextual_shift import MOST_CORPORA, MOST_DOCUMENTS
+from embeddings.figures.latent_weights import MEAN, MOST_COLUMNS, draw_latents_by_text, spread, token_name
+from embeddings.figures.neighbour_map import PERPLEXITY, neighbour_map
+from embeddings.figures.run_lines import run_names
+from embeddings.inference import Encoder, ExpertLoads, choose_context, expert_loads, read_corpus, require_context_size
+from embeddings.inference import contextual_shift as measure_shift
+from embeddings.inference.context import draw_documents
+from embeddings.inference.corpus import Document
+from embeddings.inference.inspection import (
+    ContextualShift,
+    LatentWeights,
+    TokenWeights,
+    default_pooling,
+    latent_pooling,
+    latent_weights,
+    own_pooling,
+    shares_of,
+    token_weights,
+)
+from embeddings.models import AnchorTokenPooling, Embedder
+from embeddings.models.moe.routing import load_metrics
+from embeddings.models.poolings import pooling_name
 
-    from embeddings.figures.cluster_points import ClusterFacts
-    from embeddings.inference import ExpertLoads
-    from embeddings.inference.corpus import Document
-    from embeddings.inference.inspection import ContextualShift, LatentWeights, TokenWeights
-    from embeddings.models import AnchorTokenPooling, Embedder
+# Latents named beside a token, and beside the mean of a text's tokens.
+_OF_A_TOKEN, _OF_A_TEXT = 3, 8
 
 
 def curves(run: Path | list[Path], output: Path | None = None) -> None:
@@ -20,15 +46,13 @@ def curves(run: Path | list[Path], output: Path | None = None) -> None:
         run: The run's folder, which holds the `metrics.csv` that `fit` wrote; several as `[RUN,RUN]`, in one picture.
         output: The PNG file to write; `curves.png` in the run's folder, or for several here, where none is given.
     """
-    from embeddings.common import OptionError
-    from embeddings.figures import check_output, draw_curves
 
     runs = [run] if isinstance(run, Path) else run
     if not runs:
         raise OptionError("run", runs, "must name a run", "give a folder such as checkpoints/runs/NAME/version_0")
     path = output or (runs[0] if len(runs) == 1 else Path()) / "curves.png"
-    check_output(path)
-    draw_curves(runs, path)
+    figures.check_output(path)
+    figures.draw_curves(runs, path)
     print(f"wrote {path}")
 
 
@@ -63,16 +87,9 @@ def anchor_tokens(
         by_visible_queries: Whether a weight is divided by the number of queries that see the token, as the key axis
             needs under a causal mask.
     """
-    from embeddings.common import OptionError
-    from embeddings.common.text import one_line
-    from embeddings.figures import check_output, draw_anchor_tokens
-    from embeddings.inference import Encoder
-    from embeddings.inference.inspection import token_weights
 
-    for text in texts:
-        if not text.strip():
-            raise OptionError("TEXT", text, "must not be empty", "give a sentence")
-    check_output(output)
+    _check_texts(texts)
+    figures.check_output(output)
     embedder = Encoder.from_pretrained(model).embedder
     given = {
         "axis": axis,
@@ -83,38 +100,45 @@ def anchor_tokens(
     }
     pooling, whose = _anchor_pooling(embedder, {name: value for name, value in given.items() if value is not None})
     weights = token_weights(embedder, texts, pooling, prompt_name=prompt_name, role=role)
-    _check_tokens(texts, weights)
+    _check_tokens(
+        texts,
+        [
+            [pooled and not span.is_special for pooled, span in zip(each.pooled_T, each.spans, strict=True)]
+            for each in weights
+        ],
+    )
     title, subtitle = (
         f"{one_line(Path(model).name, 40)}{whose}",
         f"Anchor-token-aware pooling, {_pooling_settings(pooling)}.",
     )
-    draw_anchor_tokens(weights, title, subtitle, output)
+    figures.draw_anchor_tokens(weights, title, subtitle, output)
     print(f"{title}\n{subtitle}")
     for found in weights:
         print(f"\n{_anchor_table(found)}")
     print(f"\nwrote {output}")
 
 
-def _check_tokens(texts: list[str], weights: "list[TokenWeights]") -> None:
-    """Refuse a text of which nothing is pooled but special tokens."""
-    from embeddings.common import OptionError
+def _check_texts(texts: Sequence[str]) -> None:
+    """Refuse an empty text."""
+    for text in texts:
+        if not text.strip():
+            raise OptionError("TEXT", text, "must not be empty", "give a sentence")
 
-    for text, found in zip(texts, weights, strict=True):
-        if not any(pooled and not span.is_special for pooled, span in zip(found.pooled_T, found.spans, strict=True)):
+
+def _check_tokens(texts: Sequence[str], pooled: Sequence[Sequence[bool]]) -> None:
+    """Refuse a text of which nothing but special tokens is pooled; `pooled` says of each token whether it counts."""
+    for text, counts in zip(texts, pooled, strict=True):
+        if not any(counts):
             rule = "must hold a token of its own"
             raise OptionError("TEXT", text[:40], rule, "the model's tokenizer drops all of it")
 
 
-def _anchor_pooling(embedder: "Embedder", given: dict[str, object]) -> "tuple[AnchorTokenPooling, str]":
+def _anchor_pooling(embedder: Embedder, given: dict[str, object]) -> tuple[AnchorTokenPooling, str]:
     """The pooling whose weights are shown, and whose it is, as the end of a title that begins with the model's name.
 
     Raises:
         OptionError: If a setting is impossible.
     """
-    from embeddings.common import OptionError
-    from embeddings.inference.inspection import default_pooling, own_pooling
-    from embeddings.models import AnchorTokenPooling
-    from embeddings.models.poolings import pooling_name
 
     own = own_pooling(embedder)
     settings = (own or default_pooling(embedder)).arguments()
@@ -129,7 +153,7 @@ def _anchor_pooling(embedder: "Embedder", given: dict[str, object]) -> "tuple[An
     return pooling, ": its own anchor weights" if same else ": anchor weights with other settings than its own"
 
 
-def _pooling_settings(pooling: "AnchorTokenPooling") -> str:
+def _pooling_settings(pooling: AnchorTokenPooling) -> str:
     """The settings that weights depend on, in words."""
     layers = ", ".join(map(str, pooling.layers))
     words = [f"{pooling.axis} axis", f"layer{'s' * (len(pooling.layers) > 1)} {layers}"]
@@ -139,29 +163,21 @@ def _pooling_settings(pooling: "AnchorTokenPooling") -> str:
     return ", ".join(words)
 
 
-def _anchor_table(weights: "TokenWeights") -> str:
+def _anchor_table(weights: TokenWeights) -> str:
     """Each token's weight, then the shares of the weight by place."""
-    from embeddings.figures.anchor_tokens import PLACE_NAMES, weighted_pieces
-    from embeddings.inference.inspection import shares_of
-
     num_pooled = int(weights.pooled_T.sum())
-    lines = ["  weight  over mean  token"]
+    rows: list[list[object]] = [["  weight", "over mean", "token"]]
     for piece in weighted_pieces(weights):
         text = piece.text if piece.is_special else " ".join(piece.text.split()) or repr(piece.text)
         text += f"  ({piece.num_tokens} tokens)" if piece.num_tokens > 1 else ""
-        weight, over_mean = f"{piece.weight:.4f}", f"{piece.weight * num_pooled / piece.num_tokens:.2f}"
-        if not piece.is_pooled:
-            weight = over_mean = "-"
-        lines.append(f"{weight:>8}  {over_mean:>9}  {text}")
+        numbers = [f"{piece.weight:.4f}", f"{piece.weight * num_pooled / piece.num_tokens:.2f}"]
+        rows.append([*(numbers if piece.is_pooled else "--"), text])
     shares = shares_of(weights)
-    lines += ["", f"{'share of':<16}{'the weight':>12}{'the tokens':>12}"]
-    for place, name in PLACE_NAMES.items():
-        lines.append(f"{name:<16}{shares.weight[place]:>12.1%}{shares.tokens[place]:>12.1%}")
-    return "\n".join(lines)
-
-
-# Latents named beside a token, and beside the mean of a text's tokens.
-_OF_A_TOKEN, _OF_A_TEXT = 3, 8
+    of_places = [["share of", "the weight", "the tokens"]]
+    of_places += [
+        [name, f"{shares.weight[place]:.1%}", f"{shares.tokens[place]:.1%}"] for place, name in PLACE_NAMES.items()
+    ]
+    return f"{format_table(rows, '>><')}\n\n{format_table(of_places)}"
 
 
 def latent_attention(
@@ -188,27 +204,15 @@ def latent_attention(
         by_text: Whether a text is one row, the mean over its tokens, with a column for every latent of every head: the
             picture of NV-Embed's Fig. 2.
     """
-    from embeddings.common import OptionError
-    from embeddings.common.text import one_line
-    from embeddings.figures import check_output, draw_latent_weights
-    from embeddings.figures.latent_weights import MOST_COLUMNS, draw_latents_by_text
-    from embeddings.inference import Encoder
-    from embeddings.inference.inspection import latent_pooling, latent_weights
 
-    for text in texts:
-        if not text.strip():
-            raise OptionError("TEXT", text, "must not be empty", "give a sentence")
+    _check_texts(texts)
     if not 1 <= num_latents <= MOST_COLUMNS:
         rule = f"must be from 1 to {MOST_COLUMNS}, what a picture has room for"
         raise OptionError("num_latents", num_latents, rule, "24 is usual")
-    check_output(output)
+    figures.check_output(output)
     embedder = Encoder.from_pretrained(model).embedder
     found = latent_weights(embedder, texts, head=head, prompt_name=prompt_name, role=role)
-    for text, weights in zip(texts, found, strict=True):
-        if all(span.is_special for span in weights.spans):
-            raise OptionError(
-                "TEXT", text[:40], "must hold a token of its own", "the model's tokenizer drops all of it"
-            )
+    _check_tokens(texts, [[not span.is_special for span in weights.spans] for weights in found])
     pooling = latent_pooling(embedder)
     total, shown = len(pooling.latents), min(num_latents, len(pooling.latents))
     if by_text:
@@ -223,25 +227,25 @@ def latent_attention(
         f"Latent attention, {heads}. Columns: the {shown} busiest of {total} latents over all texts, counted from 0. "
         "Spread: over how many latents a row's attention lies (exponential of its entropy)."
     )
-    draw_latent_weights(found, num_latents, title, subtitle, output)
+    figures.draw_latent_weights(found, num_latents, title, subtitle, output)
     print(f"{title}\n{subtitle}")
     for weights in found:
         print(f"\n{_latent_table(weights)}")
     print(f"\nwrote {output}")
 
 
-def _latent_table(weights: "LatentWeights") -> str:
+def _latent_table(weights: LatentWeights) -> str:
     """Each token's heaviest latents, then those of the mean over the tokens."""
-    from embeddings.figures.latent_weights import MEAN, spread, token_name
-
-    lines = ["  spread  token             latents, the heaviest first"]
-    rows = zip(weights.spans, weights.weight_TR, strict=True)
-    named = [(" ".join(token_name(weights.text, span).split()), weight_R, _OF_A_TOKEN) for span, weight_R in rows]
+    rows: list[list[object]] = [["  spread", "token", "latents, the heaviest first"]]
+    named = [
+        (" ".join(token_name(weights.text, span).split()), weight_R, _OF_A_TOKEN)
+        for span, weight_R in zip(weights.spans, weights.weight_TR, strict=True)
+    ]
     for name, weight_R, most in [*named, (MEAN, weights.mean_R, _OF_A_TEXT)]:
         heaviest = (-weight_R).argsort(kind="stable")[:most]
         shares = "  ".join(f"{latent} ({weight_R[latent]:.1%})" for latent in heaviest.tolist())
-        lines.append(f"{spread(weight_R):>8.1f}  {name:<16}  {shares}")
-    return "\n".join(lines)
+        rows.append([f"{spread(weight_R):.1f}", name, shares])
+    return format_table(rows, "><")
 
 
 def routing(
@@ -268,8 +272,6 @@ def routing(
             Its tokens are counted too.
         role: Whose prompt and length limit hold for the texts; `document` if left out.
     """
-    from embeddings.common import OptionError
-    from embeddings.figures import check_output
 
     if (model is None) == (runs is None):
         given = "neither" if model is None else "both"
@@ -281,33 +283,26 @@ def routing(
     if bool(texts) == (input is not None):
         given = "both" if texts else "neither"
         raise OptionError("TEXT", given, "or input must be given", "give texts, or --input FILE")
-    for text in texts:
-        if not text.strip():
-            raise OptionError("TEXT", text, "must not be empty", "give a sentence")
-    check_output(output)
+    _check_texts(texts)
+    figures.check_output(output)
     _show_model(model, texts if input is None else _texts_of(input), output, prompt_name, role or "document")
 
 
 def _show_runs(runs: list[Path], output: Path, unused: dict[str, Any]) -> None:
-    from embeddings.common import OptionError
-    from embeddings.figures import check_output, draw_routing_curves
 
     for name, value in unused.items():
         if value:
             raise OptionError(name, value, "has no effect on runs", "leave it out, or give --model in place of --runs")
     if not runs:
         raise OptionError("runs", runs, "must name a run", "give a folder such as checkpoints/runs/NAME/version_0")
-    check_output(output)
-    draw_routing_curves(runs, output)
+    figures.check_output(output)
+    figures.draw_routing_curves(runs, output)
     print(f"wrote {output}")
 
 
 def _show_model(
     model: str, texts: list[str], output: Path, prompt_name: str | None, role: Literal["document", "query"]
 ) -> None:
-    from embeddings.common.text import one_line
-    from embeddings.figures import draw_expert_loads
-    from embeddings.inference import Encoder, expert_loads
 
     encoder = Encoder.from_pretrained(model, precision="float32", show_progress=len(texts) > 1000)
     loads = expert_loads(encoder, texts, prompt_name, role)
@@ -317,7 +312,7 @@ def _show_model(
         f"{loads.num_tokens:,} tokens, prompts and special tokens among them, each to {loads.top_k} of "
         f"{num_experts} experts. Layers and experts count from 0."
     )
-    draw_expert_loads(loads, title, subtitle, output)
+    figures.draw_expert_loads(loads, title, subtitle, output)
     print(f"{title}\n{subtitle}\n\n{_loads_table(loads)}\n\nwrote {output}")
 
 
@@ -327,8 +322,6 @@ def _texts_of(path: Path) -> list[str]:
     Raises:
         InputError: If the file cannot be used, or holds no text.
     """
-    from embeddings.common import InputError
-    from embeddings.inference import read_corpus
 
     texts = [document.text for document in read_corpus(path)]
     if not any(text.strip() for text in texts):
@@ -336,17 +329,17 @@ def _texts_of(path: Path) -> list[str]:
     return texts
 
 
-def _loads_table(loads: "ExpertLoads") -> str:
+def _loads_table(loads: ExpertLoads) -> str:
     """Each layer's metrics and its experts' shares."""
-    from embeddings.models.moe.routing import load_metrics
-
     load, experts = load_metrics(loads.count_YX), range(loads.count_YX.shape[1])
-    lines = ["layer  entropy  busiest/even  idle " + "".join(f"{expert:>7}" for expert in experts)]
-    rows = zip(loads.layers, load.entropy_Y, load.highest_Y, load.idle_Y, loads.share_YX.tolist(), strict=True)
-    for layer, entropy, highest, idle, shares in rows:
-        numbers = f"{layer:>5}  {float(entropy):>7.3f}  {float(highest):>12.2f}  {int(idle):>4} "
-        lines.append(numbers + "".join(f"{share:>7.1%}" for share in shares))
-    return "\n".join(lines)
+    rows: list[list[object]] = [["layer", "entropy", "busiest/even", "idle", *experts]]
+    for layer, entropy, highest, idle, shares in zip(
+        loads.layers, load.entropy_Y, load.highest_Y, load.idle_Y, loads.share_YX.tolist(), strict=True
+    ):
+        rows.append(
+            [layer, f"{float(entropy):.3f}", f"{float(highest):.2f}", int(idle), *(f"{share:.1%}" for share in shares)]
+        )
+    return format_table(rows, ">")
 
 
 def contextual_shift(
@@ -372,13 +365,6 @@ def contextual_shift(
         context_size: How many documents a context holds; as many as the model takes if left out.
         seed: Seed of the draws.
     """
-    from embeddings.common import OptionError
-    from embeddings.common.text import one_line
-    from embeddings.figures import check_output, draw_contextual_shift
-    from embeddings.figures.contextual_shift import MOST_CORPORA, MOST_DOCUMENTS
-    from embeddings.figures.run_lines import run_names
-    from embeddings.inference import Encoder, choose_context, contextual_shift, require_context_size
-    from embeddings.inference.context import draw_documents
 
     corpora = [corpus] if isinstance(corpus, Path) else corpus
     if not 1 <= len(corpora) <= MOST_CORPORA:
@@ -389,7 +375,7 @@ def contextual_shift(
         raise OptionError("num_documents", num_documents, rule, "8 is usual")
     if num_contexts * len(corpora) < 2:
         raise OptionError("num_contexts", num_contexts, "must give two contexts or more", "10 is usual")
-    check_output(output)
+    figures.check_output(output)
     encoder = Encoder.from_pretrained(model, precision="float32")
     size = require_context_size(encoder, context_size)
     # A small corpus gives some documents twice.
@@ -400,28 +386,26 @@ def contextual_shift(
     contexts = [
         choose_context(encoder, path, size, seed + 1 + draw) for path in corpora for draw in range(num_contexts)
     ]
-    shift = contextual_shift(encoder, [document.text for document in documents], contexts)
+    shift = measure_shift(encoder, [document.text for document in documents], contexts)
     names = [name for name in run_names(corpora) for _ in range(num_contexts)]
     title = f"{one_line(Path(model).name, 40)}: {len(documents)} documents in {len(contexts)} contexts"
     subtitle = (
         f"A colour is a document of {names[0]}, a dot its vector behind {size} documents of a corpus. Of these vectors "
         f"{shift.stays_nearest:.1%} are nearest, over all other contexts, to one of their own document."
     )
-    draw_contextual_shift(shift, [document.text for document in documents], names, title, subtitle, output)
+    figures.draw_contextual_shift(shift, [document.text for document in documents], names, title, subtitle, output)
     print(f"{title}\n{subtitle}\n\n{_shift_table(shift, documents)}\n\nwrote {output}")
 
 
-def _shift_table(shift: "ContextualShift", documents: "Sequence[Document]") -> str:
+def _shift_table(shift: ContextualShift, documents: Sequence[Document]) -> str:
     """Each document's cosines."""
-    from embeddings.common.text import one_line
-
-    names = ("between contexts", "the least", "with no context", "nearest other")
-    lines = ["{:>16}  {:>9}  {:>15}  {:>13}  document".format(*names)]
-    rows = zip(documents, shift.own_cosine_NP, shift.alone_cosine_N, shift.other_cosine_N, strict=True)
-    for document, own_P, alone, other in rows:
-        numbers = f"{own_P.mean():>16.4f}  {own_P.min():>9.4f}  {alone:>15.4f}  {other:>13.4f}"
-        lines.append(f"{numbers}  {one_line(document.document_id, 20)}: {one_line(document.text, 50)}")
-    return "\n".join(lines)
+    rows = [["between contexts", "the least", "with no context", "nearest other", "document"]]
+    for document, own_P, alone, other in zip(
+        documents, shift.own_cosine_NP, shift.alone_cosine_N, shift.other_cosine_N, strict=True
+    ):
+        name = f"{one_line(document.document_id, 20)}: {one_line(document.text, 50)}"
+        rows.append([*(f"{number:.4f}" for number in (own_P.mean(), own_P.min(), alone, other)), name])
+    return format_table(rows, ">>>><")
 
 
 def clusters(
@@ -449,21 +433,13 @@ def clusters(
         perplexity: About how many neighbours of each row t-SNE goes by, fewer than a third of the rows drawn; 30 if
             left out.
     """
-    from embeddings.common import InputError, OptionError
-    from embeddings.common.text import one_line
-    from embeddings.data.samplers.cluster_folder import ClusterFolder
-    from embeddings.data.surrogate_vectors import SurrogateVectors
-    from embeddings.figures import check_output, draw_clusters
-    from embeddings.figures.cluster_points import draw_cluster_points
-    from embeddings.figures.clusters import MOST_CLUSTERS
-    from embeddings.figures.neighbour_map import PERPLEXITY, neighbour_map
 
     if num_clusters > MOST_CLUSTERS:
         rule = f"must be at most {MOST_CLUSTERS}: more colours cannot be told apart"
         raise OptionError("num_clusters", num_clusters, rule, "10 is usual")
     if perplexity is not None and projection != "tsne":
         raise OptionError("perplexity", perplexity, "has no effect without --projection tsne", "leave it out")
-    check_output(output)
+    figures.check_output(output)
     found = ClusterFolder(clusters)
     folder = vectors or clusters.absolute().with_name(f"{clusters.absolute().name}.vectors")
     if not folder.is_dir():
@@ -482,28 +458,19 @@ def clusters(
         perplexity = PERPLEXITY if perplexity is None else perplexity
         subtitle += f" Perplexity {perplexity:g}."
         map_N2 = neighbour_map(points.vector_ND, perplexity)
-    draw_clusters(points, title, subtitle, output, map_N2)
+    figures.draw_clusters(points, title, subtitle, output, map_N2)
     print(f"{title}\n{subtitle}\n\n{_cluster_table(points.facts())}\n\nwrote {output}")
 
 
-def _cluster_table(facts: "list[ClusterFacts]") -> str:
+def _cluster_table(facts: list[ClusterFacts]) -> str:
     """How tight each cluster is, and how far from the nearest other one."""
-    names = (
-        "cluster",
-        "rows",
-        "drawn",
-        "cosine with its mean",
-        "nearest other",
-        "cosine of means",
-        "nearest its own mean",
-    )
-    lines = ["{:>7}  {:>8}  {:>5}  {:>20}  {:>13}  {:>15}  {:>20}".format(*names)]
+    rows: list[list[object]] = [
+        ["cluster", "rows", "drawn", "cosine with its mean", "nearest other", "cosine of means", "nearest its own mean"]
+    ]
     for each in facts:
-        lines.append(
-            f"{each.cluster:>7}  {each.num_rows:>8,}  {each.num_drawn:>5}  {each.cosine:>20.3f}  {each.nearest:>13}  "
-            f"{each.nearest_cosine:>15.3f}  {each.at_home:>20.1%}"
-        )
-    return "\n".join(lines)
+        cosines = f"{each.cosine:.3f}", each.nearest, f"{each.nearest_cosine:.3f}", f"{each.at_home:.1%}"
+        rows.append([each.cluster, f"{each.num_rows:,}", each.num_drawn, *cosines])
+    return format_table(rows, ">")
 
 
 def report(run: Path, output: Path | None = None) -> None:
@@ -513,12 +480,10 @@ def report(run: Path, output: Path | None = None) -> None:
         run: The run's folder, such as `checkpoints/runs/NAME/version_0`, with the `config.yaml` that `fit` wrote.
         output: The HTML file to write; `report.html` in the run's folder where none is given.
     """
-    from embeddings.common import InputError
-    from embeddings.figures import check_output, write_report
 
     if not run.is_dir():
         raise InputError(str(run), "is no folder", "give that of a run of fit, such as checkpoints/runs/NAME/version_0")
     path = output or run / "report.html"
-    check_output(path, "an HTML file")
-    write_report(run, path)
+    figures.check_output(path, "an HTML file")
+    figures.write_report(run, path)
     print(f"wrote {path}")

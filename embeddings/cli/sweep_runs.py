@@ -18,7 +18,6 @@ from types import FrameType, TracebackType
 from typing import IO, Any, Literal
 
 from embeddings.cli.configs import unfolded
-from embeddings.cli.resume import newest_checkpoint
 from embeddings.cli.sweep_file import Point, Sweep
 from embeddings.common import InputError, PreemptedError
 from embeddings.common.io import read_metrics, write_json
@@ -156,8 +155,10 @@ def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
     Returns:
         int: The process's exit code.
     """
+    from embeddings.cli.resume import find_latest_checkpoint  # loads Lightning
+
     start = time.monotonic()
-    checkpoint = newest_checkpoint(run.folder)
+    checkpoint = find_latest_checkpoint(run.folder)
     words = [*run.words, *(["--ckpt_path", checkpoint] if checkpoint else [])]
     if checkpoint:
         print(f"resumed from {checkpoint}", flush=True)

@@ -188,3 +188,20 @@ def choose_prompt(option: str, name: str | None, text: str | None) -> PromptChoi
     if name is not None:
         raise OptionError(option, text, f"excludes {option}_name", "give one of the two")
     return GivenPrompt(text=text)
+
+
+def format_table(rows: Sequence[Sequence[object]], align: str = "<>") -> str:
+    """Rows of cells as lines of aligned columns, two spaces apart.
+
+    Args:
+        rows: The cells, the names of the columns first; a short row leaves its last columns empty.
+        align: `<` or `>` for each column; the last letter counts for all further columns.
+    """
+    num_columns = max(map(len, rows))
+    texts = [[*map(str, row), *[""] * (num_columns - len(row))] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    sides = align.ljust(num_columns, align[-1])
+    return "\n".join(
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in texts
+    )

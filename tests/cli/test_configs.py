@@ -298,17 +298,16 @@ def test_nor_by_a_tag_of_yaml(tmp_path, capsys):
 
 
 def test_a_package_that_the_user_names_is_trusted_and_the_message_says_how(tmp_path, monkeypatch):
+    (tmp_path / "foreign.py").write_text("import lightning as L\nclass Watch(L.Callback):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
     config = run_config(tmp_path)
-    config["trainer"]["callbacks"] = [
-        {"class_path": "tests.helpers.poison.PoisonLoss", "init_args": {"rank": 1, "batch": 0}}
-    ]
+    config["trainer"]["callbacks"] = [{"class_path": "foreign.Watch"}]
     line = ["fit", "--config", write_config(tmp_path, config)]
-    monkeypatch.setenv("EMBED_IMPORTS", "")
     with pytest.raises(ConfigError) as caught:
         check_arguments(line)
     assert str(caught.value) == (
-        "trainer.callbacks: a config may not name tests.helpers.poison.PoisonLoss; name a class of embeddings, "
-        "lightning, torch.nn or torch.optim, or set EMBED_IMPORTS=tests to trust all of that package"
+        "trainer.callbacks: a config may not name foreign.Watch; name a class of embeddings, "
+        "lightning, torch.nn or torch.optim, or set EMBED_IMPORTS=foreign to trust all of that package"
     )
-    monkeypatch.setenv("EMBED_IMPORTS", "tests")
+    monkeypatch.setenv("EMBED_IMPORTS", "foreign")
     check_arguments(line)

@@ -2,10 +2,10 @@ from embeddings.cli.main import main
 
 
 def test_the_command_builds_the_corpus_where_it_is_told(tmp_path, monkeypatch):
-    import embeddings.data.docstrings as docstrings
-
     calls = []
-    monkeypatch.setattr(docstrings, "prepare_docstrings", lambda output, force: calls.append((output, force)))
+    monkeypatch.setattr(
+        "embeddings.cli.quickstart.prepare_docstrings", lambda output, force: calls.append((output, force))
+    )
     assert main(["prepare", "docstrings", "--output", str(tmp_path / "out"), "--force", "true"]) == 0
     assert calls == [(tmp_path / "out", True)]
 

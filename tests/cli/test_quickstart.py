@@ -1,7 +1,7 @@
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.cli.quickstart import METRICS, SPLITS, counted, phase, table
+from embeddings.cli.quickstart import METRICS, SPLITS, counted, phase, score_table
 from embeddings.evaluation import read_retrieval_folder
 from tests.helpers.runs import write_retrieval_folder
 
@@ -12,7 +12,7 @@ def results():
 
 
 def test_the_table_has_a_row_a_system_and_the_metrics_of_both_splits():
-    lines = table(results()).splitlines()
+    lines = score_table(results()).splitlines()
     assert [line.split("  ")[0] for line in lines[2:5]] == ["BM25", "before training", "after training"]
     assert lines[4].split()[-6:] == ["0.100", "0.200", "0.300"] * 2
     assert "held-out 4 queries over 5 documents" in lines[5]

@@ -12,7 +12,6 @@ from embeddings.cli.resume import (
     OtherRunError,
     check_resumable,
     find_latest_checkpoint,
-    newest_checkpoint,
     pin_checkpoint_dir,
 )
 from embeddings.common import InputError, OptionError
@@ -26,10 +25,10 @@ def test_the_newest_checkpoint_at_any_depth_is_taken(tmp_path):
     save(RESUMABLE, tmp_path / "a" / "version_1" / "last.ckpt", 2)
     (tmp_path / ".step=4.ckpt.abc.tmp").write_bytes(b"half a file")
     (tmp_path / "link.ckpt").symlink_to("gone.ckpt")
-    assert newest_checkpoint(tmp_path) == newest
-    assert newest_checkpoint(f"{tmp_path}/a/../a/") == newest
+    assert find_latest_checkpoint(tmp_path) == newest
+    assert find_latest_checkpoint(f"{tmp_path}/a/../a/") == newest
     (tmp_path / "step=4.ckpt").mkdir()
-    assert newest_checkpoint(tmp_path) == str(tmp_path / "step=4.ckpt")
+    assert find_latest_checkpoint(tmp_path) == str(tmp_path / "step=4.ckpt")
 
 
 def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monkeypatch):
@@ -44,12 +43,12 @@ def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monke
     (tmp_path / "last.ckpt").write_bytes((tmp_path / "step=1.ckpt").read_bytes()[:-9])
     for place, name in ((4, "torch.ckpt"), (5, "last.ckpt")):
         os.utime(tmp_path / name, (place, place))
-    assert newest_checkpoint(tmp_path) == oldest
+    assert find_latest_checkpoint(tmp_path) == oldest
     lines = capsys.readouterr().err.splitlines()
     says = [
         "last.ckpt: is no checkpoint of this library, or a part of one; ",
         "torch.ckpt: is a pickle, ",
-        "w.ckpt: cannot be gone on from, it holds no lr_schedulers, optimizer_states; ",
+        "w.ckpt: cannot be resumed from, it holds no lr_schedulers, optimizer_states; ",
         "step=2.ckpt: is damaged in state_dict/w, bytes ",
     ]
     assert len(lines) == len(says)
@@ -57,22 +56,10 @@ def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monke
         line.startswith(f"left out: {tmp_path}/{beginning}") for line, beginning in zip(lines, says, strict=True)
     )
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert newest_checkpoint(tmp_path) == oldest
+    assert find_latest_checkpoint(tmp_path) == oldest
     assert capsys.readouterr().err == ""
     os.unlink(oldest)
-    assert newest_checkpoint(tmp_path) is None
-
-
-@pytest.mark.parametrize("folder", ["none", "."])
-def test_a_folder_without_one_starts_anew_and_says_so(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert newest_checkpoint(folder) is None
-    assert capsys.readouterr().err == ""
-    assert find_latest_checkpoint(folder, {}) is None
-    assert capsys.readouterr().err == f"nothing to go on from below {tmp_path / folder}: the run begins anew\n"
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert find_latest_checkpoint(None, {}) is None
-    assert capsys.readouterr().err == ""
+    assert find_latest_checkpoint(tmp_path) is None
 
 
 def test_each_part_that_training_goes_on_from_is_asked_for(tmp_path):
@@ -112,7 +99,7 @@ def test_a_checkpoint_of_another_run_is_passed_over(tmp_path, capsys):
 def test_many_checkpoints_of_other_runs_are_one_line(tmp_path, capsys):
     for step in range(34):
         save(RESUMABLE | {"run_config": {"seed_everything": 1}}, tmp_path / f"step={step}.ckpt", step)
-    assert newest_checkpoint(tmp_path, {"seed_everything": 2}) is None
+    assert find_latest_checkpoint(tmp_path, {"seed_everything": 2}) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"left out: {tmp_path}/step=33.ckpt: is of another run: seed_everything is 1 there and 2")
     assert line.endswith(" (and 33 more of other runs)")
@@ -123,9 +110,9 @@ def test_another_global_batch_is_another_run_and_the_same_one_over_other_ranks_i
     run = {"data": {"class_path": "embeddings.data.EmbeddingDataModule", "init_args": {"batch_size": 8}}}
     plan = {"EmbeddingDataModule": {"loader": {"plan": {"global_batch_size": 16}}}}
     saved = save(RESUMABLE | plan | {"run_config": run}, tmp_path / "last.ckpt")
-    assert newest_checkpoint(tmp_path, run, 16) == saved
-    assert newest_checkpoint(tmp_path, run, 8) is None
-    assert "its batches of all ranks together are of 16, here of 8" in capsys.readouterr().err
+    assert find_latest_checkpoint(tmp_path, run, 16) == saved
+    assert find_latest_checkpoint(tmp_path, run, 8) is None
+    assert "its global batch size is 16, here it is 8" in capsys.readouterr().err
     with pytest.raises(OtherRunError):
         check_resumable(Path(saved), run, 32)
 
@@ -138,7 +125,8 @@ def test_auto_begins_anew_beside_a_run_of_another_batch(tmp_path, capsys):
     second = run_trainer([*words, "--data.init_args.batch_size=4"]).trainer
     assert (second.ckpt_path, second.global_step) == (None, 2)
     assert first.log_dir != second.log_dir
-    assert "all ranks together are of 8, here of 4" in capsys.readouterr().err
+    assert "its global batch size is 8, here it is 4" in (said := capsys.readouterr().err)
+    assert f"nothing to resume below {tmp_path}" in said
 
 
 def test_checkpoints_go_on_in_the_folder_that_lightning_knows(tmp_path, monkeypatch):
@@ -152,7 +140,7 @@ def test_checkpoints_go_on_in_the_folder_that_lightning_knows(tmp_path, monkeypa
         before.setup(trainer, trainer.lightning_module, "validate")
         kept, elsewhere = ModelCheckpoint(monitor="x"), ModelCheckpoint(dirpath=tmp_path / "best")
         trainer = Trainer(callbacks=[kept, elsewhere], **options)
-        found = newest_checkpoint(root)
+        found = find_latest_checkpoint(root)
         assert os.path.samefile(found, saved)
         pin_checkpoint_dir(trainer, found)
         with warnings.catch_warnings():
