@@ -71,6 +71,7 @@ class OneLineParser(ArgumentParser):
 
     def validate(self, namespace: Namespace, skip_unset: bool = True, **kwargs: Any) -> None:
         """Check all values, null among them, which jsonargparse passes over, but for positions that are left out."""
+        super().validate(namespace, **kwargs)  # names what is missing
         checked = namespace.clone()
         for action in self._actions:
             if action.nargs == "?" and not action.option_strings and checked.get(action.dest) is None:
@@ -199,7 +200,7 @@ def _types(complaints: Iterable[str]) -> str:
     """The types that a union's complaints name, in words."""
     names = []
     for complaint in complaints:
-        name = re.sub(r"^Expected an? ", "", complaint)
+        name = re.sub(r"^Expected an? |\. Got value: .*", "", complaint)
         name = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", name)
         name = re.sub(r"typing\.Literal\[(.*)\]", r"\1", name)
         if not name.startswith("dot import path"):
