@@ -192,7 +192,7 @@ MISTAKES = {
         "model.loss.false_negative_filter needs a source",
     ),
     "null in a source": (lambda c: source(c, weight=None), "data.sources.weight: expected float, got null; "),
-    "an unknown section": (lambda c: c.update(nonsense={}), "Option 'nonsense' is not accepted by fit; "),
+    "an unknown section": (lambda c: c.update(nonsense=1), "Subcommand 'fit' does not accept option 'nonsense'; "),
     "an unknown argument in a list": (
         lambda c: source(c, nonsense=1),
         "data.sources: Option 'nonsense' is not accepted by SourceConfig",

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.sweep_file import SEED_KEY, Metric, Sweep, is_number, label, read_sweep, short_names
-from embeddings.cli.sweep_runs import Run, SignalForwarder, check_place, exclusive, runs_of, train
+from embeddings.cli.sweep_runs import Run, SignalForwarder, exclusive, runs_of, train
 from embeddings.common import InputError, OptionError, PreemptedError, UserError
 from embeddings.common.io import atomic_path
 from embeddings.common.process import is_first_process, num_processes
 from embeddings.common.signals import EXIT_RESUMABLE, STOP_SIGNALS, answer, handle_preemption
+from embeddings.common.text import format_table
 
 if TYPE_CHECKING:
     from embeddings.figures.sweep import Dot
@@ -41,7 +42,7 @@ def sweep(
     results: bool | Path = False,
     output: Path = Path("checkpoints/sweeps"),
 ) -> None:
-    """Train the runs of a sweep that are not done yet; the same line goes on after a kill.
+    """Train the runs of a sweep that are not done yet; the same line resumes after a kill.
 
     A run's folder is `output/SWEEP/RECIPE-HASH`, where the hash is that of its settings, so a finished run is known by
     its `done.json`, and an edited config makes new ones. A run that was cut short goes on from its newest checkpoint.
@@ -82,7 +83,6 @@ def sweep(
     if index is None and num_processes() > 1:
         rule = f"must be given where {num_processes()} processes train together"
         raise OptionError("index", None, rule, "start one process, or each point by itself")
-    check_place(output)
     train_missing(plan, file, chosen, is_array_task=index is not None)
 
 
@@ -135,7 +135,7 @@ def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: b
         for run in missing:
             code = train_alone(plan, run, forwarder, is_array_task)
             if code == EXIT_RESUMABLE:
-                line = f"point {run.index} was stopped; the same line goes on"
+                line = f"point {run.index} was stopped; the same line resumes"
                 raise PreemptedError(line if is_first_process() else "", code)
             if code and forwarder.received:
                 raise stopped(run, forwarder.received[0], code)
@@ -182,7 +182,7 @@ def stopped(run: Run, number: signal.Signals, code: int) -> BaseException:
         number: The signal.
         code: The run's exit code; that of the signal itself where the run never heard it.
     """
-    point, way_out = f"point {run.index}", "the same line goes on"
+    point, way_out = f"point {run.index}", "the same line resumes"
     if code != 128 + number:
         return RunFailed(f"{point} ended with exit code {code} after {number.name}; {way_out}", code)
     if number in STOP_SIGNALS:
@@ -321,7 +321,7 @@ def result_table(results: Sequence[Result], names: Mapping[str, str], metric: Me
         ]
         for result in results
     ]
-    return _aligned([head, *rows])
+    return format_table([head, *rows], "<")
 
 
 def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str | None:
@@ -340,7 +340,7 @@ def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metr
         [*labels, _digits(statistics.mean(values)) if values else "-", _spread(values), str(len(values))]
         for labels, values in ordered
     ]
-    return _aligned([[*others.values(), f"{metric.column} {metric.value}, mean", "±sd", "seeds"], *rows])
+    return format_table([[*others.values(), f"{metric.column} {metric.value}, mean", "±sd", "seeds"], *rows], "<")
 
 
 def write_results(results: Sequence[Result], names: Mapping[str, str], path: Path) -> None:
@@ -360,10 +360,3 @@ def _digits(value: float | None) -> str:
 
 def _spread(values: Sequence[float]) -> str:
     return f"±{_digits(statistics.stdev(values))}" if len(values) > 1 else "-"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )

@@ -4,22 +4,21 @@ import fcntl
 import hashlib
 import json
 import math
-import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from embeddings.cli.configs import unfolded
 from embeddings.cli.sweep_file import Point, Sweep
-from embeddings.common import InputError, PreemptedError
+from embeddings.common import PreemptedError
 from embeddings.common.io import read_metrics, write_json
 
 MAIN = Path(__file__).parents[2] / "main.py"
@@ -118,30 +117,18 @@ def placed(contents: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
 def exclusive(folder: Path) -> Iterator[int | None]:
     """The lock on a run's folder, as an open file's number; None where another process holds it.
 
-    A process that inherits the number holds the lock too, so it lasts until both have ended. A folder in which nothing
-    was written is gone again afterwards.
-
-    Between machines it holds as far as the file system's `flock` does: NFS asks the server, unless it is mounted with
-    `nolock` or `local_lock`, and Lustre wants the option `flock`.
+    A process that inherits the number holds the lock too, so it lasts until both have ended. Between machines it holds
+    as far as the file system's `flock` does: NFS asks the server, unless it is mounted with `nolock` or `local_lock`,
+    and Lustre needs the option `flock`.
     """
-    path = folder / ".lock"
-    while True:
-        with _opened(path) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield None
-                return
-            if not _is_at(file.fileno(), path):  # whoever held it before took the folder away
-                continue
-            try:
-                yield file.fileno()
-            finally:
-                with suppress(OSError):  # another process is about to take the lock, or the folder is gone
-                    if [entry.name for entry in folder.iterdir()] == [path.name]:
-                        path.unlink()
-                        folder.rmdir()
-            return
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield file.fileno()
 
 
 def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
@@ -199,19 +186,6 @@ def summaries(folder: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def check_place(output: Path) -> None:
-    """Check that folders can be made at a place.
-
-    Raises:
-        InputError: If the way there leads through a file.
-    """
-    for place in (output, *output.absolute().parents):
-        if place.exists():
-            if not place.is_dir():
-                raise InputError(f"--output {output}", f"leads through {place}, which is no folder", "name a folder")
-            return
-
-
 def _listed(contents: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     """A list of the trainer's after all configs: a later one replaces it, or appends with `name+`."""
     found: list[Any] = []
@@ -247,25 +221,6 @@ def _moved(part: Any, folder: Path) -> Any:
     if str(part.get("class_path")).rpartition(".")[2] in ("ExportModel", "ExportLanguageModel"):
         moved["replace"] = True
     return {**part, "init_args": {**arguments, **moved}} if moved else part
-
-
-def _opened(path: Path) -> IO[str]:
-    """A file of a folder that others may make and remove meanwhile."""
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return open(path, "a")
-        except (FileNotFoundError, FileExistsError):
-            if os.path.lexists(path.parent) and not path.parent.is_dir():
-                raise
-
-
-def _is_at(number: int, path: Path) -> bool:
-    """Whether an open file is the one that lies at a path."""
-    try:
-        return os.path.samestat(os.fstat(number), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _number(text: str | None) -> float:

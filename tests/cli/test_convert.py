@@ -79,7 +79,7 @@ def test_an_earlier_model_is_replaced_and_the_output_is_no_source(
         ("headless", [], "of its language-model head or of its encoder; set keep_head to false for the encoder alone"),
         ("bert", ["--num-positions", "0"], "num_positions must be >= 1, got 0"),
         ("bert", ["--rope-theta", "1"], "rope_theta must be > 1, got 1"),
-        ("bert", ["--keep-head", "perhaps"], "keep_head"),
+        ("bert", ["--keep-head", "perhaps"], "unrecognized arguments: perhaps"),
         ("bert", ["--output", "bert"], "output must not be the source, which it would replace, got 'bert'"),
         ("bert", ["--output", "file"], "output leads to file, which is no folder"),
         ("bert", ["--output", "file/rotary"], "output leads to file, which is no folder"),

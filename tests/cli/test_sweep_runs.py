@@ -2,7 +2,6 @@ import json
 import subprocess
 import sys
 from datetime import date
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,6 @@ from embeddings.cli import sweep_runs
 from embeddings.cli.sweep_file import Sweep
 from embeddings.cli.sweep_runs import (
     SignalForwarder,
-    check_place,
     exclusive,
     placed,
     runs_of,
@@ -18,7 +16,6 @@ from embeddings.cli.sweep_runs import (
     summaries,
     train,
 )
-from embeddings.common import InputError
 from tests.helpers.checkpoints import RESUMABLE, save
 
 PARTS = ("logger", "callbacks")
@@ -115,18 +112,13 @@ def test_one_process_at_a_time_has_a_folder(tmp_path):
         assert lock is not None
         with exclusive(folder) as second:
             assert second is None
-        (folder / "made").touch()
-    assert folder.is_dir()
     with exclusive(folder) as lock:
         assert lock is not None
-        (folder / "made").unlink()
-    assert not folder.exists()
 
 
 def test_the_lock_lasts_as_long_as_a_process_that_inherited_it(tmp_path):
     with exclusive(tmp_path) as lock:
         process = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
-        (tmp_path / "made").touch()
     with exclusive(tmp_path) as second:
         assert second is None
     process.kill()
@@ -155,42 +147,6 @@ def test_a_damaged_row_costs_no_other(row, tmp_path):
     found = summaries(tmp_path)
     assert list(found) == ["train/loss"]
     assert (found["train/loss"]["last"], found["train/loss"]["last_step"]) == (3.0, 0)
-
-
-def test_a_folder_that_is_taken_away_before_the_lock_is_opened_is_made_again(tmp_path, monkeypatch):
-    folder = tmp_path / "a" / "b"
-    make, made = Path.mkdir, []
-
-    def make_and_lose(path, *words, **options):
-        make(path, *words, **options)
-        if path == folder and not made:
-            made.append(path)
-            path.rmdir()
-
-    monkeypatch.setattr(Path, "mkdir", make_and_lose)
-    with exclusive(folder) as lock:
-        assert lock is not None
-    assert made == [folder]
-
-
-def test_a_lock_that_another_opens_while_the_folder_goes_is_left_to_it(tmp_path, monkeypatch):
-    remove = Path.rmdir
-
-    def remove_after_another(path):
-        (path / ".lock").touch()
-        remove(path)
-
-    monkeypatch.setattr(Path, "rmdir", remove_after_another)
-    with exclusive(tmp_path / "a") as lock:
-        assert lock is not None
-    assert (tmp_path / "a" / ".lock").exists()
-
-
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_place_that_is_no_folder_is_not_waited_for(kind, tmp_path):
-    (tmp_path / "a").touch() if kind == "file" else (tmp_path / "a").symlink_to("nowhere")
-    with pytest.raises(FileExistsError), exclusive(tmp_path / "a"):
-        pass
 
 
 def test_a_run_is_done_once_its_process_says_so(tmp_path):
@@ -222,11 +178,3 @@ def test_a_run_is_done_once_its_process_says_so(tmp_path):
     assert record["metrics"]["train/loss"]["last"] == 2.0
     (folder / "done.json").write_text("{")
     assert point.status == "unfinished"
-
-
-def test_a_place_that_leads_through_a_file_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    check_place(tmp_path / "new" / "folder")
-    for name in ("file", "file/inside"):
-        with pytest.raises(InputError, match="which is no folder"):
-            check_place(tmp_path / name)

@@ -27,17 +27,17 @@ def _own_signals(monkeypatch):
 @pytest.mark.parametrize(
     ("ending", "code", "says"),
     [
-        ((75, USR1), 75, "preempted: point 0 was stopped; the same line goes on\n"),
+        ((75, USR1), 75, "preempted: point 0 was stopped; the same line resumes\n"),
         # Only the run was told, or it was told twice.
-        ((75,), 75, "preempted: point 0 was stopped; the same line goes on\n"),
-        ((75, TERM, USR1), 75, "preempted: point 0 was stopped; the same line goes on\n"),
+        ((75,), 75, "preempted: point 0 was stopped; the same line resumes\n"),
+        ((75, TERM, USR1), 75, "preempted: point 0 was stopped; the same line resumes\n"),
         # The run did not hear it.
-        ((138, USR1), 75, "preempted: SIGUSR1: stopped at point 0; the same line goes on\n"),
-        ((143, TERM), 143, "preempted: SIGTERM: stopped at point 0; the same line goes on\n"),
-        ((2, USR1), 2, "error: point 0 ended with exit code 2 after SIGUSR1; the same line goes on\n"),
-        ((1, TERM), 1, "error: point 0 ended with exit code 1 after SIGTERM; the same line goes on\n"),
-        ((130, INT), 130, "interrupted: SIGINT: stopped at point 0; the same line goes on\n"),
-        ((129, HUP), 129, "error: point 0 was stopped by SIGHUP; the same line goes on\n"),
+        ((138, USR1), 75, "preempted: SIGUSR1: stopped at point 0; the same line resumes\n"),
+        ((143, TERM), 143, "preempted: SIGTERM: stopped at point 0; the same line resumes\n"),
+        ((2, USR1), 2, "error: point 0 ended with exit code 2 after SIGUSR1; the same line resumes\n"),
+        ((1, TERM), 1, "error: point 0 ended with exit code 1 after SIGTERM; the same line resumes\n"),
+        ((130, INT), 130, "interrupted: SIGINT: stopped at point 0; the same line resumes\n"),
+        ((129, HUP), 129, "error: point 0 was stopped by SIGHUP; the same line resumes\n"),
     ],
 )
 @pytest.mark.usefixtures("_own_signals")
@@ -78,7 +78,7 @@ def test_a_signal_at_a_runs_last_step_ends_the_sweep_before_the_next(sweep_file,
     monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: None)
     file = sweep_file({"a": [1, 2]})
     assert main(["sweep", file]) == 75
-    assert capsys.readouterr().err == "preempted: SIGUSR1: stopped at point 1; the same line goes on\n"
+    assert capsys.readouterr().err == "preempted: SIGUSR1: stopped at point 1; the same line resumes\n"
     folders = [*(tmp_path / "checkpoints" / "sweeps" / "tried").iterdir()]
     assert [sorted(path.name for path in folder.iterdir()) for folder in folders] == [[".lock", "done.json"]]
     # Where nothing is left to do, there is nothing to be queued for.
