@@ -1,17 +1,25 @@
+"""Which checkpoint a run is resumed from, and what makes it another run's."""
+
+import inspect
 import os
 import warnings
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from embeddings import data, modules
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.resume import (
     OtherRunError,
     check_resumable,
     find_latest_checkpoint,
+    first_difference,
     pin_checkpoint_dir,
 )
 from embeddings.common import InputError, OptionError
@@ -167,3 +175,156 @@ def test_another_plan_of_the_data_is_refused_before_a_file_is_written(named, tmp
     assert {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()} == before
     write_pairs(tmp_path / "pairs.jsonl")
     assert fit("--ckpt_path", kept if named else "auto").global_step == 4
+
+
+RUN: dict[str, Any] = {
+    "seed_everything": 0,
+    "trainer": {"devices": 1, "num_nodes": 1, "max_steps": 4, "logger": None},
+    "model": {
+        "class_path": "embeddings.modules.NVEmbedModule",
+        "init_args": {
+            "backbone": {"name": "a", "gradient_checkpointing": False},
+            "lora": None,
+            "schedule": {"warmup_steps": 1, "total_steps": None},
+        },
+    },
+    "data": {
+        "class_path": "embeddings.data.EmbeddingDataModule",
+        "init_args": {
+            "batch_size": 8,
+            "num_workers": 0,
+            "sampler": {"class_path": "CurriculumBatchSampler", "init_args": {"total_steps": None}},
+            "sources": [{"name": "pairs", "path": "pairs.jsonl", "licence": None}],
+        },
+    },
+}
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    """The run with other settings: `a__b` is the setting b of a."""
+    run = deepcopy(RUN)
+    for path, value in values.items():
+        owner: Any = run
+        *owners, name = path.split("__")
+        for key in owners:
+            owner = owner[int(key) if key.isdigit() else key]
+        owner[name] = value
+    return run
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (changed(seed_everything=1), "seed_everything is 0 there and 1 here"),
+        (
+            changed(model__class_path="embeddings.modules.CDEModule"),
+            "model.class_path is 'embeddings.modules.NVEmbedModule' there and 'embeddings.modules.CDEModule' here",
+        ),
+        (changed(model__init_args__backbone__name="b"), "model.init_args.backbone.name is 'a' there and 'b' here"),
+        (changed(model__init_args__lora={"rank": 4}), "model.init_args.lora is None there and {'rank': 4} here"),
+        (changed(model__init_args__schedule__warmup_steps=2), "model.init_args.schedule.warmup_steps is 1 there"),
+        (
+            changed(data__init_args__sources__0__path="other.jsonl"),
+            "data.init_args.sources[0].path is 'pairs.jsonl' there and 'other.jsonl' here",
+        ),
+        (changed(data__init_args__sources=[]), "data.init_args.sources is [{"),
+        (
+            changed(data__init_args__sampler__init_args__total_steps=9),
+            "data.init_args.sampler.init_args.total_steps is",
+        ),
+    ],
+)
+def test_another_model_data_or_seed_is_another_run(given: dict[str, Any], says: str) -> None:
+    assert (first_difference(RUN, given) or "").startswith(says)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        RUN,
+        changed(seed_everything=True),
+        changed(trainer__max_steps=9, trainer__logger={"class_path": "CSVLogger"}),
+        changed(model__init_args__backbone__gradient_checkpointing=True),
+        changed(model__init_args__schedule__total_steps=9),
+        changed(data__init_args__sources__0__licence="apache-2.0"),
+        changed(model__init_args__new="an option that a later version has"),
+        changed(data__init_args__num_workers=2),
+        changed(trainer__devices=2),
+        changed(data__init_args__batch_size=16),  # the plan in the checkpoint says what of it must be the same
+        changed(trainer__devices=2, data__init_args__batch_size=4),
+        changed(trainer__num_nodes=2, data__init_args__batch_size=4),
+    ],
+)
+def test_how_and_how_long_it_is_trained_makes_no_other_run(given: dict[str, Any]) -> None:
+    assert first_difference(RUN, given) is None
+
+
+def test_a_checkpoint_that_does_not_say_is_of_no_other_run() -> None:
+    assert first_difference({}, RUN) is None
+    assert first_difference({}, changed(seed_everything=True)) is None
+
+
+# The options of a method, of data, and of what they are made of that may differ: it is still the same run.
+FREE = {
+    "BackboneConfig": "attn_implementation gradient_checkpointing compile",
+    "EmbeddingDataModule": "batch_size num_workers cache_dir",
+    "FromScratch": "attn_implementation",
+    "HeadSettings": "tile_logits",
+    "InfoNCE": "tile_size",
+    "MoEEmbedModule": "expert_backend",
+    "Schedule": "total_steps",
+    "SourceConfig": "licence",
+    "TextDataModule": "batch_size num_workers cache_dir",
+}
+
+
+def _options(kind: Any, path: str, num_given: int = 0, above: tuple[Any, ...] = ()) -> Iterator[tuple[str, str]]:
+    """The options of a class and of the classes of ours that they are, each as `Class.option`, with its path."""
+    hints = get_type_hints(kind.__init__)
+    for parameter in list(inspect.signature(kind).parameters.values())[num_given:]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        place = f"{path}.{parameter.name}"
+        yield f"{kind.__name__}.{parameter.name}", place
+        for part, given in _parts(hints[parameter.name]):
+            if part not in above:
+                yield from _options(part, place, given, (*above, kind))
+
+
+def _parts(hint: Any, num_given: int = 0) -> Iterator[tuple[Any, int]]:
+    """The classes of ours in a type, and how many of their first arguments are not the config's."""
+    arguments = get_args(hint)
+    if arguments and isinstance(arguments[0], list):
+        yield from _parts(arguments[1], len(arguments[0]))
+        return
+    if inspect.isclass(hint) and hint.__module__.startswith("embeddings."):
+        yield from ((kind, num_given) for kind in _with_subclasses(hint))
+    for argument in arguments:
+        yield from _parts(argument)
+
+
+def _with_subclasses(kind: Any) -> list[Any]:
+    below = [one for child in kind.__subclasses__() for one in _with_subclasses(child)]
+    return [kind, *(one for one in below if one.__module__.startswith("embeddings."))]
+
+
+def test_all_options_but_the_free_ones_decide_the_run() -> None:
+    methods = [getattr(modules, name) for name in modules.__all__ if name.endswith("Module")]
+    methods = [kind for kind in methods if kind is not modules.ContrastiveModule]
+    assert len(methods) == 5
+    made: dict[str, list[Any]] = {"model": methods, "data": [data.EmbeddingDataModule, data.TextDataModule]}
+    # A name is loaded when it is asked for, and only then a subclass of its base.
+    assert all(hasattr(data, name) for name in data.__all__)
+    found: dict[str, bool] = {}
+    for part, kinds in made.items():
+        for option, path in (pair for kind in kinds for pair in _options(kind, f"{part}.init_args")):
+            one, other = ({part: _nested(path.split(".")[1:], value)} for value in (1, 2))
+            is_free = first_difference(one, other) is None
+            assert found.setdefault(option, is_free) == is_free, path
+    assert len(found) > 100
+    free = {f"{kind}.{name}" for kind, names in FREE.items() for name in names.split()}
+    assert {option for option, is_free in found.items() if is_free} == free
+
+
+def _nested(keys: list[str], value: int) -> Any:
+    return {keys[0]: _nested(keys[1:], value)} if keys else value

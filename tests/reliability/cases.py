@@ -15,9 +15,9 @@ from tests.reliability.world import Place
 
 Make = Callable[[Place], object]
 
-MOST_CHARACTERS = 300
-# Ten are the aim; loading torch, Lightning and transformers alone takes nine to ten of a slow processor's.
-MOST_SECONDS = 20.0
+MAX_CHARACTERS = 300
+# Ten are the aim; loading torch, Lightning and transformers alone takes nine to ten of a slow CPU's.
+MAX_SECONDS = 20.0
 
 # Lines that most cases go to; what they read is what a case makes.
 CLUSTER = "cluster --features bm25 --num-clusters 2 --svd-dim 2 --input pairs.jsonl --output out"
@@ -121,7 +121,7 @@ def _digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended; seconds are the processor's, so that a busy machine is not taken for a slow command."""
+    """How a command ended; seconds are the CPU's, so that a busy machine is not taken for a slow command."""
 
     code: int
     errors: str
@@ -152,7 +152,7 @@ def faults(case: Case, outcome: Outcome, place: Place, before: dict[str, str]) -
     line = lines[-1].replace(f"{place.folder}/", "").replace(f"{place.world.root}/", "")
     if not line.startswith("error: ") or not line.isprintable():
         found.append("no printable line that begins with error:")
-    if len(line) > MOST_CHARACTERS:
+    if len(line) > MAX_CHARACTERS:
         found.append(f"{len(line)} characters")
     if case.says not in line:
         found.append(f"does not say {case.says!r}")
@@ -161,6 +161,6 @@ def faults(case: Case, outcome: Outcome, place: Place, before: dict[str, str]) -
     after = tree(place.folder)
     if changed := sorted(name for name in {*before, *after} if before.get(name) != after.get(name)):
         found.append(f"changed {', '.join(changed[:5])}")
-    if outcome.seconds > MOST_SECONDS:
+    if outcome.seconds > MAX_SECONDS:
         found.append(f"{outcome.seconds:.1f} s")
     return [*found, f"standard error: {outcome.errors[-1500:]!r}"] if found else []

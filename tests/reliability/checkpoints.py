@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.reliability.cases import FIT, Case, Make, both, copied, nothing, put, rows, run, table
-from tests.reliability.world import Place
 
 SEARCH = "search --model model --corpus corpus.jsonl fox"
 WEIGHTS = "model.safetensors"
@@ -91,15 +90,6 @@ def adapters_alone(folder: Path) -> None:
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
 
 
-def saved(content: object, name: str = "last.ckpt") -> Make:
-    """A checkpoint that is a pickle in a zip archive, as PyTorch writes it."""
-
-    def make(place: Place) -> None:
-        torch.save(content, place.folder / name)
-
-    return make
-
-
 EXPORT, CONVERT = "export --checkpoint last.ckpt --output out", "convert --source model --output out --keep-head false"
 RESUME = FIT + " --ckpt_path last.ckpt --trainer.max_steps 4"
 CASES = [
@@ -111,11 +101,6 @@ CASES = [
                 model(bytes_of(WEIGHTS, lambda data: data[:9] + bytes([data[9] ^ 4]) + data[10:])),
                 "model: cannot be loaded: ",
             ),
-            "weights of no bytes": (model(content(WEIGHTS, b"")), "model: cannot be loaded: "),
-            "weights that are text": (
-                model(content(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")),
-                "model: cannot be loaded: ",
-            ),
             "weights that are not there": (model(without(WEIGHTS)), "model: cannot be loaded: "),
             "weights as a pickle": (model(pickled), "model: cannot be loaded: "),
             "weights that are NaN": (model(weights(poisoned)), "encoder.layer.1.output.dense.weight"),
@@ -123,25 +108,11 @@ CASES = [
                 model(weights(lambda tensors: tensors.pop("encoder.layer.1.output.dense.weight"))),
                 "model: 1 weights of BertModel are missing, encoder.layer.1.output.dense.weight first",
             ),
-            "a weight of another shape": (
-                model(
-                    weights(lambda tensors: tensors.update({"encoder.layer.0.output.dense.weight": torch.zeros(32, 5)}))
-                ),
-                "model: encoder.layer.0.output.dense.weight has shape (32, 5), by config.json it has (32, 64)",
-            ),
             "a config of another width": (
                 model(edited("config.json", hidden_size=64)),
                 "model: embeddings.LayerNorm.bias has shape (32,), by config.json it has (64,)",
             ),
-            "a config of another vocabulary": (
-                model(edited("config.json", vocab_size=99)),
-                "model: embeddings.word_embeddings.weight has shape (384, 32), by config.json it has (99, 32)",
-            ),
             "a config of another architecture": (model(edited("config.json", model_type="mistral")), "model: "),
-            "a config of an unknown architecture": (
-                model(edited("config.json", model_type="bret")),
-                "model/config.json: ",
-            ),
             "a config of a width that heads do not divide": (
                 model(edited("config.json", num_attention_heads=5)),
                 "model: cannot be loaded: ",
@@ -150,18 +121,9 @@ CASES = [
                 model(edited("config.json", num_hidden_layers="two")),
                 "model/config.json: ",
             ),
-            "a config with an unknown activation": (
-                model(edited("config.json", hidden_act="nope")),
-                "model: cannot be loaded: ",
-            ),
             "a config that is cut off": (model(bytes_of("config.json", lambda data: data[:90])), "model/config.json: "),
-            "a config that is a list": (model(content("config.json", "[]")), "model/config.json: "),
             "no config": (model(without("config.json")), "model/config.json: "),
             "no tokenizer": (model(without("tokenizer.json")), "model: "),
-            "a tokenizer that is cut off": (
-                model(bytes_of("tokenizer.json", lambda data: data[:900])),
-                "model: tokenizer cannot be read: ",
-            ),
             "a tokenizer of another model": (
                 model(more_tokens),
                 "model: the tokenizer has id 900, the model has 384 embeddings",
@@ -170,50 +132,20 @@ CASES = [
                 model(edited("tokenizer_config.json", pad_token=None)),
                 "model: the tokenizer has no pad and no eos token",
             ),
-            "no list of modules": (model(without("modules.json")), "model: has no modules.json"),
-            "an empty list of modules": (model(content("modules.json", "[]")), "model/modules.json: names no pooling"),
-            "a module that is unknown": (
-                model(content("modules.json", '[{"type": "sentence_transformers.models.CNN", "path": ""}]')),
-                "model/modules.json: has the unknown module CNN",
-            ),
             "a pooling that is unknown": (
                 model(edited("1_Pooling/config.json", pooling_mode_mean_tokens=False)),
                 "model/1_Pooling/config.json: has a pooling without a mode",
-            ),
-            "a pooling of another width": (
-                model(edited("1_Pooling/config.json", word_embedding_dimension=16)),
-                "model: its parts do not fit: ",
             ),
             "a pooling without its weights": (
                 model(without("1_Pooling/model.safetensors"), "latent"),
                 "model/1_Pooling/model.safetensors: cannot be loaded",
             ),
-            "a length that is a text": (
-                model(edited("sentence_bert_config.json", max_seq_length="long")),
-                "model/sentence_bert_config.json: has a length 'long', expected a whole number",
-            ),
-            "a vocabulary of more words than a number holds": (
-                model(edited("config.json", vocab_size=10**25)),
-                "model: cannot be loaded: ",
-            ),
-            "a tokenizer's length that is a text": (
-                model(edited("tokenizer_config.json", model_max_length="long")),
-                "model/tokenizer_config.json: has a model_max_length 'long', expected a whole number",
-            ),
             "a length of 2 tokens": (
                 model(edited("sentence_bert_config.json", max_seq_length=2)),
                 "model/sentence_bert_config.json: ",
             ),
-            "prompts that are a list": (
-                model(edited("config_sentence_transformers.json", prompts=["query: "])),
-                "model/config_sentence_transformers.json: ",
-            ),
             "a prompt that is a number": (
                 model(edited("config_sentence_transformers.json", prompts={"query": 3})),
-                "model/config_sentence_transformers.json: ",
-            ),
-            "a prompt with half of a character": (
-                model(edited("config_sentence_transformers.json", prompts={"query": "\ud83d"})),
                 "model/config_sentence_transformers.json: ",
             ),
             "widths that vectors do not have": (
@@ -224,14 +156,6 @@ CASES = [
                 model(lambda folder: shutil.rmtree(folder / "0_Context"), "contextual"),
                 "model",
             ),
-            "a contextual model whose settings are text": (
-                model(lambda folder: edited("context.json", num_context="many")(folder / "0_Context"), "contextual"),
-                "num_context",
-            ),
-            "a file for a model": (
-                both(put("model", "weights"), rows("corpus.jsonl", {"text": "a"})),
-                "model: is no directory",
-            ),
         },
     ),
     *table(
@@ -240,10 +164,6 @@ CASES = [
             "a shard that is missing": (
                 backbone(lambda folder: next(folder.glob("model-00002*")).unlink(), "sharded"),
                 "model: cannot be loaded: ",
-            ),
-            "an index of shards that is damaged": (
-                backbone(content("model.safetensors.index.json", "{"), "sharded"),
-                "model.safetensors.index.json: is no readable JSON",
             ),
             "adapters without their model": (backbone(adapters_alone), "model"),
         },
@@ -258,26 +178,18 @@ CASES = [
         EXPORT,
         {
             "no checkpoint to export": (nothing, "last.ckpt: no such checkpoint file"),
-            "an empty checkpoint": (put("last.ckpt", ""), "last.ckpt: "),
-            "a checkpoint that is text": (put("last.ckpt", "a checkpoint"), "last.ckpt: "),
             "a checkpoint that is cut off": (
                 copied("last.ckpt", lambda path: path.write_bytes(path.read_bytes()[:5000])),
                 "last.ckpt: ",
             ),
             "a checkpoint that is a pickle": (put("last.ckpt", pickle.dumps({"state_dict": {}})), "last.ckpt: "),
-            "a checkpoint that is a pickle in an archive": (saved({"state_dict": {}}), "last.ckpt: "),
         },
     ),
     *table(
         RESUME,
         {
             "a checkpoint that is not there": (run(), "--ckpt_path last.ckpt: no such file"),
-            "a text to resume from": (both(run(), put("last.ckpt", "text")), "--ckpt_path last.ckpt: is no checkpoint"),
             "a pickle to resume from": (both(run(), put("last.ckpt", pickle.dumps({}))), "--ckpt_path last.ckpt: "),
-            "a pickle in an archive to resume from": (
-                both(run(), saved({"state_dict": {}})),
-                "--ckpt_path last.ckpt: ",
-            ),
         },
     ),
     Case(
@@ -285,12 +197,6 @@ CASES = [
         copied("decoder", lambda folder: None, "model"),
         CONVERT,
         "model has no rotary form here, got 'mistral'",
-    ),
-    Case(
-        "a model to convert without its head",
-        copied("backbone", lambda folder: None, "model"),
-        CONVERT.replace("false", "true"),
-        "lacks weights of its language-model head",
     ),
     Case(
         "a model to convert onto itself",

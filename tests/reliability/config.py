@@ -87,27 +87,12 @@ CASES = [
             "an unknown section": (at("", trainr={"max_steps": 3}), "trainr"),
             "an unknown option of the trainer": (at("trainer", max_stepz=3), "did you mean trainer.max_steps?"),
             "an unknown option of the loss": (at(LOSS, temprature=1), "did you mean temperature?"),
-            "an unknown option of the data": (at(DATA, batchsize=3), "did you mean batch_size?"),
             "an unknown option of a source": (source(instructions="find"), "did you mean instruction?"),
             "a word for a number": (at(DATA, batch_size="many"), "data.batch_size: expected int, got many"),
-            "a fraction for a whole number": (at("trainer", max_steps=1.5), "trainer.max_steps: expected int, got 1.5"),
-            "a word for a learning rate": (at(OPTIMIZER, lr="high"), "lr: expected float"),
             "a negative learning rate": (at(OPTIMIZER, lr=-1.0), "model.optimizer: Invalid learning rate: -1.0"),
-            "a learning rate that is NaN": (
-                at(OPTIMIZER, lr=float("nan")),
-                "model.optimizer: Invalid learning rate: nan",
-            ),
-            "an infinite learning rate": (at(OPTIMIZER, lr=float("inf")), "model.optimizer: Invalid lr: inf"),
             "a batch of 0": (at(DATA, batch_size=0), "data.batch_size must be >= 1, got 0"),
             "fewer devices than none": (at("trainer", devices=-5), "devices: -5: "),
-            "fewer workers than none": (at(DATA, num_workers=-1), "data.num_workers must be >= 0, got -1"),
-            "fewer negatives than none": (at(DATA, num_negatives=-1), "data.num_negatives must be >= 0, got -1"),
             "a temperature of 0": (at(LOSS, temperature=0), "temperature must be > 0, got 0.0"),
-            "a temperature that is NaN": (at(LOSS, temperature=float("nan")), "temperature"),
-            "fewer steps of warm-up than none": (
-                at(SCHEDULE, warmup_steps=-1),
-                "model.schedule.warmup_steps must be >= 0, got -1",
-            ),
             "a warm-up as long as the run": (
                 at(SCHEDULE, warmup_steps=1),
                 "model.schedule.warmup_steps must be below the run's 1 optimiser steps",
@@ -121,43 +106,21 @@ CASES = [
                 at("trainer", gradient_clip_val=-1.0),
                 "trainer.gradient_clip_val must be >= 0, got -1.0",
             ),
-            "an unknown way of clipping": (
-                at("trainer", gradient_clip_val=1.0, gradient_clip_algorithm="valeu"),
-                "gradient_clip_algorithm",
-            ),
             "an unknown precision": (at("trainer", precision="fp99"), "trainer.precision: expected"),
-            "an unknown strategy": (at("trainer", strategy="nope"), "trainer.strategy: nope"),
             "a seed below 0": (at("", seed_everything=-1), "seed_everything must lie in 0 … 4294967295, got -1"),
-            "a seed of 33 bits": (at("", seed_everything=2**32), "seed_everything must lie in 0 … 4294967295"),
             "a thousand processes": (at("trainer", devices=10**6), "trainer.devices must be at most 8 for each CPU"),
             "two nodes and no launcher": (
                 at("trainer", num_nodes=2),
                 "trainer.num_nodes must be 1 where no launcher starts a process on each node, got 2; start it by srun",
             ),
-            "steps without an end": (at("trainer", max_steps=10**29), "trainer.max_steps must be at most"),
-            "epochs without an end": (at("trainer", max_epochs=10**29), "trainer.max_epochs must be at most"),
-            "an accelerator whose package is missing": (at("trainer", accelerator="tpu"), "'torch_xla>=1.13' not met"),
-            "a strategy whose package is missing": (at("trainer", strategy="xla"), "'torch_xla>=1.13' not met"),
-            "a precision whose package is missing": (
-                at("trainer", precision="transformer-engine"),
-                "'transformer_engine>=0.11.0' not met",
-            ),
             "an integer of 5,000 digits": (
                 text("trainer: {max_steps: " + "9" * 5000 + "}\n"),
                 "is no int (Exceeds the",
             ),
-            "a date that is none": (text("trainer: {max_time: 2026-13-45}\n"), "'2026-13-45' is no timestamp (month"),
             "no device": (at("trainer", devices=0), "trainer.devices: 0"),
-            "a time that is none": (at("trainer", max_time="soon"), "max_time"),
-            "fewer batches than none": (at("trainer", limit_train_batches=-1), "limit_train_batches"),
-            "a checkpoint every -1 steps": (callback(CHECKPOINT, every_n_train_steps=-1), "every_n_train_steps"),
             "mini-batches of 0 tokens": (
                 callback("embeddings.callbacks.GradCacheCallback", mini_batch_tokens=0),
                 "mini_batch_tokens must be >= 1, got 0",
-            ),
-            "scores every 0 steps": (
-                callback("embeddings.callbacks.RetrievalEvaluation", folder="eval", every_n_steps=0),
-                "every_n_steps must be >= 1, got 0",
             ),
             "heads that do not divide the width": (
                 chosen(
@@ -168,7 +131,6 @@ CASES = [
                 ),
                 "num_heads must divide the hidden size 32, got 3",
             ),
-            "adapters of rank 0": (at("model.init_args", lora={"rank": 0, "alpha": 8}), "lora"),
             "adapters that are nowhere": (
                 at("model.init_args", lora={"rank": 2, "alpha": 8, "target_modules": ["nope"]}),
                 "nope",
@@ -177,13 +139,8 @@ CASES = [
                 chosen("model.init_args.loss", "embeddings.losses.MatryoshkaInfoNCE", temperature=0.1, widths=[64]),
                 "64",
             ),
-            "dropout above 1": (
-                at("model.init_args.backbone", dropout=1.5),
-                "backbone.dropout must be >= 0 and < 1, got 1.5",
-            ),
             "more experts a token than experts": (moe(upcycling={"num_experts": 2, "top_k": 3}), "upcycling.top_k"),
             "fewer context documents than one": (cde(num_context=0), "num_context"),
-            "context documents longer than the model reads": (cde(max_length=400), "max_length"),
             "a path whose variable is not set": (
                 source(path="$NOWHERE_AT_ALL/pairs.jsonl"),
                 "the environment variable NOWHERE_AT_ALL is not set",
@@ -201,26 +158,15 @@ CASES = [
             "a class that is none of a model": (chosen("model", "embeddings.losses.InfoNCE"), "InfoNCE"),
             "a YAML bomb": (text(bomb()), "--config config.yaml: "),
             "an alias that holds itself": (text("a: &a [*a]\n"), "--config config.yaml: "),
-            "YAML nested too deep": (text("[" * 5000 + "]" * 5000), "--config config.yaml: "),
             "tabs in YAML": (text("trainer:\n\tmax_steps: 3\n"), "--config config.yaml: not a YAML file"),
             "a key twice": (
                 text("trainer: {max_steps: 1}\ndata: {}\ntrainer: {max_steps: 2}\n"),
                 "config.yaml: the key 'trainer' stands twice, in lines 1 and 3",
             ),
-            "two documents in one file": (
-                text("trainer: {}\n---\ndata: {}\n"),
-                "--config config.yaml: not a YAML file",
-            ),
             "an unknown tag": (text("trainer: !secret a\n"), "--config config.yaml: not a YAML file"),
             "a list for a config": (text("- trainer\n"), "config.yaml: "),
-            "a text for a config": (text("trainer\n"), "config.yaml: "),
             "a bracket that is not closed": (text("trainer: {max_steps: 3\n"), "--config config.yaml: not a YAML file"),
             "a config that is not there": (nothing, "--config config.yaml: no such file"),
-            "a folder for a config": (
-                lambda place: (place.folder / "config.yaml").mkdir(),
-                "--config config.yaml: no such file",
-            ),
-            "a config of nothing": (text(""), "config.yaml: holds no options"),
         },
     ),
     Case(
@@ -232,49 +178,31 @@ CASES = [
     *table(
         FILTER + " --config job.yaml",
         {
-            "a YAML bomb for a job": (text(bomb(), "job.yaml"), "--config job.yaml: "),
             "a job's config with an unknown key": (
                 text("remove_copys: true\n", "job.yaml"),
                 "did you mean remove_copies?",
             ),
-            "a job's config that is not there": (nothing, "job.yaml"),
-            "a job's config of a wrong type": (text("seed: one\n", "job.yaml"), "seed: expected int, got one"),
         },
     ),
     *table(
-        "sweep sweep.yaml --count true",
+        "sweep sweep.yaml --count",
         {
-            "a YAML bomb for a sweep": (text(bomb(), "sweep.yaml"), "sweep.yaml: "),
             "a key twice in a sweep": (
                 text("method: grid\nmethod: list\n", "sweep.yaml"),
                 "sweep.yaml: the key 'method' stands twice",
             ),
             "an unknown key of a sweep": (sweep(paramters={}), "did you mean parameters?"),
-            "a sweep over nothing": (sweep(parameters={}), "sweep.yaml: parameters: must map config keys to values"),
-            "a value twice in a sweep": (
-                sweep(parameters={"seed_everything": [1, 1]}),
-                "sweep.yaml: parameters.seed_everything: holds 1 twice",
-            ),
             "a sweep's range without its end": (
                 sweep(method="random", num_runs=2, parameters={"seed_everything": {"low": 1}}),
                 "parameters.seed_everything.high: must be a number, got None",
             ),
         },
     ),
-    Case(
-        "a key twice deep inside",
-        both(run(), text("data:\n  init_args: {batch_size: 4, num_workers: 0, batch_size: 8}\n", "more.yaml")),
-        FIT + " --config more.yaml",
-        "more.yaml: the key 'batch_size' stands twice, in lines 2 and 2",
-    ),
     Case("an unknown recipe", nothing, "fit --recipe nope", "recipe"),
     Case("an unknown option of a job", nothing, FILTER + " --near-duplicate 0.8", "did you mean --near_duplicates?"),
-    Case("an option without its value", nothing, FILTER + " --near-duplicates", "near_duplicates"),
     Case("an option that is missing", nothing, "filter --input pairs.jsonl", "output"),
     Case("a similarity below a half", nothing, FILTER + " --near-duplicates 0.4", "near_duplicates"),
     Case("a margin above 1", nothing, MINE.replace("null", "1.5"), "margin must lie in (0, 1], got 1.5"),
-    Case("a last rank before the first", nothing, MINE + " --first-rank 5 --last-rank 3", "last_rank"),
-    Case("no clusters", nothing, CLUSTER.replace("clusters 2", "clusters 0"), "pairs.jsonl: no such file"),
     Case("words and a model at once", nothing, CLUSTER + " --model MODEL", "features uses neither model nor vectors"),
     Case(
         "a task beyond the last",
@@ -285,7 +213,7 @@ CASES = [
     Case(
         "a sweep over a key that there is not",
         sweep(parameters={"trainer.max_stepz": [1]}),
-        "sweep sweep.yaml --dry-run true",
+        "sweep sweep.yaml --dry-run",
         "sweep.yaml: point 0: ",
     ),
     Case("a point that is not in a sweep", sweep(), "sweep sweep.yaml --index 7", "index must lie in 0 … 1, got 7"),

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.reliability.cases import (
-    CLUSTER,
     ENCODE,
-    EVALUATE,
     FILTER,
     FIT,
     MINE,
@@ -96,21 +94,12 @@ CASES = [
         FILTER,
         {
             "a folder where records are to lie": (both(pairs, folder("out.parquet")), "out.parquet"),
-            "a file of something else for records": (
-                both(pairs, put("out.parquet", "mine")),
-                "out.parquet: something else lies there already",
-            ),
             "a file where the cache is to lie": (
                 both(pairs, put("sources", "mine"), variable("EMBED_CACHE", "sources")),
                 "sources: the cache cannot be written (File exists)",
             ),
-            "a pipe for records": (pipe("pairs.jsonl"), "pairs.jsonl: is no regular file"),
             "a link to nothing": (
                 lambda place: (place.folder / "pairs.jsonl").symlink_to("gone.jsonl"),
-                "pairs.jsonl: no such file",
-            ),
-            "a link to itself": (
-                lambda place: (place.folder / "pairs.jsonl").symlink_to("pairs.jsonl"),
                 "pairs.jsonl: no such file",
             ),
             "a task of an array that is none": (
@@ -119,28 +108,6 @@ CASES = [
             ),
         },
     ),
-    Case(
-        "a folder of something else for clusters", both(pairs, taken), CLUSTER, "out: something else lies there already"
-    ),
-    Case(
-        "a way through a file for mined records",
-        both(pairs, in_the_way),
-        MINE.replace("out.parquet", "out/mined.parquet"),
-        "out",
-    ),
-    Case(
-        "a folder where scores are to lie",
-        both(evaluation, folder("scores.json")),
-        EVALUATE,
-        "--output scores.json: is a directory",
-    ),
-    Case(
-        "a way through a file for scores",
-        both(evaluation, in_the_way),
-        EVALUATE.replace("scores.json", "out/scores.json"),
-        "out",
-    ),
-    Case("a folder where a picture is to lie", folder("out.png"), SHOW, "--output out.png: is a directory"),
     Case(
         "no matplotlib", missing("matplotlib"), SHOW, "matplotlib is not installed; run: pip install -e '.[quickstart]'"
     ),
@@ -169,15 +136,11 @@ CASES = [
         },
     ),
     Case(
-        "a folder of something else for synthetic records", taken, SYNTHESIZE, "out: something else lies there already"
-    ),
-    Case(
         "no client of an endpoint",
         missing("openai"),
         SYNTHESIZE,
         "openai is not installed; run: pip install -e '.[synthesis]'",
     ),
-    Case("a device for records", nothing, FILTER.replace("pairs.jsonl", "/dev/zero"), "/dev/zero: is no regular file"),
     Case("a full disk for vectors", both(corpus, FULL), ENCODE, "No space left on device; free or allow the path", 74),
     Case(
         "a disk that is read-only, for vectors",
@@ -186,35 +149,11 @@ CASES = [
         "Read-only file system; free or allow the path",
         74,
     ),
-    Case(
-        "a full disk for scores",
-        both(evaluation, FULL),
-        EVALUATE,
-        "scores.json: No space left on device; free or allow the path",
-        74,
-    ),
-    Case("a full disk for a model", FULL, CONVERT, "No space left on device; free or allow the path", 74),
-    Case("a full disk for records", both(pairs, FULL), FILTER, "No space left on device; free or allow the path", 74),
     Case("a full disk for a run", both(run(), FULL), FIT, "No space left on device; free or allow the path", 74),
     Case(
         "a folder that may not be written, for a run",
         both(run(), NOT_ALLOWED),
         FIT,
-        "Permission denied; free or allow the path",
-        74,
-    ),
-    Case("a full disk for a picture", FULL, SHOW, "No space left on device; free or allow the path", 74),
-    Case(
-        "a disk that is read-only, for clusters",
-        both(pairs, READ_ONLY),
-        CLUSTER,
-        "Read-only file system; free or allow the path",
-        74,
-    ),
-    Case(
-        "a folder that may not be written, for mined records",
-        both(pairs, NOT_ALLOWED),
-        MINE,
         "Permission denied; free or allow the path",
         74,
     ),

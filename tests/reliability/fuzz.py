@@ -33,8 +33,8 @@ from embeddings.cli.main import main
 from tests.reliability.cases import CLUSTER, ENCODE, EVALUATE, FILTER, FIT, MINE, SEARCH
 from tests.reliability.world import Place, World
 
-MOST_SECONDS = 30
-MOST_BYTES = 12 * 2**30
+MAX_SECONDS = 30
+MAX_BYTES = 12 * 2**30
 ENDINGS = (0, 2, 70, 74)
 # What a number or word of a text file becomes.
 ODD = (
@@ -129,7 +129,7 @@ class _Overtime(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: int, is_over: Event) -> Iterator[None]:
-    """End what takes longer, by the processor's time, and set the event, which stays where the end is not passed on."""
+    """End what takes longer, by the CPU's time, and set the event, which stays where the end is not passed on."""
 
     def stop(*_: object) -> None:
         is_over.set()
@@ -169,14 +169,14 @@ def run_case(world: World, seed: int, index: int) -> dict[str, Any]:
 
 def _outcome(words: list[str]) -> dict[str, Any]:
     errors, is_over = io.StringIO(), Event()
-    limit = time_limit(MOST_SECONDS, is_over)
+    limit = time_limit(MAX_SECONDS, is_over)
     try:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()), limit:
             code = main(words)
     except BaseException:
         return {"code": 1, "fault": traceback.format_exc()[-3000:]}
     if is_over.is_set():
-        return {"code": code, "fault": f"took more than {MOST_SECONDS} s, and then said {errors.getvalue()[-1500:]}"}
+        return {"code": code, "fault": f"took more than {MAX_SECONDS} s, and then said {errors.getvalue()[-1500:]}"}
     said = errors.getvalue()
     refusals = [line for line in said.splitlines() if line.startswith("error: ")]
     # What nobody foresaw is one line too, which names the file of its traceback.
@@ -189,7 +189,7 @@ def _outcome(words: list[str]) -> dict[str, Any]:
 
 def run_share(seed: int, indices: range, journal: Path, root: Path) -> None:
     """Run some cases in this process, each noted before and after."""
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     world = World(root)
     with journal.open("a") as file:
         # Behind whatever one that was killed has left of a line.
@@ -280,7 +280,7 @@ def run() -> int:
         faults = fuzz(given.count, given.seed, root)
     for case in faults:
         print(json.dumps(case).replace("\\n", "\n"))
-    print(f"{given.count} damaged files: {len(faults)} ended with a traceback, a crash, or after {MOST_SECONDS} s")
+    print(f"{given.count} damaged files: {len(faults)} ended with a traceback, a crash, or after {MAX_SECONDS} s")
     return len(faults)
 
 

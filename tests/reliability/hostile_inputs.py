@@ -3,7 +3,6 @@
 import io
 import json
 import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from tests.reliability.cases import ENCODE, EVALUATE, FILTER, FIT, MINE, Case, Make, both, copied, put, rows, run, table
+from tests.reliability.cases import EVALUATE, FILTER, FIT, Case, Make, both, copied, put, rows, run, table
 from tests.reliability.checkpoints import SEARCH, content
 from tests.reliability.config import at, callback, chosen
 from tests.reliability.hostile import CANARY, COMMAND, MODULE, PICKLE, Payload, deep
-from tests.reliability.index import mined, vectors
+from tests.reliability.index import vectors
 from tests.reliability.world import Place
 
 PYTHON = "!!python/object/apply:os.system [touch canary]"
@@ -32,14 +31,6 @@ def tar_of(name: str) -> bytes:
         member = tarfile.TarInfo(name)
         member.size = len(PICKLE)
         file.addfile(member, io.BytesIO(PICKLE))
-    return buffer.getvalue()
-
-
-def zip_of(name: str) -> bytes:
-    """A zip archive with a member that leads out of its folder."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        file.writestr(name, PICKLE)
     return buffer.getvalue()
 
 
@@ -80,11 +71,6 @@ def shards(name: str) -> Make:
     return both(copied("sharded", damage, "model"), run(change))
 
 
-def named(name: str) -> Make:
-    """A file of records whose name a terminal would obey."""
-    return put(name, '{"query": 3}\n')
-
-
 def linked(name: str) -> Make:
     """A link that leads to the canary's place."""
 
@@ -102,10 +88,6 @@ CASES = [
         FIT,
         {
             "a tag that calls": (put("config.yaml", f"trainer: {PYTHON}\n"), "config.yaml: not a YAML file"),
-            "a tag that makes an object": (
-                put("config.yaml", "trainer: !!python/object:subprocess.Popen {args: touch canary}\n"),
-                "config.yaml: not a YAML file",
-            ),
             "a tag that names a function": (
                 put("config.yaml", "a: !!python/name:os.system\n"),
                 "config.yaml: not a YAML file",
@@ -115,24 +97,12 @@ CASES = [
                 callback("subprocess.Popen", args=COMMAND, shell=True),
                 "may not name subprocess.Popen",
             ),
-            "eval for a loss": (
-                chosen("model.init_args.loss", "builtins.eval", source="1"),
-                "may not name builtins.eval",
-            ),
             "another module through one of ours": (
                 chosen(OPTIMIZER, "embeddings.callbacks.run_record.subprocess.Popen", args=COMMAND),
                 "may not name",
             ),
-            "another module through torch's": (
-                chosen(OPTIMIZER, "torch.optim.optimizer.os.system", command=COMMAND),
-                "has no attribute 'os'",
-            ),
             "a module beside the command": (
                 with_module(chosen("data", "canary_module.Thing")),
-                "may not name canary_module.Thing",
-            ),
-            "a module for a logger": (
-                with_module(chosen("trainer.logger", "canary_module.Thing")),
                 "may not name canary_module.Thing",
             ),
             "a target of hydra's": (at("model.init_args", _target_="os.system", command=COMMAND), "_target_"),
@@ -166,9 +136,8 @@ CASES = [
         },
     ),
     *table(
-        "sweep sweep.yaml --count true",
+        "sweep sweep.yaml --count",
         {
-            "a tag that calls, for a sweep": (put("sweep.yaml", f"recipe: {PYTHON}\n"), "sweep.yaml: not a YAML file"),
             "a config of a sweep that leads elsewhere": (
                 put("sweep.yaml", "configs: [/proc/self/environ]\nparameters: {a: [1]}\n"),
                 "/proc/self/environ",
@@ -181,7 +150,7 @@ CASES = [
             run(),
             put("sweep.yaml", f"configs: [config.yaml]\nparameters: {{{OPTIMIZER}: [{{class_path: os.system}}]}}\n"),
         ),
-        "sweep sweep.yaml --dry-run true",
+        "sweep sweep.yaml --dry-run",
         "may not name os.system",
     ),
     # Data.
@@ -190,10 +159,6 @@ CASES = [
         {
             "a pickle for records": (put("pairs.jsonl", PICKLE), "pairs.jsonl:1: "),
             "a tar archive with a way out": (put("pairs.jsonl", tar_of("../../canary")), "pairs.jsonl:1: "),
-            "a zip archive with a way out": (
-                put("pairs.jsonl", zip_of("../../canary")),
-                "pairs.jsonl:1: the file is a zip archive",
-            ),
             "a column of pickles": (pickled_column, "pairs.jsonl:1: query is bytes, expected text"),
             "records nested deep": (put("pairs.jsonl", deep()), "pairs.jsonl:1: the JSON is nested too deep"),
         },
@@ -211,12 +176,6 @@ CASES = [
         put("data/data.py", MODULE),
         FILTER.replace("pairs.jsonl", "hub:data"),
         "hub:data: cannot be read",
-    ),
-    Case(
-        "a name of a file that a terminal obeys",
-        named("a\x1b[31m\nerror: all is well.jsonl"),
-        [*FILTER.split()[:2], "a*.jsonl", *FILTER.split()[3:]],
-        r"a\x1b[31m error: all is well.jsonl:1",
     ),
     Case(
         "an id that a terminal obeys",
@@ -239,18 +198,11 @@ CASES = [
         "vectors/manifest.json: is empty or damaged",
     ),
     Case(
-        "vectors to mine from that are objects",
-        mined("documents", object_array),
-        f"{MINE} --vectors vectors --precision float32",
-        "vectors/documents/vectors-00000.npy: is missing, empty or damaged",
-    ),
-    Case(
         "an index of shards that leads outside",
         shards("../canary.safetensors"),
         FIT,
         "names the shard '../canary.safetensors'",
     ),
-    Case("an index of shards that names a pickle", shards("canary.bin"), FIT, "names the shard 'canary.bin'"),
     # Links in place of what is written.
     Case(
         "a link where scores are to lie",
@@ -260,23 +212,10 @@ CASES = [
         0,
     ),
     Case(
-        "links where a model is to lie",
-        both(linked("out/config.json"), linked("out/model.safetensors")),
-        CONVERT,
-        "",
-        0,
-    ),
-    Case(
         "a link for a lock",
         both(rows("pairs.jsonl", {"query": "a", "positive": "b"}), linked("out.parquet.work/.lock")),
         FILTER,
         "out.parquet.work/.lock: ",
         74,
-    ),
-    Case(
-        "a link for the manifest of a folder",
-        both(rows("corpus.jsonl", {"text": "a"}), linked("out/manifest.json")),
-        ENCODE,
-        "out: something else lies there already",
     ),
 ]

@@ -12,9 +12,9 @@ ALL = [*hostile.CASES, *hostile_inputs.CASES]
 CASES = {case.name: case for case in ALL}
 
 
-def test_there_are_sixty_of_them() -> None:
-    assert len(CASES) == len(ALL) >= 60
-    assert len([case for case in ALL if case.code]) >= 50
+def test_there_are_fifty_of_them() -> None:
+    assert len(CASES) == len(ALL) >= 50
+    assert len([case for case in ALL if case.code]) >= 40
 
 
 def test_the_watch_sees_what_the_payload_does(place: Place) -> None:
