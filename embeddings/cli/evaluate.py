@@ -1,8 +1,10 @@
-"""`evaluate --tasks`: a model's scores on tasks of mteb."""
+"""`evaluate`: a model's scores on evaluation folders, or on tasks of mteb."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from embeddings.cli.encode import PrecisionName, load_encoder, warn_of_untrained, warn_without_context
 from embeddings.common import InputError, OptionError
@@ -14,76 +16,7 @@ from embeddings.evaluation.mteb_library import load_mteb
 from embeddings.inference import Encoder
 
 if TYPE_CHECKING:
-    from embeddings.evaluation.task_runs import TaskSettings
-
-
-@dataclass(frozen=True)
-class TaskPlan:
-    """What is to be run, once all that can be known without the model is known to be right.
-
-    Attributes:
-        tasks: The tasks of mteb, not loaded.
-        output: The folder of their results.
-        settings: What the scores depend on beside the model.
-        share: The numbers of the tasks that are this process's.
-    """
-
-    tasks: list[Any]
-    output: Path
-    settings: "TaskSettings"
-    share: range
-
-    @classmethod
-    def of(
-        cls,
-        names: str | list[str],
-        output: Path | None,
-        instructions: str | None,
-        task_index: int | None,
-        num_tasks: int | None,
-        **settings: Any,
-    ) -> Self:
-        """The plan of the options of `evaluate`, which describes them; the settings are a `TaskSettings`'s others.
-
-        Raises:
-            MissingExtraError: If mteb is not installed.
-            OptionError: If an option is impossible.
-            InputError: If a file or folder that an option names cannot be used.
-        """
-
-        if output is None:
-            raise OptionError("output", None, "must name the folder of the tasks' results", "--output FOLDER")
-        if output.exists() and not output.is_dir():
-            raise InputError(f"--output {output}", "is a file", "name a folder")
-        task = ArrayTask.resolve(task_index, num_tasks)
-        table = None if instructions is None else Instructions.read(instructions)
-        load_mteb()
-        from embeddings.evaluation.mteb_library import find_tasks
-        from embeddings.evaluation.task_runs import TaskSettings
-
-        chosen = TaskSettings(instructions=table, **settings)
-        tasks = find_tasks(names)
-        return cls(tasks, output, chosen, task.shards(len(tasks)))
-
-    def run(self, encoder: Encoder, model: str) -> str:
-        """Run the tasks that have no result yet, and return the table of all that have one.
-
-        Args:
-            encoder: The model.
-            model: What it is called.
-
-        Raises:
-            OptionError: If a setting is impossible for this model.
-            InputError: If a task's data cannot be had or used, or a score is no number.
-        """
-        from embeddings.evaluation.task_runs import format_table, run_tasks
-
-        scores = run_tasks(encoder, model, self.tasks, self.output, self.settings, self.share)
-        missing = sum(not score.complete for score in scores)
-        lines = [format_table(scores)]
-        if missing:
-            lines.append(f"this process's tasks are done, {missing} others are missing yet")
-        return "\n".join(lines)
+    pass
 
 
 def evaluate(
@@ -129,22 +62,51 @@ def evaluate(
         given = "neither" if data is None else "both"
         raise OptionError("data", given, "or tasks must be given", "--data FOLDER, or --tasks NAME --output FOLDER")
     widths = [dimensions] if isinstance(dimensions, int) else dimensions
-    settings = {"prompt_name": prompt_name, "context_size": context_size, "context_seed": context_seed}
+    settings: dict[str, Any] = {"prompt_name": prompt_name, "widths": widths}
+    settings |= {"context_size": context_size, "context_seed": context_seed}
     if tasks is not None:
-        plan = TaskPlan.of(tasks, output, instructions, task_index, num_tasks, widths=widths, **settings)
+        run = _planned_tasks(tasks, output, instructions, ArrayTask.resolve(task_index, num_tasks), settings)
     else:
         folders = _folders(data, output, instructions=instructions, task_index=task_index, num_tasks=num_tasks)
+        run = partial(_score_folders, folders=folders, output=output, settings=settings)
     encoder = load_encoder(model, precision, None)
     warn_of_untrained(encoder, widths or [])
     warn_without_context(encoder, context_size is not None, "--context-size")
-    if tasks is not None:
-        print(plan.run(encoder, model))
-    else:
-        _score_folders(encoder, folders, output, widths=widths, **settings)
+    print(run(encoder, model))
+
+
+def _planned_tasks(
+    names: str | list[str], output: Path | None, instructions: str | None, task: ArrayTask, settings: dict[str, Any]
+) -> Callable[[Encoder, str], str]:
+    """What runs this process's tasks of mteb and returns the table of all that have a result.
+
+    Whatever can be wrong without the model is refused first.
+    """
+    if output is None:
+        raise OptionError("output", None, "must name the folder of the tasks' results", "--output FOLDER")
+    if output.exists() and not output.is_dir():
+        raise InputError(f"--output {output}", "is a file", "name a folder")
+    table = None if instructions is None else Instructions.read(instructions)
+    load_mteb()
+    from embeddings.evaluation.mteb_library import find_tasks
+    from embeddings.evaluation.task_runs import TaskSettings, format_table, run_tasks
+
+    chosen = TaskSettings(instructions=table, **settings)
+    tasks = find_tasks(names)
+
+    def run(encoder: Encoder, model: str) -> str:
+        scores = run_tasks(encoder, model, tasks, output, chosen, task.shards(len(tasks)))
+        missing = sum(not score.complete for score in scores)
+        lines = [format_table(scores)]
+        if missing:
+            lines.append(f"this process's tasks are done, {missing} others are missing")
+        return "\n".join(lines)
+
+    return run
 
 
 def _folders(data: Path | list[Path] | None, output: Path | None, **without_effect: Any) -> list[Path]:
-    """The folders to score, where nothing else is amiss with the options that go with them."""
+    """The folders to score, once the other options are known to fit."""
 
     for option, value in without_effect.items():
         if value is not None:
@@ -157,11 +119,12 @@ def _folders(data: Path | list[Path] | None, output: Path | None, **without_effe
     return folders
 
 
-def _score_folders(encoder: Encoder, folders: list[Path], output: Path | None, **settings: Any) -> None:
-    """Print the scores on folders, and write them where a file is named."""
-
+def _score_folders(
+    encoder: Encoder, model: str, *, folders: list[Path], output: Path | None, settings: dict[str, Any]
+) -> str:
+    """The table of scores on folders, which are written too where a file is named."""
     results = evaluate_folders(encoder, folders, **settings)
-    print(format_results(results))
     if output is not None:
         trained = {"trained_widths": list(encoder.embedder.trained_widths)}
         write_json(output, [{**asdict(result), **trained} for result in results])
+    return format_results(results)

@@ -59,7 +59,8 @@ def export(
         raise InputError(str(checkpoint), "no such checkpoint file", "give the .ckpt file of a run under checkpoints/")
     results = [] if scores is None else read_scores(scores)
     state = read_checkpoint(checkpoint)
-    module = trained_module(state, checkpoint)
+    module: Any = configured_module(state, str(checkpoint), explain=reason)
+    set_weights(module, state, str(checkpoint))
     embedder = getattr(module, "embedder", None)
     if embedder is None:
         given = {"scores": scores, "licence": licence, "format": None if format == "torch" else format}
@@ -101,19 +102,6 @@ def write_graphs(folder: Path, output: Path, *, with_int8: bool) -> list[str]:
         told = f"least cosine {write_int8_onnx(folder):.4f} of mean states over texts of random tokens"
         lines.append(f"wrote {output / INT8_GRAPH_FILE}: {told}")
     return lines
-
-
-def trained_module(state: dict[str, Any], checkpoint: Path) -> Any:
-    """The module of a checkpoint with its weights.
-
-    Raises:
-        InputError: If the checkpoint does not say how it is built, or it is none of those that train a model, or its
-            weights do not fit.
-    """
-
-    module = configured_module(state, str(checkpoint), explain=reason)
-    set_weights(module, state, str(checkpoint))
-    return module
 
 
 def import_checkpoint(

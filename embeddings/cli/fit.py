@@ -32,8 +32,8 @@ from embeddings.cli.errors import ConfigError
 from embeddings.cli.parser import OneLineParser, reason, with_hint
 from embeddings.cli.resume import (
     AUTO,
+    check_checkpoint,
     check_plan,
-    check_resumable,
     find_latest_checkpoint,
     pin_checkpoint_dir,
     resumed_run,
@@ -56,8 +56,6 @@ FLOAT16 = ("16", "16-true", "16-mixed")
 MAX_SEED = 2**32 - 1
 # A process takes half a gigabyte before it holds a model.
 MAX_DEVICES_PER_CPU = 8
-# Beyond any run: thirty years of a step each millisecond.
-MAX_STEPS = 10**12
 UNION_ERROR = "Does not validate against any of the Union subtypes"
 
 
@@ -128,8 +126,8 @@ class TrainerCLI(LightningCLI):
         """Make the trainer.
 
         Raises:
-            OptionError: If gradients are to be accumulated over no batch, or clipped to a norm below 0, or a processor
-                is to work in float16, all of which Lightning accepts.
+            OptionError: If gradients are accumulated over no batch or clipped to a norm below 0, or a CPU works in
+                float16, all of which Lightning accepts.
             ConfigError: If Lightning refuses an option, or the machine lacks what it asks for.
         """
         batches, norm = (self.config.fit.trainer[name] for name in ("accumulate_grad_batches", "gradient_clip_val"))
@@ -147,7 +145,7 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(refused_option(str(error), self.config.fit.trainer.as_dict())) from error
         precision = str(self.config.fit.trainer.precision)
         if precision in FLOAT16 and trainer.strategy.root_device.type == "cpu":
-            rule = "must not be float16 on a processor"
+            rule = "must not be float16 on a CPU"
             raise OptionError("trainer.precision", precision, rule, "bf16-mixed is the other half precision")
         show_whole_run(trainer, callbacks)
         make_checkpoints_durable(trainer)
@@ -213,7 +211,7 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
         ConfigError: If the arguments do not parse, two configs choose a method, or Lightning refuses an option.
     """
     restrict_imports()
-    words = list(argv)
+    words = [re.sub(r"^--[a-z_-]+(?=$|=)", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
     expanded = expand_recipe(words)
     if expanded != words:
         print("python main.py " + " ".join(expanded), file=sys.stderr)
@@ -291,11 +289,7 @@ def refused_option(message: str, given: dict[str, Any]) -> str:
 
 
 def check_numbers(given: Namespace) -> None:
-    """Check the numbers that would end in a traceback, or in a run without an end.
-
-    Raises:
-        OptionError: If the seed is none, there are more processes than the machine can hold, or a limit is too far.
-    """
+    """Check numbers that Lightning does not: the seed's range, and more processes than the machine can hold."""
     if not 0 <= given.seed_everything <= MAX_SEED:
         rule = f"must lie in 0 … {MAX_SEED}"
         raise OptionError("seed_everything", given.seed_everything, rule, "take any number in it")
@@ -303,29 +297,6 @@ def check_numbers(given: Namespace) -> None:
     if str(devices).isdecimal() and int(devices) > most:
         rule = f"must be at most {MAX_DEVICES_PER_CPU} for each CPU core, {most} here"
         raise OptionError("trainer.devices", devices, rule, "lower it")
-    for name in ("max_steps", "max_epochs"):
-        limit = given.trainer[name]
-        if limit is not None and limit > MAX_STEPS:
-            rule = f"must be at most {MAX_STEPS}"
-            raise OptionError(f"trainer.{name}", limit, rule, "-1 sets no limit")
-
-
-def check_checkpoint(path: str | None) -> None:
-    """Check the checkpoint to resume from, before anything is made.
-
-    Raises:
-        ConfigError: If there is no such file, or training cannot go on from it.
-    """
-    if path is None or path == AUTO or ":" in path:
-        return
-    if path in ("best", "last", "hpc"):
-        raise ConfigError(f"--ckpt_path {path}: names no file here; auto takes the newest one, or give a file's path")
-    if not Path(path).exists():
-        raise ConfigError(f"--ckpt_path {path}: no such file; give a run's last.ckpt, or leave it out to start anew")
-    try:
-        check_resumable(Path(path))
-    except InputError as error:
-        raise ConfigError(f"--ckpt_path {error}") from error
 
 
 def lists_as_configs(argv: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from embeddings.callbacks.run_record import ResumedRun
+from embeddings.cli.errors import ConfigError
 from embeddings.common import InputError
 from embeddings.common.checkpoint_file import inspect_checkpoint, peek_checkpoint
 from embeddings.common.errors import shown
@@ -42,6 +43,24 @@ _FREE = frozenset(
 
 class OtherRunError(InputError):
     """A checkpoint of another run."""
+
+
+def check_checkpoint(path: str | None) -> None:
+    """Check the value of `--ckpt_path`, before anything is built.
+
+    Raises:
+        ConfigError: If there is no such file, or training cannot be resumed from it.
+    """
+    if path is None or path == AUTO or ":" in path:
+        return
+    if path in ("best", "last", "hpc"):
+        raise ConfigError(f"--ckpt_path {path}: names no file here; auto takes the newest one, or give a file's path")
+    if not Path(path).exists():
+        raise ConfigError(f"--ckpt_path {path}: no such file; give a run's last.ckpt, or leave it out to start anew")
+    try:
+        check_resumable(Path(path))
+    except InputError as error:
+        raise ConfigError(f"--ckpt_path {error}") from error
 
 
 def check_resumable(path: Path, run: Mapping[str, Any] | None = None, global_batch_size: int | None = None) -> None:

@@ -48,7 +48,7 @@ def test_pairs_become_records_with_negatives_and_a_report(mine, capsys):
     assert mine(*options) == 0
     printed = capsys.readouterr().out
     assert "12 queries, 12 documents" in printed
-    assert "own positive                              12" in printed
+    assert re.search(r"own positive +12", printed)
     assert "wrote 36 negatives to mined.parquet" in printed
     rows = pq.read_table("mined.parquet").to_pylist()
     assert [len(row["negatives"]) for row in rows] == [3] * 12
@@ -171,7 +171,7 @@ def test_vectors_that_encode_made_with_a_given_prompt_serve_a_job_with_that_prom
 def test_array_tasks_share_the_work_and_the_last_one_reports(mine, capsys, monkeypatch):
     options = ["--num-negatives", "3", "--margin", "null", "--shard-size", "5"]
     assert mine(*options, "--task-index", "1", "--num-tasks", "2") == 0
-    assert "others are missing yet" in capsys.readouterr().out
+    assert "others are missing" in capsys.readouterr().out
     for name, value in {"ID": "4", "MIN": "4", "COUNT": "2"}.items():
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     assert mine(*options) == 0

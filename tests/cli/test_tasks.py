@@ -28,7 +28,7 @@ def test_tasks_are_scored_shared_and_gone_on_with(world, tmp_path, capsys, monke
     share = ["--task-index", "0", "--num-tasks", "2"]
     assert main(line(world, tmp_path / "out", *tasks, *share)) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[-1] == "this process's tasks are done, 1 others are missing yet"
+    assert said[-1] == "this process's tasks are done, 1 others are missing"
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
     assert main(line(world, tmp_path / "out", *tasks)) == 0

@@ -10,7 +10,7 @@ from tests.reliability.world import Place
 
 ROW = b'{"query": "pad", "positive": "the pad"}\n'
 OTHER = b'{"query": "fox", "positive": "the fox"}\n'
-TWO = "records                                              2"
+TWO = "records              2"
 
 
 def parquet(place: Place) -> None:

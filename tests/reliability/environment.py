@@ -117,9 +117,9 @@ CASES = [
         {
             "a file where runs are to lie": (both(run(), put("run", "mine")), "run"),
             "a GPU to train on where there is none": (at("trainer", accelerator="gpu"), "trainer.accelerator: gpu"),
-            "half precision on a processor": (
+            "half precision on a CPU": (
                 at("trainer", precision="16-true"),
-                "trainer.precision must not be float16 on a processor, got '16-true'",
+                "trainer.precision must not be float16 on a CPU, got '16-true'",
             ),
             "a SLURM variable that is no number": (
                 both(run(), variable("SLURM_PROCID", "first")),

@@ -83,7 +83,7 @@ CASES = [
             ),
             "rows that are neither pairs nor labels": (
                 tested({"question": "a"}),
-                "eval/test.jsonl:1: is a row of no kind of set (found: question)",
+                "eval/test.jsonl:1: is a row of no known kind (found: question)",
             ),
             "a folder without data": (lambda place: (place.folder / "eval").mkdir(), "eval: holds no evaluation data"),
             "a folder that is not there": (put("a", ""), "eval: holds no evaluation data"),
