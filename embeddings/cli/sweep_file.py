@@ -19,7 +19,7 @@ Point = dict[str, Any]
 
 SEED_KEY = "seed_everything"
 # Each point becomes a folder, and all of them a table; more are a slip, and would not fit in memory.
-MOST_POINTS = 100_000
+MAX_POINTS = 100_000
 # Each run has its own folder, logger and checkpoint to go on from.
 OWN_KEYS = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.logger")
 
@@ -252,8 +252,8 @@ def _drawn(path: Path, content: Mapping[str, Any], parameters: Mapping[str, Any]
 
 
 def _check_number(where: str, num_points: int) -> None:
-    if num_points > MOST_POINTS:
-        what = f"makes {num_points} points, more than {MOST_POINTS}"
+    if num_points > MAX_POINTS:
+        what = f"makes {num_points} points, more than {MAX_POINTS}"
         raise InputError(where, what, "vary less, or draw fewer points with method: random")
 
 

