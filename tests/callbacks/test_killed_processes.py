@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from embeddings.callbacks import DurableCheckpointIO
-from embeddings.cli.resume import newest_checkpoint
+from embeddings.cli.resume import find_latest_checkpoint
 from embeddings.common.checkpoint_file import read_checkpoint
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
 
@@ -196,9 +196,9 @@ def test_a_kill_at_this_point_loses_an_interval_at_most(
     assert os.WIFSIGNALED(status), capfd.readouterr().err
     # Two writes a step, and a removal from the second step on.
     step = time if stage.startswith("prune") else (time + 1) // 2
-    found = newest_checkpoint(tmp_path)
+    found = find_latest_checkpoint(tmp_path)
     assert found is not None
     assert "left out" not in capfd.readouterr().err
     assert step - 1 <= read_checkpoint(found)["global_step"] <= step
     assert train(tmp_path, DurableCheckpointIO(asynchronous), found).global_step == 4
-    assert read_checkpoint(newest_checkpoint(tmp_path) or "")["global_step"] == 4
+    assert read_checkpoint(find_latest_checkpoint(tmp_path) or "")["global_step"] == 4
