@@ -141,7 +141,7 @@ def logged_levels(cli: Any) -> dict[int, float]:
         return {int(row["step"]): float(row["train/level"]) for row in csv.DictReader(file) if row["train/level"]}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [2])
 def test_the_level_of_each_step_is_logged(accumulate: int, tmp_path: Path) -> None:
     config = mgh_config(tmp_path)
     config["trainer"] |= {"accumulate_grad_batches": accumulate, "callbacks": [CACHE]}
