@@ -168,7 +168,7 @@ def test_a_compiled_run_goes_on_and_is_exported_as_a_plain_one(tmp_path: Path, m
     monkeypatch.setattr(backbone, "_COMPILER", {"backend": "aot_eager"})
     config = run_config(tmp_path)
     keep = {"dirpath": str(tmp_path / "run" / "kept"), "every_n_train_steps": 2, "save_last": True, "save_top_k": 0}
-    export = {"output": str(tmp_path / "model")}
+    export = {"output": str(tmp_path / "model"), "replace": True}
     config["trainer"]["callbacks"] = [
         {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep},
         {"class_path": "embeddings.callbacks.ExportModel", "init_args": export},
