@@ -21,8 +21,7 @@ from embeddings.models import BackboneConfig, ContextualEmbedder, load_backbone
 from embeddings.models.backbone import compile_layers
 from embeddings.models.lora import plain_backbone
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory
-from embeddings.training.gradcache import RandomState
-from embeddings.training.graphs import attach_gradient
+from embeddings.training.gradcache import RandomState, attach_gradient
 from embeddings.training.optim import Schedule
 from embeddings.training.strategy import training_strategy
 

@@ -6,17 +6,19 @@
 2. Compute the loss of all representations together, and its gradient with respect to each of them.
 3. Embed each mini-batch again, from its random state and with a graph, and pass its share of that gradient backwards.
 
-`plan_stages` cuts a batch into mini-batches, `RandomState` replays dropout, `plain_step` is what all of this equals.
-Which graphs of the first pass are kept, and need no second forward, is decided in `training.graphs`.
+`plan_stages` cuts a batch into mini-batches, `RandomState` replays dropout, `attach_gradient` hands a mini-batch its
+gradient, and `plain_step` is what all of this equals. Which graphs of the first pass are kept, and need no second
+forward, is decided by `GraphBudget` in `training.graphs`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from embeddings.common import (
     ContextualStep,
@@ -30,7 +32,7 @@ from embeddings.common import (
 from embeddings.common.distributed import is_distributed, reduce_int
 from embeddings.common.types import plan_mini_batches, take_texts
 from embeddings.models.moe.experts import shared_casts
-from embeddings.training.graphs import GraphBudget, GraphMemory, attach_gradient, graph_leaves
+from embeddings.training.graphs import GraphBudget, GraphMemory, graph_leaves
 
 Backward = Callable[[Tensor], None]
 NoSync = Callable[[], AbstractContextManager[object]]
@@ -184,6 +186,42 @@ def plain_step(step: ContrastiveStep, batch: ContrastiveBatch) -> LossOutput:
 def _contextual(step: ContrastiveStep) -> ContextualStep:
     assert isinstance(step, ContextualStep), "a batch with a context needs a step that embeds it"
     return step
+
+
+def attach_gradient(
+    value: Tensor, outputs: Sequence[Tensor], gradients: Sequence[Tensor], untouched: Sequence[Tensor] = ()
+) -> Tensor:
+    """A scalar with a given value, and with given gradients with respect to given tensors.
+
+    This is GradCache's surrogate loss. No sum of products is computed, so nothing can overflow in half precision, and a
+    loss scale multiplies the gradients in float32 before they take the outputs' dtype.
+
+    Args:
+        value: Its value, ().
+        outputs: Tensors with a graph behind them, or leaves.
+        gradients: For each output its gradient, of its shape.
+        untouched: Leaves that its backward reaches with a gradient of zero, without using memory.
+    """
+    attached: Tensor = _AttachGradient.apply(  # type: ignore[no-untyped-call]
+        value.detach(), len(outputs), *gradients, *outputs, *untouched
+    )
+    return attached
+
+
+class _AttachGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, num_outputs: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[:num_outputs])
+        ctx.untouched = [(leaf.dtype, leaf.device, leaf.shape) for leaf in tensors[2 * num_outputs :]]
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: tuple[Tensor, ...] = ctx.saved_tensors
+        scaled = [(gradient * factor).to(gradient.dtype) for gradient in gradients]
+        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for dtype, device, shape in ctx.untouched]
+        return (None, None, *(None for _ in gradients), *scaled, *zeros)
 
 
 class GradCache:

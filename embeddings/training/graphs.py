@@ -1,4 +1,4 @@
-"""Autograd graphs: attaching a gradient to them, finding their leaves, and keeping them within a memory budget."""
+"""Autograd graphs: their leaves, the memory that they hold, and how many fit into a budget."""
 
 import math
 from collections import Counter
@@ -9,46 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from embeddings.common import OptionError
-
-
-def attach_gradient(
-    value: Tensor, outputs: Sequence[Tensor], gradients: Sequence[Tensor], untouched: Sequence[Tensor] = ()
-) -> Tensor:
-    """A scalar with a given value, and with given gradients with respect to given tensors.
-
-    This is GradCache's surrogate loss. No sum of products is computed, so nothing can overflow in half precision, and a
-    loss scale multiplies the gradients in float32 before they take the outputs' dtype.
-
-    Args:
-        value: Its value, ().
-        outputs: Tensors with a graph behind them, or leaves.
-        gradients: For each output its gradient, of its shape.
-        untouched: Leaves that its backward reaches with a gradient of zero, without using memory.
-    """
-    attached: Tensor = _AttachGradient.apply(  # type: ignore[no-untyped-call]
-        value.detach(), len(outputs), *gradients, *outputs, *untouched
-    )
-    return attached
-
-
-class _AttachGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, num_outputs: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors[:num_outputs])
-        ctx.untouched = [(leaf.dtype, leaf.device, leaf.shape) for leaf in tensors[2 * num_outputs :]]
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: tuple[Tensor, ...] = ctx.saved_tensors
-        scaled = [(gradient * factor).to(gradient.dtype) for gradient in gradients]
-        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for dtype, device, shape in ctx.untouched]
-        return (None, None, *(None for _ in gradients), *scaled, *zeros)
 
 
 def graph_leaves(root: Tensor) -> list[Tensor]:

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import OptionError
-from embeddings.training.graphs import GraphBudget, GraphMemory, attach_gradient, graph_leaves
+from embeddings.training.gradcache import attach_gradient
+from embeddings.training.graphs import GraphBudget, GraphMemory, graph_leaves
 
 
 def test_the_scalar_has_the_value_and_hands_out_the_gradients() -> None:
