@@ -1,11 +1,18 @@
 """The contract between a method and everything that trains it."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from embeddings.common.packed_rows import PackedRows
+from embeddings.common.text import TextSettings
 from embeddings.common.types import ContrastiveBatch, LossOutput, Representations, TokenBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,73 @@ class NeedsBatches(Protocol):
     def batch_needs(self) -> BatchNeeds:
         """What the module needs."""
         ...
+
+
+class RunData(ABC):
+    """What a run knows of its training data. The library's data modules inherit it; a run may also have another one.
+
+    Attributes:
+        batch_size: Entries of one rank's batch.
+        text: How texts become tokens, None where documents are packed into rows.
+        row_length: Tokens of a packed row, None where texts are not packed.
+        has_surrogates: Whether batches carry another model's vectors.
+    """
+
+    batch_size: int
+    text: TextSettings | None = None
+    row_length: int | None = None
+    has_surrogates: bool = False
+
+    @property
+    @abstractmethod
+    def batches_per_epoch(self) -> int:
+        """Batches of one rank in an epoch of the plan; `setup` comes first."""
+
+    @property
+    @abstractmethod
+    def source_rows(self) -> dict[str, int]:
+        """The number of rows of each source, by its name; `setup` comes first."""
+
+    @abstractmethod
+    def located(self, rows: Iterable[int]) -> dict[str, list[int]]:
+        """Rows of batches (`row_B`, `row_N`) by the name of their source, numbered within it from 0."""
+
+    @abstractmethod
+    def expect_state(self, state_dict: dict[str, Any]) -> None:
+        """Note the state that the run is to resume from: `prepare_data` then refuses another plan."""
+
+
+def run_data(trainer: Any) -> RunData | None:
+    """The data of a trainer's run, None where it has none or one of another kind."""
+    data = getattr(trainer, "datamodule", None)
+    return data if isinstance(data, RunData) else None
+
+
+@runtime_checkable
+class TokenizedModule(Protocol):
+    """A module that brings the tokenizer of its texts."""
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """A fast tokenizer."""
+        ...
+
+
+@runtime_checkable
+class TextModule(TokenizedModule, Protocol):
+    """A module that starts from a model with text settings of its own."""
+
+    @property
+    def text(self) -> TextSettings:
+        """The model's settings."""
+        ...
+
+
+@runtime_checkable
+class RowTaskModule(TokenizedModule, Protocol):
+    """A module that trains on what its task makes of packed rows; the data workers call the task."""
+
+    task: Callable[[PackedRows], Any]
 
 
 @runtime_checkable

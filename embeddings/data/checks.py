@@ -1,8 +1,8 @@
-"""Whether the records of a run have negatives at all, and of the levels that its curriculum asks for."""
+"""What is checked and logged before a run: negatives and their levels, prompts, and columns that nothing uses."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,82 +13,15 @@ from embeddings.common.text import TextSettings
 from embeddings.data.dataset import SourceDataset
 from embeddings.data.records import NUM_LEVELS
 from embeddings.data.sources import SourceConfig
-from embeddings.data.table import Table
 from embeddings.data.tokenize import TextTokenizer
 
-
-@dataclass
-class LevelCoverage:
-    """Which levels the records of a source have.
-
-    Attributes:
-        num_records: All converted records, those that `max_rows` leaves out too.
-        num_ungraded: Records without a negative that has a level.
-        num_lacking: Records that have a level, but not this one, by level.
-        first_lacking: Number of the first record without this level, graded or not, from 1, by level.
-    """
-
-    num_records: int = 0
-    num_ungraded: int = 0
-    num_lacking: dict[int, int] = field(default_factory=dict)
-    first_lacking: dict[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, table: Table) -> Self:
-        """Count through a source's records; a batch of them is looked at at a time."""
-        coverage = cls(num_lacking=dict.fromkeys(range(1, NUM_LEVELS + 1), 0))
-        for levels_N in table.row_levels():
-            is_graded_N = levels_N > 1
-            for level in coverage.num_lacking:
-                lacking_N = (levels_N >> level & 1) == 0
-                coverage.num_lacking[level] += int(np.count_nonzero(lacking_N & is_graded_N))
-                if lacking_N.any():
-                    coverage.first_lacking.setdefault(level, coverage.num_records + int(lacking_N.argmax()) + 1)
-            coverage.num_ungraded += int(np.count_nonzero(~is_graded_N))
-            coverage.num_records += len(levels_N)
-        return coverage
-
-
-def check_levels(sources: Sequence[SourceDataset], levels: Sequence[int], stand_in: bool) -> None:
-    """Check that every record has a negative of every level, or say how many have not.
-
-    Args:
-        sources: The sources of the run.
-        levels: The levels that the curriculum passes through.
-        stand_in: Whether a record may lack levels, for which others then stand in (`places_of_level`).
-
-    Raises:
-        InputError: If a record lacks a level and may not; the message names source, record and level.
-        OptionError: If no negative of any source has a level, so that the curriculum cannot take effect.
-    """
-    found = [(source.config.name, LevelCoverage.of(source.cached.table)) for source in sources]
-    if all(coverage.num_ungraded == coverage.num_records for _, coverage in found):
-        rule = "needs negatives with levels, and no source has any"
-        fix = 'write negatives as {"text", "level"}, or use another sampler'
-        raise OptionError("data.sampler", "CurriculumBatchSampler", rule, fix)
-    for name, coverage in found:
-        total = coverage.num_records
-        for level in sorted(levels, reverse=True):
-            count = coverage.num_lacking[level]
-            if level in coverage.first_lacking and not stand_in:
-                record, all_lacking = coverage.first_lacking[level], count + coverage.num_ungraded
-                what = f"record {record} has no negative of level {level} ({all_lacking} of {total} lack one)"
-                raise InputError(f"source {name!r}", what, "add it, or set the sampler's missing_level: coarser")
-            if count:
-                logger.info("source %s: %d of %d records have no negative of level %d", name, count, total, level)
-        if coverage.num_ungraded:
-            logger.info("source %s: %d of %d records have no negative with a level", name, coverage.num_ungraded, total)
+_ROLES = ("query", "document")
 
 
 def check_negatives_asked_for(sources: Sequence[SourceConfig], needs: BatchNeeds, num_negatives: int) -> None:
-    """Check, before a source is read, that its queries may have negatives.
+    """Check, before a source is read, that its queries can have negatives.
 
     A query whose positive is its only candidate has the loss 0 and no gradient.
-
-    Args:
-        sources: The sources of the run.
-        needs: What the trained module says of its batches.
-        num_negatives: Most hard negatives of a query.
 
     Raises:
         InputError: If a source has neither in-batch nor hard negatives; the message names it and what to do.
@@ -103,11 +36,7 @@ def check_negatives_asked_for(sources: Sequence[SourceConfig], needs: BatchNeeds
 
 
 def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -> None:
-    """Check that sources without in-batch negatives have hard ones, and say how many of their records have none.
-
-    Args:
-        sources: The sources of the run, converted.
-        needs: What the trained module says of its batches.
+    """Check that converted sources without in-batch negatives have hard ones, and log how many records have none.
 
     Raises:
         InputError: If no record of such a source has one.
@@ -115,7 +44,8 @@ def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -
     for source in sources:
         if source.config.conversion != "pairs" or _has_in_batch(source.config, needs):
             continue
-        total, count = len(source.cached.table), source.cached.table.num_without_negatives()
+        total = len(source.cached.table)
+        count = sum(int(np.count_nonzero(levels_N == 0)) for levels_N in source.cached.table.row_levels())
         if count == total:
             alike = [name for name, field in source.cached.unused_columns.items() if field == "negatives"]
             mapped = f"map them with columns: {{negatives: {alike[0]}}}" if alike else ""
@@ -129,6 +59,53 @@ def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -
             )
 
 
+def check_levels(sources: Sequence[SourceDataset], levels: Sequence[int], allow_missing: bool) -> None:
+    """Check that every record has a negative of every level, or log how many have not.
+
+    Args:
+        sources: The sources of the run.
+        levels: The levels that the curriculum passes through.
+        allow_missing: Whether a record may lack levels; others then replace them (`places_of_level`).
+
+    Raises:
+        InputError: If a record lacks a level and must not; the message names source, record and level.
+        OptionError: If no negative of any source has a level, so that the curriculum cannot take effect.
+    """
+    # By source: how many records have each set of levels (bit l of the key: level l).
+    counts = [_count_level_sets(source) for source in sources]
+    if all(level_set <= 1 for count in counts for level_set in count):
+        rule = "needs negatives with levels, and no source has any"
+        fix = 'write negatives as {"text", "level"}, or use another sampler'
+        raise OptionError("data.sampler", "CurriculumBatchSampler", rule, fix)
+    for source, count in zip(sources, counts, strict=True):
+        name, total = source.config.name, len(source.cached.table)
+        num_ungraded = sum(number for level_set, number in count.items() if level_set <= 1)
+        for level in sorted(levels, reverse=True):
+            num_lacking = sum(number for level_set, number in count.items() if not level_set >> level & 1)
+            if num_lacking and not allow_missing:
+                what = f"record {_first_without(source, level)} has no negative of level {level}"
+                fix = "add it, or set the sampler's missing_level: coarser"
+                raise InputError(f"source {name!r}", f"{what} ({num_lacking} of {total} lack one)", fix)
+            if num_lacking > num_ungraded:
+                number = num_lacking - num_ungraded
+                logger.info("source %s: %d of %d records have no negative of level %d", name, number, total, level)
+        if num_ungraded:
+            logger.info("source %s: %d of %d records have no negative with a level", name, num_ungraded, total)
+
+
+def _count_level_sets(source: SourceDataset) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for levels_N in source.cached.table.row_levels():
+        found.update(dict(enumerate(np.bincount(levels_N, minlength=2 << NUM_LEVELS).tolist())))
+    return +found
+
+
+def _first_without(source: SourceDataset, level: int) -> int:
+    """The first record without a negative of a level, counted from 1."""
+    lacking = (levels_N >> level & 1 == 0 for levels_N in source.cached.table.row_levels())
+    return int(np.concatenate(list(lacking)).argmax()) + 1
+
+
 def _has_in_batch(source: SourceConfig, needs: BatchNeeds) -> bool:
     return source.in_batch_negatives if needs.in_batch_negatives == "source" else needs.in_batch_negatives == "on"
 
@@ -140,19 +117,41 @@ def _without_negatives(source: SourceConfig, needs: BatchNeeds, fix: str) -> Inp
     return InputError(f"source {source.name!r}", what, f"{fix}, or set {switch}")
 
 
-_ROLES = ("query", "document")
+def warn_of_unused_columns(source: SourceDataset, num_negatives: int) -> None:
+    """Log, in one line, columns that look like a field and are not used; `negatives` only where they are wanted."""
+    columns = source.cached.unused_columns.items()
+    found = {name: field for name, field in columns if num_negatives > 0 or field != "negatives"}
+    if not found:
+        return
+    # The first column that looks like each field; a score stands for no field of a pair.
+    first = {field: name for name, field in reversed(found.items()) if field}
+    mapping = ", ".join(f"{field}: {first[field]}" for field in dict.fromkeys(found.values()) if field)
+    fixes = [f"to use one, map it: columns: {{{mapping}}}"] if mapping else []
+    if "" in found.values():
+        fixes.append("a score counts with conversion: sts alone")
+    logger.warning("source %s: columns not used: %s; %s", source.config.name, ", ".join(found), "; ".join(fixes))
+
+
+def warn_of_unscored_negatives(source: SourceDataset) -> None:
+    """Log where hard negatives have no vectors by the surrogate, so that a filter cannot remove them."""
+    surrogates = source.surrogates
+    if surrogates is None or surrogates.has_negatives:
+        return
+    if any(levels.size for levels in source.cached.table.negative_levels()):
+        logger.warning(
+            "source %s: its hard negatives have no vectors in %s, so a filter of false negatives leaves those of "
+            "other queries in; encode them too (`cluster --negatives true`)",
+            source.config.name,
+            surrogates.folder,
+        )
 
 
 def with_source_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> TextSettings:
     """The text settings with the prompts of the sources, so that a saved model encodes as it was trained.
 
-    A source's query prompt is kept under the source's name, the first of several alternates. Where all sources put one
-    and the same prompt before their queries, or before their documents, it also becomes `query` or `document`, which
-    encoding uses when no prompt is named. Prompts that the settings give themselves stay as they are.
-
-    Args:
-        text: The settings as they were given.
-        sources: All sources of the run.
+    A source's query prompt is kept under the source's name, the first of several alternates. Where all sources put the
+    same prompt before their queries, or before their documents, it also becomes `query` or `document`, which
+    encoding uses when no prompt is named. Prompts that the settings already have stay as they are.
     """
     named = {source.name: source.query_prompts(text)[0] for source in sources if source.name not in _ROLES}
     shared = {
@@ -161,13 +160,12 @@ def with_source_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> 
     }
     for role, prompts in shared.items():
         if len(prompts) == 1:
-            # Where even the alternates are the same, the first of them stands for all.
             named[role] = next(iter(prompts))[0]
     return replace(text, prompts={name: prompt for name, prompt in named.items() if prompt} | text.prompts)
 
 
 def warn_of_unnamed_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> None:
-    """Say so where queries are trained with prompts of which none is the one that encoding uses by itself."""
+    """Log where queries are trained with prompts, and encoding has none by default."""
     if "query" not in text.prompts and any(any(source.query_prompts(text)) for source in sources):
         logger.warning(
             "the sources put different prompts before their queries: encoding uses none unless one is named "
@@ -190,9 +188,7 @@ def check_instruction(tokenizer: TextTokenizer, where: str, instruction: str) ->
 
 
 def check_prompts(tokenizer: TextTokenizer, sources: Sequence[SourceConfig]) -> None:
-    """Check that the prompts of all sources leave room for their texts.
-
-    What a record brings as an instruction of its own is known only when it is read (see `check_instruction`).
+    """Check that the prompts of all sources leave room for their texts; `check_instruction` checks those of records.
 
     Raises:
         OptionError: If one does not; the message names the limit that it fills.

@@ -1,15 +1,15 @@
-"""The data of a run, as Lightning asks for it."""
+"""The data of a run, as Lightning asks for it: batches that a plan draws from sources, and the place in the plan."""
 
 import gc
 import os
 import signal
 import threading
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.io import check_manifest
-from embeddings.common.process import logger
-from embeddings.common.protocols import BatchNeeds, NeedsBatches
-from embeddings.common.random import run_seed
-from embeddings.common.signals import STOP_SIGNALS, block_signals
+from embeddings.common.fileio import check_manifest
+from embeddings.common.log import logger
+from embeddings.common.protocols import BatchNeeds, NeedsBatches, RunData, TextModule, TokenizedModule
+from embeddings.common.randomness import run_seed
+from embeddings.common.stopping import STOP_SIGNALS, held_back
 from embeddings.common.text import TextSettings, check_tokenizer_files
 from embeddings.data.checks import (
     check_instruction,
@@ -32,87 +32,86 @@ from embeddings.data.checks import (
     check_negatives_found,
     check_prompts,
     warn_of_unnamed_prompts,
+    warn_of_unscored_negatives,
+    warn_of_unused_columns,
     with_source_prompts,
 )
 from embeddings.data.dataset import Mixture, open_source
-from embeddings.data.samplers.base import BatchSampler, PlanEntry, RunLength, SamplerFactory
+from embeddings.data.samplers.base import BatchSampler, PlanEntry, RunLength, SamplerFactory, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
 from embeddings.data.samplers.curriculum import CurriculumBatchSampler
 from embeddings.data.sources import SourceConfig, check_names, fill_path, resolve_files
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
 
 
-class Drawable(Protocol):
-    """Rows that are read one entry of the plan at a time, or a whole batch at once where it has `__getitems__`."""
+class PlannedRows(Protocol):
+    """A data set whose rows are read by entries of a plan, a batch of them at once."""
 
-    def __getitem__(self, entry: PlanEntry, /) -> Any: ...
+    def __getitems__(self, entries: Sequence[PlanEntry], /) -> list[Any]: ...
 
 
-@dataclass(frozen=True)
-class _Fault:
-    """A fault of the data, or of the disk it lies on, on its way out of a worker."""
+class _Failure(NamedTuple):
+    """An error of the data, or of its disk. torch would carry the exception itself out of a worker as text."""
 
     error: Exception
 
 
 class _Batches:
-    """The batches of a data set by their entries.
+    """The batches of a data set by their entries."""
 
-    torch carries an exception out of a worker as the text of its traceback, so a fault is handed over as a value.
-    """
-
-    def __init__(self, dataset: Drawable, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.collate_fn = dataset, collate_fn
+    def __init__(self, rows: PlannedRows, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.rows, self.collate_fn = rows, collate_fn
 
     def __getitems__(self, entries: list[PlanEntry]) -> Any:
-        read_all = getattr(self.dataset, "__getitems__", None)
         try:
-            return self.collate_fn(read_all(entries) if read_all else [self.dataset[entry] for entry in entries])
+            return self.collate_fn(self.rows.__getitems__(entries))
         except (UserError, OSError) as error:
-            return _Fault(error)
+            return _Failure(error)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
 class ShieldedLoader(DataLoader[Any]):
-    """A `DataLoader` whose workers make batches until the run ends them.
-
-    A signal to the run's process group is the run's to answer; `start_worker` has them hear their parent alone.
-    """
+    """A `DataLoader` whose workers ignore stop signals but their parent's (see `start_worker`)."""
 
     def __iter__(self) -> Any:
         """The batches."""
-        with block_signals():
+        with held_back():
             return super().__iter__()
 
 
 class ResumableLoader(ShieldedLoader):
-    """A `DataLoader` whose state is the number of batches it has handed over in which epoch.
+    """A `DataLoader` whose state is the number of batches it has delivered in which epoch.
 
-    Workers run ahead of training, so what the sampler has given out says nothing of what training has seen; this
-    counts the batches as they are delivered. Iterating again after a whole epoch goes on with the next one, with or
+    Workers run ahead of training, so the sampler's position says nothing of what training has seen; this loader counts
+    the batches as they are delivered. Iterating again after an epoch's end continues with the next epoch, with or
     without a `set_epoch` in between. Iteration begins with the first `next`: a state loaded after `iter` still counts.
 
     Determinism: batches are those of the sampler's plan, whatever the number of workers; the global random state is
     left alone. The state is the same on every rank, so the one that rank 0 saves serves all.
 
     Args:
-        dataset: Answers `dataset[PlanEntry]`, and where it can `dataset.__getitems__(list of them)`, as torch asks it.
+        dataset: Rows by entries of the plan.
         batch_sampler: The plan.
-        collate_fn: Makes a batch of a list of what the data set answers.
+        collate_fn: Makes a batch of a list of rows.
         num_workers: Processes that read and tokenise ahead; 0 does it between the steps.
         prefetch_factor: Batches each worker runs ahead, or None for torch's own choice.
         pin_memory: Whether batches lie in page-locked memory, for asynchronous copies to a GPU.
         worker_init_fn: Called with its number in each worker before it starts.
+
+    Attributes:
+        in_flight: Gives the number of delivered batches that have not been trained on.
+        tries_batch_sizes: Whether a state at the run's beginning may be of another plan: a search for a batch size
+            starts each of its trials there.
     """
 
     batch_sampler: BatchSampler
 
     def __init__(
         self,
-        dataset: Drawable,
+        dataset: PlannedRows,
         batch_sampler: BatchSampler,
         collate_fn: Callable[[list[Any]], Any],
         num_workers: int = 0,
@@ -121,9 +120,9 @@ class ResumableLoader(ShieldedLoader):
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(
-            _Batches(dataset, collate_fn),  # type: ignore[arg-type]  # torch wants its own class and calls this alone
+            _Batches(dataset, collate_fn),  # type: ignore[arg-type]  # torch calls `__getitems__` alone
             batch_sampler=batch_sampler,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
@@ -132,9 +131,7 @@ class ResumableLoader(ShieldedLoader):
             # A generator of its own: each iterator draws from it, and a resumed run makes fewer iterators.
             generator=torch.Generator().manual_seed(batch_sampler.seed),
         )
-        # How many of the batches handed over have not been trained on: whoever trains can say.
         self.in_flight: Callable[[], int] = int
-        # Whether a run's beginning may be resumed by another plan.
         self.tries_batch_sizes = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -149,9 +146,10 @@ class ResumableLoader(ShieldedLoader):
             plan.set_epoch(plan.epoch + 1)
         batches = super().__iter__()
         for batch in batches:
-            if isinstance(batch, _Fault):
+            if isinstance(batch, _Failure):
                 # Left to the garbage collector, the error's traceback would have each worker waited for five seconds.
-                getattr(batches, "_shutdown_workers", lambda: None)()
+                if self.num_workers:
+                    batches._shutdown_workers()
                 self._iterator = None
                 raise batch.error
             plan.start += 1
@@ -163,12 +161,11 @@ class ResumableLoader(ShieldedLoader):
         return {"epoch": plan.epoch, "delivered": plan.start - self.in_flight(), "plan": plan.plan_fields()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Continue where `state_dict` was taken.
 
         Raises:
             OptionError: If the plan is not the one that was saved; the message names the first field that differs.
         """
-        # A search for a batch size begins each of its trials where the run began, with another plan.
         if not self.tries_batch_sizes or state["epoch"] or state["delivered"]:
             self.batch_sampler.check_same_plan(state["plan"])
         self.batch_sampler.resume(state["epoch"], state["delivered"])
@@ -184,8 +181,8 @@ class PlannedSource(Protocol):
     def weight(self) -> float: ...
 
 
-class PlannedDataModule(LightningDataModule):
-    """Batches drawn by a plan from sources, made in workers, resumed exactly.
+class PlannedDataModule(LightningDataModule, RunData):
+    """Batches drawn by a plan from sources, made in workers, resumed exactly: what all data modules share.
 
     The place in the plan travels in the checkpoint twice: Lightning keeps the loader's state, but drops it where the
     loader was made before the checkpoint was read (any schedule that asks for the number of steps does that), so this
@@ -218,8 +215,8 @@ class PlannedDataModule(LightningDataModule):
         if not sources:
             raise OptionError("data.sources", sources, "must name at least one source", "give a file or a data set")
         check_names([source.name for source in sources])
-        check_least("batch_size", batch_size, 1)
-        check_least("num_workers", num_workers, 0)
+        check_minimum("batch_size", batch_size, 1)
+        check_minimum("num_workers", num_workers, 0)
         self._planned_sources = sources
         self.batch_size, self.sampler, self.num_workers = batch_size, sampler, num_workers
         self.cache_dir, self.seed, self.tokenizer = cache_dir, run_seed(seed), tokenizer
@@ -228,9 +225,18 @@ class PlannedDataModule(LightningDataModule):
         self._expected_plan: dict[str, int | str] | None = None
 
     @property
+    @abstractmethod
     def sizes(self) -> tuple[int, ...]:
         """The number of rows of each source; `setup` opens them."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def _identities(self) -> Sequence[SourceIdentity]:
+        """Name and content key of each source; `setup` opens them."""
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of one rank in an epoch of the plan."""
+        return len(self._plan())
 
     @property
     def source_rows(self) -> dict[str, int]:
@@ -255,7 +261,7 @@ class PlannedDataModule(LightningDataModule):
         return {} if self._loader is None else {"loader": self._loader.state_dict()}
 
     def expect_state(self, state_dict: dict[str, Any]) -> None:
-        """Learn, before the run, the state that it will go on from: `prepare_data` then refuses another plan.
+        """Note the state that the run is to resume from: `prepare_data` then refuses another plan.
 
         The trainer loads the state itself, after it has made the run's folder.
         """
@@ -263,7 +269,7 @@ class PlannedDataModule(LightningDataModule):
             self._expected_plan = state_dict["loader"]["plan"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the place in the plan when training is resumed (a checkpoint that is only scored has no say in it)."""
+        """Take the place in the plan when training is resumed; a checkpoint that is only scored does not change it."""
         if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING or "loader" not in state_dict:
             return
         if self._loader is not None:
@@ -272,50 +278,50 @@ class PlannedDataModule(LightningDataModule):
             self._pending_state = state_dict["loader"]
 
     def teardown(self, stage: str) -> None:
-        """Let go of the loader: another fit begins at the start, or where its own checkpoint says."""
+        """Drop the loader: another fit begins at the start, or where its own checkpoint says."""
         if stage == "fit":
             self._loader = None
 
-    def _check_plan(self, trainer: Trainer, module: LightningModule) -> None:
+    def _make_plan(self, sizes: Sequence[int], module: LightningModule | None) -> BatchSampler:
+        """The plan over sources of these sizes for a module."""
+        plan = self.sampler(sizes, self.batch_size, self.seed, [source.weight for source in self._planned_sources])
+        plan.set_needs(batch_needs(module))
+        return plan
+
+    def _plan(self) -> BatchSampler:
+        """The plan of the trained module's run over the sources that were opened."""
+        plan = self._make_plan(self.sizes, self._trained_module)
+        plan.identify(self._identities())
+        if self.trainer is not None:
+            plan.set_run(RunLength.of(self.trainer, len(plan)))
+        return plan
+
+    def _check_plan_options(self, trainer: Trainer, module: LightningModule) -> None:
         """Check the sampler's options before the number of rows is known; these sizes suit any batch.
 
         Raises:
             OptionError: If they do not suit the sources.
-            InputError: If what the sampler keeps is not there.
+            InputError: If a folder that the sampler reads is not there.
         """
         plan = self._make_plan([self.batch_size * trainer.world_size for _ in self._planned_sources], module)
         plan.check_sources([source.name for source in self._planned_sources])
 
-    def _make_plan(self, sizes: Sequence[int], module: LightningModule | None = None) -> BatchSampler:
-        """The plan over sources of these sizes, for a module, or else the one that is trained."""
-        plan = self.sampler(sizes, self.batch_size, self.seed, [source.weight for source in self._planned_sources])
-        plan.set_needs(batch_needs(module or self._trained_module))
-        return plan
-
-    def _remark(self, plan: BatchSampler) -> None:
-        """Say what somebody who starts the run should know of its plan."""
-        needs, kinds = batch_needs(self._trained_module), plan.kinds()
-        remarks = plan.remarks()
-        if needs.sampler is not None and needs.sampler not in kinds:
-            name = type(self._trained_module).__name__
-            remarks.append(f"{name} without data.sampler {needs.sampler}: {needs.without_sampler}")
-        for remark in remarks:
-            logger.warning("%s", remark)
-
-    def _check_expected(self, plan: BatchSampler) -> None:
-        """Check the plan over the sources that are there against that of the state that is expected.
-
-        Raises:
-            OptionError: If it is another.
-        """
+    def _check_plan(self, plan: BatchSampler) -> None:
+        """Refuse a plan other than that of the expected state, and log what the user should know of the plan."""
         if self._expected_plan is not None:
             plan.check_same_plan(self._expected_plan)
+        for remark in plan.remarks():
+            logger.warning("%s", remark)
+        needs = batch_needs(self._trained_module)
+        if needs.sampler is not None and needs.sampler not in plan.kinds():
+            name = type(self._trained_module).__name__
+            logger.warning("%s without data.sampler %s: %s", name, needs.sampler, needs.without_sampler)
 
-    def _make_loader(self, rows: Drawable, plan: BatchSampler, collate: Callable[[list[Any]], Any]) -> ResumableLoader:
+    def _make_loader(self, rows: PlannedRows, collate: Callable[[list[Any]], Any]) -> ResumableLoader:
         """The loader of training, at the place where the checkpoint was taken if the run is resumed."""
         self._loader = ResumableLoader(
             rows,
-            plan,
+            self._plan(),
             collate,
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
@@ -340,7 +346,8 @@ class PlannedDataModule(LightningDataModule):
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return int(progress.ready - progress.processed)
 
-    def _base_tokenizer(self, module: LightningModule | None) -> PreTrainedTokenizerBase:
+    def _base_tokenizer(self, module: Any) -> PreTrainedTokenizerBase:
+        """The tokenizer that is named, or else the module's own."""
         if self.tokenizer is not None:
             check_tokenizer_files(Path(self.tokenizer))
             try:
@@ -350,26 +357,10 @@ class PlannedDataModule(LightningDataModule):
                 what = (str(error).splitlines() or [type(error).__name__])[0]
                 raise InputError(f"data.tokenizer {self.tokenizer}", what, fix) from error
             return loaded
-        found = getattr(module, "tokenizer", None)
-        if not isinstance(found, PreTrainedTokenizerBase):
+        if not isinstance(module, TokenizedModule):
             rule = "must be given where the trained module has no tokenizer of its own"
             raise OptionError("data.tokenizer", None, rule, "name the backbone's directory or Hub name")
-        return found
-
-
-def batch_needs(module: LightningModule | None) -> BatchNeeds:
-    """What a module says of its batches, or what holds where it says nothing."""
-    return module.batch_needs if isinstance(module, NeedsBatches) else BatchNeeds()
-
-
-def check_least(option: str, value: int, least: int) -> None:
-    """Check a whole number; a config's null passes the parser.
-
-    Raises:
-        OptionError: If it is none, or below `least`.
-    """
-    if not isinstance(value, int) or value < least:
-        raise OptionError(f"data.{option}", value, f"must be >= {least}", "see the data configs for usual values")
+        return module.tokenizer
 
 
 class EmbeddingDataModule(PlannedDataModule):
@@ -381,19 +372,21 @@ class EmbeddingDataModule(PlannedDataModule):
         sources: Where the records come from, and how each is used.
         text: Lengths, prompts and special tokens; the sources' own prompts are added (see `with_source_prompts`).
         batch_size: Queries of one rank's batch.
-        num_negatives: Most hard negatives of a query. NV-Embed uses 7.
+        num_negatives: Maximum hard negatives of a query. NV-Embed uses 7.
         sampler: Makes the plan of the rows of each source, batch_size, the seed and the weight of each source. In a
             config: the class of a batch sampler and its other arguments.
         num_workers: Processes that read and tokenise ahead of training; 0 does it between the steps.
         cache_dir: Where converted sources are kept, or None for the default.
         seed: Decides the order of the rows and every random choice in a batch; None for the run's (`seed_everything`).
         tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
-        num_in_context_examples: Most solved examples of the batch before a query (see `ContrastiveCollator`).
+        num_in_context_examples: Maximum solved examples of the batch before a query (see `ContrastiveCollator`).
 
     Distributed: needs Trainer(use_distributed_sampler=False): the plan slices the ranks itself.
     Raises:
         OptionError: If a number is out of its range; one line that names the option.
     """
+
+    text: TextSettings
 
     def __init__(
         self,
@@ -409,19 +402,19 @@ class EmbeddingDataModule(PlannedDataModule):
         num_in_context_examples: int = 0,
     ) -> None:
         super().__init__(sources, batch_size, sampler, num_workers, cache_dir, seed, tokenizer)
-        check_least("num_negatives", num_negatives, 0)
-        check_least("num_in_context_examples", num_in_context_examples, 0)
-        self.num_in_context_examples = num_in_context_examples
+        check_minimum("num_negatives", num_negatives, 0)
+        check_minimum("num_in_context_examples", num_in_context_examples, 0)
         self.sources, self.text = sources, with_source_prompts(text or TextSettings(), sources)
-        self.num_negatives = num_negatives
+        self.num_negatives, self.num_in_context_examples = num_negatives, num_in_context_examples
+        self.has_surrogates = any(source.surrogate_vectors is not None for source in sources)
         self._mixture: Mixture | None = None
 
     def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
         """Check what can be known of files, plan and prompts before a source is read, which may take hours.
 
         Raises:
-            InputError: If a file, a folder of surrogate vectors, or what the sampler keeps is not there, or a source
-                has neither in-batch nor hard negatives.
+            InputError: If a file, a folder of surrogate vectors, or one that the sampler reads is not there, or a
+                source has neither in-batch nor hard negatives.
             OptionError: If the sampler's options do not suit the sources, or a prompt leaves no room for a text.
         """
         check_negatives_asked_for(self.sources, batch_needs(module), self.num_negatives)
@@ -430,36 +423,35 @@ class EmbeddingDataModule(PlannedDataModule):
                 resolve_files(source.path)
             if source.surrogate_vectors is not None:
                 check_manifest(fill_path(source.surrogate_vectors) / "index", {"kind": "pair_index"})
-        self._check_plan(trainer, module)
+        self._check_plan_options(trainer, module)
         check_prompts(self._tokenizer_for(module), self.sources)
 
     def prepare_data(self) -> None:
-        """Convert the sources, on one rank, where that is still to do, and check that they suit the plan.
+        """Convert the sources that are not converted yet, on one rank, and check that they suit the plan.
 
         Raises:
             InputError: If a source cannot be used, has neither in-batch nor hard negatives, or a record's own
                 instruction leaves no room for its query.
             OptionError: If there are fewer rows than one global batch, a curriculum cannot take effect, or the run is
-                to go on in another plan (see `expect_state`).
+                to resume from another plan (see `expect_state`).
         """
         needs = batch_needs(self._trained_module)
         check_negatives_asked_for(self.sources, needs, self.num_negatives)
         self.setup()
-        check_negatives_found(self.mixture.sources, needs)
+        sources = self.mixture.sources
+        check_negatives_found(sources, needs)
         plan = self._plan()
         if isinstance(plan, CurriculumBatchSampler):
-            check_levels(self.mixture.sources, plan.levels, stand_in=plan.missing_level == "coarser")
-        self._check_expected(plan)
-        self._remark(plan)
-        for source in self.mixture.sources:
+            check_levels(sources, plan.levels, allow_missing=plan.missing_level == "coarser")
+        self._check_plan(plan)
+        for source in sources:
             if source.cached.longest_instruction is not None:
                 check_instruction(self.text_tokenizer(), *source.cached.longest_instruction)
         warn_of_unnamed_prompts(self.text, self.sources)
-        for source in self.mixture.sources:
-            source.warn_of_unused_columns(self.num_negatives)
-        if self.num_negatives:
-            for source in self.mixture.sources:
-                source.warn_of_unscored_negatives()
+        for source in sources:
+            warn_of_unused_columns(source, self.num_negatives)
+            if self.num_negatives:
+                warn_of_unscored_negatives(source)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the converted sources, once."""
@@ -477,24 +469,16 @@ class EmbeddingDataModule(PlannedDataModule):
         """The number of rows of each source; `setup` opens them."""
         return self.mixture.sizes
 
-    @property
-    def has_surrogates(self) -> bool:
-        """Whether any source brings another model's vectors of its pairs."""
-        return any(source.surrogate_vectors is not None for source in self.sources)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Batches of one rank in an epoch of the plan."""
-        return len(self._plan())
+    def _identities(self) -> Sequence[SourceIdentity]:
+        return self.mixture.identities
 
     def text_tokenizer(self) -> TextTokenizer:
         """The tokenizer of training: the one named, or else the trained module's."""
         return self._tokenizer_for(self._trained_module)
 
-    def _tokenizer_for(self, module: LightningModule | None) -> TextTokenizer:
-        """The tokenizer for a module, pooling by the rule of the model that it starts from where none is given."""
-        model = getattr(module, "text", None)
-        text = self.text.following(model) if isinstance(model, TextSettings) else self.text
+    def _tokenizer_for(self, module: Any) -> TextTokenizer:
+        """The tokenizer for a module. Where no pooling rule is given, that of the module's starting model holds."""
+        text = self.text.following(module.text) if isinstance(module, TextModule) else self.text
         return TextTokenizer(self._base_tokenizer(module), text)
 
     def train_dataloader(self) -> ResumableLoader:
@@ -506,32 +490,40 @@ class EmbeddingDataModule(PlannedDataModule):
         collator = ContrastiveCollator(
             self.text_tokenizer(), self.num_negatives, self.mixture.surrogate_width, self.num_in_context_examples
         )
-        return self._make_loader(self.mixture, self._plan(), collator)
+        return self._make_loader(self.mixture, collator)
 
-    def _plan(self) -> BatchSampler:
-        plan = self._make_plan(self.sizes)
-        plan.identify(self.mixture.identities)
-        if self.trainer is not None:
-            plan.set_run(RunLength.of(self.trainer, len(plan)))
-        return plan
+
+def batch_needs(module: LightningModule | None) -> BatchNeeds:
+    """What a module says of its batches, or the defaults where it says nothing."""
+    return module.batch_needs if isinstance(module, NeedsBatches) else BatchNeeds()
+
+
+def check_minimum(option: str, value: int, minimum: int) -> None:
+    """Check a whole number; a config's null passes the parser.
+
+    Raises:
+        OptionError: If it is not a number, or below the minimum.
+    """
+    if not isinstance(value, int) or value < minimum:
+        raise OptionError(f"data.{option}", value, f"must be >= {minimum}", "see the data configs for usual values")
 
 
 def start_worker(worker: int) -> None:
-    """Make a forked worker a lean one.
+    """Set up a forked worker.
 
-    Its tokenizer starts no threads of its own (and does not warn that it cannot), and what it has of its parent is left
-    out of garbage collection, which would copy that memory page by page as it walks over it. It ends when its parent
-    says so, as a forked worker of torch's does; a stop signal of anybody else's is left to the run.
+    Its tokenizer starts no threads of its own (and does not warn that it cannot). Objects inherited from the parent are
+    left out of garbage collection, which would copy their memory page by page. The worker ends when its parent says so,
+    as a forked worker of torch does; stop signals from any other process are left to the run.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.freeze()
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
-def _obey(parent: int) -> None:
-    """Wait for the parent's word, with the signals held back from all threads."""
+def _exit_with_parent(parent: int) -> None:
+    """Wait for the parent's SIGTERM; the signals are blocked in all threads."""
     while True:
-        told = signal.sigwaitinfo(STOP_SIGNALS)
-        if told.si_signo == signal.SIGTERM and told.si_pid == parent:
+        received = signal.sigwaitinfo(STOP_SIGNALS)
+        if received.si_signo == signal.SIGTERM and received.si_pid == parent:
             os._exit(0)

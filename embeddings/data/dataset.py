@@ -1,12 +1,12 @@
-"""One source as a data set of examples."""
+"""Examples of a source, and of all sources of a run: converted rows with their positives and negatives chosen."""
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.process import logger
@@ -23,7 +23,7 @@ DEFAULT_NUM_NEGATIVES = 7
 _RANDOM_TRIES = 16
 
 
-class Candidates(NamedTuple):
+class ExampleTexts(NamedTuple):
     """The texts of an example besides its query. `negative_labels` is as long as `negatives`, or empty."""
 
     positives: tuple[str, ...]
@@ -31,25 +31,20 @@ class Candidates(NamedTuple):
     negative_labels: tuple[int, ...] = ()
 
 
-class CandidateRule(Protocol):
-    """Gives the candidates of a stored row; every random choice is a pure function of (index, draw)."""
-
-    def __call__(self, stored: StoredRow, index: int, draw: int) -> Candidates: ...
+# (stored row, its index, draw key) → the texts; every random choice is a pure function of the index and the key.
+ChooseTexts = Callable[[StoredRow, int, int], ExampleTexts]
 
 
-class StoredCandidates:
-    """The candidates that the row itself holds."""
-
-    def __call__(self, stored: StoredRow, index: int, draw: int) -> Candidates:
-        """The stored positives and negatives."""
-        return Candidates(tuple(stored.positives), tuple(map(Negative, stored.negatives, stored.levels)))
+def stored_texts(stored: StoredRow, index: int, draw: int) -> ExampleTexts:
+    """The positives and negatives that the row itself holds."""
+    return ExampleTexts(tuple(stored.positives), tuple(map(Negative, stored.negatives, stored.levels)))
 
 
 class ClassExamples:
     """A random text of the query's class as the positive, random texts of other classes as negatives.
 
     Determinism: a function of (row, draw); since the draw key differs each epoch, so do the candidates.
-    Guarantees: no candidate has the query's text, and no two candidates are equal. The positive is uniform over the
+    Guarantees: no text is the query's, and no two texts are equal. The positive is uniform over the
     class's other texts, negatives are uniform over all rows outside the class. Fewer than `num_negatives` come back
     where the other classes do not have that many different texts.
 
@@ -64,12 +59,12 @@ class ClassExamples:
     def __init__(self, table: Table, classes: ClassIndex, num_negatives: int) -> None:
         self.table, self.classes, self.num_negatives = table, classes, num_negatives
 
-    def __call__(self, stored: StoredRow, index: int, draw: int) -> Candidates:
-        """Candidates drawn for this key."""
+    def __call__(self, stored: StoredRow, index: int, draw: int) -> ExampleTexts:
+        """The texts drawn for this key."""
         label, size = stored.label, self.classes.size(stored.label)
         generator = numpy_generator(draw, "class_by_example", index)
         seen = {stored.query.strip()}
-        # A class made almost wholly of one text would be drawn from for ever; in the end it is searched.
+        # A class made almost only of one text could be drawn from forever, so its rows are searched in the end.
         for position in chain(generator.integers(size, size=_RANDOM_TRIES).tolist(), range(size)):
             positive = self.table.query(self.classes.member(label, position))
             if positive.strip() not in seen:
@@ -88,7 +83,7 @@ class ClassExamples:
                 seen.add(text.strip())
                 negatives.append(Negative(text))
                 labels.append(self.classes.label_of_outsider(label, position))
-        return Candidates((positive,), tuple(negatives), tuple(labels))
+        return ExampleTexts((positive,), tuple(negatives), tuple(labels))
 
 
 class LabelTexts:
@@ -107,14 +102,14 @@ class LabelTexts:
     def __init__(self, texts: Sequence[str], num_negatives: int) -> None:
         self.texts, self.num_negatives = texts, num_negatives
 
-    def __call__(self, stored: StoredRow, index: int, draw: int) -> Candidates:
-        """Candidates drawn for this key."""
+    def __call__(self, stored: StoredRow, index: int, draw: int) -> ExampleTexts:
+        """The texts drawn for this key."""
         num_others = len(self.texts) - 1
         generator = numpy_generator(draw, "class_by_label", index)
         drawn = generator.choice(num_others, size=min(num_others, self.num_negatives), replace=False).tolist()
         others = tuple(code + (code >= stored.label) for code in drawn)
         negatives = tuple(Negative(self.texts[code]) for code in others)
-        return Candidates((self.texts[stored.label],), negatives, others)
+        return ExampleTexts((self.texts[stored.label],), negatives, others)
 
 
 def places_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -> list[int]:
@@ -176,19 +171,19 @@ class SourceDataset:
 
     def __init__(self, config: SourceConfig, cached: CachedSource, text: TextSettings | None = None) -> None:
         self.config, self.cached, self._text = config, cached, text or TextSettings()
-        self._candidates = _candidate_rule(config, cached)
+        self._choose_texts = _texts_rule(config, cached)
         self._paired = cached.classes if config.single_text_classes == "leave_out" else None
         self._total = len(cached.table) if self._paired is None else self._paired.num_paired
         self._length = min(self._total, config.max_rows or self._total)
         self._prompts = config.query_prompts(self._text)
-        self._surrogates: SurrogateVectors | None = None
+        self.surrogates: SurrogateVectors | None = None
         if config.surrogate_vectors is not None:
-            self._surrogates = SurrogateVectors(fill_path(config.surrogate_vectors), cached.folder.name)
+            self.surrogates = SurrogateVectors(fill_path(config.surrogate_vectors), cached.folder.name)
         if self._total == 0:
             raise InputError(f"source {config.name!r}", "no class has two texts", "use conversion: class_by_label")
         if self._total < len(cached.table):
             logger.info(
-                "source %s: %d of %d rows are no queries, since their class has only one text",
+                "source %s: %d of %d rows are left out as queries, since their class has only one text",
                 config.name,
                 len(cached.table) - self._total,
                 len(cached.table),
@@ -201,51 +196,19 @@ class SourceDataset:
     @property
     def surrogate_width(self) -> int | None:
         """Width of the surrogate's vectors, S, or None where the source has none."""
-        return None if self._surrogates is None else self._surrogates.width
-
-    def warn_of_unused_columns(self, num_negatives: int) -> None:
-        """Name, in one line, columns that look like a field and are not used; not negatives that nobody asked for."""
-        found = {
-            name: field
-            for name, field in self.cached.unused_columns.items()
-            if num_negatives > 0 or field != "negatives"
-        }
-        if not found:
-            return
-        fixes: list[str] = []
-        first: dict[str, str] = {}
-        for name, field in found.items():
-            if field:
-                first.setdefault(field, name)
-        if mapping := ", ".join(f"{field}: {name}" for field, name in first.items()):
-            fixes.append(f"to use one, map it: columns: {{{mapping}}}")
-        if "" in found.values():
-            fixes.append("a score counts with conversion: sts alone")
-        logger.warning("source %s: columns not used: %s; %s", self.config.name, ", ".join(found), "; ".join(fixes))
-
-    def warn_of_unscored_negatives(self) -> None:
-        """Say so where hard negatives have no vectors by the surrogate, so that a filter leaves them where they are."""
-        if self._surrogates is None or self._surrogates.has_negatives:
-            return
-        if any(levels.size for levels in self.cached.table.negative_levels()):
-            logger.warning(
-                "source %s: its hard negatives have no vectors in %s, so a filter of false negatives leaves those of "
-                "other queries in; encode them too (`cluster --negatives true`)",
-                self.config.name,
-                self._surrogates.folder,
-            )
+        return None if self.surrogates is None else self.surrogates.width
 
     def __getitem__(self, entry: PlanEntry) -> Example:
-        """The example of a row of this source; `source` is 0."""
+        """The example of an entry."""
         return self.__getitems__([entry])[0]
 
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[Example]:
-        """The examples of some entries, in their order; their rows are read together."""
+        """The examples of some entries, in their order, with `source` 0; their rows are read together."""
         indices = [self._stored_index(entry.row) for entry in entries]
         return list(map(self._example, entries, indices, self.cached.table.rows(indices)))
 
     def _example(self, entry: PlanEntry, index: int, stored: StoredRow) -> Example:
-        positives, negatives, negative_labels = self._candidates(stored, index, entry.draw)
+        positives, negatives, negative_labels = self._choose_texts(stored, index, entry.draw)
         places: Sequence[int] = range(len(negatives))
         if entry.rule is not None:
             places = places_of_level(negatives, entry.rule, entry.draw)
@@ -267,11 +230,11 @@ class SourceDataset:
             query_prompt=prompt,
             document_prompt=prompt if self.config.symmetric else self.config.document_prompt,
             in_batch_negatives=self.config.in_batch_negatives,
-            surrogate_query=None if self._surrogates is None else self._surrogates.query(index),
-            surrogate_positives=None if self._surrogates is None else self._surrogates.positives(index),
+            surrogate_query=None if self.surrogates is None else self.surrogates.query(index),
+            surrogate_positives=None if self.surrogates is None else self.surrogates.positives(index),
             surrogate_negatives=(
-                partial(self._surrogates.negatives, index, places)
-                if self._surrogates is not None and self._surrogates.has_negatives
+                partial(self.surrogates.negatives, index, places)
+                if self.surrogates is not None and self.surrogates.has_negatives
                 else None
             ),
             level=0 if entry.rule is None else entry.rule.level,
@@ -287,9 +250,9 @@ class SourceDataset:
         return row if self._paired is None else self._paired.paired(row)
 
 
-def _candidate_rule(config: SourceConfig, cached: CachedSource) -> CandidateRule:
+def _texts_rule(config: SourceConfig, cached: CachedSource) -> ChooseTexts:
     if cached.classes is None:
-        return StoredCandidates()
+        return stored_texts
     if len(cached.labels) < 2:
         raise InputError(
             f"source {config.name!r}", f"all rows have the label {cached.labels[0]!r}", "give it two classes or more"
@@ -318,18 +281,18 @@ def _label_texts(config: SourceConfig, labels: list[str]) -> list[str]:
     if not config.label_texts:
         for label in labels:
             if label.lstrip("-").isdigit() or label in ("true", "false"):
-                raise config.fault("label_texts", label, "must give a text to labels that are no words", "add it")
+                raise config.fault("label_texts", label, "must give a text to labels that are not words", "add it")
         return labels
-    given = {label_key(label): text for label, text in config.label_texts.items()}
+    texts = {label_key(label): text for label, text in config.label_texts.items()}
     for label in labels:
-        if label not in given:
-            raise config.fault("label_texts", sorted(given), f"must give a text to the label {label!r}", "add it")
-    for label in given:
+        if label not in texts:
+            raise config.fault("label_texts", sorted(texts), f"must give a text to the label {label!r}", "add it")
+    for label in texts:
         if label not in labels:
             raise config.fault("label_texts", label, "names a label that the source does not have", "remove it")
-    if len(set(given.values())) < len(given):
-        raise config.fault("label_texts", given, "must give each label its own text", "tell them apart")
-    return [given[label] for label in labels]
+    if len(set(texts.values())) < len(texts):
+        raise config.fault("label_texts", texts, "must give each label its own text", "tell them apart")
+    return [texts[label] for label in labels]
 
 
 class Mixture:
@@ -390,7 +353,7 @@ class Mixture:
         return bisect_right(self._starts, row) - 1
 
     def __getitem__(self, entry: PlanEntry) -> Example:
-        """The example of a row for a draw key."""
+        """The example of an entry."""
         return self.__getitems__([entry])[0]
 
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[Example]:

@@ -1,4 +1,4 @@
-"""Plain texts of a run, packed into rows, as Lightning asks for them."""
+"""Plain texts of a run, packed into rows: the rows as a data set, their batches, and the data module."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -13,22 +13,23 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.distributed import rank, world_size
-from embeddings.common.types import PackedRows
+from embeddings.common.packed_rows import PackedRows
+from embeddings.common.protocols import RowTaskModule
 from embeddings.data.datamodule import (
     PlannedDataModule,
     ResumableLoader,
     ShieldedLoader,
-    check_least,
+    check_minimum,
     start_worker,
 )
-from embeddings.data.samplers.base import BatchSampler, PlanEntry, SamplerFactory, SourceIdentity
+from embeddings.data.samplers.base import PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
 from embeddings.data.sources import check_names
 from embeddings.data.text_streams import DocumentTokenizer, TextSource, TokenStream, open_stream
 
 
 class TokenRow(NamedTuple):
-    """One row: its tokens, which document of the row each is of, the key of its random choices, and its number."""
+    """One row: its tokens, the number of each one's document in the row, the key of its random choices, its number."""
 
     ids: NDArray[np.int64]
     documents: NDArray[np.int64]
@@ -60,11 +61,14 @@ class RowMixture:
         """The number of rows of each source."""
         return tuple(stream.num_rows(self.row_length) for stream in self.streams)
 
-    def __getitem__(self, entry: PlanEntry) -> TokenRow:
-        """The row of an entry of a plan; a negative number stands for a row of padding alone."""
+    def __getitems__(self, entries: Sequence[PlanEntry]) -> list[TokenRow]:
+        """The rows of some entries of a plan; a negative number stands for a row that is all padding."""
+        return [self._row(entry) for entry in entries]
+
+    def _row(self, entry: PlanEntry) -> TokenRow:
         if entry.row < 0:
-            none = np.empty(0, dtype=np.int64)
-            return TokenRow(none, none, entry.draw, entry.row)
+            empty = np.empty(0, dtype=np.int64)
+            return TokenRow(empty, empty, entry.draw, entry.row)
         source = bisect_right(self._starts, entry.row) - 1
         ids, documents = self.streams[source].row(entry.row - self._starts[source], self.row_length)
         return TokenRow(ids, documents, entry.draw, entry.row)
@@ -121,11 +125,13 @@ class TextDataModule(PlannedDataModule):
         seed: Decides the order of the rows and their random choices; None for the run's (`seed_everything`).
         tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
 
-    Distributed: needs Trainer(use_distributed_sampler=False). Validation rows are dealt out to the ranks; all ranks
-        see equally many batches, filled up with rows of padding, which count for nothing.
+    Distributed: needs Trainer(use_distributed_sampler=False). Validation rows are split over the ranks; all ranks see
+        equally many batches, filled up with rows of padding, which do not count.
     Raises:
         OptionError: If a number is out of its range; one line that names the option.
     """
+
+    row_length: int
 
     def __init__(
         self,
@@ -142,7 +148,7 @@ class TextDataModule(PlannedDataModule):
     ) -> None:
         super().__init__(sources, batch_size, sampler, num_workers, cache_dir, seed, tokenizer)
         check_names([source.name for source in validation_sources], "validation_sources")
-        check_least("row_length", row_length, 2)
+        check_minimum("row_length", row_length, 2)
         self.sources, self.validation_sources = sources, validation_sources
         self.row_length, self.append_eos = row_length, append_eos
         self._rows: RowMixture | None = None
@@ -157,21 +163,19 @@ class TextDataModule(PlannedDataModule):
         """
         for source in [*self.sources, *self.validation_sources]:
             source.check()
-        self._check_plan(trainer, module)
+        self._check_plan_options(trainer, module)
         self._base_tokenizer(module)
 
     def prepare_data(self) -> None:
-        """Tokenise the sources, on one rank, where that is still to do, and check that they fill a batch.
+        """Tokenise the sources that are not tokenised yet, on one rank, and check that they fill a batch.
 
         Raises:
             InputError: If a source cannot be used, or holds no text.
-            OptionError: If there are fewer rows than one global batch, or the run is to go on in another plan (see
+            OptionError: If there are fewer rows than one global batch, or the run is to resume from another plan (see
                 `expect_state`).
         """
         self.setup()
-        plan = self._plan()
-        self._check_expected(plan)
-        self._remark(plan)
+        self._check_plan(self._plan())
 
     def setup(self, stage: str | None = None) -> None:
         """Open the token streams, once."""
@@ -194,18 +198,13 @@ class TextDataModule(PlannedDataModule):
         """The number of rows of each source; `setup` opens them."""
         return self.rows.sizes
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Batches of one rank in an epoch of the plan."""
-        return len(self._plan())
-
     def train_dataloader(self) -> ResumableLoader:
         """The batches of this rank, from the place where the checkpoint was taken if the run is resumed.
 
         Raises:
             OptionError: If there are fewer rows than one global batch, or the checkpoint is of another plan.
         """
-        return self._make_loader(self.rows, self._plan(), self._collator())
+        return self._make_loader(self.rows, self._collator())
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
         """This rank's validation batches, always the same; none where there are no validation sources."""
@@ -214,7 +213,7 @@ class TextDataModule(PlannedDataModule):
         rows = self._validation_rows
         batches = validation_batches(len(rows), self.batch_size, rank(), world_size())
         loader = ShieldedLoader(
-            rows,  # type: ignore[arg-type]  # torch wants its own class by name and only `[]` of it
+            rows,  # type: ignore[arg-type]  # torch calls `__getitems__` alone
             batch_sampler=batches,
             collate_fn=self._collator(),
             num_workers=self.num_workers,
@@ -229,20 +228,19 @@ class TextDataModule(PlannedDataModule):
 
     def _collator(self) -> RowCollator:
         module = self._trained_module
-        return RowCollator(self._base_tokenizer(module), self.row_length, getattr(module, "task", None))
+        return RowCollator(
+            self._base_tokenizer(module), self.row_length, module.task if isinstance(module, RowTaskModule) else None
+        )
 
-    def _plan(self) -> BatchSampler:
-        plan = self._make_plan(self.sizes)
-        names = [source.name for source in self.sources]
-        pairs = zip(names, self.rows.streams, strict=True)
-        plan.identify([SourceIdentity(name, stream.key) for name, stream in pairs])
-        return plan
+    def _identities(self) -> Sequence[SourceIdentity]:
+        pairs = zip(self.sources, self.rows.streams, strict=True)
+        return [SourceIdentity(source.name, stream.key) for source, stream in pairs]
 
 
 def validation_batches(num_rows: int, batch_size: int, rank: int, num_ranks: int) -> list[list[PlanEntry]]:
-    """One rank's batches of rows 0 … num_rows-1, each row in one batch of one rank, equally many batches a rank.
+    """One rank's batches of rows 0 … num_rows-1: each row in one batch of one rank, equally many batches on each rank.
 
-    A row's random choices are keyed by its number. What is missing to whole batches are rows of number -1.
+    A row's random choices are keyed by its number. Rows of number -1 fill up the last batches.
     """
     batches, step = [], batch_size * num_ranks
     for start in range(rank * batch_size, -(-num_rows // step) * step, step):
