@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from embeddings.common.packed_rows import PackedRows
 from embeddings.common.text import TextSettings
-from embeddings.common.types import ContrastiveBatch, LossOutput, Representations, TokenBatch
+from embeddings.common.types import ContrastiveBatch, LossOutput, PackedRows, Representations, TokenBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, OptionError, UserError
-from embeddings.common.fileio import check_manifest
-from embeddings.common.log import logger
+from embeddings.common.io import check_manifest
+from embeddings.common.process import logger
 from embeddings.common.protocols import BatchNeeds, NeedsBatches, RunData, TextModule, TokenizedModule
-from embeddings.common.randomness import run_seed
-from embeddings.common.stopping import STOP_SIGNALS, held_back
+from embeddings.common.random import run_seed
+from embeddings.common.signals import STOP_SIGNALS, block_signals
 from embeddings.common.text import TextSettings, check_tokenizer_files
 from embeddings.data.checks import (
     check_instruction,
@@ -78,7 +78,7 @@ class ShieldedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """The batches."""
-        with held_back():
+        with block_signals():
             return super().__iter__()
 
 
@@ -357,7 +357,7 @@ class PlannedDataModule(LightningDataModule, RunData):
                 what = (str(error).splitlines() or [type(error).__name__])[0]
                 raise InputError(f"data.tokenizer {self.tokenizer}", what, fix) from error
             return loaded
-        if not isinstance(module, TokenizedModule):
+        if not isinstance(module, TokenizedModule) or module.tokenizer is None:
             rule = "must be given where the trained module has no tokenizer of its own"
             raise OptionError("data.tokenizer", None, rule, "name the backbone's directory or Hub name")
         return module.tokenizer

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.distributed import rank, world_size
-from embeddings.common.packed_rows import PackedRows
 from embeddings.common.protocols import RowTaskModule
+from embeddings.common.types import PackedRows
 from embeddings.data.datamodule import (
     PlannedDataModule,
     ResumableLoader,

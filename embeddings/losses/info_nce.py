@@ -1,4 +1,4 @@
-"""InfoNCE in tiles: the B x C matrix of scores is never whole in memory."""
+"""InfoNCE, and its Matryoshka form at several widths, in tiles: the full B x C matrix of scores never exists."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
 from embeddings.common.distributed import gather_candidates, gather_counts, gather_rows, rank
 from embeddings.losses.masks import (
-    CandidateFacts,
-    Compared,
-    QueryFacts,
+    CandidateKeys,
+    QueryKeys,
     SurrogateFilter,
     SurrogateQueries,
     exclude_candidates_,
@@ -46,7 +45,7 @@ class InfoNCE(nn.Module):
         false_negative_filter: Masks candidates that another model scores too high, by vectors that the batch carries;
             None for no filter. It makes a second product of the size of the scores, and as large a tile.
         mask_same_text: Whether a candidate is masked whose text is the query's or one of its known positives, or that
-            answers a query of the same text. NV-Embed's paper tells of no such mask.
+            answers a query of the same text. NV-Embed's paper describes no such mask.
         mask_same_class: Whether a candidate is masked that has the query's label in the query's source. Without it
             in-batch negatives push texts of one class apart, which is why NV-Embed's second stage has none (§3.3).
 
@@ -58,7 +57,7 @@ class InfoNCE(nn.Module):
         arXiv:2405.17428, §3.3.
     """
 
-    # The widths that vectors may be cut to; none where they are compared whole alone.
+    # The widths that vectors may be truncated to; empty where they are compared at full width only.
     widths: tuple[int, ...] = ()
 
     def __init__(
@@ -86,7 +85,7 @@ class InfoNCE(nn.Module):
         self.similarity: Similarity = similarity
         self.tile_size = tile_size
         self.false_negative_filter = false_negative_filter
-        self.compared = Compared(mask_same_text, mask_same_class)
+        self.mask_same_text, self.mask_same_class = mask_same_text, mask_same_class
         self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature))) if learnable_temperature else None
         self.temperature = temperature
 
@@ -113,18 +112,18 @@ class InfoNCE(nn.Module):
     def at_widths(
         self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch, widths: Sequence[int]
     ) -> WidthScores:
-        """The loss of the first numbers of each vector, cut before they are compared, at several widths.
+        """The loss at several widths: vectors are truncated to their first dimensions before they are compared.
 
-        What is known of the texts is gathered once, and a tile's masks are made once for all widths.
+        The texts' keys are gathered once, and a tile's masks are made once for all widths.
 
         Args:
             query_BD: Query embeddings, (B, D) float.
             candidate_CD: Candidate embeddings, (C, D) float, in the batch's order.
             batch: What is known of each text.
-            widths: W numbers from 1 to D.
+            widths: W widths from 1 to D.
 
         Returns:
-            The loss and what goes with it at each width.
+            Loss, accuracy and scores at each width.
 
         Distributed: one gather of candidates a width, of that width.
         """
@@ -132,18 +131,18 @@ class InfoNCE(nn.Module):
             query_WBD = [comparable(query_BD[:, :width], self.similarity) for width in widths]
             candidate_WCD = [comparable(candidate_CD[:, :width], self.similarity) for width in widths]
             scale = self._scale(query_WBD[0])
-            facts = self._facts(batch)
-            all_WCD = [gather_candidates(own_CD, facts.candidate_counts) for own_CD in candidate_WCD]
+            masking = self._masking(batch)
+            all_WCD = [gather_candidates(own_CD, masking.candidate_counts) for own_CD in candidate_WCD]
             scores = tiled_cross_entropies(
-                query_WBD, all_WCD, scale, facts.positive_index_B, facts.exclude_candidates_, self.tile_size
+                query_WBD, all_WCD, scale, masking.positive_index_B, masking.exclude_candidates_, self.tile_size
             )
             if self.directions == "query_to_document":
                 return scores
-            all_WQD = [gather_candidates(own_BD, facts.query_counts) for own_BD in query_WBD]
+            all_WQD = [gather_candidates(own_BD, masking.query_counts) for own_BD in query_WBD]
             positive_WBD = [own_CD[batch.positive_index_B] for own_CD in candidate_WCD]
-            exclude_ = facts.queries_excluder(batch)
+            exclude_ = masking.queries_excluder(batch)
             documents = tiled_cross_entropies(
-                positive_WBD, all_WQD, scale, facts.query.index_Q, exclude_, self.tile_size
+                positive_WBD, all_WQD, scale, masking.query.index_Q, exclude_, self.tile_size
             )
             return scores._replace(loss_W=(scores.loss_W + documents.loss_W) / 2)
 
@@ -164,28 +163,31 @@ class InfoNCE(nn.Module):
             return like.new_tensor(1.0 / self.temperature)
         return torch.exp(-self.log_temperature.to(like.dtype))
 
-    def _facts(self, batch: ContrastiveBatch) -> "_Facts":
-        """What the masks need, gathered where candidates are."""
+    def _masking(self, batch: ContrastiveBatch) -> "_Masking":
+        """What the masks compare, gathered over the ranks where candidates are."""
         gather = self.gather_across_devices and self.in_batch_negatives != "off"
         device = batch.in_batch_B.device
         query_counts = gather_counts(len(batch), device) if gather else [len(batch)]
         candidate_counts = gather_counts(len(batch.candidate), device) if gather else [len(batch.candidate)]
         place = rank() if gather else 0
-        query = QueryFacts.of(batch, query_index(batch, query_counts, place), self.compared)
+        masked = self.mask_same_text, self.mask_same_class
+        query = QueryKeys.of(batch, query_index(batch, query_counts, place), *masked)
         if self.in_batch_negatives != "source":
             query = replace(query, in_batch_Q=torch.full_like(batch.in_batch_B, self.in_batch_negatives == "on"))
-        own_candidate = CandidateFacts.of(batch, query.index_Q, self.compared)
+        own_candidate = CandidateKeys.of(batch, query.index_Q, *masked)
         positive_index_B = batch.positive_index_B + sum(candidate_counts[:place])
         candidate = own_candidate.gathered(candidate_counts)
         surrogate = None
         if self.false_negative_filter is not None:
             queries, own_CS = surrogate_vectors(batch)
             surrogate = _Surrogate(self.false_negative_filter, queries, own_CS, gather_rows(own_CS, candidate_counts))
-        return _Facts(query_counts, candidate_counts, positive_index_B, query, own_candidate, candidate, surrogate)
+        return _Masking(query_counts, candidate_counts, positive_index_B, query, own_candidate, candidate, surrogate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Surrogate:
+    """The filter and the vectors of this rank's queries, its candidates, and the candidates of all ranks."""
+
     rule: SurrogateFilter
     query: SurrogateQueries
     own_candidate_CS: Tensor
@@ -193,13 +195,15 @@ class _Surrogate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Facts:
+class _Masking:
+    """What the masks of a batch compare; counts are those of each rank."""
+
     query_counts: list[int]
     candidate_counts: list[int]
     positive_index_B: Tensor
-    query: QueryFacts
-    own_candidate: CandidateFacts
-    candidate: CandidateFacts
+    query: QueryKeys
+    own_candidate: CandidateKeys
+    candidate: CandidateKeys
     surrogate: _Surrogate | None
 
     def exclude_candidates_(self, score_rC: Tensor, rows: slice) -> None:
@@ -207,7 +211,7 @@ class _Facts:
         query, positive_index_r = self.query[rows], self.positive_index_B[rows]
         exclude_candidates_(score_rC, query, self.candidate, positive_index_r)
         if self.surrogate is not None:
-            vectors, all_CS = self.surrogate.query[rows], self.surrogate.candidate_CS
+            vectors, all_CS = self.surrogate.query.rows(rows), self.surrogate.candidate_CS
             is_false_rC = surrogate_false_negatives(self.surrogate.rule, query, self.candidate, vectors, all_CS)
             score_rC.masked_fill_(is_false_rC.scatter_(1, positive_index_r[:, None], False), -torch.inf)
 
@@ -231,19 +235,19 @@ class _Facts:
 
 
 class MatryoshkaInfoNCE(InfoNCE):
-    """The weighted mean of InfoNCE over widths: of each vector the first m numbers, compared as whole vectors are.
+    """The weighted mean of InfoNCE over widths: vectors truncated to their first m dimensions work as vectors too.
 
-    loss = sum over m of  w_m · InfoNCE(q[:m], d[:m]) / sum over m of w_m. With the cosine that brings what is left of a
-    vector to unit length again. Gathered facts and masks are those of all widths, and made once.
+    loss = sum over m of  w_m · InfoNCE(q[:m], d[:m]) / sum over m of w_m. The cosine normalises the truncated vectors
+    again. Keys are gathered, and masks made, once for all widths.
 
     Args:
-        widths: Widths m, each from 1 to that of the vectors, none twice. The widest must be the model's: what lies
+        widths: Widths m, each from 1 to that of the vectors, none twice. The widest must be the model's: dimensions
             beyond it would not be trained.
         weights: Weight w_m of each width, > 0; None for equal ones.
         options: What `InfoNCE` takes.
 
     Precision: as `InfoNCE`.
-    Distributed: as `InfoNCE`; the candidates of each width are gathered, so sum(m) / D times as many numbers.
+    Distributed: as `InfoNCE`; the candidates of each width are gathered, so sum(m) / D times as much is sent.
     Raises:
         OptionError: If a width or weight is impossible, or an option of `InfoNCE` is.
     Source: Kusupati et al. 2022, arXiv:2205.13147, Eq. 1; truncated, then normalised, with 768 and 256: Nussbaum and
@@ -260,14 +264,14 @@ class MatryoshkaInfoNCE(InfoNCE):
             raise OptionError("widths", list(widths), "must each be >= 1", "768 and 256 are usual")
         if len(set(widths)) < len(widths):
             raise OptionError("widths", list(widths), "must differ", "give a width more weight instead")
-        given = [1.0] * len(widths) if weights is None else list(weights)
-        if len(given) != len(widths):
+        weights = [1.0] * len(widths) if weights is None else list(weights)
+        if len(weights) != len(widths):
             rule = f"must be one for each of the {len(widths)} widths"
-            raise OptionError("weights", given, rule, "leave them out for equal ones")
-        if not all(0 < weight < math.inf for weight in given):
-            raise OptionError("weights", given, "must each be > 0 and finite", "leave out a width without weight")
+            raise OptionError("weights", weights, rule, "leave them out for equal ones")
+        if not all(0 < weight < math.inf for weight in weights):
+            raise OptionError("weights", weights, "must each be > 0 and finite", "leave out a width without weight")
         self.widths = tuple(widths)
-        self.weights = tuple(weight / sum(given) for weight in given)
+        self.weights = tuple(weight / sum(weights) for weight in weights)
 
     def check_width(self, embedding_dim: int) -> None:
         """Check that the widest width is that of a model's vectors.
@@ -277,7 +281,7 @@ class MatryoshkaInfoNCE(InfoNCE):
         """
         self._check_fits(embedding_dim)
         if max(self.widths) < embedding_dim:
-            rule = f"leave the last of the model's {embedding_dim} numbers untrained"
+            rule = f"leave the last of the model's {embedding_dim} dimensions untrained"
             raise OptionError(
                 "widths", list(self.widths), rule, f"add {embedding_dim}, or give the model a smaller head"
             )
@@ -309,5 +313,5 @@ class MatryoshkaInfoNCE(InfoNCE):
     def _check_fits(self, embedding_dim: int) -> None:
         """Check that vectors are as wide as the widest width."""
         if max(self.widths) > embedding_dim:
-            rule = f"must not exceed the {embedding_dim} numbers of a vector"
+            rule = f"must not exceed the {embedding_dim} dimensions of a vector"
             raise OptionError("widths", list(self.widths), rule, f"start from {embedding_dim}")

@@ -1,4 +1,4 @@
-"""Which candidates count as negatives of which queries, decided tile by tile from facts about the texts."""
+"""Which candidates are negatives of which queries, decided tile by tile: by text, by class, and by another model."""
 
 import math
 from dataclasses import dataclass
@@ -13,26 +13,16 @@ from embeddings.common.distributed import gather_rows, reduce_int
 
 # A class is (source, label) in one number.
 _LABELS_PER_SOURCE = 2**40
-# A fact that a text has not, or that is not compared, is one that no text of the other side has.
-_UNLIKE_QUERY = -1
-_UNLIKE_CANDIDATE = -2
-
-
-class Compared(NamedTuple):
-    """Which facts make a candidate a false negative.
-
-    Attributes:
-        by_text: Whether texts do: the query's known positives, its own text, the positives of queries with its text.
-        by_class: Whether labels do.
-    """
-
-    by_text: bool = True
-    by_class: bool = True
+# Keys of texts that have none, or where they are not compared: no text of the other side has these.
+_NO_QUERY_KEY = -1
+_NO_CANDIDATE_KEY = -2
+# Two products of the same vectors may differ by this where they come from matrices of different shapes.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QueryFacts:
-    """What the mask must know of each query.
+class QueryKeys:
+    """What the mask compares of each query.
 
     Attributes:
         index_Q: Number of the query over all ranks, (Q,) int64.
@@ -49,41 +39,40 @@ class QueryFacts:
     known_positive_hash_QP: Tensor
 
     @classmethod
-    def of(cls, batch: ContrastiveBatch, index_B: Tensor, compare: "Compared | None" = None) -> "QueryFacts":
-        """The facts of this rank's queries, numbered `index_B` over all ranks; those that are compared, all if None."""
-        by_text, by_class = compare or Compared()
+    def of(cls, batch: ContrastiveBatch, index_B: Tensor, by_text: bool = True, by_class: bool = True) -> "QueryKeys":
+        """The keys of this rank's queries, numbered `index_B` over all ranks; texts and classes where they count."""
         hash_B, known_BP = batch.query_hash_B, batch.known_positive_hash_BP
         if not by_text:
-            hash_B, known_BP = (torch.full_like(facts, _UNLIKE_QUERY) for facts in (hash_B, known_BP))
-        class_B = _class(batch.source_B, batch.query_label_B, _UNLIKE_QUERY, by_class)
+            hash_B, known_BP = (torch.full_like(keys, _NO_QUERY_KEY) for keys in (hash_B, known_BP))
+        class_B = _class(batch.source_B, batch.query_label_B, _NO_QUERY_KEY, by_class)
         return cls(index_B, hash_B, class_B, batch.in_batch_B, known_BP)
 
-    def __getitem__(self, rows: slice | Tensor) -> "QueryFacts":
-        """The facts of some queries."""
-        return QueryFacts(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+    def __getitem__(self, rows: slice | Tensor) -> "QueryKeys":
+        """The keys of some queries."""
+        return QueryKeys(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
-    def gathered(self, counts: list[int]) -> "QueryFacts":
-        """The facts of all ranks' queries; the ranks may know different numbers of positives."""
+    def gathered(self, counts: list[int]) -> "QueryKeys":
+        """The keys of all ranks' queries; the ranks may know different numbers of positives."""
         if len(counts) == 1:
             return self
         known_QP = self.known_positive_hash_QP
         width = reduce_int(known_QP.shape[1], "max", known_QP.device)
         known_QP = torch.cat([known_QP, known_QP[:, :1].expand(-1, width - known_QP.shape[1])], dim=1)
-        facts_QF = torch.stack([self.index_Q, self.hash_Q, self.class_Q, self.in_batch_Q.long()], dim=1)
-        facts_QF = gather_rows(torch.cat([facts_QF, known_QP], dim=1), counts)
-        index_Q, hash_Q, class_Q, in_batch_Q = facts_QF[:, :4].unbind(1)
-        return QueryFacts(index_Q, hash_Q, class_Q, in_batch_Q.bool(), facts_QF[:, 4:])
+        keys_QF = torch.stack([self.index_Q, self.hash_Q, self.class_Q, self.in_batch_Q.long()], dim=1)
+        keys_QF = gather_rows(torch.cat([keys_QF, known_QP], dim=1), counts)
+        index_Q, hash_Q, class_Q, in_batch_Q = keys_QF[:, :4].unbind(1)
+        return QueryKeys(index_Q, hash_Q, class_Q, in_batch_Q.bool(), keys_QF[:, 4:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CandidateFacts:
-    """What the mask must know of each candidate.
+class CandidateKeys:
+    """What the mask compares of each candidate.
 
     Attributes:
         owner_C: Number over all ranks of the query it was drawn for, (C,) int64.
         hash_C: Hash of its text, (C,) int64.
         class_C: Its source and label in one number, negative where it has no label, (C,) int64.
-        answers_C: Hash of the query's text whose positive it is, its own hash where it is nobody's, (C,) int64.
+        answers_C: Hash of the text of the query whose positive it is; a hard negative's own hash, (C,) int64.
     """
 
     owner_C: Tensor
@@ -92,24 +81,25 @@ class CandidateFacts:
     answers_C: Tensor
 
     @classmethod
-    def of(cls, batch: ContrastiveBatch, index_B: Tensor, compare: "Compared | None" = None) -> "CandidateFacts":
-        """The facts of this rank's candidates, its queries numbered `index_B`; those that are compared."""
-        by_text, by_class = compare or Compared()
+    def of(
+        cls, batch: ContrastiveBatch, index_B: Tensor, by_text: bool = True, by_class: bool = True
+    ) -> "CandidateKeys":
+        """The keys of this rank's candidates, its queries numbered `index_B`; texts and classes where they count."""
         hash_C = batch.candidate_hash_C
         answers_C = hash_C.index_copy(0, batch.positive_index_B, batch.query_hash_B)
         if not by_text:
-            hash_C, answers_C = (torch.full_like(facts, _UNLIKE_CANDIDATE) for facts in (hash_C, answers_C))
-        class_C = _class(batch.source_B[batch.owner_C], batch.candidate_label_C, _UNLIKE_CANDIDATE, by_class)
+            hash_C, answers_C = (torch.full_like(keys, _NO_CANDIDATE_KEY) for keys in (hash_C, answers_C))
+        class_C = _class(batch.source_B[batch.owner_C], batch.candidate_label_C, _NO_CANDIDATE_KEY, by_class)
         return cls(index_B[batch.owner_C], hash_C, class_C, answers_C)
 
-    def __getitem__(self, rows: slice | Tensor) -> "CandidateFacts":
-        """The facts of some candidates."""
-        return CandidateFacts(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+    def __getitem__(self, rows: slice | Tensor) -> "CandidateKeys":
+        """The keys of some candidates."""
+        return CandidateKeys(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
-    def gathered(self, counts: list[int]) -> "CandidateFacts":
-        """The facts of all ranks' candidates."""
-        facts_CF = torch.stack([getattr(self, name) for name in self.__dataclass_fields__], dim=1)
-        return CandidateFacts(*(column_C.contiguous() for column_C in gather_rows(facts_CF, counts).unbind(1)))
+    def gathered(self, counts: list[int]) -> "CandidateKeys":
+        """The keys of all ranks' candidates."""
+        keys_CF = torch.stack([getattr(self, name) for name in self.__dataclass_fields__], dim=1)
+        return CandidateKeys(*(column_C.contiguous() for column_C in gather_rows(keys_CF, counts).unbind(1)))
 
 
 def query_index(batch: ContrastiveBatch, counts: list[int], rank: int) -> Tensor:
@@ -118,16 +108,16 @@ def query_index(batch: ContrastiveBatch, counts: list[int], rank: int) -> Tensor
     return torch.arange(start, start + len(batch), device=batch.in_batch_B.device)
 
 
-def false_negatives(query: QueryFacts, candidate: CandidateFacts) -> Tensor:
+def false_negatives(query: QueryKeys, candidate: CandidateKeys) -> Tensor:
     """Candidates that may answer a query, so that calling them negatives would teach the opposite.
 
     A candidate is a false negative of a query if its text is one of the query's known positives, if its text is the
     query's own, if it is the positive of a query with the same text, or if both have the same label in the same source.
-    The query's own positive is one by this rule: whoever masks puts it back.
+    The query's own positive is one by this rule: the caller restores it.
 
     Args:
-        query: Facts of Q queries.
-        candidate: Facts of C candidates.
+        query: Keys of Q queries.
+        candidate: Keys of C candidates.
 
     Returns:
         is_false_QC: (Q, C) bool.
@@ -140,12 +130,12 @@ def false_negatives(query: QueryFacts, candidate: CandidateFacts) -> Tensor:
     return is_false_QC
 
 
-def is_negative_mask(query: QueryFacts, candidate: CandidateFacts, positive_index_Q: Tensor) -> Tensor:
+def is_negative_mask(query: QueryKeys, candidate: CandidateKeys, positive_index_Q: Tensor) -> Tensor:
     """Which candidates a query is pushed away from: the definition that the tiles of `InfoNCE` follow.
 
     Args:
-        query: Facts of Q queries.
-        candidate: Facts of C candidates.
+        query: Keys of Q queries.
+        candidate: Keys of C candidates.
         positive_index_Q: Row of each query's positive among the candidates, (Q,) int64.
 
     Returns:
@@ -157,18 +147,16 @@ def is_negative_mask(query: QueryFacts, candidate: CandidateFacts, positive_inde
     return is_negative_QC.scatter_(1, positive_index_Q[:, None], False)
 
 
-def exclude_candidates_(
-    score_QC: Tensor, query: QueryFacts, candidate: CandidateFacts, positive_index_Q: Tensor
-) -> None:
+def exclude_candidates_(score_QC: Tensor, query: QueryKeys, candidate: CandidateKeys, positive_index_Q: Tensor) -> None:
     """Set to minus infinity, in place, the score of every candidate that is neither negative nor the own positive.
 
-    Equal to filling where `is_negative_mask` is False, but only candidates that share a fact with one of these queries
+    Equal to filling where `is_negative_mask` is False, but only candidates that share a key with one of these queries
     are compared with them, a handful of C; a label that all texts share costs the full comparison.
 
     Args:
         score_QC: A tile of scores, (Q, C) float.
-        query: Facts of the tile's queries.
-        candidate: Facts of all candidates.
+        query: Keys of the tile's queries.
+        candidate: Keys of all candidates.
         positive_index_Q: Row of each query's positive among the candidates, (Q,) int64.
     """
     keys = torch.cat([query.hash_Q, query.known_positive_hash_QP.flatten()])
@@ -181,16 +169,16 @@ def exclude_candidates_(
     _fill_(score_QC, positive_index_Q, suspect_S, is_false_QS, barred_Q, is_foreign_QC)
 
 
-def exclude_queries_(score_CQ: Tensor, candidate: CandidateFacts, query: QueryFacts, own_index_C: Tensor) -> None:
+def exclude_queries_(score_CQ: Tensor, candidate: CandidateKeys, query: QueryKeys, own_index_C: Tensor) -> None:
     """The same for documents that are contrasted with queries: the second of the two directions.
 
-    A query that a document may answer is no negative of it, and a document whose own query's source allows no in-batch
-    negatives has none at all.
+    A query that a document may answer is no negative of it. A document has no negatives at all where the source of its
+    own query allows no in-batch negatives.
 
     Args:
         score_CQ: A tile of scores, (C, Q) float.
-        candidate: Facts of the tile's documents, each its owner's positive.
-        query: Facts of all queries.
+        candidate: Keys of the tile's documents, each its owner's positive.
+        query: Keys of all queries.
         own_index_C: Row of each document's own query among the queries, (C,) int64.
     """
     is_suspect_Q = torch.isin(query.hash_Q, torch.cat([candidate.hash_C, candidate.answers_C]))
@@ -216,12 +204,8 @@ def _fill_(
     score_RC.scatter_(1, own_R[:, None], own_score_R1)
 
 
-def _class(source_N: Tensor, label_N: Tensor, unlabelled: int, compared: bool) -> Tensor:
-    return torch.where((label_N >= 0) & compared, source_N * _LABELS_PER_SOURCE + label_N, unlabelled)
-
-
-# Two products of one pair of vectors may differ by this where they come from matrices of different shapes.
-_ROUNDING = 1e-6
+def _class(source_N: Tensor, label_N: Tensor, no_key: int, compared: bool) -> Tensor:
+    return torch.where((label_N >= 0) & compared, source_N * _LABELS_PER_SOURCE + label_N, no_key)
 
 
 @dataclass(frozen=True)
@@ -261,9 +245,8 @@ class SurrogateFilter:
             raise OptionError("false_negative_filter.threshold", self.threshold, "must be within -1 and 1", fix)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SurrogateQueries:
-    """What the filter must know of each query.
+class SurrogateQueries(NamedTuple):
+    """What the filter compares of each query.
 
     Attributes:
         vector_QS: Its unit vector, (Q, S) float32; NaN where it has none.
@@ -273,7 +256,7 @@ class SurrogateQueries:
     vector_QS: Tensor
     own_score_Q: Tensor
 
-    def __getitem__(self, rows: slice) -> "SurrogateQueries":
+    def rows(self, rows: slice) -> "SurrogateQueries":
         """Some of the queries."""
         return SurrogateQueries(self.vector_QS[rows], self.own_score_Q[rows])
 
@@ -305,19 +288,19 @@ def without_surrogates() -> OptionError:
 
 def surrogate_false_negatives(
     rule: SurrogateFilter,
-    query: QueryFacts,
-    candidate: CandidateFacts,
+    query: QueryKeys,
+    candidate: CandidateKeys,
     surrogate: SurrogateQueries,
     candidate_CS: Tensor,
 ) -> Tensor:
     """Candidates that the surrogate's scores take out of each query's negatives.
 
-    The own positive is one of them by this rule where the margin is 0: whoever masks puts it back.
+    The own positive is one of them by this rule where the margin is 0: the caller restores it.
 
     Args:
-        rule: The margins.
-        query: Facts of Q queries.
-        candidate: Facts of C candidates.
+        rule: The bounds.
+        query: Keys of Q queries.
+        candidate: Keys of C candidates.
         surrogate: The queries' vectors and own scores.
         candidate_CS: The candidates' unit vectors, (C, S) float32, NaN where there is none.
 

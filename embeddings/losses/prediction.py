@@ -1,4 +1,4 @@
-"""Cross-entropy of predicted tokens, computed at the predicted places only and in tiles of them."""
+"""Cross-entropies over a vocabulary: of single tokens from states, and of a text's words from its vector."""
 
 from collections.abc import Callable, Iterable
 
@@ -62,7 +62,7 @@ def _tile(state_pH: Tensor, label_p: Tensor, head: Head) -> tuple[Tensor, Tensor
 _TILE = 256
 # The logit of each word of a text whose vector is the sum of its words' vectors, were these orthogonal.
 _LOGIT = 3.0
-# What a word counts that no text had so far.
+# The count of a word that no text had so far.
 _UNSEEN = 0.01
 
 
@@ -71,13 +71,13 @@ class WordPrediction(nn.Module):
 
     The logit of token v is 3 sqrt(W) cos(text's vector, v's row of a fixed table) + log(texts so far that had v), W
     being the text's distinct tokens: no vector has a higher cosine than 1 / sqrt(W) with all of W orthogonal rows.
-    What is frequent everywhere is known without the vector, and rows are centred over the vocabulary: so what all
-    vectors share predicts nothing and takes length from what does. Only the direction counts, which is all that an
-    encoder with a layer norm behind its inputs sees.
+    Frequent words are predicted without the vector, and rows are centred over the vocabulary: a component that all
+    vectors share predicts nothing and takes length from those that do. Only the direction counts, which is all that an
+    encoder with a layer norm after its inputs sees.
 
     Args:
-        table_VH: A vector for each token id, (V, H) float: the word embeddings of whatever reads the vectors. Copied.
-        special_ids: Tokens that are no target, such as [CLS].
+        table_VH: A vector for each token id, (V, H) float: the word embeddings of the model that reads the vectors.
+        special_ids: Tokens that are not predicted, such as [CLS].
 
     Attributes:
         count_V: Texts so far that had each token, (V,) float32; a checkpoint keeps it.

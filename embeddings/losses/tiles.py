@@ -1,4 +1,4 @@
-"""The cross-entropy of a matrix of scores that is never whole in memory: it is made and used in tiles of rows."""
+"""The cross-entropy of a matrix of similarities in tiles of rows: the full matrix never exists."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -7,208 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Fills in a tile's scores what does not compete: (tile of scores, its rows) -> None, in place.
+Similarity = Literal["cosine", "dot"]
+# (tile of scores, its rows) → None: sets scores that do not compete to minus infinity, in place.
 ExcludeInPlace = Callable[[Tensor, slice], None]
-
 # Fewer rows than this make slow matrix products.
 _MIN_TILE_ROWS = 32
-
-
-def tiled_cross_entropy(
-    row_RD: Tensor,
-    column_CD: Tensor,
-    scale: Tensor,
-    target_R: Tensor,
-    exclude_: ExcludeInPlace | None = None,
-    tile_size: int = 2**21,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean cross-entropy of scaled inner products, made in tiles of whole rows.
-
-    loss = mean over R of  -log softmax(scale * row @ column^T)[target]. The loss is one number, so a tile's gradient is
-    known up to a factor as soon as its softmax is: each tile adds its share while it is there, three matrix products in
-    all, as many as the dense path. Nothing is kept of a tile.
-
-    Args:
-        row_RD: (R, D) float32 or float64.
-        column_CD: (C, D), same dtype.
-        scale: Factor of all products, (), same dtype; may need a gradient.
-        target_R: Column of each row's right answer, (R,) int64.
-        exclude_: Sets scores of a tile to minus infinity in place, never a right answer's; None excludes nothing.
-        tile_size: Scores held at once; at least 32 rows of them are.
-
-    Returns:
-        The loss (), and without a gradient the share of rows whose right answer scores above all others () and the
-        mean unscaled score of right answers ().
-
-    Precision: the dtype of the inputs; call it outside autocast.
-    """
-    found = tiled_cross_entropies([row_RD], [column_CD], scale, target_R, exclude_, tile_size)
-    return found.loss_W[0], found.accuracy_W[0], found.positive_score_W[0]
-
-
-class WidthScores(NamedTuple):
-    """What `tiled_cross_entropy` returns, for W widths of the same texts.
-
-    Attributes:
-        loss_W: Mean cross-entropies, (W,).
-        accuracy_W: Shares of rows whose right answer scores above all others, (W,), without a gradient.
-        positive_score_W: Mean unscaled scores of right answers, (W,), without a gradient.
-        alone_W: Shares of rows whose right answer is the only one that competes, (W,), without a gradient.
-    """
-
-    loss_W: Tensor
-    accuracy_W: Tensor
-    positive_score_W: Tensor
-    alone_W: Tensor
-
-
-def tiled_cross_entropies(
-    row_WRD: Sequence[Tensor],
-    column_WCD: Sequence[Tensor],
-    scale: Tensor,
-    target_R: Tensor,
-    exclude_: ExcludeInPlace | None = None,
-    tile_size: int = 2**21,
-) -> WidthScores:
-    """`tiled_cross_entropy` of the same texts at several widths, which share the targets and what is excluded.
-
-    A tile of one width is gone before that of the next is made; what is excluded is found at the first width, and one
-    byte a score keeps it for the others.
-
-    Args:
-        row_WRD: For each width (R, D) float32 or float64, D that of the width.
-        column_WCD: For each width (C, D), same dtype.
-        scale: Factor of all products, (), same dtype; may need a gradient.
-        target_R: Column of each row's right answer, (R,) int64.
-        exclude_: As in `tiled_cross_entropy`.
-        tile_size: Scores held at once; at least 32 rows of them are.
-
-    Returns:
-        The losses and what goes with them.
-
-    Precision: the dtype of the inputs; call it outside autocast.
-    """
-    vectors = [*row_WRD, *column_WCD]
-    if not torch.is_grad_enabled():
-        vectors, scale = [vector_ND.detach() for vector_ND in vectors], scale.detach()
-    outputs = _TiledCrossEntropy.apply(scale, target_R, exclude_, tile_size, *vectors)  # type: ignore[no-untyped-call]
-    return WidthScores(*outputs)
-
-
-class _Width:
-    """The vectors of one width, and what their tiles add up to."""
-
-    def __init__(self, row_RD: Tensor, column_CD: Tensor, wants_row: bool, wants_column: bool) -> None:
-        self.row_RD, self.column_CD = row_RD, column_CD
-        self.row_gradient_RD = torch.empty_like(row_RD) if wants_row else None
-        self.column_gradient_CD = torch.zeros_like(column_CD) if wants_column else None
-        self.loss, self.num_right, self.target_score, self.num_alone = (row_RD.new_zeros(()) for _ in range(4))
-
-    def add_tile(self, rows: slice, scale: Tensor, target_r1: Tensor, exclusion: "_Exclusion") -> None:
-        """Make the scores of some rows and take in what they say."""
-        row_rD = self.row_RD[rows] * scale
-        weight_rC = row_rD @ self.column_CD.T
-        exclusion.apply_(weight_rC)
-        target_score_r1 = weight_rC.gather(1, target_r1)
-        rival_r1 = weight_rC.scatter_(1, target_r1, -torch.inf).amax(1, keepdim=True)
-        highest_r1 = torch.maximum(rival_r1, target_score_r1)
-        others_r1 = weight_rC.sub_(highest_r1).exp_().sum(1, keepdim=True)
-        total_r1 = others_r1 + (target_score_r1 - highest_r1).exp()
-        # Softmax minus one, as minus the others' share: exact where a query is all but solved.
-        weight_rC.scatter_(1, target_r1, -others_r1)
-        is_right_r1 = target_score_r1 > rival_r1
-        loss_r1 = torch.where(is_right_r1, others_r1.log1p(), total_r1.log() + highest_r1 - target_score_r1)
-        self.loss += loss_r1.sum()
-        self.num_right += is_right_r1.sum()
-        self.target_score += target_score_r1.sum()
-        self.num_alone += rival_r1.isneginf().sum()
-        if self.row_gradient_RD is not None:
-            self.row_gradient_RD[rows] = (weight_rC @ self.column_CD).div_(total_r1)
-        if self.column_gradient_CD is not None:
-            self.column_gradient_CD.addmm_(weight_rC.T, row_rD / total_r1)
-
-    def scale_gradient(self, num_rows: int) -> Tensor:
-        """The gradient of the scale, (), before `finish`."""
-        assert self.row_gradient_RD is not None
-        # d(scale * x)/d(scale) summed over all scores is the gradient of the unscaled rows met with the rows.
-        gradient: Tensor = torch.linalg.vecdot(self.row_RD, self.row_gradient_RD).sum() / num_rows
-        return gradient
-
-    def finish(self, scale: Tensor, num_rows: int) -> None:
-        """Turn the sums of gradients into those of the mean loss."""
-        if self.row_gradient_RD is not None:
-            self.row_gradient_RD *= scale / num_rows
-        if self.column_gradient_CD is not None:
-            self.column_gradient_CD /= num_rows
-
-
-class _Exclusion:
-    """What a tile excludes: found at its first width, and kept for the others where there are any."""
-
-    def __init__(self, exclude_: ExcludeInPlace | None, rows: slice, keep: bool) -> None:
-        self._exclude_, self._rows, self._keep = exclude_, rows, keep
-        self._is_excluded_rC: Tensor | None = None
-
-    def apply_(self, score_rC: Tensor) -> None:
-        """Set the excluded scores to minus infinity."""
-        if self._is_excluded_rC is not None:
-            score_rC.masked_fill_(self._is_excluded_rC, -torch.inf)
-        elif self._exclude_ is not None:
-            self._exclude_(score_rC, self._rows)
-            self._is_excluded_rC = score_rC.isneginf() if self._keep else None
-
-
-class _TiledCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        scale: Tensor,
-        target_R: Tensor,
-        exclude_: ExcludeInPlace | None,
-        tile_size: int,
-        *vectors: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Losses and what goes with them; the gradients too, tile by tile, while the scores are at hand."""
-        num_rows, num_widths = max(1, len(target_R)), len(vectors) // 2
-        wants_scale, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        widths = [
-            _Width(vectors[w], vectors[num_widths + w], wants[w] or wants_scale, wants[num_widths + w])
-            for w in range(num_widths)
-        ]
-        for rows in _tiles(len(target_R), len(vectors[-1]), tile_size):
-            exclusion = _Exclusion(exclude_, rows, keep=num_widths > 1)
-            for width in widths:
-                width.add_tile(rows, scale, target_R[rows, None], exclusion)
-        of_scale_W = torch.stack([width.scale_gradient(num_rows) for width in widths]) if wants_scale else None
-        for width in widths:
-            width.finish(scale, num_rows)
-        row_gradients = [width.row_gradient_RD if wants[w] else None for w, width in enumerate(widths)]
-        ctx.save_for_backward(of_scale_W, *row_gradients, *(width.column_gradient_CD for width in widths))
-        accuracy_W = torch.stack([width.num_right for width in widths]) / num_rows
-        mean_score_W = torch.stack([width.target_score for width in widths]) / (scale * num_rows)
-        alone_W = torch.stack([width.num_alone for width in widths]) / num_rows
-        ctx.mark_non_differentiable(accuracy_W, mean_score_W, alone_W)
-        return torch.stack([width.loss for width in widths]) / num_rows, accuracy_W, mean_score_W, alone_W
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, factor_W: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the forward pass times the factor of each width's loss."""
-        of_scale_W, *gradients = ctx.saved_tensors
-        # GradCache and a plain backward pass 1: the gradients are handed on without a second copy.
-        scaled = (
-            gradient if gradient is None or factor == 1.0 else gradient * factor
-            for gradient, factor in zip(gradients, factor_W.tolist() * 2, strict=True)
-        )
-        return (None if of_scale_W is None else of_scale_W @ factor_W, None, None, None, *scaled)
-
-
-def _tiles(num_rows: int, num_columns: int, tile_size: int) -> Iterator[slice]:
-    height = max(_MIN_TILE_ROWS, tile_size // max(1, num_columns))
-    return (slice(start, start + height) for start in range(0, num_rows, height))
-
-
-Similarity = Literal["cosine", "dot"]
 
 
 def working_dtype(vector_ND: Tensor) -> torch.dtype:
@@ -269,7 +72,186 @@ class _UnitNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_ND: Tensor) -> Tensor:
-        """(g - (g . u) u) / |v|: what lies along the vector changes nothing."""
+        """(g - (g . u) u) / |v|: the component along the vector has no effect."""
         unit_ND, inverse_N1 = ctx.saved_tensors
         along_N1 = torch.linalg.vecdot(gradient_ND, unit_ND)[:, None]
         return torch.addcmul(gradient_ND, unit_ND, along_N1, value=-1).mul_(inverse_N1)
+
+
+def tiled_cross_entropy(
+    row_RD: Tensor,
+    column_CD: Tensor,
+    scale: Tensor,
+    target_R: Tensor,
+    exclude_: ExcludeInPlace | None = None,
+    tile_size: int = 2**21,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean cross-entropy of scaled inner products, made in tiles of whole rows.
+
+    loss = mean over R of  -log softmax(scale * row @ column^T)[target]. The loss is one number, so a tile's gradient is
+    known up to a factor as soon as its softmax is: each tile adds its share before it is dropped, in three matrix
+    products, as many as the dense path.
+
+    Args:
+        row_RD: (R, D) float32 or float64.
+        column_CD: (C, D), same dtype.
+        scale: Factor of all products, (), same dtype; may need a gradient.
+        target_R: Column of each row's right answer, (R,) int64.
+        exclude_: Sets scores of a tile to minus infinity in place, never a right answer's; None excludes nothing.
+        tile_size: Scores held at once; at least 32 rows of them are.
+
+    Returns:
+        The loss (), and without a gradient the share of rows whose right answer scores above all others () and the
+        mean unscaled score of right answers ().
+
+    Precision: the dtype of the inputs; call it outside autocast.
+    """
+    found = tiled_cross_entropies([row_RD], [column_CD], scale, target_R, exclude_, tile_size)
+    return found.loss_W[0], found.accuracy_W[0], found.positive_score_W[0]
+
+
+class WidthScores(NamedTuple):
+    """What `tiled_cross_entropy` returns, for W widths of the same texts.
+
+    Attributes:
+        loss_W: Mean cross-entropies, (W,).
+        accuracy_W: Shares of rows whose right answer scores above all others, (W,), without a gradient.
+        positive_score_W: Mean unscaled scores of right answers, (W,), without a gradient.
+        alone_W: Shares of rows whose right answer is the only one that competes, (W,), without a gradient.
+    """
+
+    loss_W: Tensor
+    accuracy_W: Tensor
+    positive_score_W: Tensor
+    alone_W: Tensor
+
+
+def tiled_cross_entropies(
+    row_WRD: Sequence[Tensor],
+    column_WCD: Sequence[Tensor],
+    scale: Tensor,
+    target_R: Tensor,
+    exclude_: ExcludeInPlace | None = None,
+    tile_size: int = 2**21,
+) -> WidthScores:
+    """`tiled_cross_entropy` of the same texts at several widths, which share targets and exclusions.
+
+    One tile of one width is in memory at a time. Exclusions are computed at the first width, and kept for the others at
+    one byte a score. Arguments are those of `tiled_cross_entropy`, with vectors for each of W widths.
+    """
+    vectors = [*row_WRD, *column_WCD]
+    if not torch.is_grad_enabled():
+        vectors, scale = [vector_ND.detach() for vector_ND in vectors], scale.detach()
+    outputs = _TiledCrossEntropy.apply(scale, target_R, exclude_, tile_size, *vectors)  # type: ignore[no-untyped-call]
+    return WidthScores(*outputs)
+
+
+class _Width:
+    """The vectors of one width, and the sums over their tiles."""
+
+    def __init__(self, row_RD: Tensor, column_CD: Tensor, wants_row: bool, wants_column: bool) -> None:
+        self.row_RD, self.column_CD = row_RD, column_CD
+        self.row_gradient_RD = torch.empty_like(row_RD) if wants_row else None
+        self.column_gradient_CD = torch.zeros_like(column_CD) if wants_column else None
+        self.loss, self.num_right, self.target_score, self.num_alone = (row_RD.new_zeros(()) for _ in range(4))
+
+    def add_tile(self, rows: slice, scale: Tensor, target_r1: Tensor, exclude_: Callable[[Tensor], None]) -> None:
+        """Compute the scores of some rows, and add their losses and gradients."""
+        row_rD = self.row_RD[rows] * scale
+        weight_rC = row_rD @ self.column_CD.T
+        exclude_(weight_rC)
+        target_score_r1 = weight_rC.gather(1, target_r1)
+        rival_r1 = weight_rC.scatter_(1, target_r1, -torch.inf).amax(1, keepdim=True)
+        highest_r1 = torch.maximum(rival_r1, target_score_r1)
+        others_r1 = weight_rC.sub_(highest_r1).exp_().sum(1, keepdim=True)
+        total_r1 = others_r1 + (target_score_r1 - highest_r1).exp()
+        # Softmax minus one, as minus the others' share: exact where a query is all but solved.
+        weight_rC.scatter_(1, target_r1, -others_r1)
+        is_right_r1 = target_score_r1 > rival_r1
+        loss_r1 = torch.where(is_right_r1, others_r1.log1p(), total_r1.log() + highest_r1 - target_score_r1)
+        self.loss += loss_r1.sum()
+        self.num_right += is_right_r1.sum()
+        self.target_score += target_score_r1.sum()
+        self.num_alone += rival_r1.isneginf().sum()
+        if self.row_gradient_RD is not None:
+            self.row_gradient_RD[rows] = (weight_rC @ self.column_CD).div_(total_r1)
+        if self.column_gradient_CD is not None:
+            self.column_gradient_CD.addmm_(weight_rC.T, row_rD / total_r1)
+
+    def scale_gradient(self, num_rows: int) -> Tensor:
+        """The gradient of the scale, (), before `finish`."""
+        assert self.row_gradient_RD is not None
+        # d(scale * x)/d(scale) summed over all scores is the gradient of the unscaled rows met with the rows.
+        gradient: Tensor = torch.linalg.vecdot(self.row_RD, self.row_gradient_RD).sum() / num_rows
+        return gradient
+
+    def finish(self, scale: Tensor, num_rows: int) -> None:
+        """Turn the sums of gradients into those of the mean loss."""
+        if self.row_gradient_RD is not None:
+            self.row_gradient_RD *= scale / num_rows
+        if self.column_gradient_CD is not None:
+            self.column_gradient_CD /= num_rows
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scale: Tensor,
+        target_R: Tensor,
+        exclude_: ExcludeInPlace | None,
+        tile_size: int,
+        *vectors: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Losses and what goes with them; the gradients too, tile by tile, while the scores are at hand."""
+        num_rows, num_widths = max(1, len(target_R)), len(vectors) // 2
+        wants_scale, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        widths = [
+            _Width(vectors[w], vectors[num_widths + w], wants[w] or wants_scale, wants[num_widths + w])
+            for w in range(num_widths)
+        ]
+        for rows in _tiles(len(target_R), len(vectors[-1]), tile_size):
+            exclude_in_tile_ = _excluding(exclude_, rows, keep=num_widths > 1)
+            for width in widths:
+                width.add_tile(rows, scale, target_R[rows, None], exclude_in_tile_)
+        of_scale_W = torch.stack([width.scale_gradient(num_rows) for width in widths]) if wants_scale else None
+        for width in widths:
+            width.finish(scale, num_rows)
+        row_gradients = [width.row_gradient_RD if wants[w] else None for w, width in enumerate(widths)]
+        ctx.save_for_backward(of_scale_W, *row_gradients, *(width.column_gradient_CD for width in widths))
+        accuracy_W = torch.stack([width.num_right for width in widths]) / num_rows
+        mean_score_W = torch.stack([width.target_score for width in widths]) / (scale * num_rows)
+        alone_W = torch.stack([width.num_alone for width in widths]) / num_rows
+        ctx.mark_non_differentiable(accuracy_W, mean_score_W, alone_W)
+        return torch.stack([width.loss for width in widths]) / num_rows, accuracy_W, mean_score_W, alone_W
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor_W: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the forward pass times the factor of each width's loss."""
+        of_scale_W, *gradients = ctx.saved_tensors
+        # GradCache and a plain backward pass 1: the gradients are handed on without a second copy.
+        scaled = (
+            gradient if gradient is None or factor == 1.0 else gradient * factor
+            for gradient, factor in zip(gradients, factor_W.tolist() * 2, strict=True)
+        )
+        return (None if of_scale_W is None else of_scale_W @ factor_W, None, None, None, *scaled)
+
+
+def _tiles(num_rows: int, num_columns: int, tile_size: int) -> Iterator[slice]:
+    height = max(_MIN_TILE_ROWS, tile_size // max(1, num_columns))
+    return (slice(start, start + height) for start in range(0, num_rows, height))
+
+
+def _excluding(exclude_: ExcludeInPlace | None, rows: slice, keep: bool) -> Callable[[Tensor], None]:
+    """Excludes scores of one tile; with `keep` what is excluded at the first width is excluded at all of them."""
+    kept: list[Tensor] = []
+
+    def apply_(score_rC: Tensor) -> None:
+        if kept:
+            score_rC.masked_fill_(kept[0], -torch.inf)
+        elif exclude_ is not None:
+            exclude_(score_rC, rows)
+            kept.extend([score_rC.isneginf()] if keep else [])
+
+    return apply_

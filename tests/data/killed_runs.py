@@ -50,6 +50,26 @@ class Ledger(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+def quiet_trainer(**options: Any) -> Trainer:
+    """A trainer on the CPU that writes and shows nothing but what its options ask for."""
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "use_distributed_sampler": False,
+    }
+    return Trainer(**defaults | options)
+
+
+def attached(data: Any, module: LightningModule) -> Any:
+    """A data module as it is once a trainer has taken it and the module."""
+    data.trainer = quiet_trainer()
+    data.trainer.strategy.connect(module)
+    return data
+
+
 class StopBefore(Callback):
     """Ends a run before a step, as a kill would."""
 
@@ -77,15 +97,8 @@ def killed_run(
     checkpoint = None
     for stop in [*stops, None]:
         saving = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-        trainer = Trainer(
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            callbacks=[saving] if stop is None else [saving, StopBefore(stop)],
-            **limits,
-        )
+        callbacks = [saving] if stop is None else [saving, StopBefore(stop)]
+        trainer = quiet_trainer(enable_checkpointing=True, callbacks=callbacks, **limits)
         module = make_module()
         try:
             trainer.fit(module, make_data(), ckpt_path=checkpoint)

@@ -1,51 +1,169 @@
-"""The data module in a config, in a training, and in a training that was killed."""
+"""The data modules in a config, in a training, and in a training that was killed."""
 
+import gc
 import json
+import multiprocessing
+import os
+import signal
+import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
-from lightning.pytorch import LightningModule, Trainer
 
 from embeddings.common import BatchNeeds, ContrastiveBatch, InputError, OptionError, TextSettings, UserError
-from embeddings.data.datamodule import EmbeddingDataModule
+from embeddings.data import EmbeddingDataModule, SourceConfig, TextDataModule, TextSource
+from embeddings.data.datamodule import PlannedDataModule, start_worker
 from embeddings.data.samplers import (
     BlendedBatchSampler,
     ClusteredBatchSampler,
     CurriculumBatchSampler,
     HomogeneousBatchSampler,
 )
-from embeddings.data.sources import SourceConfig
 from embeddings.modules import CDEModule, MGHCurriculumModule
-from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
+from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, attached, killed_run, quiet_trainer
 from tests.data.rows import pairs, write_jsonl
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+# The ledger only trains.
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS, "ignore:You passed in a `val_dataloader`")
 TOKENIZER = wordpiece_tokenizer()
 
 
+class Kind(NamedTuple):
+    """A data module, its source, and the content of its batches."""
+
+    module: Any
+    source: Any
+    contents: Callable[[Any], list[int]]
+    options: dict[str, Any]
+
+    def make(self, **changes: Any) -> PlannedDataModule:
+        return self.module(**{**self.options, **changes})
+
+    def ledger(self, tokenizer: Any = TOKENIZER) -> Ledger:
+        return Ledger(self.contents, tokenizer)
+
+
+@pytest.fixture(params=["pairs", "texts"])
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
+    lines = [{"query": f"quick {row}", "positive": f"fox {row}", "text": f"the lazy dog {row}"} for row in range(12)]
+    path = str(write_jsonl(tmp_path / "lines.jsonl", lines))
+    options = {"batch_size": 4, "seed": 1, "cache_dir": str(tmp_path / "cache")}
+    if request.param == "texts":
+        options |= {"sources": [TextSource("first", path)], "row_length": 4}
+        return Kind(TextDataModule, TextSource, lambda batch: batch.input_ids_NL.flatten().tolist(), options)
+    options |= {"sources": [SourceConfig("first", path)]}
+    return Kind(EmbeddingDataModule, SourceConfig, lambda batch: batch.row_B.tolist(), options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, r"data\.batch_size must be >= 1, got 0"),
+        ({"batch_size": None}, r"data\.batch_size must be >= 1, got None"),
+        ({"num_workers": -2}, r"data\.num_workers must be >= 0, got -2"),
+        ({"sources": []}, r"data\.sources must name at least one source"),
+    ],
+)
+def test_impossible_options_are_refused_at_once(kind: Kind, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as raised:
+        kind.make(**changes)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(OptionError, match=r"data\.sources must have different names, got 'first'"):
+        kind.make(sources=kind.options["sources"] * 2)
+
+
+def test_a_second_fit_begins_at_the_start_again(kind: Kind) -> None:
+    data, first, second = kind.make(), kind.ledger(), kind.ledger()
+    for module in (first, second):
+        quiet_trainer(max_epochs=1).fit(module, data)
+    assert first.rows == second.rows
+    assert len(first.rows) > 1
+
+
+def test_rows_are_numbered_within_their_source(kind: Kind) -> None:
+    path = kind.options["sources"][0].path
+    data = attached(kind.make(sources=[kind.source("first", path), kind.source("second", path)]), kind.ledger())
+    data.setup()
+    size, other = data.sizes
+    assert size == other > 3
+    assert data.located([3, size + 2, size - 1, size]) == {"first": [3, size - 1], "second": [2, 0]}
+    assert data.source_rows == {"first": size, "second": other}
+
+
+def test_a_batch_larger_than_the_data_and_a_module_without_tokenizer_are_refused(kind: Kind, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"data\.batch_size must not exceed the"):
+        attached(kind.make(batch_size=1000), kind.ledger()).prepare_data()
+    with pytest.raises(OptionError, match=r"data\.tokenizer must be given"):
+        quiet_trainer(max_epochs=1).fit(kind.ledger(None), kind.make())
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nfox\n")
+    with pytest.raises(InputError, match=r"holds vocab\.txt and no tokenizer\.json; take a whole copy"):
+        quiet_trainer(max_epochs=1).fit(kind.ledger(None), kind.make(tokenizer=str(tmp_path)))
+
+
+def test_a_worker_collects_none_of_its_parents_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Walking over inherited objects would copy their memory: 60 MiB a worker in P12."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    frozen = gc.get_freeze_count()
+    try:
+        start_worker(0)
+        assert gc.get_freeze_count() > frozen + 1000
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+    finally:
+        gc.unfreeze()
+
+
+def test_a_worker_leaves_stop_signals_to_the_run_and_obeys_its_parent(kind: Kind) -> None:
+    data = attached(kind.make(num_workers=1), kind.ledger())
+    data.prepare_data()
+    others = multiprocessing.active_children()
+    batches = iter(data.train_dataloader())
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - set(others)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGUSR1} == set()
+    # From a process that is not its parent, as SLURM and a shell send them.
+    subprocess.run(["sh", "-c", f"kill -TERM {worker.pid}; kill -USR1 {worker.pid}"], check=True)
+    assert len(list(batches)) >= 2
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(5)
+    assert worker.exitcode == 0
+
+
+def test_a_plan_other_than_the_expected_one_is_refused_once_the_sources_are_open(kind: Kind) -> None:
+    data = attached(kind.make(), kind.ledger())
+    data.prepare_data()
+    data.train_dataloader()
+    state = data.state_dict()
+    for changes, expected in (({}, state), ({"batch_size": 2}, {})):
+        again = attached(kind.make(**changes), kind.ledger())
+        again.expect_state(expected)
+        again.prepare_data()
+    other = attached(kind.make(batch_size=2), kind.ledger())
+    other.expect_state(state)
+    with pytest.raises(OptionError, match=r"data global_batch_size must be 4 as in the checkpoint .*, got 2"):
+        other.prepare_data()
+
+
 @pytest.fixture
-def sources(tmp_path: Path) -> list[SourceConfig]:
+def options(tmp_path: Path) -> dict[str, Any]:
     for name, size in (("first", 15), ("second", 9)):
         lines = [
             {"query": f"{name} {row}", "positive": f"fox {row} {name}", "negatives": ["dog", f"lazy {row}"]}
             for row in range(size)
         ]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return [
+        write_jsonl(tmp_path / f"{name}.jsonl", lines)
+    sources = [
         SourceConfig("first", str(tmp_path / "first.jsonl"), query_prompt="search_query: "),
         SourceConfig("second", str(tmp_path / "second.jsonl"), in_batch_negatives=False),
     ]
-
-
-@pytest.fixture
-def options(sources: list[SourceConfig], tmp_path: Path) -> dict[str, Any]:
     return {"sources": sources, "batch_size": 4, "num_negatives": 2, "cache_dir": str(tmp_path / "cache"), "seed": 1}
 
 
@@ -63,38 +181,19 @@ def plan(num_epochs: int, batch_size: int = 4, **sampler: Any) -> list[list[int]
     return found
 
 
-def fit(data: EmbeddingDataModule, module: LightningModule, **trainer: Any) -> None:
-    defaults = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "use_distributed_sampler": False,
-    }
-    Trainer(**{**defaults, **trainer}).fit(module, data)
-
-
-def test_a_training_gets_the_batches_of_the_plan_with_the_modules_tokenizer(options: dict[str, Any]) -> None:
-    module = Ledger(rows_of, TOKENIZER)
-    fit(EmbeddingDataModule(**options), module, max_epochs=2)
-    assert module.rows == plan(2)
-
-
 class Picky(Ledger):
     """A module that says what its batches are to be like."""
 
     batch_needs = BatchNeeds(gathers_candidates=False, sampler="ClusteredBatchSampler", without_sampler="no topics")
 
 
-def test_what_a_run_should_know_of_its_plan_is_said_once(
-    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_remarks_on_the_plan_are_logged_once(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """A source too small for a batch, and a sampler that the method is not made for."""
-    fit(EmbeddingDataModule(**options), Ledger(rows_of, TOKENIZER), max_epochs=2)
+    attached(EmbeddingDataModule(**options), Ledger(rows_of, TOKENIZER)).prepare_data()
     assert not [record for record in caplog.records if record.module == "datamodule"]
     module = Picky(rows_of, TOKENIZER)
-    fit(EmbeddingDataModule(**options | {"sampler": HomogeneousBatchSampler, "batch_size": 10}), module, max_epochs=2)
+    data = EmbeddingDataModule(**options | {"sampler": HomogeneousBatchSampler, "batch_size": 10})
+    quiet_trainer(max_epochs=2).fit(module, data)
     assert [record.getMessage() for record in caplog.records if record.module == "datamodule"] == [
         "sources with fewer rows than a batch of 10 are not trained on: second (9)",
         "Picky without data.sampler ClusteredBatchSampler: no topics",
@@ -111,8 +210,9 @@ def test_a_source_without_negatives_ends_the_run_before_its_first_step(options: 
     module = Ledger(rows_of, TOKENIZER)
     module.batch_needs = BatchNeeds(in_batch_negatives="off")
     lonely = SourceConfig("lonely", str(write_jsonl(tmp_path / "lonely.jsonl", pairs(20))))
+    data = EmbeddingDataModule(**options | {"sources": [*options["sources"], lonely]})
     with pytest.raises(InputError, match="source 'lonely': has neither in-batch nor hard negatives"):
-        fit(EmbeddingDataModule(**options | {"sources": [*options["sources"], lonely]}), module, max_epochs=1)
+        quiet_trainer(max_epochs=1).fit(module, data)
     assert module.rows == []
 
 
@@ -121,7 +221,6 @@ def test_batches_hold_what_the_sources_say(options: dict[str, Any], tmp_path: Pa
     folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
     data = EmbeddingDataModule(**options, tokenizer=folder, num_workers=num_workers)
     data.prepare_data()
-    data.setup()
     batches = list(data.train_dataloader())
     assert [rows_of(batch) for batch in batches] == plan(1)
     for batch in batches:
@@ -130,39 +229,32 @@ def test_batches_hold_what_the_sources_say(options: dict[str, Any], tmp_path: Pa
         assert batch.in_batch_B.tolist() == [row < 15 for row in batch.row_B.tolist()]
         prompted = ~batch.query.padded().pooling_mask_NL[:, 0]
         assert prompted.tolist() == batch.in_batch_B.tolist()
+    moved = data.transfer_batch_to_device(batches[0], torch.device("meta"), 0)
+    assert (moved.query.device.type, moved.query.lengths_N.device.type) == ("meta", "cpu")
 
 
-@pytest.mark.parametrize("asks_for_steps", [False, True])
 @pytest.mark.parametrize(
-    ("limits", "stops"),
+    ("limits", "stops", "asks_for_steps"),
     [
-        ({"max_epochs": 4}, [3, 5, 15]),
-        ({"max_epochs": 4}, [6, 8, 15]),
-        ({"max_epochs": -1, "max_steps": 24}, [6, 7, 18]),
+        ({"max_epochs": 4}, [3, 5, 15], True),
+        ({"max_epochs": 4}, [6, 8, 15], False),
+        ({"max_epochs": -1, "max_steps": 24}, [6, 7, 18], True),
+        ({"max_epochs": 3, "limit_train_batches": 4}, [2, 3, 9], False),
     ],
 )
 def test_a_training_killed_three_times_sees_the_plan_once(
     options: dict[str, Any], tmp_path: Path, limits: dict[str, int], stops: list[int], asks_for_steps: bool
 ) -> None:
-    seen = killed_run(
-        tmp_path,
-        stops,
-        lambda: Ledger(rows_of, TOKENIZER, asks_for_steps),
-        lambda: EmbeddingDataModule(**options),
-        limits,
-    )
-    assert seen == plan(4)
+    make_module = lambda: Ledger(rows_of, TOKENIZER, asks_for_steps)  # noqa: E731
+    seen = killed_run(tmp_path, stops, make_module, lambda: EmbeddingDataModule(**options), limits)
+    taken = limits.get("limit_train_batches", 6)
+    assert seen == [batch for number, batch in enumerate(plan(24 // 6 if taken == 6 else 3)) if number % 6 < taken]
 
 
 def test_resuming_at_every_epochs_end_repeats_no_row(options: dict[str, Any], tmp_path: Path) -> None:
-    seen = killed_run(
-        tmp_path,
-        [6, 12, 18],
-        lambda: Ledger(rows_of, TOKENIZER),
-        lambda: EmbeddingDataModule(**options),
-        {"max_epochs": 4},
-    )
-    # Lightning's count of epochs falls behind, so that it may go on for longer; the plan goes on with it.
+    make_data = lambda: EmbeddingDataModule(**options)  # noqa: E731
+    seen = killed_run(tmp_path, [6, 12, 18], lambda: Ledger(rows_of, TOKENIZER), make_data, {"max_epochs": 4})
+    # Lightning's count of epochs falls behind, so that the run may be longer; the plan continues with it.
     assert len(seen) >= 24
     assert seen == plan(6)[: len(seen)]
 
@@ -172,7 +264,7 @@ def test_a_config_names_everything(options: dict[str, Any], tmp_path: Path) -> N
     parser.add_subclass_arguments(LightningDataModule, "data")
     parser.add_argument("--config", action="config")
     config = {
-        "class_path": "embeddings.data.datamodule.EmbeddingDataModule",
+        "class_path": "embeddings.data.EmbeddingDataModule",
         "init_args": {
             "sources": [
                 {"name": "first", "path": str(tmp_path / "first.jsonl"), "weight": 3},
@@ -181,7 +273,7 @@ def test_a_config_names_everything(options: dict[str, Any], tmp_path: Path) -> N
             "text": {"query_max_length": 8, "prompts": {"query": "q: "}},
             "batch_size": 4,
             "sampler": {
-                "class_path": "embeddings.data.samplers.BlendedBatchSampler",
+                "class_path": "embeddings.data.BlendedBatchSampler",
                 "init_args": {"proportions": "given", "steps_per_epoch": 2},
             },
             "cache_dir": options["cache_dir"],
@@ -196,29 +288,20 @@ def test_a_config_names_everything(options: dict[str, Any], tmp_path: Path) -> N
         assert isinstance(data, EmbeddingDataModule)
         assert data.text == TextSettings(query_max_length=8, prompts={"query": "q: "})
         module = Ledger(rows_of, TOKENIZER)
-        fit(data, module, max_epochs=2)
+        quiet_trainer(max_epochs=2).fit(module, data)
         assert module.rows == plan(2, proportions="given", weights=[3, 1], steps_per_epoch=2)
 
 
 def test_a_config_may_leave_the_sampler_out(tmp_path: Path, options: dict[str, Any]) -> None:
     parser = ArgumentParser()
     parser.add_subclass_arguments(LightningDataModule, "data")
-    parsed = parser.parse_args(
-        [
-            "--data=embeddings.data.datamodule.EmbeddingDataModule",
-            f'--data.sources=[{{"name": "first", "path": "{tmp_path / "first.jsonl"}"}}]',
-            f"--data.cache_dir={options['cache_dir']}",
-        ]
-    )
+    source = json.dumps([{"name": "first", "path": str(tmp_path / "first.jsonl")}])
+    arguments = ["--data=embeddings.data.EmbeddingDataModule", f"--data.sources={source}"]
+    parsed = parser.parse_args([*arguments, f"--data.cache_dir={options['cache_dir']}"])
     assert "BlendedBatchSampler" in parser.dump(parsed)
     data = parser.instantiate(parsed).data
     data.setup()
     assert data.mixture.sizes == (15,)
-
-
-def test_a_negative_number_of_negatives_is_refused_at_once(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=r"data\.num_negatives must be >= 0, got -1"):
-        EmbeddingDataModule(**{**options, "num_negatives": -1})
 
 
 @pytest.mark.parametrize(
@@ -229,32 +312,16 @@ def test_a_negative_number_of_negatives_is_refused_at_once(options: dict[str, An
         ({"weight": 2.0}, {}, r"data\.sources\[\]\.weight cannot take effect"),
         ({"query_prompt": "q: " * 300}, {}, r"data\.text\.query_max_length must exceed"),
         ({}, {"tokenizer": "gone"}, r"data\.tokenizer gone: "),
+        ({}, {"num_negatives": -1}, r"data\.num_negatives must be >= 0, got -1"),
     ],
 )
 def test_what_needs_no_row_is_refused_before_a_source_is_read(
     options: dict[str, Any], first: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    trainer, module = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), Ledger(rows_of, TOKENIZER)
+    trainer, module = quiet_trainer(), Ledger(rows_of, TOKENIZER)
     EmbeddingDataModule(**options).check_run(trainer, module, None)
     options["sources"][0] = replace(options["sources"][0], **first)
     with pytest.raises(UserError, match=message) as raised:
         EmbeddingDataModule(**{**options, **changes}).check_run(trainer, module, None)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    data = EmbeddingDataModule([SourceConfig("gone", str(tmp_path / "gone.jsonl"))], cache_dir=str(tmp_path))
-    with pytest.raises(InputError, match=r"gone\.jsonl"):
-        data.prepare_data()
-
-
-def test_a_batch_is_carried_to_its_device(options: dict[str, Any]) -> None:
-    data = EmbeddingDataModule(**options)
-    data.setup()
-    data.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    data.trainer.strategy.connect(Ledger(rows_of, TOKENIZER))
-    batch = next(iter(data.train_dataloader()))
-    moved = data.transfer_batch_to_device(batch, torch.device("meta"), 0)
-    assert moved.query.device.type == "meta"
-    assert moved.query.lengths_N.device.type == "cpu"

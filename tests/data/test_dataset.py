@@ -1,12 +1,21 @@
-import pickle
+"""Which negatives a level allows, against cases written out by hand."""
 
+import pickle
+from collections import Counter
+
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch.utils.data import DataLoader
 
 from embeddings.common import InputError, OptionError, TextSettings
-from embeddings.data import Example, Negative, PlanEntry, SourceConfig, open_source
+from embeddings.data import Example, Mixture, Negative, PlanEntry, SourceConfig, open_source
+from embeddings.data.checks import warn_of_unused_columns
+from embeddings.data.dataset import ClassExamples, LabelTexts, places_of_level, stored_texts
 from embeddings.data.samplers.base import LevelRule
+from embeddings.data.store import ClassIndex, write_class_index
+from embeddings.data.table import StoredRow, Table, write_table
 from tests.data.rows import dataset, graded, labelled, pairs, write_jsonl
 
 
@@ -114,8 +123,8 @@ def test_labels_that_do_not_suit_the_conversion_are_refused(tmp_path, rows, opti
 @pytest.mark.parametrize(
     ("labels", "texts", "message"),
     [
-        (("0", "1"), {}, "must give a text to labels that are no words, got '0'"),
-        ((True, False), {}, "must give a text to labels that are no words, got 'true'"),
+        (("0", "1"), {}, "must give a text to labels that are not words, got '0'"),
+        ((True, False), {}, "must give a text to labels that are not words, got 'true'"),
         (("a", "b"), {"a": "x"}, "must give a text to the label 'b', got"),
         (("a", "b"), {"a": "x", "b": "y", "c": "z"}, "names a label that the source does not have, got 'c'"),
         (("a", "b"), {"a": "x", "b": "x"}, "must give each label its own text"),
@@ -219,7 +228,7 @@ def test_columns_that_look_like_a_field_are_named_in_one_line(form, tmp_path, ca
         pq.write_table(pa.Table.from_pylist(TRIPLETS), path)
     for _ in range(2):
         caplog.clear()
-        open_source(SourceConfig("triplets", str(path)), tmp_path / "cache").warn_of_unused_columns(1)
+        warn_of_unused_columns(open_source(SourceConfig("triplets", str(path)), tmp_path / "cache"), 1)
         (line,) = caplog.messages
         assert line.startswith("source triplets: columns not used: negative, ")
         assert "to use one, map it: columns: {negatives: negative" in line
@@ -231,16 +240,221 @@ def test_columns_that_look_like_a_field_are_named_in_one_line(form, tmp_path, ca
 
 def test_of_several_columns_for_one_field_the_first_is_suggested(tmp_path, caplog):
     row = {**pairs(1)[0], "negative_1": "n", "negative_2": "m"}
-    dataset(tmp_path, [row]).warn_of_unused_columns(2)
+    warn_of_unused_columns(dataset(tmp_path, [row]), 2)
     assert caplog.messages == [
         "source source: columns not used: negative_1, negative_2; to use one, map it: columns: {negatives: negative_1}"
     ]
 
 
 def test_columns_that_are_used_or_not_asked_for_are_not_named(tmp_path, caplog):
-    dataset(tmp_path, [{**pairs(1)[0], "negative": "n", "title": "t"}]).warn_of_unused_columns(0)
+    warn_of_unused_columns(dataset(tmp_path, [{**pairs(1)[0], "negative": "n", "title": "t"}]), 0)
     rows = [{"anchor": "q", "positive": "p", "negative": ["n"], "score": None}]
-    dataset(tmp_path, rows, columns={"query": "anchor", "negatives": "negative"}).warn_of_unused_columns(7)
-    dataset(tmp_path, labelled(3, 3), conversion="class_by_example").warn_of_unused_columns(7)
-    dataset(tmp_path, graded(3)).warn_of_unused_columns(7)
+    warn_of_unused_columns(dataset(tmp_path, rows, columns={"query": "anchor", "negatives": "negative"}), 7)
+    warn_of_unused_columns(dataset(tmp_path, labelled(3, 3), conversion="class_by_example"), 7)
+    warn_of_unused_columns(dataset(tmp_path, graded(3)), 7)
     assert caplog.messages == []
+
+
+def class_examples(folder, texts_by_class, num_negatives):
+    """The rule, and its rows as a plain list; classes take turns."""
+    longest = max(map(len, texts_by_class))
+    rows = [
+        StoredRow(texts[i], label=label)
+        for i in range(longest)
+        for label, texts in enumerate(texts_by_class)
+        if i < len(texts)
+    ]
+    write_table(folder, rows)
+    write_class_index(folder, np.array([row.label for row in rows], dtype=np.int32), len(texts_by_class))
+    return ClassExamples(Table(folder), ClassIndex(folder), num_negatives), rows
+
+
+def test_stored_candidates_are_the_rows_own():
+    stored = StoredRow("q", ["a", "b"], ["n", "m"], [1, 2], 3)
+    found = stored_texts(stored, 0, draw=5)
+    assert found == (("a", "b"), (Negative("n", 1), Negative("m", 2)), ())
+
+
+@pytest.mark.parametrize("num_negatives", [1, 7, 100])
+def test_class_examples_are_what_a_loop_over_all_rows_allows(tmp_path, num_negatives):
+    texts = [[f"{label} {i}" for i in range(size)] for label, size in enumerate((2, 9, 5))]
+    rule, rows = class_examples(tmp_path, texts, num_negatives)
+    for index, stored in enumerate(rows):
+        same = {row.query for row in rows if row.label == stored.label and row.query != stored.query}
+        other = {row.query: row.label for row in rows if row.label != stored.label}
+        for draw in range(20):
+            found = rule(stored, index, draw)
+            assert len(found.positives) == 1
+            assert found.positives[0] in same
+            negatives = [negative.text for negative in found.negatives]
+            assert len(set(negatives)) == len(negatives) == min(num_negatives, len(other))
+            assert list(found.negative_labels) == [other[text] for text in negatives]
+            assert {negative.level for negative in found.negatives} == {0}
+
+
+def test_class_examples_are_drawn_by_the_key_and_evenly(tmp_path):
+    rule, rows = class_examples(tmp_path, [[f"a{i}" for i in range(5)], [f"b{i}" for i in range(6)]], 2)
+    assert rule(rows[0], 0, draw=1) == rule(rows[0], 0, draw=1)
+    drawn = [rule(rows[0], 0, draw) for draw in range(3000)]
+    positives = Counter(found.positives[0] for found in drawn)
+    negatives = Counter(negative.text for found in drawn for negative in found.negatives)
+    assert set(positives) == {"a1", "a2", "a3", "a4"}
+    assert set(negatives) == {f"b{i}" for i in range(6)}
+    # Five standard deviations of a binomial count.
+    assert all(abs(count - 750) < 5 * (3000 * 0.25 * 0.75) ** 0.5 for count in positives.values())
+    assert all(abs(count - 1000) < 5 * (3000 * 2 / 6 * 4 / 6) ** 0.5 for count in negatives.values())
+
+
+def test_the_query_is_never_its_own_positive_even_where_its_text_is_repeated(tmp_path):
+    rule, rows = class_examples(tmp_path, [["same"] * 50 + [" same "] * 50 + ["different"], ["b"]], 1)
+    index = next(i for i, row in enumerate(rows) if row.query == "same")
+    for draw in range(50):
+        assert rule(rows[index], index, draw).positives == ("different",)
+
+
+def test_no_negative_repeats_the_query_the_positive_or_another_negative(tmp_path):
+    rule, rows = class_examples(tmp_path, [["x", "y"], ["x", "y", "z", "z", "z", "w"]], 4)
+    index = next(i for i, row in enumerate(rows) if row.query == "x" and row.label == 0)
+    for draw in range(50):
+        found = rule(rows[index], index, draw)
+        assert found.positives == ("y",)
+        assert sorted(negative.text for negative in found.negatives) == ["w", "z"]
+        assert found.negative_labels == (1, 1)
+
+
+@pytest.mark.parametrize(("num_texts", "num_negatives"), [(2, 7), (5, 3), (5, 4), (20, 7)])
+def test_label_texts_are_the_rows_own_and_different_others(num_texts, num_negatives):
+    texts = [f"label {code}" for code in range(num_texts)]
+    rule = LabelTexts(texts, num_negatives)
+    for label in range(num_texts):
+        seen = set()
+        for draw in range(60):
+            found = rule(StoredRow("q", label=label), 0, draw)
+            assert found == rule(StoredRow("q", label=label), 0, draw)
+            assert found.positives == (texts[label],)
+            assert len(set(found.negative_labels)) == len(found.negatives) == min(num_negatives, num_texts - 1)
+            assert [texts[code] for code in found.negative_labels] == [negative.text for negative in found.negatives]
+            seen.update(found.negative_labels)
+        assert seen == set(range(num_texts)) - {label}
+
+
+ALL = tuple(Negative(f"{level}{name}", level) for level in (1, 2, 3, 4) for name in "ab")
+
+
+def texts(negatives: tuple[Negative, ...], level: int, cumulative: bool = False, draw: int = 0) -> list[str]:
+    return [negatives[place].text for place in places_of_level(negatives, LevelRule(level, cumulative), draw)]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_a_level_allows_its_own_negatives_in_the_rows_order(level: int) -> None:
+    assert texts(ALL, level) == [f"{level}a", f"{level}b"]
+
+
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        ((1, 4), ["1", "4", "4", "4"]),
+        ((2, 3), ["2", "2", "3", None]),
+        ((4,), ["4", "4", "4", "4"]),
+        ((1,), ["1", None, None, None]),
+        ((), [None, None, None, None]),
+    ],
+)
+def test_the_nearest_coarser_level_stands_in_and_never_a_finer_one(
+    levels: tuple[int, ...], expected: list[str | None]
+) -> None:
+    negatives = tuple(Negative(str(level), level) for level in levels)
+    assert [texts(negatives, level) for level in (1, 2, 3, 4)] == [[] if text is None else [text] for text in expected]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_cumulative_levels_are_the_present_and_all_coarser_ones(level: int) -> None:
+    found = texts(ALL, level, cumulative=True)
+    assert sorted(found) == [f"{coarser}{name}" for coarser in range(level, 5) for name in "ab"]
+
+
+def test_the_first_of_cumulative_levels_is_drawn_by_the_key_and_evenly() -> None:
+    assert texts(ALL, 2, cumulative=True, draw=5) == texts(ALL, 2, cumulative=True, draw=5)
+    first = Counter(texts(ALL, 2, cumulative=True, draw=draw)[0] for draw in range(1200))
+    assert len(first) == 6
+    # Five standard deviations of a binomial count.
+    assert all(abs(count - 200) < 5 * (1200 * 1 / 6 * 5 / 6) ** 0.5 for count in first.values())
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_negatives_without_levels_belong_to_every_level(cumulative: bool) -> None:
+    negatives = (Negative("a"), Negative("b"))
+    assert sorted(places_of_level(negatives, LevelRule(3, cumulative), 0)) == [0, 1]
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    return Mixture(
+        [
+            dataset(tmp_path, pairs(3), name="one", weight=2.0),
+            dataset(tmp_path, labelled(4, 4), name="two", conversion="class_by_example", in_batch_negatives=False),
+            dataset(tmp_path, pairs(1, "three "), name="three"),
+        ]
+    )
+
+
+def test_rows_of_all_sources_lie_one_after_another(mixture):
+    assert len(mixture) == 12
+    assert (mixture.names, mixture.sizes, mixture.weights) == (("one", "two", "three"), (3, 8, 1), (2.0, 1.0, 1.0))
+    assert [mixture.source_of(row) for row in range(12)] == [0] * 3 + [1] * 8 + [2]
+
+
+def test_an_example_is_its_sources_own_with_row_and_source_of_the_mixture(mixture):
+    for row in range(12):
+        example = mixture[PlanEntry(row, 7)]
+        source = mixture.source_of(row)
+        local = mixture.sources[source][PlanEntry(row - (0, 3, 11)[source], 7)]
+        assert (example.row, example.source, example.draw) == (row, source, 7)
+        assert (example.query, example.positives, example.negatives) == (local.query, local.positives, local.negatives)
+        assert example.in_batch_negatives == (source != 1)
+
+
+def test_a_batch_is_its_entries_one_by_one_in_their_order(mixture, monkeypatch):
+    entries = [PlanEntry(row, 100 + place) for place, row in enumerate((11, 3, 0, 10, 3, 2, 0, 7))]
+    expected = [mixture[entry] for entry in entries]
+    monkeypatch.setattr(Table, "row", None)
+    calls, rows = [], Table.rows
+    monkeypatch.setattr(Table, "rows", lambda table, indices: calls.append(len(indices)) or rows(table, indices))
+    assert mixture.__getitems__(entries) == expected
+    assert sorted(calls) == [1, 3, 4]
+
+
+@pytest.mark.parametrize("row", [-1, 12])
+def test_a_row_outside_the_mixture_is_refused(mixture, row):
+    with pytest.raises(IndexError, match=f"row {row} of 12"):
+        mixture[PlanEntry(row, 0)]
+
+
+def test_no_source_and_two_of_one_name_are_refused(mixture):
+    with pytest.raises(OptionError, match=r"data\.sources must not be empty"):
+        Mixture([])
+    with pytest.raises(OptionError, match=r"data\.sources must have different names, got 'one'"):
+        Mixture([mixture.sources[0], mixture.sources[0]])
+
+
+def test_workers_give_the_examples_that_the_main_process_gives(mixture):
+    entries = [PlanEntry(row, 100 + row) for row in range(12)]
+    expected = [mixture[entry] for entry in entries]
+    loader = DataLoader(
+        mixture,
+        batch_sampler=[entries[:5], entries[5:]],
+        num_workers=2,
+        collate_fn=list,
+    )
+    assert [example for batch in loader for example in batch] == expected
+
+
+def test_a_mixture_is_pickled_without_its_data(mixture):
+    assert pickle.loads(pickle.dumps(mixture))[PlanEntry(5, 1)] == mixture[PlanEntry(5, 1)]
+
+
+def test_the_rule_of_levels_reaches_the_row(tmp_path):
+    mixture = Mixture([dataset(tmp_path, pairs(2), name="plain"), dataset(tmp_path, graded(2), name="graded")])
+    example = mixture[PlanEntry(3, 7, LevelRule(2))]
+    assert (example.level, [negative.level for negative in example.negatives]) == (2, [2])
+    assert len(mixture[PlanEntry(3, 7)].negatives) == 4

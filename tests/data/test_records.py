@@ -1,18 +1,29 @@
+"""Records that are written and read again are the records."""
+
 import math
+import pickle
 
 import pytest
 
 from embeddings.common import InputError
+from embeddings.data import SourceConfig
 from embeddings.data.records import (
     RECORD_FIELDS,
+    Example,
     Negative,
     Record,
+    has_levels,
     label_key,
     look_alikes,
     parse_labelled_text,
     parse_record,
     parse_scored_pair,
+    write_records,
 )
+from embeddings.data.samplers.base import PlanEntry
+from embeddings.data.sources import open_reader
+from embeddings.data.store import open_cached
+from tests.data.rows import pairs, write_jsonl
 
 GOOD = {"query": "q", "positive": "p"}
 
@@ -153,3 +164,54 @@ def test_scored_pairs_need_every_field(change):
 
 def test_one_class_has_one_key_however_it_is_written():
     assert [label_key(value) for value in (0, "0", True, False, "true")] == ["0", "0", "true", "false", "true"]
+
+
+PLAIN = [
+    Record("a query", ("a positive",)),
+    Record("q", ("p", "r", "東京 é\n"), (Negative("n"), Negative("m")), "a class", -0.5, "id 7", "what it is for"),
+    Record("third", ("x",), (Negative("n"),), label="1", score=1e-300, language="sw"),
+]
+GRADED = [*PLAIN[:1], Record("q", ("p",), (Negative("n", 1), Negative("m", 1), Negative("o", 4)), id="2")]
+
+
+@pytest.mark.parametrize("group_rows", [1, 2, 4096])
+@pytest.mark.parametrize(("records", "graded"), [(PLAIN, False), (GRADED, True), (GRADED[:1], False)])
+def test_every_field_is_read_back_as_it_was(records, graded, group_rows, tmp_path, monkeypatch):
+    monkeypatch.setattr("embeddings.data.records.GROUP_ROWS", group_rows)
+    path = tmp_path / "records.parquet"
+    assert write_records(path, iter(records), graded) == len(records)
+    rows = open_reader(path, RECORD_FIELDS, ("query",))
+    assert [parse_record(row, {}, where) for where, row in rows] == records
+    cached = open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
+    assert [cached.table.row(row).query for row in range(len(records))] == [record.query for record in records]
+    assert has_levels(cached.table, "a") is graded
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path):
+    for name in "ab":
+        write_records(tmp_path / name, PLAIN, graded=False)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_negatives_of_which_some_have_levels_are_refused(order, tmp_path):
+    negatives = [None, ["n"], [{"text": "n", "level": 2}]][::order]
+    rows = [{**pair, "negatives": value} for pair, value in zip(pairs(3), negatives, strict=True)]
+    cached = open_cached(SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows))), tmp_path / "cache")
+    with pytest.raises(InputError, match="mine: some negatives have a level and others have none; give all of them"):
+        has_levels(cached.table, "mine")
+
+
+def test_an_example_has_nothing_but_a_query_and_positives_by_default():
+    example = Example(row=3, draw=5, source=0, query="q", positives=("p",))
+    assert (example.negatives, example.label, example.negative_labels) == ((), -1, ())
+    assert (example.query_prompt, example.document_prompt, example.in_batch_negatives) == ("", "", True)
+
+
+def test_a_negative_without_a_level_has_level_zero():
+    assert Negative("text") == ("text", 0)
+
+
+@pytest.mark.parametrize("value", [PlanEntry(1, 2), Negative("a", 3), Example(0, 1, 2, "q", ("p",), (Negative("n"),))])
+def test_what_crosses_to_a_worker_comes_back_equal(value):
+    assert pickle.loads(pickle.dumps(value)) == value

@@ -1,9 +1,22 @@
+"""The conversions on published data sets, where they lie on this machine."""
+
+import gzip
+import json
+import os
+import sys
+import tracemalloc
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
 import jsonargparse
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from embeddings.common import OptionError, TextSettings
-from embeddings.data import SourceConfig
-from embeddings.data.sources import check_names
+from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.data import PlanEntry, SourceConfig, open_source, sources
+from embeddings.data.sources import HubReader, check_names, open_reader, resolve_files, resolve_revision
+from tests.data.rows import pairs, write_jsonl
 
 
 class Holder:
@@ -103,3 +116,305 @@ def test_two_sources_of_one_name_are_refused():
         check_names(["a", "b", "a"])
     with pytest.raises(OptionError, match=r"data\.validation_sources must have different names, got 'b'"):
         check_names(["b", "b"], "validation_sources")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "c.parquet", "odd[1].jsonl"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "sub").mkdir()
+    return tmp_path
+
+
+def test_a_glob_gives_its_matches_sorted_and_a_list_keeps_its_order(folder):
+    found = resolve_files([f"{folder}/c.parquet", f"{folder}/[ab].jsonl"])
+    assert [file.name for file in found] == ["c.parquet", "a.jsonl", "b.jsonl"]
+
+
+def test_a_name_with_brackets_is_a_name_where_such_a_file_is_there(folder):
+    assert [file.name for file in resolve_files(f"{folder}/odd[1].jsonl")] == ["odd[1].jsonl"]
+
+
+@pytest.mark.parametrize("written", ["$TEST_ROOT/a.jsonl", "${TEST_ROOT}/a.jsonl"])
+def test_environment_variables_are_filled_in(folder, monkeypatch, written):
+    monkeypatch.setenv("TEST_ROOT", str(folder))
+    assert resolve_files(written) == [folder / "a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("${TEST_UNSET}/a.jsonl", "the environment variable TEST_UNSET is not set; run: export TEST_UNSET=FOLDER"),
+        ("none.jsonl", "no such file"),
+        ("*.none", "no file matches"),
+        ("sub", "is a folder, expected a file"),
+        (["a.jsonl", "?.jsonl"], "the path names this file twice"),
+    ],
+)
+def test_a_path_that_names_no_file_is_refused(folder, monkeypatch, path, message):
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("TEST_UNSET", raising=False)
+    with pytest.raises(InputError, match=message.replace("?", r"\?")):
+        resolve_files(path)
+
+
+LINE = b'{"query": "q", "positive": "p"}\n'
+
+
+def read(path, fields=("query", "positive"), required=("query", "positive")):
+    return list(open_reader(path, fields, required))
+
+
+def test_json_lines_gzip_and_parquet_give_the_same_rows_whatever_their_names(tmp_path):
+    rows = pairs(2500)
+    plain = write_jsonl(tmp_path / "plain.jsonl", rows)
+    zipped = write_jsonl(tmp_path / "zipped.jsonl.gz", rows).rename(tmp_path / "zipped.jsonl")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "columns.dat")
+    for path in (plain, zipped, tmp_path / "columns.dat"):
+        found = read(path)
+        assert [row.fields for row in found] == rows
+        assert [found[i].where for i in (0, 1024, -1)] == [f"{path}:1", f"{path}:1025", f"{path}:2500"]
+
+
+def test_rows_are_numbered_as_an_editor_numbers_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n" + LINE + b"  \n" + LINE.rstrip())
+    assert [row.where for row in read(path)] == [f"{path}:2", f"{path}:4"]
+
+
+@pytest.mark.parametrize("data", [b"\xef\xbb\xbf" + LINE, LINE.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf\n" + LINE])
+def test_a_byte_order_mark_and_windows_line_ends_are_passed_over(tmp_path, data):
+    (tmp_path / "a.jsonl").write_bytes(data)
+    assert [row.fields for row in read(tmp_path / "a.jsonl")] == [{"query": "q", "positive": "p"}]
+
+
+@pytest.mark.parametrize(
+    ("data", "where", "message"),
+    [
+        (b"", "", "is empty"),
+        (b"\n \n", "", "holds no rows"),
+        (b"\xef\xbb\xbf", "", "holds no rows"),
+        (gzip.compress(b"", mtime=0), "", "holds no rows"),
+        (LINE + b'{"query": "\xff"}\n', ":2", "byte 12 of the row is not valid UTF-8"),
+        ('{"query": "q"}'.encode("utf-16"), ":1", "the file is UTF-16"),
+        (LINE + b'{"query": "q", "posi', ":2", "the file ends in the middle of this row"),
+        (LINE + '{"query": "naï'.encode()[:-1], ":2", "the file ends in the middle of this row"),
+        (LINE + b'{"query": }\n' + LINE, ":2", "the row is not JSON at column 11"),
+        (b"query,positive\nq,p\n", ":1", "the row is not JSON"),
+        (b"query,positive", ":1", "the row is not JSON"),
+        (b'["q", "p"]\n', ":1", "the row is a JSON array, expected an object"),
+        (b'"q"\n', ":1", "the row is a JSON value, expected an object"),
+        (b"[\n" + LINE + b"]\n", ":1", "a JSON array begins here"),
+        (b'{"query": "a\x00b"}\n', ":1", "the row holds a NUL byte"),
+        (b"{" + b'"a":{' * 100_000 + b"}" * 100_001 + b"\n", ":1", "the JSON is nested too deep"),
+        (b'{"id": ' + b"9" * 5000 + b"}\n", ":1", "the row is not JSON"),
+        (gzip.compress(LINE * 1000, mtime=0)[:-9], "", "the gzip data is cut off or damaged here"),
+        (gzip.compress(LINE, mtime=0)[:-8] + b"\0" * 8, ":2", "the gzip data is cut off or damaged here"),
+        (b"\x1f\x8b\x08 is no gzip", ":1", "the gzip data is cut off or damaged here"),
+        (b"\x1f\x8b", ":1", "the gzip data is cut off or damaged here"),
+        (b"PAR1 is no Parquet", ":1", "the Parquet data is cut off or damaged"),
+        ('{"query": "q"}'.encode("utf-32"), ":1", "the file is UTF-32"),
+        (gzip.compress('{"query": "q"}'.encode("utf-16"), mtime=0), ":1", "the file is UTF-16"),
+        (b"BZh91AY&SY", ":1", "the file is compressed by bzip2; unpack it, or compress it by gzip"),
+        (b"\xfd7zXZ\x00", ":1", "the file is compressed by xz"),
+        (b"\x28\xb5\x2f\xfd\x24", ":1", "the file is compressed by zstd"),
+        (b"PK\x03\x04\n", ":1", "the file is a zip archive; unpack it"),
+        (b"ARROW1\0\0", ":1", "the file is an Arrow file; write it as Parquet"),
+        (LINE.strip() + b"\r" + LINE.strip() + b"\r", ":1", "rows end in carriage returns alone"),
+    ],
+)
+def test_a_bad_file_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypatch, data, where, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_bytes(data)
+    from pathlib import Path
+
+    with pytest.raises(InputError) as error:
+        read(Path("bad.jsonl"))
+    text = str(error.value)
+    assert text.startswith(f"bad.jsonl{where}")
+    assert message in text
+    assert "\n" not in text
+    assert len(text) <= 200
+
+
+def test_a_column_of_parquet_that_is_there_twice_is_refused_where_it_is_asked_for(tmp_path):
+    columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["c"])]
+    pq.write_table(pa.Table.from_arrays(columns, ["query", "positive", "positive"]), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet: has two columns 'positive'; rename one of them"):
+        read(tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", ["query"], ["query"])[0].fields == {"query": "a"}
+
+
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 2**20)
+    (tmp_path / "a.jsonl").write_bytes(LINE + b'{"query": "' + b"x" * 2**20 + b'"}\n')
+    with pytest.raises(InputError, match=r"a\.jsonl:2: the row is longer than 1 MiB"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_a_file_named_parquet_that_is_none_is_refused(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(LINE)
+    with pytest.raises(InputError, match="is not a Parquet file"):
+        read(tmp_path / "a.parquet")
+
+
+def test_parquet_reads_no_column_that_is_not_asked_for(tmp_path):
+    pq.write_table(pa.table({"query": ["q"], "positive": ["p"], "vector": [[0.5]]}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet")[0].fields == {"query": "q", "positive": "p"}
+
+
+def test_parquet_without_a_required_column_shows_the_columns_it_has(tmp_path):
+    pq.write_table(pa.table({"question": ["q"], "answer": ["p"]}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet")[0].fields == {"question": "q", "answer": "p"}
+
+
+def test_parquet_cut_off_without_rows_or_with_broken_text_is_refused(tmp_path):
+    whole = tmp_path / "whole.parquet"
+    pq.write_table(pa.table({"query": ["q"] * 9, "positive": ["p"] * 9}), whole)
+    (tmp_path / "cut.parquet").write_bytes(whole.read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"cut\.parquet:1: the Parquet data is cut off or damaged"):
+        read(tmp_path / "cut.parquet")
+    pq.write_table(pa.table({"query": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    with pytest.raises(InputError, match="holds no rows"):
+        read(tmp_path / "none.parquet")
+    texts = pa.array([b"good", b"good", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"query": texts, "positive": texts}), tmp_path / "text.parquet")
+    with pytest.raises(InputError, match=r"text\.parquet:3: a text is not valid UTF-8"):
+        read(tmp_path / "text.parquet")
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"gone\.jsonl: cannot be read \(No such file"):
+        open_reader(tmp_path / "gone.jsonl", (), ())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_reading_ends_with_all_bytes_read(tmp_path, name):
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(pairs(3000)), path)
+    else:
+        write_jsonl(path, pairs(3000))
+    reader = open_reader(path, ("query", "positive"), ("query", "positive"))
+    assert reader.bytes_read == 0
+    assert sum(1 for _ in reader) == 3000
+    assert reader.bytes_read == reader.total_bytes == path.stat().st_size
+
+
+def test_a_literal_nan_reaches_the_field_that_holds_it(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"query": "q", "score": float("nan")}) + "\n")
+    assert str(read(tmp_path / "a.jsonl")[0].fields["score"]) == "nan"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_blank_lines_without_an_end_are_refused_in_bounded_memory(tmp_path, monkeypatch, suffix):
+    """A few kilobytes of gzip unpack to hours of them."""
+    monkeypatch.setattr("embeddings.data.sources.MAX_BLANK_LINES", 1000)
+    path = tmp_path / f"blank{suffix}"
+    with (gzip.open if suffix.endswith("gz") else open)(path, "wb") as file:
+        file.write(b'{"query": "q"}\n' + b" \n" * 1000 + b'{"query": "r"}\n')
+        for _ in range(20):
+            file.write(b"\n" * 2**20)
+    rows = iter(open_reader(path, ["query"], ["query"]))
+    assert [next(rows).fields["query"] for _ in range(2)] == ["q", "r"]
+    tracemalloc.start()
+    with pytest.raises(InputError, match=rf"blank{suffix}:2003: 1000 blank lines follow each other; take them out"):
+        next(rows)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub of one data set of three pairs; `calls` counts what was asked of it."""
+    calls = {"info": [], "load": []}
+
+    class HfApi:
+        def dataset_info(self, name, revision, timeout):
+            calls["info"].append((name, revision))
+            return SimpleNamespace(sha=COMMIT)
+
+    def load_dataset(name, subset, *, split, revision, streaming):
+        calls["load"].append((name, subset, split, revision, streaming))
+        return iter(pairs(3 if split == "train" else 0))
+
+    for name, members in (("huggingface_hub", {"HfApi": HfApi}), ("datasets", {"load_dataset": load_dataset})):
+        module = ModuleType(name)
+        module.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+def test_a_hub_source_is_streamed_at_its_commit_and_only_once(tmp_path, hub):
+    config = SourceConfig("mine", "hub:org/name", subset="en", revision="main")
+    for _ in range(2):
+        source = open_source(config, tmp_path)
+        assert [source[PlanEntry(row, 0)].query for row in range(len(source))] == ["query 0", "query 1", "query 2"]
+    assert hub["info"] == [("org/name", "main"), ("org/name", COMMIT), ("org/name", "main")]
+    assert hub["load"] == [("org/name", "en", "train", COMMIT, True)]
+
+
+def test_a_full_commit_that_was_converted_needs_no_hub(tmp_path, hub, monkeypatch):
+    config = SourceConfig("mine", "hub:org/name", revision=COMMIT)
+    open_source(config, tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert len(open_source(config, tmp_path)) == 3
+
+
+def test_subsets_and_splits_are_different_sources(tmp_path, hub):
+    open_source(SourceConfig("a", "hub:org/name", subset="en", revision=COMMIT), tmp_path)
+    open_source(SourceConfig("b", "hub:org/name", subset="de", revision=COMMIT), tmp_path)
+    assert len(hub["load"]) == 2
+
+
+def test_a_split_without_rows_is_refused(hub):
+    with pytest.raises(InputError, match="hub:org/name: split 'empty' holds no rows"):
+        list(HubReader("org/name", None, "empty", COMMIT))
+
+
+def test_an_unreachable_hub_is_one_line_with_the_way_out(monkeypatch):
+    def refuse(*_, **__):
+        raise ConnectionError("cannot reach the Hub\nwith a long trace")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=refuse))
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=refuse))
+    for ask in (lambda: resolve_revision("org/name", None), lambda: list(HubReader("org/name", None, "train", COMMIT))):
+        with pytest.raises(InputError) as error:
+            ask()
+        assert str(error.value) == (
+            "hub:org/name: cannot be read (cannot reach the Hub); "
+            "check name, split and network, or download it and give its files"
+        )
+
+
+ROOT = Path(os.environ.get("EMBED_DATA") or Path(__file__).parents[3] / "shared" / "data")
+CASES = [
+    ("nq_pairs", {}, 2990),
+    ("snli_triplets", {"instruction": ["one", "two"], "suspect_rows": "leave_out"}, 6693),
+    ("banking77", {"conversion": "class_by_example"}, 10003),
+    ("clinc150", {"conversion": "class_by_label"}, 15100),
+    ("stsb", {"conversion": "sts", "instruction": "similar", "symmetric": True}, None),
+]
+
+
+@pytest.mark.skipif(not (ROOT / "banking77").is_dir(), reason=f"no data sets in {ROOT}; set EMBED_DATA")
+@pytest.mark.parametrize(("name", "options", "num_rows"), CASES, ids=[case[0] for case in CASES])
+def test_a_published_data_set_becomes_examples(tmp_path, name, options, num_rows):
+    source = open_source(SourceConfig(name, str(ROOT / name / "train.jsonl.gz"), **options), tmp_path)
+    if num_rows is not None:
+        assert len(source) == num_rows
+    for row in range(0, len(source), max(1, len(source) // 200)):
+        example = source[PlanEntry(row, row)]
+        assert example.query.strip()
+        assert all(text.strip() for text in example.positives)
+        if options.get("conversion", "pairs").startswith("class"):
+            assert len(example.negatives) == len(example.negative_labels) == 7
+            assert example.label not in example.negative_labels
+            assert example.query.strip() != example.positives[0].strip()
+        if options.get("symmetric"):
+            assert example.document_prompt == example.query_prompt == "Instruct: similar\nQuery: "

@@ -1,31 +1,40 @@
 """The rule of false negatives, case by case, and the in-place tiles against the whole mask."""
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from embeddings.common import ContrastiveBatch
-from embeddings.losses import is_negative_mask
+from embeddings.common import ContrastiveBatch, OptionError
+from embeddings.common.types import take_texts
+from embeddings.losses import InfoNCE, SurrogateFilter
 from embeddings.losses.masks import (
-    CandidateFacts,
-    Compared,
-    QueryFacts,
+    CandidateKeys,
+    QueryKeys,
     exclude_candidates_,
     exclude_queries_,
+    is_negative_mask,
     query_index,
+    surrogate_false_negatives,
+    surrogate_vectors,
 )
-from tests.helpers.contrastive import Record, batch_of, random_records
+from tests.helpers.contrastive import Record, batch_of, random_batch, random_records
+from tests.helpers.ranks import run_on_two_ranks
 
 SWITCHES = [(True, True), (True, False), (False, True), (False, False)]
 
 
-def facts(batch: ContrastiveBatch, *compared: bool) -> tuple[QueryFacts, CandidateFacts]:
-    index_B, rule = query_index(batch, [len(batch)], 0), Compared(*compared)
-    return QueryFacts.of(batch, index_B, rule), CandidateFacts.of(batch, index_B, rule)
+def keys(batch: ContrastiveBatch, *compared: bool) -> tuple[QueryKeys, CandidateKeys]:
+    index_B = query_index(batch, [len(batch)], 0)
+    return QueryKeys.of(batch, index_B, *compared), CandidateKeys.of(batch, index_B, *compared)
 
 
 def negatives(records: list[Record], *compared: bool) -> list[list[bool]]:
     batch = batch_of(records)
-    query, candidate = facts(batch, *compared)
+    query, candidate = keys(batch, *compared)
     return is_negative_mask(query, candidate, batch.positive_index_B).tolist()
 
 
@@ -119,7 +128,7 @@ def test_each_switch_gives_back_the_candidates_that_its_facts_mask() -> None:
 @pytest.mark.parametrize("height", [1, 5, 12, 100])
 def test_tiles_equal_the_whole_mask(height: int, compared: tuple[bool, bool]) -> None:
     batch = batch_of(tangled_records())
-    query, candidate = facts(batch, *compared)
+    query, candidate = keys(batch, *compared)
     mask = is_negative_mask(query, candidate, batch.positive_index_B)
     score = torch.randn(mask.shape)
     expected = score.masked_fill(~mask.scatter(1, batch.positive_index_B[:, None], True), -torch.inf)
@@ -133,7 +142,7 @@ def test_tiles_equal_the_whole_mask(height: int, compared: tuple[bool, bool]) ->
 def test_the_other_direction_is_the_same_rule_turned_round(height: int) -> None:
     records = tangled_records()
     batch = batch_of(records)
-    query, candidate = facts(batch)
+    query, candidate = keys(batch)
     everybody = [Record(**{**vars(record), "in_batch": True}) for record in records]
     competes = torch.tensor(loop_reference(everybody))[:, : len(batch)].T.clone()
     competes &= batch.in_batch_B[:, None]
@@ -144,3 +153,192 @@ def test_the_other_direction_is_the_same_rule_turned_round(height: int) -> None:
         rows = slice(start, start + height)
         exclude_queries_(score[rows], candidate[: len(batch)][rows], query, torch.arange(len(batch))[rows])
     assert torch.equal(score, expected)
+
+
+FILTERS = {
+    "own positive": SurrogateFilter(),
+    "margin above": SurrogateFilter(margin=0.2),
+    "margin below": SurrogateFilter(margin=-0.2),
+    "threshold": SurrogateFilter(margin=None, threshold=0.3),
+    "both": SurrogateFilter(margin=0.1, threshold=0.4),
+    "own negatives too": SurrogateFilter(spare_own_negatives=False),
+}
+
+
+def with_surrogates(batch: ContrastiveBatch, width: int = 4, missing: bool = True, seed: int = 0) -> ContrastiveBatch:
+    """Vectors of any length; the first query, the second query's positive and the last candidate have none."""
+    generator = torch.Generator().manual_seed(seed)
+    query, candidate = (
+        torch.randn(len(tokens), width, generator=generator) for tokens in (batch.query, batch.candidate)
+    )
+    if missing:
+        query[0], candidate[1], candidate[-1] = math.nan, math.nan, math.nan
+    return replace(batch, surrogate_query_BS=query, surrogate_candidate_CS=candidate)
+
+
+def found_mask(batch: ContrastiveBatch, rule: SurrogateFilter) -> list[list[bool]]:
+    queries, candidate_CS = surrogate_vectors(batch)
+    return surrogate_false_negatives(rule, *keys(batch), queries, candidate_CS).tolist()
+
+
+def filter_reference(batch: ContrastiveBatch, rule: SurrogateFilter) -> list[list[bool]]:
+    """The rule in words; a comparison with a score that is not there is false."""
+    assert batch.surrogate_query_BS is not None
+    assert batch.surrogate_candidate_CS is not None
+    queries, candidates = batch.surrogate_query_BS.tolist(), batch.surrogate_candidate_CS.tolist()
+    mask = []
+    for row, query in enumerate(queries):
+        own = cosine(query, candidates[row])
+        answers = []
+        for column, candidate in enumerate(candidates):
+            score = cosine(query, candidate)
+            is_false = rule.margin is not None and score >= own + rule.margin - 1e-6
+            is_false = is_false or (rule.threshold is not None and score >= rule.threshold - 1e-6)
+            is_own = batch.owner_C[column] == row and bool(batch.in_batch_B[row])
+            answers.append(is_false and not (rule.spare_own_negatives and is_own))
+        mask.append(answers)
+    return mask
+
+
+def cosine(one: list[float], other: list[float]) -> float:
+    product = sum(a * b for a, b in zip(one, other, strict=True))
+    return product / math.sqrt(sum(a * a for a in one) * sum(b * b for b in other))
+
+
+@pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
+def test_the_filter_equals_the_rule_in_words(rule: SurrogateFilter) -> None:
+    batch = with_surrogates(random_batch(9, 2))
+    expected = filter_reference(batch, rule)
+    assert found_mask(batch, rule) == expected
+    assert 0 < sum(map(sum, expected)) < 9 * 27
+    assert not any(expected[0])
+
+
+def dense_loss(query: Tensor, candidate: Tensor, batch: ContrastiveBatch, rule: SurrogateFilter, both: bool) -> Tensor:
+    index_B = query_index(batch, [len(batch)], 0)
+    facts = keys(batch)
+    is_filtered = torch.tensor(filter_reference(batch, rule))
+    competes = (is_negative_mask(*facts, batch.positive_index_B) & ~is_filtered).scatter(1, index_B[:, None], True)
+    score = torch.nn.functional.normalize(query) @ torch.nn.functional.normalize(candidate).T / 0.1
+    loss = torch.nn.functional.cross_entropy(score.masked_fill(~competes, -torch.inf), index_B)
+    if not both:
+        return loss
+    count = len(batch)
+    everybody = replace(facts[0], in_batch_Q=torch.ones_like(batch.in_batch_B))
+    competes = is_negative_mask(everybody, facts[1], batch.positive_index_B)[:, :count] & ~is_filtered[:, :count]
+    competes = (competes.T & batch.in_batch_B[:, None]).fill_diagonal_(True)
+    score = score[:, :count].T.masked_fill(~competes, -torch.inf)
+    return (loss + torch.nn.functional.cross_entropy(score, index_B)) / 2
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
+def test_the_loss_leaves_out_what_the_filter_names(rule: SurrogateFilter, both: bool) -> None:
+    batch = with_surrogates(random_batch(40, 2))
+    query, candidate = (torch.randn(count, 5, dtype=torch.float64) for count in (40, 120))
+    directions: Any = "both" if both else "query_to_document"
+    filtered = InfoNCE(0.1, directions=directions, tile_size=1, false_negative_filter=rule)
+    loss = filtered(query, candidate, batch).loss.item()
+    assert loss == pytest.approx(dense_loss(query, candidate, batch, rule, both).item(), rel=1e-12)
+    assert loss != pytest.approx(InfoNCE(0.1, directions=directions)(query, candidate, batch).loss.item(), rel=1e-3)
+
+
+def permuted(batch: ContrastiveBatch, order_C: Tensor) -> ContrastiveBatch:
+    """The batch with its candidates in another order."""
+    assert batch.surrogate_candidate_CS is not None
+    return replace(
+        batch,
+        candidate=take_texts(batch.candidate, order_C),
+        positive_index_B=torch.argsort(order_C)[batch.positive_index_B],
+        owner_C=batch.owner_C[order_C],
+        candidate_hash_C=batch.candidate_hash_C[order_C],
+        candidate_label_C=batch.candidate_label_C[order_C],
+        surrogate_candidate_CS=batch.surrogate_candidate_CS[order_C],
+    )
+
+
+@pytest.mark.parametrize("rule", FILTERS.values(), ids=FILTERS)
+def test_a_query_finds_its_positive_in_whatever_column_it_lies(rule: SurrogateFilter) -> None:
+    batch, order_C = with_surrogates(random_batch(9, 2)), torch.randperm(27, generator=torch.Generator().manual_seed(1))
+    shuffled = permuted(batch, order_C)
+    assert (shuffled.positive_index_B != batch.positive_index_B).all()
+    expected = torch.tensor(filter_reference(batch, rule))
+    assert found_mask(shuffled, rule) == expected[:, order_C].tolist()
+    query, candidate = torch.randn(9, 5, dtype=torch.float64), torch.randn(27, 5, dtype=torch.float64)
+    directions: Any
+    for directions in ("query_to_document", "both"):
+        loss = InfoNCE(0.1, directions=directions, tile_size=2, false_negative_filter=rule)
+        found = loss(query, candidate[order_C], shuffled).loss.item()
+        assert found == pytest.approx(loss(query, candidate, batch).loss.item(), rel=1e-12)
+
+
+def test_planted_duplicates_are_negatives_without_the_filter_and_none_with_it() -> None:
+    """Query 0 and query 2 have documents that say the same in other words: no hash and no label tells."""
+    batch = batch_of([Record([1], [2]), Record([3], [4]), Record([5], [6])])
+    surrogate = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    batch = replace(batch, surrogate_query_BS=surrogate, surrogate_candidate_CS=surrogate.clone())
+    assert found_mask(batch, SurrogateFilter()) == [[False, False, True], [False] * 3, [True, False, False]]
+    vectors = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
+    with_it = InfoNCE(0.5, false_negative_filter=SurrogateFilter())(vectors, vectors, batch)
+    without = InfoNCE(0.5)(vectors, vectors, batch)
+    one_negative, two_negatives = math.log(1 + math.exp(-2)), math.log(2 + math.exp(-2))
+    assert with_it.loss.item() == pytest.approx(one_negative * 2 / 3 + math.log(1 + 2 * math.exp(-2)) / 3)
+    assert without.loss.item() == pytest.approx(two_negatives * 2 / 3 + math.log(1 + 2 * math.exp(-2)) / 3)
+    assert (with_it.terms["accuracy"].item(), without.terms["accuracy"].item()) == (1.0, pytest.approx(1 / 3))
+
+
+def test_two_copies_of_one_vector_count_as_equal_whatever_the_rounding() -> None:
+    batch = batch_of([Record([row], [row + 50]) for row in range(40)])
+    surrogate = torch.randn(1, 768).expand(40, -1) * torch.rand(40, 1)
+    batch = replace(batch, surrogate_query_BS=torch.randn(40, 768), surrogate_candidate_CS=surrogate)
+    mask = torch.tensor(found_mask(batch, SurrogateFilter()))
+    assert mask.fill_diagonal_(True).all()
+
+
+@pytest.mark.parametrize("half", ["surrogate_query_BS", "surrogate_candidate_CS"])
+def test_a_filter_without_vectors_is_refused(half: str) -> None:
+    batch = replace(with_surrogates(random_batch(3, 0)), **{half: None})
+    with pytest.raises(OptionError, match=r"false_negative_filter .*surrogate_vectors"):
+        InfoNCE(false_negative_filter=SurrogateFilter())(torch.eye(3), torch.eye(3), batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"margin": None}, "margin leaves no rule without a threshold, got None"),
+        ({"margin": math.nan}, "margin must be finite, got nan"),
+        ({"threshold": 1.5}, r"threshold must be within -1 and 1, got 1\.5"),
+    ],
+)
+def test_impossible_bounds_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        SurrogateFilter(**options)
+
+
+def losses_of_two_ranks(rank: int) -> dict[str, Any]:
+    """The mean loss of two ranks' queries and the gradient of this rank's candidates, with the filter on."""
+    results: dict[str, Any] = {}
+    whole = with_surrogates(batch_of([Record([row], [row + 50]) for row in range(8)]), seed=3)
+    assert whole.surrogate_query_BS is not None
+    assert whole.surrogate_candidate_CS is not None
+    rows = slice(4 * rank, 4 * rank + 4)
+    shard = replace(
+        batch_of([Record([row], [row + 50]) for row in range(8)][rows]),
+        surrogate_query_BS=whole.surrogate_query_BS[rows],
+        surrogate_candidate_CS=whole.surrogate_candidate_CS[rows],
+    )
+    generator = torch.Generator().manual_seed(1)
+    query, candidate = (torch.randn(8, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    directions: Any
+    for directions in ("query_to_document", "both"):
+        loss = InfoNCE(0.1, directions=directions, false_negative_filter=SurrogateFilter())
+        own = loss(query[rows], candidate[rows], shard).loss
+        results[directions] = (own.item(), dense_loss(query, candidate, whole, SurrogateFilter(), directions == "both"))
+    return results
+
+
+def test_the_filter_reaches_the_candidates_of_other_ranks() -> None:
+    first, second = run_on_two_ranks(losses_of_two_ranks)
+    for directions in first:
+        (one, expected), (other, _) = first[directions], second[directions]
+        assert (one + other) / 2 == pytest.approx(expected.item(), rel=1e-12)

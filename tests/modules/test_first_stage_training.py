@@ -22,7 +22,7 @@ from embeddings.training import gradcache
 from embeddings.training.optim import Schedule
 from tests.helpers.contrastive import random_batch
 from tests.helpers.runs import backbone_folder
-from tests.losses.test_word_prediction import by_loops
+from tests.losses.test_prediction import by_loops
 from tests.modules.cde_runs import CACHE, CONTEXT, cde_config, fit
 
 WORDS_THEN_FROZEN = {"word_steps": 2, "frozen_steps": None}

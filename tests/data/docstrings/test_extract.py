@@ -1,9 +1,24 @@
+"""TODO."""
+
 import ast
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
-from embeddings.data.docstrings.extract import MAX_DOCUMENT_CHARACTERS, DocumentedFunction, documented_functions
+from embeddings.common import OptionError
+from embeddings.data.docstrings.extract import (
+    MAX_DOCUMENT_CHARACTERS,
+    MAX_WORDS,
+    MIN_WORDS,
+    DocumentedFunction,
+    documented_functions,
+    find_sources,
+    first_sentence,
+    is_available,
+    package_versions,
+)
 
 QUERY = "Add two numbers with care"
 
@@ -131,3 +146,122 @@ def test_other_peoples_warnings_stay_silent_and_long_code_is_cut() -> None:
     source = f'def add():\n    """{QUERY}."""\n    x = "\\d"\n' + "    x += 1\n" * 1000
     (function,) = extract(source)
     assert MAX_DOCUMENT_CHARACTERS - 20 < len(function.document) <= MAX_DOCUMENT_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("docstring", "sentence"),
+    [
+        ("Pad sequences to one length. More follows.", "Pad sequences to one length"),
+        ("Pad sequences to one length", "Pad sequences to one length"),
+        ("\n    Pad sequences\n    to one length.\n\n    Args:\n        x: y.\n", "Pad sequences to one length"),
+        ("Cut text, e.g. at stops, into parts. Then stop.", "Cut text, e.g. at stops, into parts"),
+        ("Read the file setup.cfg from disk. Then stop.", "Read the file setup.cfg from disk"),
+        ("Scale all values by 0.5 at once. Then stop.", "Scale all values by 0.5 at once"),
+        ("Find the roots of x. Consider also y here.", "Find the roots of x"),
+        ("Compute what A. Turing wrote down once. Then stop.", "Compute what A. Turing wrote down once"),
+        ("Is this graph a tree? True if it is.", "Is this graph a tree"),
+        ("Return a :class:`~torch.Tensor` of :func:`numpy.ones` values.", "Return a Tensor of numpy.ones values"),
+        ("Draw :meth:`a line <Axes.plot>` in ``red`` and `blue`.", "Draw a line in red and blue"),
+        ("Make *all* of the **words** plain again.", "Make all of the words plain again"),
+        ("Fit the `line <https://x.org/y>`_ as in [1]_ by hand.", "Fit the line as in by hand"),
+        ("Fit the [line](https://x.org/y) once more.", "Fit the line once more"),
+        ("Multiply a*b and c*d for us.", "Multiply a*b and c*d for us"),
+        ("mean(x, axis=None) -> float\n\nAverage of all the values.", "Average of all the values"),
+        ("mean(x,\n\nAverage of all the values.", "Average of all the values"),
+        ("Gather the tensors\n:param x: what to gather", None),
+        ("Gather all of the tensors\n:param x: what to gather", "Gather all of the tensors"),
+        ("Gather all of the tensors\nx: what to gather from them", "Gather all of the tensors"),
+        ("Gather all of the tensors\nThis is collective, and slow.", "Gather all of the tensors"),
+        (
+            "Gather every one of the tensors that lie on the ranks of\nPyTorch so that all have them.",
+            "Gather every one of the tensors that lie on the ranks of PyTorch so that all have them",
+        ),
+        ("Load the state of\n:class:`Optimizer` from disk.", "Load the state of Optimizer from disk"),
+        ("+\nFold the long headers at spaces.", "Fold the long headers at spaces"),
+    ],
+)
+def test_the_first_sentence_is_found_and_cleaned(docstring: str, sentence: str | None) -> None:
+    assert first_sentence(docstring) == sentence
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    [
+        "",
+        "   \n ",
+        "Args:\n    x: the value that is squared here",
+        ":param x: the value that is squared here",
+        ">>> pad(x) and then some more words",
+        "See the base class for details.",
+        "Deprecated since version two of this.",
+        "Initialize self.  See help(type(self)) for accurate signature.",
+        "This method must be overridden by subclasses.",
+        "One of the following things:",
+        "x = a + b * (c - d) / e ** f",
+        "返回 所有 张量 的 平均 值",
+    ],
+)
+def test_what_says_too_little_is_no_query(docstring: str) -> None:
+    assert first_sentence(docstring) is None
+
+
+def test_the_number_of_words_is_bounded_on_both_sides() -> None:
+    for count, usable in ((MIN_WORDS - 1, False), (MIN_WORDS, True), (MAX_WORDS, True), (MAX_WORDS + 1, False)):
+        assert (first_sentence(" ".join(["word"] * count)) is not None) == usable
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in (
+        *("zoo_x/__init__.py", "zoo_x/b.py", "zoo_x/a.py", "zoo_x/sub/c.py", "zoo_x/notes.txt", "zoo_x/two-part.py"),
+        *("zoo_x/tests/t.py", "zoo_x/sub/test_c.py", "zoo_x/conftest.py", "zoo_x/_vendor/six.py", "zoo_x/not-mod/d.py"),
+        "single_x.py",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise RuntimeError('imported')\n")
+    return tmp_path
+
+
+def test_sources_are_sorted_without_tests_copies_and_what_cannot_be_imported(package: Path) -> None:
+    files = find_sources("zoo_x")
+    assert [file.module for file in files] == ["zoo_x", "zoo_x.a", "zoo_x.b", "zoo_x.sub.c"]
+    assert [file.path for file in files] == [
+        package / "zoo_x" / name for name in ("__init__.py", "a.py", "b.py", "sub/c.py")
+    ]
+    assert {file.package for file in files} == {"zoo_x"}
+    assert files[0].size == files[0].path.stat().st_size
+    assert "zoo_x" not in sys.modules
+
+
+def test_a_single_module_is_a_package_of_one_file(package: Path) -> None:
+    assert [file.module for file in find_sources("single_x")] == ["single_x"]
+
+
+def test_the_standard_library_is_a_package_without_installed_ones() -> None:
+    modules = {file.module for file in find_sources("stdlib")}
+    assert {"json.decoder", "heapq", "asyncio.queues"} <= modules
+    assert not any(module.split(".")[0] in {"numpy", "torch", "site", "test"} - {"site"} for module in modules)
+
+
+@pytest.mark.parametrize("name", ["no_such_package_x", "", "json.decoder", "../etc", "sys", "zoo x"])
+def test_a_package_that_has_no_sources_is_refused_by_name(name: str) -> None:
+    assert not is_available(name)
+    with pytest.raises(OptionError, match="packages must name installed packages") as raised:
+        find_sources(name)
+    assert repr(name) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_misspelt_package_gets_a_suggestion() -> None:
+    with pytest.raises(OptionError, match="did you mean sklearn"):
+        find_sources("sklern")
+
+
+def test_versions_are_those_of_the_distributions(package: Path) -> None:
+    versions = package_versions(["zoo_x", "stdlib", "sklearn"])
+    assert list(versions) == ["sklearn", "stdlib", "zoo_x"]
+    assert versions["stdlib"].count(".") == 2
+    assert versions["sklearn"][0].isdigit()
+    assert versions["zoo_x"] == ""

@@ -1,16 +1,40 @@
+"""TODO."""
+
 import gc
 import gzip
 import json
 import logging
 import random
+import re
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES, DocstringCorpus, prepare_docstrings
-from embeddings.data.docstrings.extract import is_available
+from embeddings.data.docstrings import (
+    HELD_OUT_PACKAGES,
+    TRAINING_PACKAGES,
+    DocstringCorpus,
+    prepare,
+    prepare_docstrings,
+)
+from embeddings.data.docstrings.corpus import (
+    BOILERPLATE_FUNCTIONS,
+    NEAR_DUPLICATE_JACCARD,
+    DocstringSplit,
+    EvaluationSet,
+    Removed,
+    SplitSizes,
+    deduplicate,
+    namespace_negatives,
+    near_duplicates,
+    normalised_query,
+    split_functions,
+)
+from embeddings.data.docstrings.extract import DocumentedFunction, is_available
+from embeddings.data.docstrings.prepare import KIND, check_output, finished_manifest, write_corpus
 
 VERBS = ("read", "write", "pad", "cut", "merge", "rank", "scale", "draw", "count", "split")
 NOUNS = ("graph", "tensor", "file", "page", "matrix", "string", "socket", "image", "token", "vector")
@@ -41,7 +65,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def prepare(output: Path, **changes: object) -> DocstringCorpus:
+def prepared(output: Path, **changes: object) -> DocstringCorpus:
     arguments = {
         "packages": ["alpha_x", "beta_x"],
         "held_out_packages": ["gamma_x"],
@@ -59,7 +83,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_no_document_or_copy_of_one_is_on_both_sides(packages: Path) -> None:
-    corpus = prepare(packages / "out")
+    corpus = prepared(packages / "out")
     assert corpus.counts == {
         "train": 26,
         "validation_documents": 6,
@@ -84,35 +108,35 @@ def test_no_document_or_copy_of_one_is_on_both_sides(packages: Path) -> None:
 
 
 def test_the_same_inputs_give_the_same_bytes_and_another_seed_others(packages: Path) -> None:
-    first, again, other = (prepare(packages / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    first, again, other = (prepared(packages / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
     assert files(first.folder) == files(again.folder)
     assert files(first.folder)["train.jsonl.gz"] != files(other.folder)["train.jsonl.gz"]
 
 
 def test_the_order_and_repetition_of_packages_change_nothing(packages: Path) -> None:
-    first = prepare(packages / "a")
-    again = prepare(packages / "b", packages=["beta_x", "alpha_x", "beta_x"])
+    first = prepared(packages / "a")
+    again = prepared(packages / "b", packages=["beta_x", "alpha_x", "beta_x"])
     assert files(first.folder) == files(again.folder)
 
 
 def test_a_second_run_recognises_finished_output_and_says_so(packages: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = prepare(packages / "out")
+    first = prepared(packages / "out")
     before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")}
     with caplog.at_level(logging.INFO, logger="embeddings"):
-        again = prepare(packages / "out")
+        again = prepared(packages / "out")
     assert (first.reused, again.reused) == (False, True)
     assert again.counts == first.counts
     assert "already made" in caplog.text
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")} == before
-    assert not prepare(packages / "out", force=True).reused
-    assert not prepare(packages / "out", seed=1).reused
+    assert not prepared(packages / "out", force=True).reused
+    assert not prepared(packages / "out", seed=1).reused
 
 
 def test_a_changed_source_makes_the_corpus_again(packages: Path) -> None:
-    prepare(packages / "out")
+    prepared(packages / "out")
     with open(packages / "site" / "alpha_x" / "code.py", "a") as file:
         file.write("\n# changed\n")
-    assert not prepare(packages / "out").reused
+    assert not prepared(packages / "out").reused
 
 
 @pytest.mark.parametrize(
@@ -135,7 +159,7 @@ def test_impossible_arguments_are_one_line_and_nothing_is_written(
     packages: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(OptionError, match=message) as raised:
-        prepare(packages / "out", **changes)
+        prepared(packages / "out", **changes)
     assert "\n" not in str(raised.value)
     assert not (packages / "out").exists()
 
@@ -144,3 +168,281 @@ def test_the_default_packages_are_installed_and_never_on_both_sides() -> None:
     assert all(is_available(name) for name in HELD_OUT_PACKAGES)
     assert sum(is_available(name) for name in TRAINING_PACKAGES) >= 20
     assert not set(HELD_OUT_PACKAGES) & set(TRAINING_PACKAGES)
+
+
+TRAIN, TEST, OTHER = (
+    DocumentedFunction(f"p.m.{name}", "p", "p.m", f"Query of {name} — é", f"p.m.{name}\ndef {name}(): ...")
+    for name in ("train", "test", "other")
+)
+SPLIT = DocstringSplit(
+    [TRAIN], EvaluationSet([OTHER], [OTHER]), EvaluationSet([TEST, OTHER], [TEST]), EvaluationSet([OTHER], [OTHER])
+)
+PARTS = ("validation", "in_domain", "held_out")
+FIELDS = {"kind": KIND, "seed": 0}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "out", SPLIT, FIELDS)
+    files = contents(tmp_path / "out")
+    names = {f"eval/{part}/{file}" for part in PARTS for file in ("corpus.jsonl", "queries.jsonl", "qrels.tsv")}
+    names |= {"train.jsonl.gz", "manifest.json"}
+    assert set(files) == names
+    assert json.loads(gzip.decompress(files["train.jsonl.gz"])) == {
+        "id": "p.m.train",
+        "query": TRAIN.query,
+        "positive": TRAIN.document,
+        "negatives": [],
+        "package": "p",
+        "module": "p.m",
+    }
+    corpus = [json.loads(line) for line in files["eval/in_domain/corpus.jsonl"].splitlines()]
+    assert [(row["_id"], row["title"], row["text"]) for row in corpus] == [
+        ("p.m.test", "", TEST.document),
+        ("p.m.other", "", OTHER.document),
+    ]
+    assert json.loads(files["eval/in_domain/queries.jsonl"]) == {"_id": "p.m.test", "text": TEST.query}
+    assert files["eval/in_domain/qrels.tsv"].decode() == "query-id\tcorpus-id\tscore\np.m.test\tp.m.test\t1\n"
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_writing_twice_gives_the_same_bytes_and_replaces_the_earlier_corpus(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "out", SPLIT, FIELDS)
+    first = contents(tmp_path / "out")
+    (tmp_path / "out" / "left_over").write_text("x")
+    write_corpus(tmp_path / "out", SPLIT, FIELDS)
+    assert contents(tmp_path / "out") == first
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_a_job_that_ends_early_leaves_the_earlier_corpus_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path / "out", SPLIT, FIELDS)
+    before = contents(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "write_manifest", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write_corpus(tmp_path / "out", SPLIT._replace(train=[TEST]), FIELDS)
+    with pytest.raises(KeyboardInterrupt):
+        write_corpus(tmp_path / "new", SPLIT, FIELDS)
+    assert contents(tmp_path) == before
+
+
+def test_a_finished_corpus_is_known_by_its_inputs_and_intact_files(tmp_path: Path) -> None:
+    assert finished_manifest(tmp_path / "out", FIELDS) is None
+    write_corpus(tmp_path / "out", SPLIT, {**FIELDS, "counts": {"train": 1}})
+    manifest = finished_manifest(tmp_path / "out", FIELDS)
+    assert manifest is not None
+    assert manifest["counts"] == {"train": 1}
+    assert finished_manifest(tmp_path / "out", {**FIELDS, "seed": 1}) is None
+    with open(tmp_path / "out" / "eval" / "held_out" / "corpus.jsonl", "a") as file:
+        file.write("{}\n")
+    assert finished_manifest(tmp_path / "out", FIELDS) is None
+
+
+@pytest.mark.parametrize("kind", ["file", "folder with files", "broken manifest", "another manifest"])
+def test_an_output_that_holds_something_else_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+    output = tmp_path / "out"
+    if kind == "file":
+        output.write_text("mine")
+    else:
+        output.mkdir()
+        text = {"folder with files": "mine", "broken manifest": "{", "another manifest": '{"kind": "vectors"}'}[kind]
+        (output / ("notes.txt" if kind == "folder with files" else "manifest.json")).write_text(text)
+    before = contents(tmp_path)
+    with pytest.raises(OptionError, match="output must be"):
+        check_output(output)
+    assert contents(tmp_path) == before
+
+
+def test_an_absent_an_empty_and_an_earlier_output_are_accepted(tmp_path: Path) -> None:
+    check_output(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    check_output(tmp_path / "empty")
+    write_corpus(tmp_path / "out", SPLIT, FIELDS)
+    check_output(tmp_path / "out")
+
+
+SIZES = SplitSizes(
+    validation_documents=2,
+    validation_queries=1,
+    in_domain_documents=6,
+    in_domain_queries=3,
+    held_out_documents=5,
+    held_out_queries=2,
+)
+
+
+def functions(package: str, count: int) -> list[DocumentedFunction]:
+    return [DocumentedFunction(f"{package}.f{i:02}", package, package, f"query {i}", f"code {i}") for i in range(count)]
+
+
+def test_the_parts_are_disjoint_sorted_and_of_the_sizes_asked_for() -> None:
+    given = functions("a", 10) + functions("b", 10) + functions("held", 8)
+    split = split_functions(given, {"held"}, SIZES, seed=0)
+    assert len(split.train) == 12
+    assert [len(part) for part in (*split.validation, *split.in_domain, *split.held_out)] == [2, 1, 6, 3, 5, 2]
+    assert sorted(split.train + split.validation.documents + split.in_domain.documents) == sorted(given[:20])
+    assert set(split.held_out.documents) < set(given[20:])
+    for evaluation in (split.validation, split.in_domain, split.held_out):
+        assert set(evaluation.queries) < set(evaluation.documents)
+    for part in (split.train, *split.validation, *split.in_domain, *split.held_out):
+        assert part == sorted(part)
+
+
+def test_the_split_depends_on_the_seed_and_not_on_the_order() -> None:
+    given = functions("a", 30) + functions("held", 8)
+    shuffled = random.Random(1).sample(given, len(given))
+    assert split_functions(given, {"held"}, SIZES, 0) == split_functions(shuffled, {"held"}, SIZES, 0)
+    assert split_functions(given, {"held"}, SIZES, 0) != split_functions(given, {"held"}, SIZES, 1)
+
+
+def test_a_small_held_out_package_is_taken_whole() -> None:
+    split = split_functions(functions("a", 9) + functions("held", 1), {"held"}, SIZES, 0)
+    assert len(split.train) == 1
+    assert split.held_out.documents == split.held_out.queries == functions("held", 1)
+
+
+def test_empty_parts_are_refused() -> None:
+    with pytest.raises(OptionError, match="held_out_packages must have documented functions"):
+        split_functions(functions("a", 10), {"held"}, SIZES, 0)
+    with pytest.raises(
+        OptionError, match=r"num_validation_documents \+ num_in_domain_documents must leave functions to train on"
+    ):
+        split_functions(functions("a", 8) + functions("held", 1), {"held"}, SIZES, 0)
+
+
+def function(name: str, package: str, module: str) -> DocumentedFunction:
+    return DocumentedFunction(f"{module}.{name}", package, module, f"query of {name}", f"{module}.{name}")
+
+
+FUNCTIONS = [
+    function(name, package, f"{package}.{module}")
+    for package in ("p", "q")
+    for module in ("one", "two")
+    for name in ("f", "g", "A.x", "A.y", "B.x", "B.y")
+]
+
+
+def granularity(first: str, second: str) -> int:
+    """The level by eye: 1 same class or top level, 2 same module, 3 same package, 4 another."""
+    if first.split(".")[0] != second.split(".")[0]:
+        return 4
+    if first.split(".")[:2] != second.split(".")[:2]:
+        return 3
+    return 1 if first.split(".")[:-1] == second.split(".")[:-1] else 2
+
+
+def test_each_level_holds_what_it_says_hardest_first() -> None:
+    checked = 0
+    for own, negatives in zip(FUNCTIONS, namespace_negatives(FUNCTIONS, seed=0), strict=True):
+        assert [negative.level for negative in negatives] == sorted(negative.level for negative in negatives)
+        for negative in negatives:
+            assert negative.text != own.document
+            assert granularity(own.id, negative.text) == negative.level
+            checked += 1
+    assert checked > 3.5 * len(FUNCTIONS)
+
+
+def test_the_draws_follow_from_the_seed() -> None:
+    assert namespace_negatives(FUNCTIONS, 1) == namespace_negatives(FUNCTIONS, 1)
+    assert namespace_negatives(FUNCTIONS, 1) != namespace_negatives(FUNCTIONS, 2)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_function_without_neighbours_has_no_negatives(count: int) -> None:
+    assert namespace_negatives(FUNCTIONS[:count], 0) == [()] * count
+
+
+def coded(name: str, query: str, body: str) -> DocumentedFunction:
+    return DocumentedFunction(f"p.m.{name}", "p", "p.m", query, f"p.m.{name}\n{body}")
+
+
+def words(seed: int, count: int = 60) -> str:
+    generator = random.Random(seed)
+    return " ".join(f"w{generator.randrange(10_000)}" for _ in range(count))
+
+
+def jaccard(first: str, second: str) -> float:
+    grams = [
+        {tuple(text[i : i + 3]) for i in range(len(text) - 3 + 1)}
+        for text in (re.findall(r"\w+", first), re.findall(r"\w+", second))
+    ]
+    return len(grams[0] & grams[1]) / len(grams[0] | grams[1])
+
+
+def test_each_rule_takes_out_what_it_names() -> None:
+    common = [coded(f"common{i}", "Plot the metric's values", words(100 + i)) for i in range(4)]
+    assert len(common) > BOILERPLATE_FUNCTIONS
+    first, second = coded("one", "Add all the numbers", words(1)), coded("two", "Sort all the names", words(2))
+    near = words(1).split()
+    near[30] = "other"
+    functions = [
+        first,
+        second,
+        first._replace(query="Set all the numbers", document="p.m.one\n" + words(3)),
+        coded("copy", "Copy the first one", words(1).replace(" ", "\n  ")),
+        coded("near", "Nearly the first one", " ".join(near)),
+        coded("twin", "sorts all names.", words(4)),
+        *common,
+    ]
+    kept, removed = deduplicate(functions)
+    assert kept == [first, second]
+    assert removed == Removed(same_name=1, same_code=1, near_duplicate=1, boilerplate_query=4, same_query=1)
+    assert len(kept) + sum(astuple(removed)) == len(functions)
+
+
+def test_nothing_and_one_function_pass_through() -> None:
+    assert deduplicate([])[0] == []
+    only = coded("one", "Add all the numbers", "x")
+    assert deduplicate([only])[0] == [only]
+
+
+def test_the_earlier_of_two_copies_stays() -> None:
+    first, second = coded("one", "Add all the numbers", words(1)), coded("two", "Sort all the names", words(1))
+    assert deduplicate([first, second])[0] == [first]
+    assert deduplicate([second, first])[0] == [second]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ("Returns the sum of `values`.", "return sum of values", True),
+        ("Add an edge", "Add the edge", True),
+        ("Convert a string to bytes", "Convert bytes to a string", False),
+        ("Pass s", "Pass", False),
+    ],
+)
+def test_queries_are_one_when_only_grammar_differs(first: str, second: str, same: bool) -> None:
+    assert (normalised_query(first) == normalised_query(second)) == same
+
+
+def test_near_duplicates_are_those_that_a_loop_over_all_pairs_finds() -> None:
+    generator = random.Random(0)
+    texts: list[str] = []
+    for seed in range(40):
+        base = words(seed).split()
+        for changes in (0, 2, 3, 4, 6):
+            changed = list(base)
+            for position in generator.sample(range(len(base)), changes):
+                changed[position] = f"new{generator.randrange(10_000)}"
+            texts.append(" ".join(changed))
+    expected: list[bool] = []
+    for index, text in enumerate(texts):
+        earlier = [other for other, copy in zip(texts[:index], expected, strict=True) if not copy]
+        expected.append(any(jaccard(text, other) >= NEAR_DUPLICATE_JACCARD for other in earlier))
+    assert near_duplicates(texts) == expected
+    assert 40 < sum(expected) < 160
+
+
+@pytest.mark.parametrize("text", ["", "one", "one two", "one two three", "one two three four"])
+def test_short_texts_are_near_duplicates_of_themselves_alone(text: str) -> None:
+    assert near_duplicates([text, "quite another text of six words", text]) == [False, False, True]
+    assert near_duplicates([text]) == [False]

@@ -1,12 +1,36 @@
 """Ranks, epochs and resuming, on a sampler simple enough to check by eye."""
 
+import math
+import time
+from collections import Counter
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
+from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from embeddings.common import OptionError
-from embeddings.data.samplers.base import BatchSampler, PlanEntry, Rows
+from embeddings.common.random import derive_seed
+from embeddings.data.samplers.base import (
+    PLAN_VERSION,
+    BatchSampler,
+    KeyedPermutation,
+    PlanEntry,
+    Rows,
+    RunLength,
+    mix_bits,
+    run_steps,
+    sorted_permutation,
+    source_parts,
+)
+from tests.data.killed_runs import LIGHTNING_WARNINGS
 
 
 class CountingSampler(BatchSampler):
@@ -121,3 +145,212 @@ def test_a_saved_plan_is_the_same_or_refused_by_the_first_field_that_differs() -
         CountingSampler(2, seed=6).check_same_plan(saved)
     with pytest.raises(OptionError, match=r"data plan_version must be 1 .*; resume by the library that saved it"):
         CountingSampler(4, seed=5).check_same_plan({**saved, "plan_version": 1})
+
+
+SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100, 1000, 1023, 1024, 1025, 4095, 4097, 2**17 - 1, 2**17 + 1]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("key", [0, 1, 2**63 - 1])
+def test_every_value_comes_exactly_once(n: int, key: int) -> None:
+    values = KeyedPermutation(n, key)(np.arange(n))
+    assert values.dtype == np.int64
+    assert np.array_equal(np.sort(values), np.arange(n))
+
+
+def test_a_position_is_found_without_the_ones_before_it() -> None:
+    order = KeyedPermutation(1000, 7)
+    whole = order(np.arange(1000))
+    positions = np.array([999, 0, 500, 500, 3])
+    assert np.array_equal(order(positions), whole[positions])
+    assert len(order(np.arange(0))) == 0
+
+
+def test_keys_decide_the_order_and_nothing_else_does() -> None:
+    first, again, other = (KeyedPermutation(1000, key)(np.arange(1000)) for key in (5, 5, 6))
+    assert np.array_equal(first, again)
+    assert (first == other).sum() < 12  # one agreement is expected of two random orders
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    """Another one is another version of the plan."""
+    assert PLAN_VERSION == 2
+    assert KeyedPermutation(10, 42)(np.arange(10)).tolist() == [2, 9, 0, 7, 8, 5, 4, 1, 3, 6]
+
+
+@pytest.mark.parametrize("n", [3, 5, 10, 100])
+def test_each_value_is_equally_likely_at_each_position(n: int) -> None:
+    num_keys = 400
+    seen = np.zeros((n, n))
+    for key in range(num_keys):
+        seen[np.arange(n), KeyedPermutation(n, key)(np.arange(n))] += 1
+    expected = num_keys / n
+    # Rows and columns of counts of permutations have fixed sums, which stretches the statistic by n / (n - 1).
+    chi_square = ((seen - expected) ** 2 / expected).sum() * (n - 1) / n
+    freedom = (n - 1) ** 2
+    assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_all_orders_of_a_few_values_are_equally_likely(n: int) -> None:
+    num_orders = math.factorial(n)
+    seen = Counter(tuple(KeyedPermutation(n, key)(np.arange(n)).tolist()) for key in range(15 * num_orders))
+    assert len(seen) == num_orders
+    chi_square = sum((count - 15) ** 2 / 15 for count in seen.values())
+    assert chi_square < num_orders + 5 * math.sqrt(2 * num_orders)
+
+
+def test_neighbours_land_a_third_of_the_range_apart() -> None:
+    n = 100_003
+    values = KeyedPermutation(n, 3)(np.arange(n))
+    assert np.abs(np.diff(values)).mean() / n == pytest.approx(1 / 3, abs=0.01)
+    assert abs(np.corrcoef(np.arange(n), values)[0, 1]) < 0.02
+
+
+def test_a_huge_range_is_entered_anywhere_at_once() -> None:
+    order = KeyedPermutation(2**40 + 1, 9)
+    positions = np.arange(2**39, 2**39 + 4096)
+    started = time.perf_counter()
+    values = order(positions)
+    assert time.perf_counter() - started < 0.5
+    assert len(np.unique(values)) == 4096
+    assert values.min() >= 0
+    assert values.max() <= 2**40
+
+
+def test_mixing_bits_loses_no_value() -> None:
+    values = np.arange(100_000, dtype=np.uint64)
+    assert len(np.unique(mix_bits(values))) == len(values)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 1000])
+def test_a_sorted_permutation_is_a_random_order_of_its_key(n: int) -> None:
+    orders = [sorted_permutation(n, key) for key in (0, 1, 2**63 - 1, 2**63 - 1)]
+    assert all(order.dtype == np.int64 and np.array_equal(np.sort(order), np.arange(n)) for order in orders)
+    assert np.array_equal(orders[2], orders[3])
+    if n == 1000:
+        assert (orders[0] == orders[2]).sum() < 12
+    assert sorted_permutation(5, 42).tolist() == [3, 1, 2, 0, 4]
+
+
+def test_all_sorted_orders_of_four_values_are_equally_likely() -> None:
+    seen = Counter(tuple(sorted_permutation(4, derive_seed(0, key)).tolist()) for key in range(15 * 24))
+    assert len(seen) == 24
+    assert sum((count - 15) ** 2 / 15 for count in seen.values()) < 24 + 5 * math.sqrt(2 * 24)
+
+
+def test_parts_are_sizes_equal_or_given() -> None:
+    assert list(source_parts([40, 7])) == [40, 7]
+    assert list(source_parts([40, 7], [2.0, 2.0])) == [40, 7]
+    assert list(source_parts([40, 7], proportions="uniform")) == [1, 1]
+    assert list(source_parts([40, 7], [0.5, 3.0], "given")) == [0.5, 3.0]
+
+
+def test_the_temperature_is_the_exponent_of_the_sizes() -> None:
+    assert source_parts([100, 1], temperature=0.5) == pytest.approx([10, 1])
+    large, small = source_parts([55_600, 556], temperature=0.3)
+    assert large / small == pytest.approx(100**0.3) == pytest.approx(3.981, abs=1e-3)
+    assert len(set(source_parts([9, 100, 3], temperature=0.0))) == 1
+
+
+def test_a_part_is_cut_to_digits_that_every_machine_agrees_on() -> None:
+    (part,) = source_parts([123_456_789], temperature=0.3)
+    assert part == float(f"{part:.12g}")
+    assert part == pytest.approx(123_456_789**0.3, rel=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 3.3}, r"sampler\.temperature must be from 0 to 1: it is the exponent .*, got 3\.3"),
+        ({"temperature": -0.1}, "must be from 0 to 1"),
+        ({"temperature": float("nan")}, "must be from 0 to 1"),
+        ({"temperature": 0.3, "proportions": "uniform"}, "cannot take effect with proportions 'uniform', got 0.3"),
+        ({"temperature": 0.3, "proportions": "given"}, "temperature cannot take effect with proportions 'given'"),
+        ({"weights": [1.0, 2.0]}, "weight cannot take effect with proportions 'size'"),
+        ({"weights": [1.0]}, "one for each of the 2 sources"),
+        ({"weights": [1.0, 0.0], "proportions": "given"}, "must be > 0 and finite"),
+    ],
+)
+def test_what_cannot_be_or_cannot_take_effect_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        source_parts([3, 4], **options)
+
+
+def trainer(**changes: Any) -> Any:
+    defaults = {"max_steps": -1, "max_epochs": None, "limit_train_batches": 1.0, "accumulate_grad_batches": 1}
+    return SimpleNamespace(**{**defaults, "fast_dev_run": False, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "batches", "expected"),
+    [
+        ({"max_steps": 7}, 10, 7),
+        ({"max_epochs": 3}, 10, 30),
+        ({"max_epochs": 3, "accumulate_grad_batches": 4}, 10, 9),
+        ({"max_epochs": 3, "limit_train_batches": 4}, 10, 12),
+        ({"max_epochs": 3, "limit_train_batches": 40}, 10, 30),
+        ({"max_epochs": 3, "limit_train_batches": 0.25}, 10, 6),
+        ({"max_epochs": 3, "max_steps": 7}, 10, 7),
+        ({"max_epochs": 3, "max_steps": 70}, 10, 30),
+        ({"max_epochs": -1, "max_steps": 70}, 10, 70),
+        ({"max_epochs": -1}, 10, None),
+        ({"max_epochs": 3}, None, None),
+        ({"max_epochs": 3, "max_steps": 70}, None, 70),
+    ],
+)
+def test_the_steps_of_a_run_end_with_whatever_ends_first(changes: Any, batches: Any, expected: int | None) -> None:
+    assert run_steps(trainer(**changes), batches) == expected
+
+
+def test_the_steps_of_a_run_whose_accumulation_changes_are_counted_epoch_by_epoch() -> None:
+    changing = [GradientAccumulationScheduler({1: 2, 2: 3, 7: 5})]
+    assert run_steps(trainer(max_epochs=5, callbacks=changing), 10) == 10 + 5 + 3 * 4
+    assert RunLength.of(trainer(max_epochs=5, callbacks=changing), 10).accumulate_grad_batches is None
+
+
+def test_a_run_takes_over_what_the_trainer_says() -> None:
+    found = RunLength.of(trainer(max_epochs=2, limit_train_batches=7, accumulate_grad_batches=3), 10)
+    assert found == RunLength(batches_per_epoch=7, accumulate_grad_batches=3, total_steps=6, is_trial=False)
+    assert RunLength.of(trainer(fast_dev_run=1), 10).is_trial
+
+
+@pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_epochs": 3},
+        {"max_epochs": 3, "accumulate_grad_batches": 4},
+        {"max_epochs": 3, "accumulate_grad_batches": 5},
+        {"max_epochs": 2, "accumulate_grad_batches": 20},
+        {"max_epochs": 3, "accumulate_grad_batches": 2, "limit_train_batches": 5},
+        {"max_epochs": 3, "accumulate_grad_batches": 2, "limit_train_batches": 0.5},
+        {"max_epochs": 5, "accumulate_grad_batches": 4, "max_steps": 7},
+    ],
+)
+def test_every_batch_is_of_the_step_that_lightning_counts(options: dict[str, Any]) -> None:
+    module = Counting()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    fit = Trainer(accelerator="cpu", enable_checkpointing=False, **quiet, **options)
+    fit.fit(module, torch.utils.data.DataLoader(torch.arange(10)))
+    run = RunLength.of(fit, 10)
+    assert len(module.seen) >= 9
+    assert [step for _, _, step in module.seen] == [run.step_of(epoch, batch) for epoch, batch, _ in module.seen]
+    assert fit.global_step == run.total_steps
+    assert all(after - before in (0, 1) for (_, _, before), (_, _, after) in pairwise(module.seen))
+
+
+class Counting(LightningModule):
+    """Notes epoch, batch and optimiser step of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[tuple[int, int, int]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append((self.current_epoch, batch_idx, self.global_step))
+        return self.layer(torch.ones(1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)

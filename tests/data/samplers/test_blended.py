@@ -1,5 +1,6 @@
 """The laws of a batch sampler, and the proportions of a blend."""
 
+import random
 import time
 from collections import Counter
 from itertools import chain
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from embeddings.common import OptionError
 from embeddings.data.samplers import BlendedBatchSampler
 from embeddings.data.samplers.base import PlanEntry
+from embeddings.data.samplers.blended import Apportionment
 
 SIZES = [40, 7, 23, 1]
 
@@ -204,8 +206,8 @@ def test_impossible_options_are_refused_in_one_line(options: dict[str, Any], mes
 class RowEcho:
     """A data set that answers with what it was asked for."""
 
-    def __getitem__(self, entry: PlanEntry) -> tuple[int, int]:
-        return tuple(entry)
+    def __getitems__(self, entries: list[PlanEntry]) -> list[tuple[int, int]]:
+        return [tuple(entry) for entry in entries]
 
 
 def test_other_given_weights_are_another_plan_and_their_scale_is_not() -> None:
@@ -219,3 +221,51 @@ def test_other_given_weights_are_another_plan_and_their_scale_is_not() -> None:
 def test_another_temperature_is_another_plan_and_the_default_is_as_before() -> None:
     assert make(temperature=0.3).plan_fields() != make(temperature=0.5).plan_fields() != make().plan_fields()
     assert make(temperature=1.0).plan_fields() == make().plan_fields()
+
+
+CASES = [
+    [1],
+    [1, 1],
+    [3, 1],
+    [5, 7, 11],
+    [1] * 17,
+    [500, 270, 170, 140, 100, 87, 80, 50, 16, 2.4],
+    [0.7, 0.2, 0.1],
+    [2**k for k in range(12)],
+    [1_000_000, 1, 1],
+]
+
+
+@pytest.mark.parametrize("weights", CASES)
+def test_counts_add_up_and_never_shrink_and_follow_the_proportions(weights: list[float]) -> None:
+    split, total = Apportionment(weights), sum(weights)
+    last = [0] * len(weights)
+    for num_draws in range(1500):
+        counts = split.counts(num_draws)
+        assert sum(counts) == num_draws
+        assert all(now >= before for now, before in zip(counts, last, strict=True))
+        assert all(abs(count - num_draws * w / total) < 2 for count, w in zip(counts, weights, strict=True))
+        last = counts
+
+
+def test_whole_weights_are_exact_at_their_total_however_far_away() -> None:
+    sizes = [3, 1000, 17, 280, 1]
+    for times in (0, 1, 2, 10**9):
+        assert Apportionment(sizes).counts(times * sum(sizes)) == [times * size for size in sizes]
+
+
+def test_random_weights_stay_within_two_far_from_the_start() -> None:
+    generator, worst = random.Random(0), 0.0
+    for _ in range(60):
+        weights = [generator.paretovariate(0.6) for _ in range(generator.randint(2, 40))]
+        split, total = Apportionment(weights), sum(weights)
+        for _ in range(60):
+            num_draws = generator.randint(0, 10**9)
+            counts = split.counts(num_draws)
+            worst = max(worst, *(abs(c - num_draws * w / total) for c, w in zip(counts, weights, strict=True)))
+    assert 0.5 < worst < 2
+
+
+def test_equal_sources_take_turns() -> None:
+    split = Apportionment([1, 1])
+    assert [split.counts(n) for n in range(5)] == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2]]

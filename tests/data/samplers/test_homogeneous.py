@@ -263,5 +263,5 @@ def test_nothing_is_remarked_where_every_source_fills_a_batch() -> None:
 class RowEcho:
     """A data set that answers with what it was asked for."""
 
-    def __getitem__(self, entry: PlanEntry) -> tuple[int, int]:
-        return tuple(entry)
+    def __getitems__(self, entries: list[PlanEntry]) -> list[tuple[int, int]]:
+        return [tuple(entry) for entry in entries]

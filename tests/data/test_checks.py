@@ -1,21 +1,26 @@
 """Sources without negatives, and records that lack a level, are refused or counted before training."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import InputError, OptionError, TextSettings, instruction_prompt
 from embeddings.common.protocols import BatchNeeds
 from embeddings.data import SourceConfig, SourceDataset
 from embeddings.data.checks import (
-    LevelCoverage,
     check_levels,
     check_negatives_asked_for,
     check_negatives_found,
+    check_prompts,
+    warn_of_unnamed_prompts,
+    with_source_prompts,
 )
+from embeddings.data.tokenize import TextTokenizer
 from tests.data.rows import dataset, graded, labelled, pairs
+from tests.helpers.tiny import wordpiece_tokenizer
 
 EVERY = (1, 2, 3, 4)
 
@@ -24,26 +29,9 @@ def source(folder: Path, *rows: list[dict[str, Any]], **options: Any) -> SourceD
     return dataset(folder, [row for part in rows for row in part], **options)
 
 
-def test_levels_are_counted_record_by_record(tmp_path: Path) -> None:
-    found = LevelCoverage.of(source(tmp_path, graded(3), graded(2, (1, 3)), pairs(4), graded(1, (2,))).cached.table)
-    assert found == LevelCoverage(
-        num_records=10,
-        num_ungraded=4,
-        num_lacking={1: 1, 2: 2, 3: 1, 4: 3},
-        first_lacking={1: 6, 2: 4, 3: 6, 4: 4},
-    )
-
-
-def test_records_count_on_through_batches_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embeddings.data.table.MAX_BATCH_ROWS", 3)
-    found = LevelCoverage.of(source(tmp_path, graded(7), graded(2, (1,)), pairs(1)).cached.table)
-    assert (found.num_records, found.num_ungraded) == (10, 1)
-    assert found.first_lacking == {1: 10, 2: 8, 3: 8, 4: 8}
-
-
-def test_whole_records_pass_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_with_every_level_pass_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="embeddings"):
-        check_levels([source(tmp_path, graded(5))], EVERY, stand_in=False)
+        check_levels([source(tmp_path, graded(5))], EVERY, allow_missing=False)
     assert caplog.records == []
 
 
@@ -51,38 +39,38 @@ def test_a_record_without_a_level_is_refused_by_source_and_number(tmp_path: Path
     whole, partial = source(tmp_path, graded(5), name="whole"), source(tmp_path, graded(2), graded(3, (1, 2, 4)))
     says = r"source 'source': record 3 has no negative of level 3 \(3 of 5 lack one\); add it, or set .*: coarser"
     with pytest.raises(InputError, match=says) as raised:
-        check_levels([whole, partial], EVERY, stand_in=False)
+        check_levels([whole, partial], EVERY, allow_missing=False)
     assert "\n" not in str(raised.value)
-    check_levels([whole, partial], (1, 2, 4), stand_in=False)
+    check_levels([whole, partial], (1, 2, 4), allow_missing=False)
 
 
 def test_where_levels_stand_in_for_each_other_what_is_lacking_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="embeddings"):
-        check_levels([source(tmp_path, graded(2), graded(3, (1, 2, 4)), pairs(4))], EVERY, stand_in=True)
+        check_levels([source(tmp_path, graded(2), graded(3, (1, 2, 4)), pairs(4))], EVERY, allow_missing=True)
     assert [record.getMessage() for record in caplog.records] == [
         "source source: 3 of 9 records have no negative of level 3",
         "source source: 4 of 9 records have no negative with a level",
     ]
 
 
-@pytest.mark.parametrize("stand_in", [False, True])
-def test_a_curriculum_over_no_levels_at_all_is_refused(stand_in: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("allow_missing", [False, True])
+def test_a_curriculum_over_no_levels_at_all_is_refused(allow_missing: bool, tmp_path: Path) -> None:
     plain = [record | {"negatives": ["other"]} for record in pairs(4)]
     sources = [
         source(tmp_path, plain, name="plain"),
         source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example"),
     ]
     with pytest.raises(OptionError, match="needs negatives with levels, and no source has any"):
-        check_levels(sources, EVERY, stand_in=stand_in)
+        check_levels(sources, EVERY, allow_missing=allow_missing)
 
 
 def test_a_source_that_draws_its_negatives_lacks_every_level(tmp_path: Path) -> None:
     classes = source(tmp_path, labelled(3, 3), name="classes", conversion="class_by_example")
-    check_levels([source(tmp_path, graded(4)), classes], EVERY, stand_in=True)
+    check_levels([source(tmp_path, graded(4)), classes], EVERY, allow_missing=True)
     with pytest.raises(InputError, match=r"source 'classes': record 1 has no negative of level 4 \(6 of 6"):
-        check_levels([source(tmp_path, graded(4)), classes], EVERY, stand_in=False)
+        check_levels([source(tmp_path, graded(4)), classes], EVERY, allow_missing=False)
 
 
 NEEDS = {forced: BatchNeeds(in_batch_negatives=forced) for forced in ("source", "on", "off")}
@@ -140,3 +128,85 @@ def test_records_that_train_nothing_are_counted(tmp_path: Path, caplog: pytest.L
     assert [record.getMessage() for record in caplog.records] == [
         "source source: 3 of 6 records have no negative, and without in-batch negatives train nothing"
     ]
+
+
+ASK, FIND = instruction_prompt("Answer"), instruction_prompt("Find")
+
+
+def config(name: str, **options: object) -> SourceConfig:
+    return SourceConfig(name, "a.jsonl", **options)  # type: ignore[arg-type]
+
+
+ROLES = {"query_prompt": "q: ", "document_prompt": "d: "}
+BOTH = ["Answer", "Find"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "given", "expected"),
+    [
+        # One source gives its prompts by its name and by role; several only those that they share.
+        (
+            [("faq", {"instruction": "Answer", "document_prompt": "d: "})],
+            {},
+            {"faq": ASK, "query": ASK, "document": "d: "},
+        ),
+        ([("a", ROLES), ("b", ROLES)], {}, {"a": "q: ", "b": "q: ", "query": "q: ", "document": "d: "}),
+        ([("a", {"instruction": "Answer"}), ("b", {"instruction": "Find"})], {}, {"a": ASK, "b": FIND}),
+        ([("a", {"instruction": "Answer"}), ("b", {})], {}, {"a": ASK}),
+        # The first of several alternates stands for them.
+        ([("a", {"instruction": BOTH}), ("b", {"instruction": BOTH})], {}, {"a": ASK, "b": ASK, "query": ASK}),
+        ([("a", {"instruction": BOTH}), ("b", {"instruction": "Answer"})], {}, {"a": ASK, "b": ASK}),
+        # A symmetric source puts the query's prompt before documents.
+        ([("a", {"instruction": "Find", "symmetric": True})], {}, {"a": FIND, "query": FIND, "document": FIND}),
+        # Given prompts stay, and a source with a role's name gives none.
+        ([("a", {"instruction": "Find"})], {"query": "q: "}, {"a": FIND, "query": "q: "}),
+        ([("query", {"instruction": "Find"}), ("b", {})], {}, {}),
+        ([("a", {}), ("b", {})], {}, {}),
+    ],
+)
+def test_a_saved_model_knows_the_prompts_of_its_sources(
+    sources: list[tuple[str, dict[str, Any]]], given: dict[str, str], expected: dict[str, str]
+) -> None:
+    text = TextSettings(query_max_length=9, prompts=given)
+    found = with_source_prompts(text, [config(name, **options) for name, options in sources])
+    assert found == replace(text, prompts=expected)
+
+
+def test_prompts_that_no_encoding_uses_by_itself_are_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    differing = [config("a", instruction="Answer"), config("b", instruction="Find")]
+    for sources, given, expected in ((differing, {}, 1), (differing, {"query": ASK}, 0), ([config("a")], {}, 0)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            text = with_source_prompts(TextSettings(prompts=given), sources)
+            warn_of_unnamed_prompts(text, sources)
+        assert len(caplog.records) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "limit"),
+    [
+        ({"instruction": ["Find", "f o x " * 4]}, {}, "query_max_length"),
+        ({"query_prompt": "f o x " * 4}, {}, "query_max_length"),
+        ({"document_prompt": "f o x " * 4}, {}, "document_max_length"),
+        ({}, {"query": "f o x " * 4}, "query_max_length"),
+        ({}, {"document": "f o x " * 4}, "document_max_length"),
+    ],
+)
+def test_a_prompt_that_leaves_no_room_is_refused_before_a_text_is_read(
+    options: dict[str, object], given: dict[str, str], limit: str
+) -> None:
+    lengths = {"query_max_length": 64, "document_max_length": 64}
+    sources = [config("short", query_prompt="q: "), config("long", **options)]
+    check_prompts(TextTokenizer(wordpiece_tokenizer(), TextSettings(**lengths, prompts=given)), sources)
+    lengths[limit] = 14
+    tokenizer = TextTokenizer(wordpiece_tokenizer(), TextSettings(**lengths, prompts=given))
+    with pytest.raises(OptionError, match=rf"data\.text\.{limit} must exceed the \d+ tokens of the prompt"):
+        check_prompts(tokenizer, sources)
+
+
+def test_a_symmetric_sources_prompt_takes_room_from_documents_too() -> None:
+    settings = TextSettings(query_max_length=64, document_max_length=8)
+    with pytest.raises(OptionError, match=r"data\.text\.document_max_length must exceed"):
+        check_prompts(
+            TextTokenizer(wordpiece_tokenizer(), settings), [config("sts", query_prompt="f o x " * 4, symmetric=True)]
+        )

@@ -1,14 +1,33 @@
+"""TODO."""
+
+import hashlib
 import json
 import os
+import pickle
 import subprocess
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 from embeddings.common import InputError
 from embeddings.data import SourceConfig, store
-from embeddings.data.store import cache_folder, open_cached, read_records, record_place
-from embeddings.data.table import ROWS_FILE
+from embeddings.data.sources import Row
+from embeddings.data.store import (
+    ClassIndex,
+    Facts,
+    cache_folder,
+    convert_rows,
+    hash_file,
+    layout,
+    open_cached,
+    read_languages,
+    read_records,
+    record_place,
+    remember_hash,
+    write_class_index,
+)
+from embeddings.data.table import ROWS_FILE, StoredRow
 from tests.data.rows import labelled, pairs, write_jsonl
 from tests.helpers.processes import Command
 
@@ -233,3 +252,206 @@ def test_records_of_a_file_that_is_no_longer_the_converted_one_are_refused(tmp_p
         list(reading)
     with pytest.raises(InputError, match="source 'a': its files have changed since the work began; begin again"):
         next(read_records(config, cached))
+
+
+def convert(conversion, rows, **options):
+    facts = Facts()
+    config = SourceConfig("mine", "a.jsonl", conversion=conversion, **options)
+    numbered = [Row(f"a.jsonl:{i}", row) for i, row in enumerate(rows, start=1)]
+    return list(convert_rows(config, numbered, facts)), facts
+
+
+def test_a_record_is_stored_with_levels_and_a_label_code():
+    negatives = [{"text": "m", "level": 2}, {"text": "n", "level": 1}]
+    rows, facts = convert(
+        "pairs",
+        [
+            {"query": "q", "positive": "p", "label": "x", "negatives": negatives},
+            {"query": "r", "positive": ["s", "t"]},
+            {"query": "u", "positive": "v", "label": 7},
+        ],
+    )
+    assert rows == [
+        StoredRow("q", ("p",), ("n", "m"), (1, 2), 0),
+        StoredRow("r", ("s", "t"), (), (), -1),
+        StoredRow("u", ("v",), (), (), 1),
+    ]
+    assert list(facts.labels) == ["x", "7"]
+
+
+SUSPECTS = {
+    "a negative is also a positive": {"query": "q", "positive": ["a", "b"], "negatives": ["c", " b"]},
+    "a negative is the query itself": {"query": "q ", "positive": "a", "negatives": ["c", "q"]},
+    "a positive is the query itself": {"query": "q", "positive": ["a", "q\n"]},
+}
+SOUND = {"query": "q", "positive": "a", "negatives": ["b"]}
+
+
+@pytest.mark.parametrize(("suspicion", "row"), SUSPECTS.items(), ids=SUSPECTS)
+def test_a_suspect_row_is_refused_by_its_place_with_the_way_out(suspicion, row):
+    with pytest.raises(InputError, match=rf"^a\.jsonl:2: {suspicion}.*suspect_rows: leave_out"):
+        convert("pairs", [SOUND, row])
+
+
+def test_suspect_rows_are_left_out_or_kept_when_asked_and_counted():
+    rows = [SOUND, *SUSPECTS.values(), SUSPECTS["a positive is the query itself"]]
+    kept, facts = convert("pairs", rows, suspect_rows="keep")
+    assert len(kept) == 5
+    assert facts.suspects == dict.fromkeys(SUSPECTS, 1) | {"a positive is the query itself": 2}
+    sound, facts = convert("pairs", rows, suspect_rows="leave_out")
+    assert sound == kept[:1]
+    assert facts.suspects.total() == 4
+    with pytest.raises(InputError, match="every row is suspect"):
+        convert("pairs", rows[1:], suspect_rows="leave_out")
+
+
+def test_a_record_keeps_its_own_instruction():
+    rows, _ = convert("pairs", [{**SOUND, "instruction": "find the rest"}, SOUND])
+    assert [row.instruction for row in rows] == ["find the rest", ""]
+
+
+def test_a_class_with_one_text_is_remembered_with_its_first_row():
+    texts = [("one", "x"), ("two", "y"), (" one ", "x"), ("three", "y"), ("only", "z")]
+    rows, facts = convert("class_by_example", [{"text": text, "label": label} for text, label in texts])
+    assert [row.label for row in rows] == [0, 1, 0, 1, 2]
+    assert facts.lone_class == ["x", "a.jsonl:1"]
+
+
+def test_classes_with_two_texts_leave_no_lone_class():
+    rows = [{"text": f"{i}", "label": i % 2} for i in range(4)]
+    assert convert("class_by_example", rows)[1].lone_class is None
+
+
+def test_a_pair_that_people_found_similar_goes_both_ways_and_others_are_left_out():
+    rows = [{"sentence1": f"a{s}", "sentence2": f"b{s}", "score": s} for s in (3.99, 4, 5)]
+    assert convert("sts", rows)[0] == [
+        StoredRow("a4", ("b4",)),
+        StoredRow("b4", ("a4",)),
+        StoredRow("a5", ("b5",)),
+        StoredRow("b5", ("a5",)),
+    ]
+    assert len(convert("sts", rows, min_score=3.5)[0]) == 6
+
+
+def test_a_scale_on_which_no_pair_is_similar_is_refused_with_its_highest_score():
+    rows = [{"sentence1": "a", "sentence2": "b", "score": score} for score in (0.3, 0.9)]
+    with pytest.raises(InputError, match=r"source 'mine': no pair reaches the score 4 \(the highest is 0\.9\)"):
+        convert("sts", rows)
+
+
+def test_a_bad_row_is_named():
+    with pytest.raises(InputError, match=r"^a\.jsonl:2: label is null"):
+        convert("class_by_label", [{"text": "t", "label": "l"}, {"text": "t", "label": None}])
+
+
+def test_conversions_of_labelled_texts_share_one_layout():
+    assert {layout(name) for name in ("class_by_example", "class_by_label", "binary_by_label")} == {"labelled"}
+    assert (layout("pairs"), layout("sts")) == ("records", "scored")
+
+
+@pytest.mark.parametrize("labels", [[0], [0, 1], [1, 0, 2, 0, 1, 0], [3, 3, 0, 2, 2, 1, 3]])
+def test_members_and_outsiders_are_what_a_loop_finds(tmp_path, labels):
+    num_classes = max(labels) + 1
+    write_class_index(tmp_path, np.array(labels, dtype=np.int32), num_classes)
+    index = ClassIndex(tmp_path)
+    assert len(index) == num_classes
+    for label in range(num_classes):
+        inside = [row for row, other in enumerate(labels) if other == label]
+        outside = [row for row, other in enumerate(labels) if other != label]
+        assert [index.member(label, i) for i in range(index.size(label))] == inside
+        found = [index.outsider(label, i) for i in range(index.num_outside(label))]
+        assert sorted(found) == outside
+        assert [index.label_of_outsider(label, i) for i in range(len(found))] == [labels[row] for row in found]
+
+
+def test_rows_of_lone_classes_can_have_no_positive(tmp_path):
+    write_class_index(tmp_path, np.array([2, 0, 1, 0, 2, 3], dtype=np.int32), 4, lone=[2, 3])
+    index = ClassIndex(tmp_path)
+    assert [index.paired(i) for i in range(index.num_paired)] == [1, 2, 3]
+
+
+def test_an_index_is_mapped_and_pickled_by_its_folder(tmp_path):
+    write_class_index(tmp_path, np.arange(10_000, dtype=np.int32) % 10, 10)
+    index = ClassIndex(tmp_path)
+    assert isinstance(index._order, np.memmap)
+    data = pickle.dumps(index)
+    assert len(data) < 500
+    assert pickle.loads(data).member(3, 5) == index.member(3, 5) == 53
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The files that were read to be hashed."""
+    seen, real = [], store.file_sha256
+    monkeypatch.setattr(store, "file_sha256", lambda path: (seen.append(path), real(path))[1])
+    return seen
+
+
+def test_a_remembered_file_is_not_read_again_until_it_changes(tmp_path, reads):
+    path, memory = tmp_path / "a", tmp_path / "memory"
+    path.write_bytes(b"one")
+    first = hash_file(path, memory)
+    assert first.sha256 == hashlib.sha256(b"one").hexdigest()
+    remember_hash(first, memory)
+    assert hash_file(path, memory) == first
+    assert reads == [path]
+    stat = path.stat()
+    path.write_bytes(b"two")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert not first.is_current()
+    assert hash_file(path, memory).sha256 == hashlib.sha256(b"two").hexdigest()
+    assert len(reads) == 2
+
+
+def test_a_file_that_was_not_remembered_writes_nothing(tmp_path):
+    (tmp_path / "a").write_bytes(b"one")
+    assert hash_file(tmp_path / "a", tmp_path / "memory").is_current()
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_memory_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "a").write_bytes(b"one")
+    (tmp_path / "memory").write_bytes(b"a file, no folder")
+    remember_hash(hash_file(tmp_path / "a", tmp_path / "none"), tmp_path / "memory")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        hash_file(tmp_path / "gone", tmp_path)
+
+
+def in_languages(*names):
+    rows = zip(pairs(len(names)), names, strict=True)
+    return [row if name is None else {**row, "language": name} for row, name in rows]
+
+
+def read(folder, rows, **options):
+    config = SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows)), **options)
+    return read_languages(config, open_cached(config, folder / "cache")).tolist()
+
+
+def test_languages_are_numbered_by_first_appearance(tmp_path):
+    assert read(tmp_path, in_languages("de", "fr", "de", "DE", "fr")) == [0, 1, 0, 2, 1]
+
+
+def test_a_language_may_have_a_column_of_another_name(tmp_path):
+    rows = [{**row, "lang": "sw"} for row in pairs(2)]
+    assert read(tmp_path, rows, columns={"language": "lang"}) == [0, 0]
+
+
+def test_records_left_out_as_suspect_shift_no_row(tmp_path):
+    rows = in_languages("de", "fr", "sw")
+    rows[1]["positive"] = rows[1]["query"]
+    assert read(tmp_path, rows, suspect_rows="leave_out") == [0, 1]
+
+
+def test_a_record_without_a_language_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"a\.jsonl:2: the record has no language; give every record one, or map it"):
+        read(tmp_path, in_languages("de", None, "de"))
+
+
+def test_a_column_of_ever_new_texts_is_no_language(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MAX_LANGUAGES", 2)
+    assert read(tmp_path, in_languages("a", "b", "a")) == [0, 1, 0]
+    with pytest.raises(InputError, match=r"a\.jsonl:3: language 'c' is one of more than 2; map language"):
+        read(tmp_path, in_languages("a", "b", "c"))

@@ -1,0 +1,405 @@
+"""Plain texts: their sources, token streams and packed rows, in a training, a killed one, and in validation."""
+
+import gzip
+import json
+import multiprocessing
+import pickle
+import subprocess
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from embeddings.common import InputError, OptionError
+from embeddings.common.types import PackedRows
+from embeddings.data import BlendedBatchSampler, TextDataModule
+from embeddings.data.docstrings import HELD_OUT_PACKAGES
+from embeddings.data.samplers.base import PlanEntry
+from embeddings.data.text_datamodule import RowCollator, RowMixture, validation_batches
+from embeddings.data.text_streams import (
+    STARTS_FILE,
+    TOKENS_FILE,
+    Documents,
+    DocumentTokenizer,
+    TextSource,
+    TokenStream,
+    open_stream,
+)
+from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run, quiet_trainer
+from tests.helpers.tiny import bpe_tokenizer, save_backbone, sentencepiece_tokenizer, tiny_bert, wordpiece_tokenizer
+
+# The ledger only trains.
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS, "ignore:You passed in a `val_dataloader`")
+TOKENIZER = wordpiece_tokenizer()
+
+
+DOCUMENTS = ["one fox", "two foxes", " \n", "", "naïve café"]
+
+
+def documents(tmp_path: Path, **fields: Any) -> Documents:
+    return Documents(TextSource("texts", **fields), tmp_path / "hashes")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    lines = "".join(json.dumps({"id": row, "text": text}) + "\n" for row, text in enumerate(DOCUMENTS))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    pq.write_table(pa.table({"text": DOCUMENTS, "id": range(5)}), tmp_path / "c.parquet")
+    return [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet")]
+
+
+def test_every_kind_of_file_gives_its_texts_without_blank_ones(files: list[str], tmp_path: Path) -> None:
+    expected = ["one fox", "two foxes", "naïve café"]
+    for path in files:
+        assert list(documents(tmp_path, path=path)) == expected
+    assert list(documents(tmp_path, path=files)) == expected * 3
+
+
+def test_inputs_follow_from_the_bytes(files: list[str], tmp_path: Path) -> None:
+    one, two = documents(tmp_path, path=files[0]), documents(tmp_path, path=files[1])
+    assert one.inputs == documents(tmp_path, path=files[0]).inputs != two.inputs
+    one.require_unchanged()
+    Path(files[0]).write_text('{"text": "other"}\n')
+    with pytest.raises(InputError, match="changed while it was read"):
+        one.require_unchanged()
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "says"),
+    [
+        ({"text": 3}, "text", "2: text is a number, expected text"),
+        ({"text": None}, "text", "2: text is null, expected text"),
+        ({"body": "x"}, "text", "2: no column 'text' among body"),
+    ],
+)
+def test_a_record_without_a_text_is_named(row: dict[str, Any], column: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=f"bad.jsonl:{says}"):
+        list(documents(tmp_path, path=str(tmp_path / "bad.jsonl"), column=column))
+
+
+def test_packages_give_their_source_files_without_importing_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "zoo_text"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'café'\n".encode("latin-1"))
+    (package / "broken.py").write_bytes(b"name = '\xff'\n")
+    (package / "empty.py").write_text("\n")
+    found = documents(tmp_path, packages=["zoo_text", "zoo_text"])
+    assert list(found) == ["raise RuntimeError('imported')\n", "# -*- coding: latin-1 -*-\nname = 'café'\n"]
+    (package / "empty.py").write_text("x = 1\n")
+    assert documents(tmp_path, packages=["zoo_text"]).inputs != found.inputs
+
+
+def test_a_name_stands_for_the_packages_of_the_docstring_corpus(tmp_path: Path) -> None:
+    packages = {file.package for file in documents(tmp_path, packages=["held_out"])._modules}
+    assert packages == set(HELD_OUT_PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "path or packages must be given, got 'neither'"),
+        ({"path": "a", "packages": ["b"]}, "path or packages must be given, got 'both'"),
+        ({"path": "hub:a b"}, "is no name of a Hub data set"),
+        ({"path": ["hub:a/b", "c"]}, "lists a Hub data set"),
+        ({"path": "a", "split": "train"}, "split has a meaning for Hub data sets only"),
+        ({"packages": ["a"], "column": "body"}, "column has no meaning for packages"),
+        ({"path": "a", "weight": 0.0}, "weight must be a finite number > 0"),
+    ],
+)
+def test_a_source_that_cannot_be_is_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        TextSource("texts", **fields)
+    with pytest.raises(OptionError, match="name must not be empty"):
+        TextSource(" ", path="a")
+
+
+def test_a_package_that_is_not_installed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="must name installed packages"):
+        documents(tmp_path, packages=["no_such_package_x"])
+
+
+def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from embeddings.data import sources
+    from embeddings.data.sources import Row
+
+    rows = [Row("hub:a/b[test]:1", {"text": "one", "n": 1}), Row("hub:a/b[test]:2", {"text": "", "n": 2})]
+    monkeypatch.setattr(sources, "_ask_commit", lambda name, revision: "c" * 40)
+    monkeypatch.setattr(sources.HubReader, "__iter__", lambda self: iter(rows))
+    found = documents(tmp_path, path="hub:a/b", split="test")
+    assert found.inputs == [{"hub": "a/b", "subset": None, "split": "test", "commit": "c" * 40}]
+    assert list(found) == ["one"]
+
+
+TEXTS = ["how do I pad", "the quick brown fox " * 9, "a", "one length", "return the sum of two numbers " * 4]
+
+
+def source(folder: Path, texts: list[str] = TEXTS, name: str = "texts.jsonl") -> TextSource:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return TextSource("texts", str(folder / name))
+
+
+def stream(folder: Path, append_eos: bool = True, texts: list[str] = TEXTS) -> tuple[TokenStream, list[list[int]]]:
+    """A stream, and the tokens of each document by the tokenizer alone."""
+    tokenizer = wordpiece_tokenizer()
+    found = open_stream(source(folder, texts), DocumentTokenizer(tokenizer, append_eos), folder / "cache")
+    return found, [tokenizer(text)["input_ids"] for text in texts]
+
+
+@pytest.mark.parametrize("row_length", [2, 7, 16, 1000])
+def test_rows_hold_every_token_once_and_in_order(row_length: int, tmp_path: Path) -> None:
+    found, expected = stream(tmp_path)
+    rows = [found.row(index, row_length) for index in range(found.num_rows(row_length))]
+    assert [len(ids) for ids, _ in rows[:-1]] == [row_length] * (len(rows) - 1)
+    assert np.concatenate([ids for ids, _ in rows]).tolist() == [token for ids in expected for token in ids]
+    assert found.num_tokens == sum(map(len, expected))
+    assert found.num_documents == len(expected)
+    # Documents count up within each row where, and only where, another begins.
+    owners = [number for number, ids in enumerate(expected) for _ in ids]
+    for index, (ids, documents) in enumerate(rows):
+        owner = owners[index * row_length : index * row_length + len(ids)]
+        assert documents.tolist() == [number - owner[0] for number in owner]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "first", "last"),
+    [(wordpiece_tokenizer(), 2, 3), (sentencepiece_tokenizer(), 1, 2), (bpe_tokenizer(), None, 0)],
+)
+def test_documents_begin_and_end_as_the_tokenizer_has_it(
+    tokenizer: PreTrainedTokenizerFast, first: int | None, last: int
+) -> None:
+    with_eos, without = (DocumentTokenizer(tokenizer, append_eos)(["how do", "pad"]) for append_eos in (True, False))
+    plain = [tokenizer(text)["input_ids"] for text in ("how do", "pad")]
+    assert without == plain
+    for ids, expected in zip(with_eos, plain, strict=True):
+        assert ids[-1] == last
+        assert ids.count(last) == 1
+        assert first is None or ids[0] == first
+        assert ids[: len(expected)] == expected
+
+
+def test_a_special_token_that_a_text_spells_out_is_plain_characters() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    (ids,) = DocumentTokenizer(tokenizer, True)(["pad </s> one <s> length"])
+    assert ids[0] == 1
+    assert ids[-1] == 2
+    assert not {1, 2} & set(ids[1:-1])
+    assert {1, 2} & set(tokenizer("pad </s> one <s> length")["input_ids"][1:])
+
+
+def test_a_tokenizer_that_has_no_separator_is_refused() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer().backend_tokenizer)
+    with pytest.raises(OptionError, match=r"data\.append_eos needs a tokenizer with an eos_token"):
+        DocumentTokenizer(tokenizer, True)
+    assert DocumentTokenizer(tokenizer, False)(["pad"])[0]
+
+
+def test_a_stream_is_made_once_for_a_content_and_a_tokenizer(tmp_path: Path) -> None:
+    one, _ = stream(tmp_path)
+    stamp = (one.folder / TOKENS_FILE).stat().st_mtime_ns
+    again, _ = stream(tmp_path)
+    assert again.folder == one.folder
+    assert (again.folder / TOKENS_FILE).stat().st_mtime_ns == stamp
+    others = [
+        open_stream(source(tmp_path), DocumentTokenizer(sentencepiece_tokenizer(), True), tmp_path / "cache"),
+        open_stream(source(tmp_path), DocumentTokenizer(sentencepiece_tokenizer(), False), tmp_path / "cache"),
+        stream(tmp_path, texts=TEXTS[::-1])[0],
+    ]
+    assert len({found.key for found in (one, *others)}) == 4
+
+
+def test_a_stream_travels_by_its_folder(tmp_path: Path) -> None:
+    found, _ = stream(tmp_path)
+    content = pickle.dumps(found)
+    assert len(content) < 1000
+    assert pickle.loads(content).row(1, 8)[0].tolist() == found.row(1, 8)[0].tolist()
+
+
+def test_a_source_without_text_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    texts = source(tmp_path, ["", " \n "])
+    with pytest.raises(InputError, match="source 'texts': holds no text"):
+        open_stream(texts, DocumentTokenizer(wordpiece_tokenizer(), True), tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("name", [TOKENS_FILE, STARTS_FILE])
+def test_a_damaged_stream_is_refused(name: str, tmp_path: Path) -> None:
+    found, _ = stream(tmp_path)
+    content = (found.folder / name).read_bytes()
+    (found.folder / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(InputError, match="damaged; delete the folder and run again"):
+        stream(tmp_path)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> RowMixture:
+    tokenizer = DocumentTokenizer(TOKENIZER, True)
+    sources = [source(tmp_path, TEXTS, "a.jsonl"), source(tmp_path, TEXTS[:2], "b.jsonl")]
+    return RowMixture([open_stream(one, tokenizer, tmp_path / "cache") for one in sources], 8)
+
+
+def test_the_rows_of_all_sources_follow_each_other_and_none_is_of_two(rows: RowMixture) -> None:
+    assert len(rows) == sum(rows.sizes)
+    assert min(rows.sizes) > 2
+    found = rows.__getitems__([PlanEntry(row, 5) for row in range(len(rows))])
+    expected = [stream.row(index, 8) for stream in rows.streams for index in range(stream.num_rows(8))]
+    assert [row.ids.tolist() for row in found] == [ids.tolist() for ids, _ in expected]
+    assert [row.documents.tolist() for row in found] == [documents.tolist() for _, documents in expected]
+    assert {row.draw for row in found} == {5}
+    assert [row.row for row in found] == list(range(len(rows)))
+    assert len(pickle.loads(pickle.dumps(rows))) == len(rows)
+
+
+def test_a_batch_is_padded_on_the_right_and_knows_its_special_tokens(rows: RowMixture) -> None:
+    last = rows.sizes[0] - 1
+    collate = RowCollator(TOKENIZER, 8)
+    batch = collate(rows.__getitems__([PlanEntry(0, 3), PlanEntry(last, 4), PlanEntry(-1, 0)]))
+    assert isinstance(batch, PackedRows)
+    count = rows.streams[0].num_tokens % 8
+    assert 0 < count < 8
+    assert (batch.document_NL >= 0).sum(1).tolist() == [8, count, 0]
+    assert (batch.input_ids_NL[batch.document_NL < 0] == TOKENIZER.pad_token_id).all()
+    assert batch.draw_N.tolist() == [3, 4, 0]
+    assert batch.row_N.tolist() == [0, last, -1]
+    special = {TOKENIZER.cls_token_id, TOKENIZER.sep_token_id, TOKENIZER.pad_token_id, TOKENIZER.unk_token_id}
+    expected = [[token in special for token in row] for row in batch.input_ids_NL.tolist()]
+    assert batch.special_NL.tolist() == expected
+    assert 0 < sum(expected[0]) < 8
+
+
+def test_padding_is_special_where_the_tokenizer_has_no_token_for_it(rows: RowMixture) -> None:
+    unpadded = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer, sep_token="[SEP]")
+    assert unpadded.pad_token_id is None
+    batch = RowCollator(unpadded, 8)(rows.__getitems__([PlanEntry(-1, 0), PlanEntry(0, 0)]))
+    assert batch.special_NL[0].all()
+    assert not batch.special_NL[1].all()
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    sources = [source(tmp_path, TEXTS * 2, "a.jsonl"), TextSource("other", source(tmp_path, TEXTS, "b.jsonl").path)]
+    return {"sources": sources, "row_length": 8, "batch_size": 4, "cache_dir": str(tmp_path / "cache"), "seed": 1}
+
+
+def content(batch: PackedRows) -> list[int]:
+    """The tokens of a batch, as the ledger's rows."""
+    return batch.input_ids_NL.flatten().tolist()
+
+
+def test_an_epoch_holds_every_row_once_but_for_those_that_fill_no_batch(options: dict[str, Any]) -> None:
+    data, module = TextDataModule(**options), Ledger(content, TOKENIZER)
+    quiet_trainer(max_epochs=2).fit(module, data)
+    num_rows, length = len(data.rows), 8
+    assert data.batches_per_epoch == num_rows // 4 > 5
+    first = module.rows[: data.batches_per_epoch]
+    seen = [tuple(batch[start : start + length]) for batch in first for start in range(0, 32, length)]
+    collate = data._collator()
+    every = [tuple(content(collate(data.rows.__getitems__([PlanEntry(row, 0)])))) for row in range(num_rows)]
+    left = list(every)
+    for row in seen:
+        left.remove(row)
+    assert len(left) == num_rows % 4
+    assert seen != every[: len(seen)]
+    assert module.rows[data.batches_per_epoch :] != first
+
+
+def test_a_training_killed_three_times_sees_the_plan_once(options: dict[str, Any], tmp_path: Path) -> None:
+    whole = Ledger(content, TOKENIZER)
+    quiet_trainer(max_epochs=3).fit(whole, TextDataModule(**options))
+    stops = [2, len(whole.rows) // 3, len(whole.rows) - 1]
+    seen = killed_run(
+        tmp_path / "run",
+        stops,
+        lambda: Ledger(content, TOKENIZER, asks_for_steps=True),
+        lambda: TextDataModule(**options),
+        {"max_epochs": 3},
+    )
+    assert seen == whole.rows
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_modules_task_is_applied_in_the_workers(options: dict[str, Any], num_workers: int) -> None:
+    module = Ledger(lambda batch: batch.tolist(), TOKENIZER)
+    module.task = sums  # type: ignore[assignment]
+    quiet_trainer(max_steps=3).fit(module, TextDataModule(**options, num_workers=num_workers))
+    plain = Ledger(content, TOKENIZER)
+    quiet_trainer(max_steps=3).fit(plain, TextDataModule(**options))
+    assert module.rows == [torch.tensor(row).view(4, 8).sum(1).tolist() for row in plain.rows]
+
+
+def sums(rows: PackedRows) -> torch.Tensor:
+    return rows.input_ids_NL.sum(1)
+
+
+@pytest.mark.parametrize(("num_rows", "num_ranks"), [(1, 1), (8, 2), (9, 2), (3, 4), (17, 3)])
+def test_validation_rows_are_dealt_out_once_in_equally_many_batches(num_rows: int, num_ranks: int) -> None:
+    dealt = [validation_batches(num_rows, 2, rank, num_ranks) for rank in range(num_ranks)]
+    assert {len(batches) for batches in dealt} == {-(-num_rows // (2 * num_ranks))}
+    assert {len(batch) for batches in dealt for batch in batches} == {2}
+    rows = [entry.row for batch in chain(*dealt) for entry in batch]
+    assert sorted(row for row in rows if row >= 0) == list(range(num_rows))
+
+
+def test_validation_batches_are_the_same_every_time(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
+    data = TextDataModule(**options, validation_sources=options["sources"], tokenizer=folder)
+    data.setup()
+    (loader,) = data.val_dataloader()
+    first, second = ([content(batch) for batch in loader] for _ in range(2))
+    assert first == second
+    assert len(loader) == -(-len(data.rows) // 4)
+    assert TextDataModule(**options, tokenizer=folder).val_dataloader() == []
+
+
+def test_a_worker_of_validation_leaves_stop_signals_to_the_run(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_backbone(str(tmp_path / "backbone"), tiny_bert(), TOKENIZER)
+    data = TextDataModule(**options, validation_sources=options["sources"], tokenizer=folder, num_workers=1)
+    data.setup()
+    (loader,) = data.val_dataloader()
+    others = multiprocessing.active_children()
+    batches = iter(loader)
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - set(others)
+    # From a process that is not its parent, as SLURM and a shell send them.
+    subprocess.run(["sh", "-c", f"kill -TERM {worker.pid}; kill -USR1 {worker.pid}"], check=True)
+    assert len(list(batches)) == len(loader) - 1
+    assert set(multiprocessing.active_children()) <= set(others)
+
+
+def test_what_only_texts_have_is_checked_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"data\.row_length must be >= 2, got 1"):
+        TextDataModule(**{**options, "row_length": 1})
+    with pytest.raises(OptionError, match=r"data\.validation_sources must have different names"):
+        TextDataModule(**options, validation_sources=[TextSource("a", "x"), TextSource("a", "y")])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"sources": [TextSource("a", "nowhere.jsonl")]}, InputError, "nowhere.jsonl: no such file"),
+        ({"validation_sources": [TextSource("b", "nowhere.jsonl")]}, InputError, "nowhere.jsonl: no such file"),
+        ({"sources": [TextSource("a", packages=["jsonargprase"])]}, OptionError, "did you mean jsonargparse"),
+        ({"sampler": partial(BlendedBatchSampler, steps_per_epoch=0)}, OptionError, "steps_per_epoch"),
+        ({"tokenizer": "nowhere"}, InputError, "data.tokenizer nowhere"),
+    ],
+)
+def test_a_run_is_refused_before_a_source_is_tokenised(
+    change: dict[str, Any], error: type[Exception], says: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    data, module = TextDataModule(**{**options, **change}), Ledger(content, TOKENIZER)
+    with pytest.raises(error, match=says):
+        data.check_run(quiet_trainer(), module, data)
+    assert not (tmp_path / "cache").exists()
