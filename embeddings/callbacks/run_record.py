@@ -185,7 +185,8 @@ def _id_in(path: Path) -> str | None:
 
 def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
     """A parsed config as plain types."""
-    plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_none=False, format="yaml"))
+    # It is not checked again: that takes longer than all else at the start of a run.
+    plain: dict[str, Any] = yaml.safe_load(parser.dump(config, skip_none=False, skip_validation=True, format="yaml"))
     return plain
 
 

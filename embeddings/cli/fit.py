@@ -83,6 +83,11 @@ class TrainerCLI(LightningCLI):
         check_numbers(self.config.fit)
         check_checkpoint(self.config.fit.ckpt_path)
 
+    def _dump_config(self) -> None:
+        """Make of the config what a module's `save_hyperparameters` saves; Lightning would check it once more."""
+        if not hasattr(self, "config_dump"):
+            self.config_dump = plain_types(self.parser, self.config)[self.config.subcommand]
+
     def _parse_ckpt_path(self) -> None:
         """Leave the config as it is: Lightning would take arguments of the module from the checkpoint."""
 
