@@ -1,7 +1,7 @@
 """What the experiments on contextual embeddings share: the docstring corpus, its clusters, training and scoring.
 
 Everything starts from all-MiniLM-L6-v2, which also is the surrogate that clusters and filters. Held out are whole
-packages, each searched by itself: a package is a domain.
+packages, each searched separately: a package is a domain.
 """
 
 import fcntl

@@ -2,7 +2,7 @@
 
 nDCG@10 on retrieval, mean average precision on reranking, Spearman's correlation on similarity and summaries, average
 precision on pairs with labels, accuracy on classification, V-measure on clustering; texts of 256 tokens, vectors in the
-precision that encoding chooses by itself. BM25 ranks documents only. The quickstart's model is what `make quickstart`
+default precision. BM25 ranks documents only. The quickstart's model is what `make quickstart`
 wrote; without it its column is left out.
 """
 
@@ -63,7 +63,7 @@ def scores_of(folder: Path, encoders: Mapping[str, Encoder]) -> tuple[str, dict[
 
 
 def main() -> None:
-    """Score every folder, and print the table as it stands in the README."""
+    """Score every folder, and print the README's table."""
     chosen = options(__doc__, threads=2)
     root = evaluation_root(chosen.tiny)
     models = {MODEL: MODEL} | ({"quickstart": str(QUICKSTART)} if (QUICKSTART / "modules.json").is_file() else {})

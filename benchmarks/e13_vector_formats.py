@@ -1,7 +1,7 @@
 """E13: what all-MiniLM-L6-v2 scores where vectors are kept in fewer bytes, on the retrieval folders of EMBED_DATA.
 
 nDCG@10, and the share of float32's ten first documents that are among the ten found. Texts of 256 tokens, encoded in
-the precision that encoding chooses by itself. Beside int8 as it is, one scale a row, stands one scale a dimension that
+the default precision. Beside int8 with one scale a row stands one scale a dimension that
 is calibrated on the first 1,000 documents, with the numbers that it clips.
 """
 
@@ -120,7 +120,7 @@ def score(chosen: Namespace, encoder: Encoder, name: str, data: RetrievalFolder)
 
 
 def main() -> None:
-    """Score every folder, and print the table as it stands in the README."""
+    """Score every folder, and print the README's table."""
     chosen = options(__doc__, threads=2)
     root = data_folder()
     folders = [root / name for name in FOLDERS]

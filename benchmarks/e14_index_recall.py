@@ -1,8 +1,7 @@
 """E14: what `index` finds on real text: all-MiniLM-L6-v2 on the retrieval folder vaswani_npl of EMBED_DATA.
 
 The share of the exact search's ten first documents of each query that the lists give, and nDCG@10, for the default
-lists and probes and for fewer and more probes. Texts of 256 tokens, encoded in the precision that encoding chooses by
-itself.
+lists and probes and for fewer and more probes. Texts of 256 tokens, encoded in the default precision.
 """
 
 import tempfile

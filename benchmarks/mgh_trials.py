@@ -2,7 +2,7 @@
 
 A row's negatives are a function of another package (level 4), of the same package (3), of the same module (2) and of
 the same class or module's top level (1); a row that lacks a level takes its nearest coarser one. Held out are whole
-packages, each searched by itself, and functions of the training packages.
+packages, each searched separately, and functions of the training packages.
 """
 
 import time

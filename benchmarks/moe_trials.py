@@ -217,7 +217,7 @@ def data_folder() -> Path:
 
 
 def _ndcg(encoder: Encoder, folders: Mapping[str, RetrievalFolder]) -> float:
-    """nDCG@10 over the queries of all folders, each searched by itself."""
+    """nDCG@10 over the queries of all folders, each searched separately."""
     scores = [
         (score_retrieval(encoder, folder).metrics["ndcg_at_10"], len(folder.queries)) for folder in folders.values()
     ]

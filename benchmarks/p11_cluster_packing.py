@@ -27,7 +27,7 @@ NUM_TIMED = 3
 
 
 def write_folder(path: Path, num_rows: int) -> ClusterFolder:
-    """Random clusters of about equal size; the neighbours are what lies beside a cluster on a walk."""
+    """Random clusters of about equal size; the neighbours are the next clusters of a walk."""
     generator = np.random.default_rng(0)
     num_clusters = num_rows // ROWS_A_CLUSTER
     steps = generator.standard_normal((num_clusters, WIDTH), dtype=np.float32)

@@ -30,7 +30,7 @@ def ours(vectors: NDArray[np.float32], num_clusters: int) -> NDArray[np.float32]
 
 
 def peer(vectors: NDArray[np.float32], num_clusters: int) -> NDArray[np.float32]:
-    """faiss by itself."""
+    """faiss alone."""
     kmeans = faiss.Kmeans(
         WIDTH,
         num_clusters,

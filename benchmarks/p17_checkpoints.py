@@ -2,7 +2,7 @@
 
 MiniLM's weights and AdamW's state after a step of 32 question-answer pairs, on the disk that this repository lies on.
 The peer is what Lightning's own writing costs once it waits for the disk: torch.save, fsync, rename. A disk is less
-steady than a processor: the peer against itself may read 0.8 to 1.25, and a run beyond that is refused.
+steady than a CPU: the peer against itself may read 0.8 to 1.25, and a run beyond that is refused.
 """
 
 import os

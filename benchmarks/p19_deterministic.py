@@ -1,7 +1,7 @@
 """P19: a step with torch's deterministic algorithms takes at most 1.10 of the time of one without; equal gradients.
 
-Training here is repeatable without them on one processor: what they cost is a matter of the operations that have two
-ways. On a processor that is the sum of embedding gradients; a GPU has more.
+Training here is repeatable without them on one CPU: what they cost is a matter of the operations that have two
+ways. On a CPU that is the sum of embedding gradients; a GPU has more.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """P21: a training step whose layers torch.compile has compiled, over the same step without; equal gradients.
 
-`backbone.compile` is meant for GPUs; this is what it brings on a processor. The compiler's own time is left out.
+`backbone.compile` is meant for GPUs; this is what it brings on a CPU. The compiler's own time is left out.
 """
 
 import copy

@@ -238,7 +238,7 @@ def test_moe_pre_training_is_built_on_a_tiny_stand_in_of_twelve_layers(name: str
     backbone = module.embedder.backbone
     if layers:
         settings = backbone.config
-        # One expert's weight divided by itself is 1 for good: the router would learn nothing from the vectors.
+        # One expert's weight divided by itself is always 1: the router would learn nothing from the vectors.
         assert (settings.num_experts, settings.experts_per_token, settings.renormalize_experts) == (8, top_k, top_k > 1)
     assert module.load_balancing == (LoadBalancing(1.0, "balanced") if layers else None)
     assert type(module.loss) is InfoNCE

@@ -13,8 +13,8 @@ TASK = JOB | {"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_A
 
 def run(folder: Path, name: str, words: list[str], environment: dict[str, str], code: int = 0) -> tuple[int, str, str]:
     """The exit code of a batch file, what it had run, and what it said."""
-    processors = f'echo "$SRUN_CPUS_PER_TASK $OMP_NUM_THREADS" > "{folder}/processors.txt"'
-    (folder / "srun").write_text(f'#!/bin/sh\necho "$@" > "{folder}/given.txt"\n{processors}\nexit {code}\n')
+    cpus = f'echo "$SRUN_CPUS_PER_TASK $OMP_NUM_THREADS" > "{folder}/cpus.txt"'
+    (folder / "srun").write_text(f'#!/bin/sh\necho "$@" > "{folder}/given.txt"\n{cpus}\nexit {code}\n')
     (folder / "srun").chmod(0o755)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     clean |= {"PATH": f"{folder}:{os.environ['PATH']}"}
@@ -74,8 +74,8 @@ def test_a_batch_file_outside_slurm_says_how_to_submit_it(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "array.sbatch"])
-def test_the_tasks_get_the_processors_of_the_job(name: str, tmp_path: Path) -> None:
+def test_the_tasks_get_the_cpus_of_the_job(name: str, tmp_path: Path) -> None:
     """`srun` reads its own variable, and no longer sbatch's."""
     job = TASK | {"SLURM_ARRAY_TASK_ID": "0", "SLURM_CPUS_PER_TASK": "6"}
     run(tmp_path, name, ["rates.yaml"], job)
-    assert (tmp_path / "processors.txt").read_text() == "6 6\n"
+    assert (tmp_path / "cpus.txt").read_text() == "6 6\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 from embeddings.common.checkpoint_file import pack, write_checkpoint
 
-# What training goes on from, as far as can be seen from outside.
+# The keys by which a file is known as a checkpoint to resume from.
 RESUMABLE: dict[str, Any] = {
     "pytorch-lightning_version": "2.6.6",
     "global_step": 1,

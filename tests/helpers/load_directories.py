@@ -1,9 +1,9 @@
 """A script: sentence-transformers' vectors of model directories beside those that lie in them.
 
 `python -I load_directories.py FOLDER` takes every directory in FOLDER with a `fresh.json`: texts, their expected
-vectors as queries and as documents, whether code must be trusted, and maybe a context. It prints the largest difference
-of each as JSON. What this library needs and sentence-transformers does not is hidden from it, but for `datasets` and
-what that needs, which sentence-transformers imports where it is installed.
+vectors as queries and as documents, whether code must be trusted, and a context where there is one. It prints the
+largest difference of each as JSON. What this library needs and sentence-transformers does not is hidden from it, but
+for `datasets` and what that needs, which sentence-transformers imports where it is installed.
 """
 
 import json

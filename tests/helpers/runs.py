@@ -115,7 +115,7 @@ def run_config(folder: Path, kind: str = "bert", dropout: float = 0.0, **data: A
 
 
 def float16_on_cpu(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with `16-mixed`, loss scaler and all, which Lightning's own option refuses to a processor."""
+    """The config with `16-mixed`, loss scaler and all, which Lightning's own option refuses on a CPU."""
     options = {"precision": "16-mixed", "device": "cpu"}
     plugin = {"class_path": "lightning.pytorch.plugins.MixedPrecision", "init_args": options}
     return config | {"trainer": config["trainer"] | {"plugins": [plugin]}}

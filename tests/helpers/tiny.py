@@ -125,7 +125,7 @@ def tiny_mistral(seed: int = 0, hidden_size: int = 32) -> PreTrainedModel:
 
 
 def tiny_t5(with_decoder: bool = False) -> PreTrainedModel:
-    """A two-layer random T5 encoder in float32, maybe with its decoder, in evaluation mode."""
+    """A two-layer random T5 encoder in float32, with its decoder on request, in evaluation mode."""
     set_seed(0)
     config = T5Config(
         vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, is_encoder_decoder=True

@@ -1,8 +1,8 @@
 """The batch files under a real SLURM, a line a check: `python -m tests.slurm.run`, or `make slurm-test`.
 
 It needs the packages of SLURM and munge (`slurm-wlm` and `munge` on Debian), and starts a cluster of one node from them
-in a folder of its own. Without them it says so and passes. The node claims to have four processors and two GPUs, so
-that the batch files ask for what they always do; the runs are tiny and on the processor.
+in a folder of its own. Without them it says so and passes. The node claims to have four CPUs and two GPUs, so
+that the batch files ask for what they always do; the runs are tiny and use the CPU.
 """
 
 import re
@@ -73,13 +73,13 @@ def array(cluster: Cluster) -> str:
 
 
 def ddp(cluster: Cluster) -> str:
-    """Two tasks that train together, with all the processors that the job asked for."""
+    """Two tasks that train together, with all the CPUs that the job asked for."""
     number = submit_pair(cluster, "whole")
     cluster.wait_while_running(number, lambda: bool(steps_of(cluster, "whole", 0)), "its first step")
     step = f"{number}.0"
     shown = cluster.ask("scontrol", "show", "step", step)
     if not re.search(r"TresPer(Step=cpu[:=]4|Task=cpu[:=]2)", shown):
-        raise CheckFailed(f"step {step} has not the two processors a task that the job has:\n{shown}")
+        raise CheckFailed(f"step {step} has not the two CPUs a task that the job has:\n{shown}")
     jobs = cluster.ended(number)
     expect_completed(jobs, [0])
     expect_all_steps_once(cluster, "whole")
@@ -107,7 +107,7 @@ def preemption(cluster: Cluster) -> str:
     expect_all_steps_once(cluster, "stopped")
     expect("weights that differ from those of the uninterrupted run", differing(cluster, "whole", "stopped"), [])
     return (
-        f"SIGUSR1 stopped two tasks after step {taken}, they waited {waited:.0f} s in the queue, went on once, "
+        f"SIGUSR1 stopped two tasks after step {taken}, they waited {waited:.0f} s in the queue, resumed once, "
         "and ended with the weights of the uninterrupted run"
     )
 
@@ -128,7 +128,7 @@ def time_limit(cluster: Cluster) -> str:
 
 
 def late_warning(cluster: Cluster) -> str:
-    """The same run, warned once its training is done: it has nothing to go on with, and ends well."""
+    """The same run, warned once its training is done: there is nothing to resume, and it ends well."""
     number = submit_pair(cluster, "late")
     cluster.wait_while_running(number, (cluster.folder / "late" / "final.pt").exists, "its weights")
     cluster.ask("scancel", "--signal=USR1", number)
@@ -185,7 +185,7 @@ def check(cluster: Cluster, run: Callable[[Cluster], str]) -> bool:
 
 
 def said_by(error: Exception) -> str:
-    """What an error says, behind its name where it is none that a check raises by itself."""
+    """The message of an error, after its type unless a check raised it."""
     expected = isinstance(error, (CheckFailed, RuntimeError, TimeoutError))
     return str(error) if expected else f"{type(error).__name__}: {error}"
 
