@@ -1,7 +1,9 @@
 """Every test runs offline, on one thread, and without the user's settings."""
 
 import gc
+import itertools
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.processes import start_server
+from tests.helpers.processes import spawn_by_server, start_server
 
 # Tiny matrices lose more to waiting threads than they gain; child processes get the same by OMP_NUM_THREADS.
 torch.set_num_threads(1)
 # Processes that multiprocessing spawns would import what has started pytest before they do what they are for.
 vars(sys.modules["__main__"]).update(__spec__=None, __file__=None)
+spawn_by_server()
 
 
 def _fsync(descriptor: int) -> None:
@@ -36,6 +39,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # A million objects of libraries, which every later collection would walk over.
         gc.freeze()
         start_server()
+
+
+_counter = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new folder, as pytest's own fixture gives it; that one lists all earlier folders for the next free number."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    folder = tmp_path_factory.getbasetemp() / f"{name}{next(_counter)}"
+    folder.mkdir(0o700)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -8,20 +8,24 @@ session and process group of its own. A job whose client has closed or died is k
     with Command(["main.py", "fit", "--config", path]) as process:   # as subprocess.Popen
         process.send_signal(signal.SIGTERM)
 
-Lightning's launcher starts the other ranks of such a command in the same way. What only a new interpreter can show
-(imports, the environment that libraries read when they load, `-I`) needs a real `subprocess.run`.
+Lightning's launcher starts the other ranks of such a command in the same way, and multiprocessing what it spawns. What
+only a new interpreter can show (imports, the environment that libraries read when they load, `-I`) needs a real
+`subprocess.run`.
 """
 
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import importlib
 import logging
+import multiprocessing.spawn
 import multiprocessing.util
 import os
 import pickle
 import random
+import re
 import runpy
 import select
 import shutil
@@ -36,6 +40,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import popen_fork
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
@@ -66,7 +71,7 @@ class Command(subprocess.Popen):  # type: ignore[type-arg]
         words: A script, `-m` and a module, or `-c` and code, with its arguments; a Python before them is dropped. The
             arguments where a function is given.
         function: A function of a module's top level, called in place of a command line.
-        options: Of `subprocess.Popen`: `env`, `cwd`, `stdin`, `stdout`, `stderr`, `text`.
+        options: Of `subprocess.Popen`: `env`, `cwd`, `stdin`, `stdout`, `stderr`, `text`, `pass_fds`.
     """
 
     def __init__(self, words: Sequence[Any], *, function: Callable[..., object] | None = None, **options: Any) -> None:
@@ -74,12 +79,13 @@ class Command(subprocess.Popen):  # type: ignore[type-arg]
         super().__init__(words, **options)
 
     def _execute_child(self, words: Any, *options: Any) -> None:
-        folder, environment, ends = options[4], options[5], options[9:15]
+        passed, folder, environment, ends = list(options[3]), options[4], options[5], options[9:15]
         if self._function is None:
             words = [os.fsdecode(word) for word in words]
             words = words[1:] if words[0] == sys.executable else words
         function = pickle.dumps((self._function or _run, words))
-        job = (dict(os.environ if environment is None else environment), os.path.abspath(folder or "."), function)
+        environment = dict(os.environ if environment is None else environment)
+        job = (environment, os.path.abspath(folder or "."), passed, function)
         streams = [ends[place] if ends[place] >= 0 else number for number, place in enumerate((0, 3, 5))]
         with open(os.memfd_create("job"), "wb") as file:
             pickle.dump(job, file)
@@ -87,9 +93,11 @@ class Command(subprocess.Popen):  # type: ignore[type-arg]
             self._connection, path = socket.socket(socket.AF_UNIX), start_server()
             try:
                 self._connection.connect(path)
-                socket.send_fds(self._connection, [b"job"], [*streams, file.fileno()])
+                # A process that multiprocessing spawned outlives its parent.
+                kind = b"spawned" if self._function is _be_spawned else b"job"
+                socket.send_fds(self._connection, [kind], [file.fileno(), *streams, *passed])
                 (self.pid,) = _NUMBER.unpack(self._connection.recv(_NUMBER.size))
-            except OSError as error:
+            except (OSError, struct.error) as error:
                 self._connection.close()
                 found = Path(path).with_name("error.txt")
                 said = found.read_text() if found.exists() else "it ended without a word"
@@ -152,6 +160,35 @@ def run_command(
     return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
 
 
+def spawn_by_server() -> None:
+    """Have multiprocessing's `spawn` fork the server too, which takes a tenth of a second and not five."""
+    spawned: dict[int, Command] = {}
+    start, poll = multiprocessing.util.spawnv_passfds, popen_fork.Popen.poll
+
+    def spawnv_passfds(path: Any, words: Sequence[Any], passed: Sequence[int]) -> int:
+        found = re.search(r"spawn_main\(tracker_fd=(\d+), pipe_handle=(\d+)\)", os.fsdecode(words[-2]))
+        if found is None:
+            return start(path, words, passed)
+        command = Command(list(map(int, found.groups())), function=_be_spawned, pass_fds=passed)
+        spawned[command.pid] = command
+        return command.pid
+
+    def poll_spawned(popen: Any, flag: int = os.WNOHANG) -> int | None:
+        command = spawned.get(popen.pid)
+        if command is None:
+            return poll(popen, flag)
+        popen.returncode = command.poll() if flag else command.wait()
+        return popen.returncode
+
+    multiprocessing.util.spawnv_passfds = spawnv_passfds
+    popen_fork.Popen.poll = poll_spawned
+
+
+def _be_spawned(tracker: int, pipe: int) -> None:
+    sys.argv = ["-c", "--multiprocessing-fork"]
+    multiprocessing.spawn.spawn_main(pipe_handle=pipe, tracker_fd=tracker)
+
+
 def start_server() -> str:
     """Fork the server where there is none yet; returns the path of its socket."""
     if _server:
@@ -199,8 +236,9 @@ def _serve(listener: socket.socket, lifeline: int) -> None:
     gc.freeze()
     is_loaded = False
     jobs: dict[int, tuple[int, socket.socket]] = {}  # a descriptor of the job → its number, its client
+    spawned: set[int] = set()
     while True:
-        clients = {client.fileno(): pid for pid, client in jobs.values()}
+        clients = {client.fileno(): pid for pid, client in jobs.values() if pid not in spawned}
         ready, _, _ = select.select([listener, lifeline, *jobs, *clients], [], [])
         if lifeline in ready:
             for pid, _ in jobs.values():
@@ -209,6 +247,7 @@ def _serve(listener: socket.socket, lifeline: int) -> None:
         for number in ready:
             if number in jobs:
                 pid, client = jobs.pop(number)
+                spawned.discard(pid)
                 os.close(number)
                 status = os.waitpid(pid, 0)[1]
                 with client, contextlib.suppress(OSError):
@@ -220,13 +259,14 @@ def _serve(listener: socket.socket, lifeline: int) -> None:
             if not is_loaded:
                 for name in LOADED:
                     module = importlib.import_module(name)
+                    # The library's packages load their parts when they are first asked for.
                     for part in getattr(module, "__all__", ()):
-                        # The library's packages load their parts when they are first asked for.
-                        getattr(module, part)
+                        with contextlib.suppress(ImportError):
+                            getattr(module, part)
                 gc.freeze()
                 is_loaded = True
             client, _ = listener.accept()
-            _, descriptors, _, _ = socket.recv_fds(client, 16, 4)
+            kind, descriptors, _, _ = socket.recv_fds(client, 16, 64)
             pid = os.fork()
             if not pid:
                 for other in (listener, client, *(of for _, of in jobs.values())):
@@ -239,6 +279,8 @@ def _serve(listener: socket.socket, lifeline: int) -> None:
             with contextlib.suppress(OSError):
                 client.sendall(_NUMBER.pack(pid))
             jobs[os.pidfd_open(pid)] = pid, client
+            if kind == b"spawned":
+                spawned.add(pid)
 
 
 def _kill(pid: int) -> None:
@@ -253,17 +295,22 @@ def _work(descriptors: list[int]) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        *streams, content = descriptors
-        for number, descriptor in enumerate(streams):
-            os.dup2(descriptor, number)
+        # Out of the way first: each gets the number that it has in the client.
+        content, *others = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 512) for descriptor in descriptors]
+        for descriptor in descriptors:
             os.close(descriptor)
         with open(content, "rb") as file:
             file.seek(0)
             # The function's own module may need the environment.
-            environment, folder, job = pickle.load(file)
+            environment, folder, passed, job = pickle.load(file)
+        for number, descriptor in zip((0, 1, 2, *passed), others, strict=True):
+            os.dup2(descriptor, number, inheritable=number < 3)
+            os.close(descriptor)
         _begin(environment, folder)
         function, words = pickle.loads(job)
         code = function(*words) or 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     try:
