@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -24,6 +22,7 @@ from embeddings.common.jobs import (
     save_array,
     shard_rows,
 )
+from tests.helpers.processes import run_command
 
 FIELDS = {"kind": "letters", "seed": 3}
 
@@ -238,7 +237,7 @@ def test_a_killed_process_leaves_whole_shards_and_its_locks_die_with_it(tmp_path
     whole.run(write_letter)
     whole.finish()
     for shard in (0, 2, 2):
-        ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(shard)], check=False)
+        ended = run_command(["-c", KILLED, str(tmp_path / "killed"), str(shard)])
         assert ended.returncode == -signal.SIGKILL
     job = ShardedJob(tmp_path / "killed", FIELDS, 4)
     assert job.missing() == [2, 3]
