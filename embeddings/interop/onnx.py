@@ -1,4 +1,4 @@
-"""A model directory's backbone as an ONNX graph, checked against torch before it is kept."""
+"""A model directory's backbone as an ONNX graph, in float32 and int8, checked before it is kept."""
 
 import logging
 import warnings
@@ -26,11 +26,11 @@ _INPUTS, _OUTPUT = ("input_ids", "attention_mask"), "last_hidden_state"
 _TOLERANCE = 1e-5
 _OPSET = 18
 # The graph is one file of a format that holds less than 2 GiB.
-_MOST_BYTES = 2**31 - 2**24
+_MAX_BYTES = 2**31 - 2**24
 # Texts and tokens of the batches that both are compared on, none of them that of the tracing.
 CHECKED_SHAPES = ((1, 1), (2, 5), (5, 33))
 # The longest text that both are compared on, in tokens: the attention of a layer takes its square times the heads.
-_LONGEST = 4098
+_MAX_LENGTH = 4098
 
 
 class Comparison(NamedTuple):
@@ -67,7 +67,7 @@ def check_onnx(embedder: Embedder) -> None:
         rule = "is for models that load without code of their own: mean, cls or last-token pooling, the prompt pooled"
         raise OptionError("format", "onnx", rule, "leave it out")
     num_bytes = 4 * sum(weight.numel() for weight in embedder.backbone.parameters())
-    if num_bytes > _MOST_BYTES:
+    if num_bytes > _MAX_BYTES:
         raise OptionError("format", "onnx", f"is for models below 2 GiB, this one has {num_bytes:,}", "leave it out")
 
 
@@ -147,7 +147,7 @@ def open_graph(path: Path) -> Callable[[tuple[Tensor, Tensor]], npt.NDArray[np.f
 @torch.inference_mode()
 def _compared(model: PreTrainedModel, path: Path) -> Comparison:
     largest, turns, states_of = 0.0, _turning_lengths(model.config), open_graph(path)
-    shapes = (*CHECKED_SHAPES, *((1, length + 2) for length in turns if length + 2 <= _LONGEST))
+    shapes = (*CHECKED_SHAPES, *((1, length + 2) for length in turns if length + 2 <= _MAX_LENGTH))
     for num_texts, length in shapes:
         inputs = example_inputs(model.config, num_texts, length)
         expected = _States(model)(*inputs).numpy()
@@ -155,7 +155,7 @@ def _compared(model: PreTrainedModel, path: Path) -> Comparison:
         is_text = inputs[1].numpy().astype(bool)
         # NaN is no small difference.
         largest = float(np.maximum(largest, np.abs(found - expected)[is_text].max()))
-    beyond = tuple(length for length in turns if length + 2 > _LONGEST)
+    beyond = tuple(length for length in turns if length + 2 > _MAX_LENGTH)
     return Comparison(largest, max(length for _, length in shapes), beyond)
 
 
@@ -193,7 +193,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-# sentence-transformers names graphs so: signed weights of 8 bits, for processors that sum their products in 32.
+# sentence-transformers names graphs so: signed weights of 8 bits, for CPUs that sum their products in 32.
 INT8_GRAPH_FILE = GRAPH_FILE.with_name("model_qint8_avx512_vnni.onnx")
 
 
@@ -225,7 +225,7 @@ def write_int8_onnx(folder: Path) -> float:
             logging.disable(before)
         cosine = _least_cosine(folder, folder / GRAPH_FILE, temporary)
         if not np.isfinite(cosine):
-            rule = "must give finite states: this model's numbers are too large for one scale a layer"
+            rule = "must give finite states: this model's values are too large for one scale a layer"
             raise OptionError("format", "onnx-int8", rule, "use onnx")
     return cosine
 

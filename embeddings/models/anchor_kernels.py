@@ -4,8 +4,7 @@ Every kernel walks over one side's rows ("own", R of them a program) and meets t
 nothing is added by two programs and results are the same from run to run. A query that pays nothing, such as padding,
 has a log-sum-exp of plus infinity, and with it attention 0.
 
-This file travels inside model directories: it imports nothing but torch, its triton and the sibling that travels with
-it.
+This file travels inside model directories: it imports nothing but torch, its triton and a sibling.
 """
 
 from typing import Any

@@ -1,13 +1,13 @@
 """Anchor-token-aware pooling (MGH): tokens weigh as much as the attention that they receive.
 
-This file travels inside model directories: it imports nothing but torch and the siblings that travel with it.
+This file travels inside model directories: it imports nothing but torch and its siblings.
 """
 
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class AnchorTokenPooling(Pooling):
             hidden_NLH: States of the last layer, (N, L, H) float, padded on the right.
             pooling_mask_NL: True where a token enters the pooling, (N, L) bool.
             attention_mask_NL: False at padding, (N, L) bool.
-            attention: Queries and keys of the tapped layers.
+            attention: Queries and keys of the captured layers.
         """
         weight_NL = self.weights(pooling_mask_NL, attention_mask_NL, attention)
         state_NLH = hidden_NLH.to(weight_NL.dtype).masked_fill(~pooling_mask_NL.unsqueeze(-1), 0.0)
@@ -137,7 +137,7 @@ def _without_first(pooling_mask_NL: Tensor) -> Tensor:
 
 # More than two tiles of the kernels, and not a multiple of one.
 _TRIAL_LENGTH = 139
-_WIDEST_HEAD = 256
+_MAX_HEAD_WIDTH = 256
 # Relative, in the norm: both ways accumulate in float32, and gradients are rounded to the inputs' dtype at the end.
 _WEIGHT_TOLERANCE = 1e-4
 _GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -154,7 +154,7 @@ def fastest_sums(
     """
     if attention.query_NALE.device.type != "cuda" or not _is_supported(attention):
         return tiled_sums(attention, is_token_NL, axis, per_head)
-    sums = checked_sums(fused_sums, *_kind(attention), axis)
+    sums = checked_sums(fused_sums, ProblemKind.of(attention), axis)
     return sums(attention, is_token_NL, axis, per_head)
 
 
@@ -178,32 +178,30 @@ def fused_sums(attention: CapturedAttention, is_token_NL: Tensor, axis: Axis = "
     return weight_NAL if per_head else weight_NAL.sum(dim=1)
 
 
-@functools.cache
-def checked_sums(
-    fused: Sums,
-    device: torch.device,
-    dtype: torch.dtype,
-    width: int,
-    num_shared: int,
-    is_causal: bool,
-    has_window: bool,
-    mask_dtype: torch.dtype | None,
-    axis: Axis,
-) -> Sums:
-    """`fused` if it solves a small random problem of this kind as the tiled way does, else the tiled way.
+class ProblemKind(NamedTuple):
+    """What decides how the kernels are compiled; `num_shared` heads share a key."""
 
-    Args:
-        fused: What is on trial.
-        device: Where.
-        dtype: Of queries and keys.
-        width: Of a head.
-        num_shared: Heads that share a key.
-        is_causal: Whether a query sees no later key.
-        has_window: Whether it sees no distant key.
-        mask_dtype: Of the mask, None where there is none.
-        axis: The axis.
-    """
-    problem, is_token_NL = _trial(device, dtype, width, num_shared, is_causal, has_window, mask_dtype)
+    device: torch.device
+    dtype: torch.dtype
+    width: int
+    num_shared: int
+    is_causal: bool
+    has_window: bool
+    mask_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, attention: CapturedAttention) -> "ProblemKind":
+        """The kind of a problem."""
+        query, mask = attention.query_NALE, attention.mask
+        shape = (query.shape[-1], query.shape[1] // attention.key_NGLE.shape[1])
+        mask_dtype = None if mask is None else mask.dtype
+        return cls(query.device, query.dtype, *shape, attention.is_causal, attention.window is not None, mask_dtype)
+
+
+@functools.cache
+def checked_sums(fused: Sums, kind: ProblemKind, axis: Axis) -> Sums:
+    """`fused` if it solves a small random problem of this kind as the tiled way does, else the tiled way."""
+    problem, is_token_NL = _trial(kind)
     try:
         error = _disagreement(fused, problem, is_token_NL, axis)
     except Exception as failure:
@@ -211,39 +209,23 @@ def checked_sums(
         error = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else 'no message'}"
     if error is None:
         return fused
-    kind = f"{dtype}, heads of {width}, {num_shared} a key, {axis} axis"
     logging.getLogger("embeddings").warning(
-        "anchor-token pooling on %s takes the slower tiled way (%s): the fused kernels failed their check: %s",
-        device, kind, error,
-    )  # fmt: skip
+        "anchor-token pooling on %s takes the slower tiled way (%s, heads of %d, %d a key, %s axis): the fused kernels "
+        "failed their check: %s",
+        *(kind.device, kind.dtype, kind.width, kind.num_shared, axis, error),
+    )
     return tiled_sums
 
 
 def _is_supported(attention: CapturedAttention) -> bool:
     """Whether the kernels are written for such a problem."""
     query, key = attention.query_NALE, attention.key_NGLE
-    return query.dtype in _GRADIENT_TOLERANCE and key.dtype == query.dtype and query.shape[-1] <= _WIDEST_HEAD
+    return query.dtype in _GRADIENT_TOLERANCE and key.dtype == query.dtype and query.shape[-1] <= _MAX_HEAD_WIDTH
 
 
-def _kind(attention: CapturedAttention) -> tuple[torch.device, torch.dtype, int, int, bool, bool, torch.dtype | None]:
-    """What decides how the kernels are compiled."""
-    query, mask = attention.query_NALE, attention.mask
-    return (
-        query.device, query.dtype, query.shape[-1], query.shape[1] // attention.key_NGLE.shape[1],
-        attention.is_causal, attention.window is not None, None if mask is None else mask.dtype,
-    )  # fmt: skip
-
-
-def _trial(
-    device: torch.device,
-    dtype: torch.dtype,
-    width: int,
-    num_shared: int,
-    is_causal: bool,
-    has_window: bool,
-    mask_dtype: torch.dtype | None,
-) -> tuple[CapturedAttention, Tensor]:
+def _trial(kind: ProblemKind) -> tuple[CapturedAttention, Tensor]:
     """A small random problem: two texts of unlike length, two groups of heads, more than two tiles of tokens."""
+    device, dtype, width, num_shared, is_causal, has_window, mask_dtype = kind
     generator, length = torch.Generator().manual_seed(0), _TRIAL_LENGTH
     query, key = (
         torch.randn(2, length, heads, width, generator=generator).transpose(1, 2) for heads in (2 * num_shared, 2)

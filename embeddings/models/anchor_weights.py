@@ -13,10 +13,10 @@ from torch import Tensor
 
 Axis = Literal["key", "query"]
 
-# Scores of a tile, over texts, heads, queries and keys: 8 MiB in float32, which is where a processor's cache ends.
+# Scores of a tile, over texts, heads, queries and keys: 8 MiB in float32, which is where a CPU's cache ends.
 TILE_SCORES = 1 << 21
 # A float32 product overflows beyond e^88.
-_MOST_LOG = 87.0
+_MAX_LOG = 87.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,9 +174,9 @@ def _tiles(attention: CapturedAttention) -> list[slice]:
     return [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
 
 
-def _heads_in_one_logarithm(most_tokens: int) -> int:
+def _heads_in_one_logarithm(max_tokens: int) -> int:
     """Heads whose gains, each at most K + 1, multiply without overflow."""
-    return max(1, int(_MOST_LOG / math.log(most_tokens + 1.0))) if most_tokens else 1
+    return max(1, int(_MAX_LOG / math.log(max_tokens + 1.0))) if max_tokens else 1
 
 
 def _attention(attention: CapturedAttention, is_token_NL: Tensor, rows: slice) -> Tensor:
@@ -192,7 +192,7 @@ def _attention(attention: CapturedAttention, is_token_NL: Tensor, rows: slice) -
     if attention.mask is not None and attention.mask.dtype != torch.bool:
         score += _rows_of(attention.mask, rows)
     seen = _visible(attention, is_token_NL, rows)
-    # On a processor a fill costs half a softmax.
+    # On a CPU a fill costs half a softmax.
     if bool(seen.all()):
         return score.softmax(dim=-1)
     score = score.masked_fill_(~seen, -torch.inf).softmax(dim=-1)

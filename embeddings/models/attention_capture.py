@@ -1,7 +1,7 @@
 """The queries and keys of chosen attention layers, read where the layer hands them to its attention function.
 
-This file travels inside model directories: it imports nothing but torch, transformers and the siblings that travel
-with it.
+This file travels inside model directories: it imports nothing but torch, transformers and its
+siblings.
 """
 
 import copy
@@ -28,7 +28,7 @@ class AttentionCapture:
     through its own copy of the backbone's config, which names a function that notes what it is given and calls the
     backbone's own. Nothing of the model's own config, weights or saved files changes.
 
-    Gradient checkpointing: a layer that runs again for the backward pass, when the tap is closed, notes nothing.
+    Gradient checkpointing: a layer that runs again for the backward pass, when the capture is closed, notes nothing.
 
     Args:
         backbone: A Hugging Face model, adapted by peft or not, whose attention goes through transformers' interface.
@@ -44,31 +44,31 @@ class AttentionCapture:
             raise ValueError(f"layers {list(layers)} must be among the {len(found)} attention layers that can be read")
         if len({layer % len(found) for layer in layers}) < len(layers):
             raise ValueError(f"layers {list(layers)} must name each layer once")
-        AttentionInterface.register(NAME, _noting)
-        self._tapped = [found[layer] for layer in layers]
+        AttentionInterface.register(NAME, _captured_attention)
+        self._modules = [found[layer] for layer in layers]
         self._own_configs: list[Any] = []
-        self._noted: dict[int, CapturedAttention] | None = None
+        self._found: dict[int, CapturedAttention] | None = None
         self.attach()
 
     def attach(self) -> None:
-        """Reach the layers; a new tap has done so.
+        """Reach the layers; a new capture has done so.
 
         Raises:
-            ValueError: If another tap has one of them.
+            ValueError: If another capture has one of them.
         """
-        if any(module.config._attn_implementation == NAME for module in self._tapped):
+        if any(module.config._attn_implementation == NAME for module in self._modules):
             raise ValueError("another pooling reads this backbone's attention already")
-        self._own_configs = [module.config for module in self._tapped]
-        for module, own in zip(self._tapped, self._own_configs, strict=True):
+        self._own_configs = [module.config for module in self._modules]
+        for module, own in zip(self._modules, self._own_configs, strict=True):
             config = copy.copy(own)
             config._attn_implementation_internal = NAME
             module.config = config
-            # A plain attribute: a tap is no part of the module's state.
+            # A plain attribute: a capture is no part of the module's state.
             object.__setattr__(module, "embeddings_capture", (self, own._attn_implementation))
 
     def detach(self) -> None:
-        """Leave the layers as they were found, so that another tap can have them; `attach` comes back."""
-        for module, own in zip(self._tapped, self._own_configs, strict=True):
+        """Leave the layers as they were found, so that another capture can have them; `attach` comes back."""
+        for module, own in zip(self._modules, self._own_configs, strict=True):
             module.config = own
             object.__delattr__(module, "embeddings_capture")
         self._own_configs = []
@@ -80,18 +80,18 @@ class AttentionCapture:
         Yields:
             A function that gives the layers' queries and keys in the order asked for, once the backbone has run.
         """
-        noted: dict[int, CapturedAttention] = {}
-        self._noted = noted
+        found: dict[int, CapturedAttention] = {}
+        self._found = found
 
         def layers() -> list[CapturedAttention]:
-            if any(id(module) not in noted for module in self._tapped):
+            if any(id(module) not in found for module in self._modules):
                 raise RuntimeError("the backbone ran without calling its attention function")
-            return [noted[id(module)] for module in self._tapped]
+            return [found[id(module)] for module in self._modules]
 
         try:
             yield layers
         finally:
-            self._noted = None
+            self._found = None
 
     @torch.no_grad()
     def is_causal(self, backbone: Any) -> bool:
@@ -103,9 +103,9 @@ class AttentionCapture:
         modes = [(module, module.training) for module in backbone.modules()]
         backbone.eval()
         try:
-            with self.open() as tapped:
+            with self.open() as captured:
                 backbone(input_ids=ids_NL, attention_mask=is_token_NL.long())
-            seen = [visible_queries(layer, is_token_NL)[is_token_NL] for layer in tapped()]
+            seen = [visible_queries(layer, is_token_NL)[is_token_NL] for layer in captured()]
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -113,9 +113,9 @@ class AttentionCapture:
         return any(bool((count_T < length_T).any()) for count_T in seen)
 
     def note(self, module: nn.Module, attention: CapturedAttention) -> None:
-        """Keep what a layer was given, where the tap is open."""
-        if self._noted is not None:
-            self._noted[id(module)] = attention
+        """Keep what a layer was given, where the capture is open."""
+        if self._found is not None:
+            self._found[id(module)] = attention
 
 
 def attention_layers(backbone: nn.Module) -> list[Any]:
@@ -130,11 +130,11 @@ def attention_layers(backbone: nn.Module) -> list[Any]:
     return sorted(found, key=lambda module: module.layer_idx)
 
 
-def _noting(
+def _captured_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> Any:
     """The attention function of a tapped layer: note the queries and keys, then do what the backbone would do."""
-    tap, inner = module.embeddings_capture
+    capture, inner = module.embeddings_capture
     for name in ("softcap", "position_bias"):
         if arguments.get(name) is not None:
             raise ValueError(f"attention with {name} cannot be read for pooling; use another backbone or pooling")
@@ -143,7 +143,7 @@ def _noting(
     scaling = arguments.get("scaling")
     # Where there is a mask it says all; two-dimensional ones, of flash attention, are padding alone.
     mask = None if attention_mask is None or attention_mask.dim() == 2 else attention_mask
-    tap.note(
+    capture.note(
         module,
         CapturedAttention(
             query,

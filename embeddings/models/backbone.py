@@ -1,4 +1,4 @@
-"""Loading a Hugging Face encoder or decoder and its tokenizer as the backbone of an embedding model."""
+"""Loading a Hugging Face encoder or decoder and its tokenizer as a backbone; compiling its layers."""
 
 import inspect
 import re
@@ -195,7 +195,7 @@ def load_model(
         if attn_implementation is not None and "attention" in str(error).lower():
             rule, fix = f"cannot be had: {_first_line(error)}", "set it to sdpa, or install what it needs"
             raise OptionError("backbone.attn_implementation", attn_implementation, rule, fix) from error
-        raise InputError(str(folder), f"cannot be loaded: {_first_line(error)}", "take a whole copy") from error
+        raise InputError(str(folder), f"cannot be loaded: {_first_line(error)}", "take a complete copy") from error
     assert isinstance(model, PreTrainedModel)
     if unused is not None:
         unused.extend(report["unexpected_keys"])
@@ -206,7 +206,7 @@ def load_model(
     if new_head:
         missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if missing:
-        # transformers would leave them random and go on.
+        # transformers would leave them random and continue.
         what = f"{len(missing)} weights of {type(model).__name__} are missing, {missing[0]} first"
         raise MissingWeightsError(str(folder), what, "give a checkpoint of this architecture")
     return model
@@ -284,7 +284,7 @@ def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokeniz
     """
     check_tokenizer_files(folder)
     if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
-        # transformers would make an empty one and go on.
+        # transformers would make an empty one and continue.
         raise InputError(str(folder), "holds no tokenizer", "save one beside the model")
     try:
         with rust_panics_as_errors():
@@ -294,7 +294,9 @@ def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokeniz
                 tokenizer("a 1 é")
     # A damaged tokenizer.json is reported by the Rust library as a bare Exception.
     except Exception as error:
-        raise InputError(str(folder), f"tokenizer cannot be read: {_first_line(error)}", "take a whole copy") from error
+        raise InputError(
+            str(folder), f"tokenizer cannot be read: {_first_line(error)}", "take a complete copy"
+        ) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -379,7 +381,7 @@ AutoModel.register(RotaryMoeConfig, RotaryMoeModel)
 # Dropout of torch's own generator: with and without a graph a layer draws the same, which GradCache relies on.
 _COMPILER: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
 # Graphs of one kind of layer: with and without gradients, padding, dropout, a second text. torch gives up after 8.
-_MOST_GRAPHS = 64
+_MAX_GRAPHS = 64
 
 
 def compile_layers(backbone: nn.Module) -> None:
@@ -389,7 +391,7 @@ def compile_layers(backbone: nn.Module) -> None:
     layers with experts, in which the sizes follow from the routing, and those whose attention a pooling reads.
 
     Args:
-        backbone: A Hugging Face model with all that is put into its layers: adapters, experts, a pooling's tap.
+        backbone: A Hugging Face model with all that is put into its layers: adapters, experts, a pooling's capture.
 
     Raises:
         OptionError: If no layer is left, or the attention is eager: where there is a graph the compiler puts another in
@@ -405,7 +407,7 @@ def compile_layers(backbone: nn.Module) -> None:
         raise OptionError("model.backbone.compile", True, rule, "leave it out")
     from torch._dynamo import config  # the compiler takes seconds to load
 
-    config.recompile_limit = max(_MOST_GRAPHS, config.recompile_limit)
+    config.recompile_limit = max(_MAX_GRAPHS, config.recompile_limit)
     for layer in suitable:
         layer.compile(dynamic=True, **_COMPILER)
 

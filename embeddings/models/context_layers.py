@@ -1,6 +1,6 @@
-"""The first stage of a contextual model: one vector for each document of the context.
+"""The layers of a contextual model, and how its backbone reads a text behind a context.
 
-This file travels inside model directories: it imports nothing but torch and its siblings.
+This file travels inside model directories: it imports nothing but torch, transformers and its siblings.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ class FirstStage(nn.Module):
         backbone: A Hugging Face encoder or decoder, adapted by peft or not.
         backbone_size: Width of the backbone's states.
         context_size: Width of the second stage's word embeddings, H.
-        max_length: Most tokens that are read of a document, its first ones; None for all.
+        max_length: Maximum number of tokens that are read of a document, its first ones; None for all.
         pools_prompt: Whether all tokens of a document are pooled, whatever the caller leaves out.
 
     Source: Morris and Rush 2024, arXiv:2410.02525, §4.2; the projection is the released code's, not the paper's.
@@ -244,8 +244,8 @@ def states_behind_context(
     num_context, num_prefix = context_NMH.shape[1], prefix_NPH.shape[1]
     if has_positions:
         seen_NT = torch.cat([attention_mask_NL.new_ones(num_texts, num_prefix), attention_mask_NL], dim=1).long()
-        whole = backbone(inputs_embeds=torch.cat([prefix_NPH, word_NLH], dim=1), attention_mask=seen_NT)
-        text_NLH: Tensor = whole.last_hidden_state[:, num_prefix:]
+        output = backbone(inputs_embeds=torch.cat([prefix_NPH, word_NLH], dim=1), attention_mask=seen_NT)
+        text_NLH: Tensor = output.last_hidden_state[:, num_prefix:]
         return text_NLH
     position_T = torch.arange(num_prefix + length, device=device)
     learned = learned_positions(model)
@@ -284,7 +284,7 @@ def first_position(table: nn.Embedding) -> int:
 
 
 def longest_text(backbone: nn.Module, num_prefix: int) -> int | None:
-    """Most tokens of a text behind a prefix that the backbone has positions for, or None where it sets no limit.
+    """Longest text in tokens behind a prefix that the backbone has positions for, or None where it sets no limit.
 
     Learned positions are the text's alone; the indices of a rotary model count the prefix too.
     """

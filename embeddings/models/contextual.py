@@ -59,7 +59,7 @@ class ContextualEmbedder(Embedder):
         residual_projection: Whether pooled + Linear-ReLU-Linear(pooled) follows the pooling, as released; the paper
             has none.
         context_dropout: Probability of replacing a context vector of a text by the null vector in training.
-        context_max_length: Most tokens that the first stage reads of a context document; None for all.
+        context_max_length: Maximum tokens that the first stage reads of a context document; None for all.
         normalize: Whether vectors have unit length.
         text: Lengths, prompts and special tokens of the texts this model reads. Lengths are the text's own: context
             and soft prompt do not shorten it.
@@ -126,12 +126,12 @@ class ContextualEmbedder(Embedder):
 
     @property
     def longest_text(self) -> int | None:
-        """Most tokens of a text that the second stage has positions for behind a context; None for no limit."""
+        """Maximum tokens of a text that the second stage has positions for behind a context; None for no limit."""
         return longest_text(self.backbone, self.num_extra_tokens)
 
     @property
     def longest_context_document(self) -> int | None:
-        """Most tokens of a context document that the first stage has learned positions for; None for no limit."""
+        """Maximum tokens of a context document that the first stage has learned positions for; None for no limit."""
         return num_positions(self.first_stage.backbone)
 
     def check_lengths(self, text: TextSettings, owner: str = "data.text") -> None:
@@ -243,7 +243,7 @@ class ContextualEmbedder(Embedder):
         return embedder
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a sentence-transformers directory with both stages, whole or not at all; adapters are merged.
+        """Write a sentence-transformers directory with both stages, atomically; adapters are merged.
 
         The directory carries its own code, which sentence-transformers runs under `trust_remote_code=True` and our
         loaders never do.
@@ -268,7 +268,7 @@ def load_embedder(
     Args:
         name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra brings.
         revision: Commit, tag or branch of a Hub id.
-        device: Where to put it, the processor if None.
+        device: Where to put it, the CPU if None.
         dtype: Dtype of the backbones' weights, the checkpoint's own if None.
 
     Returns:

@@ -319,7 +319,7 @@ def _read_prompts(path: Path, fields: dict[str, Any]) -> dict[str, str]:
 def _module_entry(folder: Path, entry: Any) -> tuple[str, Path]:
     """The class name and the folder of one module, which must lie inside the model's."""
     if not isinstance(entry, dict):
-        raise InputError(str(folder / "modules.json"), "lists no modules", "take a whole copy of the model")
+        raise InputError(str(folder / "modules.json"), "lists no modules", "take a complete copy of the model")
     kind, path = str(entry.get("type", "")), folder / str(entry.get("path", ""))
     if not path.resolve().is_relative_to(folder.resolve()):
         raise InputError(str(folder / "modules.json"), f"path {entry['path']!r} leads outside", "do not use this model")

@@ -109,10 +109,10 @@ class Embedder(nn.Module):
     def _pooled(self, tokens: PaddedTokens) -> Tensor:
         """The pooled states, (N, H); a pooling by attention is given that of its layers."""
         attention_NL = tokens.attention_mask_NL
-        with nullcontext() if self.capture is None else self.capture.open() as tapped:
+        with nullcontext() if self.capture is None else self.capture.open() as captured:
             inputs = {"input_ids": tokens.input_ids_NL, "attention_mask": attention_NL.long()}
             output = self.backbone(**inputs, **without_cache(self.backbone))
-        attention = () if tapped is None else (attention_NL, tapped())
+        attention = () if captured is None else (attention_NL, captured())
         vector_NH: Tensor = self.pooling(output.last_hidden_state, tokens.pooling_mask_NL, *attention)
         return vector_NH
 
@@ -125,7 +125,7 @@ class Embedder(nn.Module):
 
     @property
     def longest_text(self) -> int | None:
-        """Most tokens of a text that the backbone has learned positions for; None where it sets no such limit."""
+        """Maximum tokens of a text that the backbone has learned positions for; None where it sets no such limit."""
         return num_positions(self.backbone)
 
     def check_lengths(self, text: TextSettings, owner: str = "data.text") -> None:
@@ -162,7 +162,7 @@ class Embedder(nn.Module):
         Args:
             name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra brings.
             revision: Commit, tag or branch of a Hub id.
-            device: Where to put it, the processor if None.
+            device: Where to put it, the CPU if None.
             dtype: Dtype of the backbone's weights, the checkpoint's own if None.
 
         Raises:
@@ -214,10 +214,10 @@ class Embedder(nn.Module):
             raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a sentence-transformers directory, whole or not at all; adapters are merged into the written weights.
+        """Write a sentence-transformers directory, atomically; adapters are merged into the written weights.
 
         Raises:
-            OptionError: If the pooling is none that a directory can carry.
+            OptionError: If the pooling has no name in the table.
         """
         parts = ModelParts(
             self.pooling,
@@ -231,7 +231,7 @@ class Embedder(nn.Module):
 
 
 def num_positions(backbone: nn.Module) -> int | None:
-    """Most tokens that a backbone has learned positions for; None where it works by index, without such a limit."""
+    """Maximum tokens that a backbone has learned positions for; None where it works by index, without such a limit."""
     table = learned_positions(plain_backbone(backbone))
     return None if table is None else table.num_embeddings - first_position(table)
 
@@ -246,14 +246,14 @@ def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None
     if not pooling.captured_layers:
         return None
     try:
-        tap = AttentionCapture(plain_backbone(backbone), pooling.captured_layers)
+        capture = AttentionCapture(plain_backbone(backbone), pooling.captured_layers)
     except ValueError as error:
         raise OptionError(
             "pooling.layers", list(pooling.captured_layers), str(error), "-1 is the last layer"
         ) from error
-    if getattr(pooling, "needs_both_ways", False) and tap.is_causal(backbone):
-        tap.detach()
+    if getattr(pooling, "needs_both_ways", False) and capture.is_causal(backbone):
+        capture.detach()
         rule = "weighs early tokens more under a causal mask, whatever they say"
         fix = "set bidirectional: true on the backbone, or by_visible_queries: true on the pooling"
         raise OptionError("pooling.axis", "key", rule, fix)
-    return tap
+    return capture

@@ -1,4 +1,4 @@
-"""A model that predicts tokens: a backbone and its language-model head, each callable without the other."""
+"""A model that predicts tokens: a backbone and its language-model head, pretrained or new, on packed documents."""
 
 import difflib
 import os
@@ -60,7 +60,7 @@ class HeadSettings:
         new: Whether a head that the checkpoint lacks is made with random weights; it is refused otherwise.
         train_beside_lora: Whether the head is trained in full where the backbone has LoRA matrices. LLM2Vec's script
             leaves it trainable and does not keep it; without LoRA it is always trained.
-        tile_logits: Most logits (predicted tokens x vocabulary) that exist at once, in numbers of four bytes.
+        tile_logits: Maximum logits (predicted tokens x vocabulary) that exist at once, in values of four bytes.
 
     Raises:
         OptionError: If `tile_logits` is not positive.
@@ -217,9 +217,9 @@ class LanguageModel(nn.Module):
         return head_logits(self.model, state_PH)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face directory, whole or not at all; adapters are merged into the written weights.
+        """Write a Hugging Face directory, atomically, with adapters merged into the weights.
 
-        It holds the head too: training can go on from it, and `BackboneConfig(name=folder)` takes the backbone alone.
+        It holds the head too: training can continue from it; `BackboneConfig(name=folder)` takes only the backbone.
 
         Raises:
             OptionError: If the path leads to a file.

@@ -1,6 +1,6 @@
 """NV-Embed's latent attention: every token looks itself up in a trainable dictionary before the mean.
 
-This file travels inside model directories: it imports nothing but torch and the sibling that travels with it.
+This file travels inside model directories: it imports nothing but torch and its siblings.
 """
 
 from typing import Any

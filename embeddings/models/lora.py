@@ -83,7 +83,7 @@ def merge_lora(backbone: nn.Module) -> PreTrainedModel:
 def merged_state_dict(backbone: nn.Module) -> dict[str, Tensor]:
     """The weights the backbone would have with its adapters merged; the backbone itself stays as it is.
 
-    Merging in place and undoing it would leave rounding errors in the weights of a run that goes on.
+    Merging in place and undoing it would leave rounding errors in the weights of a run that continues.
 
     Precision: updates are added in float32 and rounded once to the dtype of the weight.
     """

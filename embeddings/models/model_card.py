@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import EvalResult, ModelCardData
 
 from embeddings.common.io import write_text
 from embeddings.common.process import logger
@@ -116,7 +117,7 @@ def model_card(
     needs_code = any(folder.glob("*.py"))
     training = facts if isinstance(facts, TrainingFacts) else None
     origin = facts if isinstance(facts, ImportFacts) else None
-    parts = [_front_matter(facts, licence, needs_code), f"# {plain(name)}", _summary(embedder)]
+    parts = [_front_matter(facts, licence, needs_code, scores, name), f"# {plain(name)}", _summary(embedder)]
     parts += ["## Use", _usage(name, embedder, needs_code)]
     if embedder.text.prompts:
         rows = [(code(name), code(prompt)) for name, prompt in embedder.text.prompts.items()]
@@ -154,19 +155,41 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _front_matter(facts: TrainingFacts | ImportFacts | None, licence: str | None, needs_code: bool) -> str:
-    tags = ["sentence-transformers", "sentence-similarity", "feature-extraction", *["custom_code"] * needs_code]
-    fields: dict[str, Any] = {"library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity"}
-    fields["tags"] = tags
+def _front_matter(
+    facts: TrainingFacts | ImportFacts | None,
+    licence: str | None,
+    needs_code: bool,
+    scores: Sequence[Mapping[str, Any]],
+    name: str,
+) -> str:
+    """The card's header as the Hub reads it; scores become its `model-index`."""
     named = [facts.source, *facts.base] if isinstance(facts, ImportFacts) else []
     named = _backbones(facts.config) if isinstance(facts, TrainingFacts) else named
-    bases = [name for name in map(_hub_name, named) if name is not None]
-    fields |= {"base_model": bases[0] if len(bases) == 1 else bases} if bases else {}
-    if isinstance(facts, TrainingFacts):
-        hub = [name for source in _sources(facts.config) if (name := _hub_dataset(source)) is not None]
-        fields |= {"datasets": hub} if hub else {}
-    fields |= {"license": licence} if licence else {}
-    return f"---\n{CARD_MARK}\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
+    bases = [base for base in map(_hub_name, named) if base is not None]
+    sources = _sources(facts.config) if isinstance(facts, TrainingFacts) else []
+    datasets = [dataset for dataset in map(_hub_dataset, sources) if dataset is not None]
+    results = [
+        EvalResult(
+            task_type=str(score.get("kind", "retrieval")),
+            dataset_type=str(score["name"]),
+            dataset_name=str(score["name"]),
+            metric_type=metric,
+            metric_value=value,
+        )
+        for score in scores
+        for metric, value in score["metrics"].items()
+    ]
+    data = ModelCardData(
+        base_model=bases[0] if len(bases) == 1 else bases or None,
+        datasets=datasets or None,
+        library_name="sentence-transformers",
+        license=licence,
+        pipeline_tag="sentence-similarity",
+        tags=["sentence-transformers", "sentence-similarity", "feature-extraction", *["custom_code"] * needs_code],
+        eval_results=results or None,
+        model_name=name if results else None,
+    )
+    return f"---\n{CARD_MARK}\n{data.to_yaml()}\n---"
 
 
 def _summary(embedder: Embedder) -> str:
@@ -176,7 +199,7 @@ def _summary(embedder: Embedder) -> str:
     pooling += "" if embedder.norm is None else " and a layer norm"
     text = embedder.text
     return (
-        f"A text-embedding model: vectors of {embedder.embedding_dim} numbers{widths}, {norm}; {pooling}; "
+        f"A text-embedding model: vectors of {embedder.embedding_dim} dimensions{widths}, {norm}; {pooling}; "
         f"queries are read to {text.query_max_length} tokens, documents to {text.document_max_length}."
     )
 
@@ -230,7 +253,7 @@ def _data(facts: TrainingFacts) -> str:
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    """The settings that decide the training, without places on the machine it ran on."""
+    """The settings that decide the training, without paths of the machine it ran on."""
     trainer, data = _mapping(config.get("trainer")), _mapping(config.get("data"))
     told = {name: trainer[name] for name in _TRAINER_KEYS if trainer.get(name) is not None}
     plan = {key: value for key, value in _arguments(data).items() if key not in ("sources", "cache_dir")}
@@ -249,7 +272,7 @@ def _scores(scores: Sequence[Mapping[str, Any]], facts: TrainingFacts | None, fo
             counts = ", ".join(f"{count} {name}" for name, count in _mapping(result.get("counts")).items())
             cells = (result["name"], result.get("kind", ""), metric, f"{value:.3f}", width, counts.replace("num_", ""))
             rows.append([plain(cell) for cell in cells])
-        parts.append(table(("folder", "kind", "metric", "value", "numbers compared", "counted"), rows))
+        parts.append(table(("folder", "kind", "metric", "value", "dimensions", "counted"), rows))
     if facts is not None and facts.validation:
         step, value = facts.validation[-1]
         parts.append(f"Validation nDCG@10 during training: {value:.3f} after {step} steps.")
@@ -259,7 +282,7 @@ def _scores(scores: Sequence[Mapping[str, Any]], facts: TrainingFacts | None, fo
 
 
 def _portable(value: Any) -> Any:
-    """Plain types without what is None, and with the last part alone of every place on a machine."""
+    """Plain types without empty fields; of a path on the machine only the last part."""
     if isinstance(value, Mapping):
         return {str(key): _portable(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):

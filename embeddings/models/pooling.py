@@ -1,4 +1,4 @@
-"""Poolings without weights: one vector from the states of a text's tokens.
+"""Poolings: one vector from the states of a text's tokens, by mean, position, first or last token, or self-attention.
 
 This file travels inside model directories: it imports nothing but torch.
 """

@@ -4,8 +4,8 @@ sentence-transformers' own modules do for most models. They cannot leave a promp
 (the prompt is measured apart from the text, which is off by one for most tokenizers), keep the end-of-sequence token
 under truncation, or pool by attention. A directory that needs one of these carries this file and its siblings.
 
-This file travels inside model directories: it imports nothing but torch, transformers (with its safetensors) and the
-siblings that travel with it.
+This file travels inside model directories: it imports nothing but torch, transformers (with its safetensors) and
+its siblings.
 """
 
 import json
@@ -35,7 +35,7 @@ class TextTransformer(nn.Module):
     Args:
         model: The backbone.
         tokenizer: Its tokenizer, padding on the right.
-        query_max_length: Most tokens of a query, prompt and special tokens included.
+        query_max_length: Maximum number of tokens of a query, prompt and special tokens included.
         document_max_length: The same of a document.
         append_eos: Whether every text ends in the end-of-sequence token, truncated ones too.
         pool_prompt: Whether a prompt's tokens enter the pooling.
@@ -96,7 +96,7 @@ class TextTransformer(nn.Module):
         Args:
             texts: Texts without their prompt.
             prompt: Put in front of each.
-            max_length: Most tokens of a text.
+            max_length: Maximum number of tokens of a text.
         """
         probe = self.tokenizer("a", return_special_tokens_mask=True)
         num_trailing = probe["special_tokens_mask"][::-1].index(0)
@@ -213,9 +213,7 @@ class MaskedPooling(nn.Module):
         where = {"subfolder": subfolder, **hub_arguments(loading)}
         module = cls(**json.loads(read_text(model_name_or_path, "config.json", where)))
         if module.pooling.state_dict():
-            weights = cached_file(model_name_or_path, "model.safetensors", **where)
-            assert weights is not None
-            module.pooling.load_state_dict(load_file(weights))
+            load_tensors(module.pooling, model_name_or_path, "model.safetensors", where)
         return module
 
 
@@ -223,9 +221,21 @@ def save_pooling(folder: str | os.PathLike[str], name: str, pooling: Pooling) ->
     """Write a pooling's name and arguments, and its weights where it has any, into an existing folder."""
     config = {"name": name, "hidden_size": pooling.hidden_size, "arguments": pooling.arguments()}
     Path(folder, "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    state = {key: tensor.detach().cpu().contiguous() for key, tensor in pooling.state_dict().items()}
-    if state:
-        save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    if pooling.state_dict():
+        save_tensors(pooling, Path(folder, "model.safetensors"))
+
+
+def save_tensors(module: nn.Module, file: Path) -> None:
+    """Write a module's tensors as safetensors."""
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def load_tensors(module: nn.Module, model_name_or_path: str, filename: str, where: dict[str, Any]) -> None:
+    """Load a safetensors file of a directory or Hub id into a module."""
+    file = cached_file(model_name_or_path, filename, **where)
+    assert file is not None
+    module.load_state_dict(load_file(file))
 
 
 def hub_arguments(loading: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,7 @@ Or the context's vectors are given to each call:
     context = model[0].embed_context(texts_of_the_corpus)
     vectors = model.encode_document(texts, dataset_embeddings=context)
 
-This file travels inside model directories: it imports nothing but torch, transformers (with its safetensors) and the
-siblings that travel with it.
+This file travels inside model directories: it imports nothing but torch, transformers and its siblings.
 """
 
 import json
@@ -21,10 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
 
 from .context_layers import (
     ContextSlots,
@@ -34,7 +31,7 @@ from .context_layers import (
     plain_model,
     states_behind_context,
 )
-from .portable import TEXT_FILE, TextTransformer, hub_arguments, read_text
+from .portable import TEXT_FILE, TextTransformer, hub_arguments, load_tensors, read_text, save_tensors
 
 CONTEXT_FOLDER = "0_Context"
 CONTEXT_SETTINGS = "context.json"
@@ -141,7 +138,7 @@ class ContextualTransformer(TextTransformer):
         code_to_root(folder)
         settings = context_settings(self.first_stage, self.slots, self.soft_prompt, self.has_positions)
         Path(folder, CONTEXT_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        _save(context_layers(self.first_stage, self.slots, self.soft_prompt), folder / CONTEXT_WEIGHTS)
+        save_tensors(context_layers(self.first_stage, self.slots, self.soft_prompt), folder / CONTEXT_WEIGHTS)
 
     @classmethod
     def load(
@@ -165,7 +162,7 @@ class ContextualTransformer(TextTransformer):
         tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **reading)
         settings = json.loads(read_text(model_name_or_path, CONTEXT_SETTINGS, first_where))
         parts = _context_parts(backbone, settings)
-        _load(context_layers(*parts), model_name_or_path, CONTEXT_WEIGHTS, first_where)
+        load_tensors(context_layers(*parts), model_name_or_path, CONTEXT_WEIGHTS, first_where)
         text = json.loads(read_text(model_name_or_path, TEXT_FILE, where))
         described = json.loads(read_text(model_name_or_path, "config_sentence_transformers.json", where))
         prompt = (described.get("prompts") or {}).get("document") or ""
@@ -197,14 +194,14 @@ class ResidualHead(nn.Module):
         """Write the width and the weights."""
         config = json.dumps(residual_settings(self.residual), indent=2)
         Path(output_path, "config.json").write_text(config + "\n", encoding="utf-8")
-        _save(self.residual, Path(output_path, "model.safetensors"))
+        save_tensors(self.residual, Path(output_path, "model.safetensors"))
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **loading: Any) -> Self:
         """The module of a directory or Hub id, with the arguments that sentence-transformers passes on."""
         where = {"subfolder": subfolder, **hub_arguments(loading)}
         module = cls(**json.loads(read_text(model_name_or_path, "config.json", where)))
-        _load(module.residual, model_name_or_path, "model.safetensors", where)
+        load_tensors(module.residual, model_name_or_path, "model.safetensors", where)
         return module
 
 
@@ -249,14 +246,3 @@ def _context_parts(backbone: nn.Module, settings: dict[str, Any]) -> tuple[First
         ContextSlots(settings["num_context"], size, settings["context_dropout"]),
         SoftPrompt(settings["num_soft_prompts"], size),
     )
-
-
-def _save(module: nn.Module, file: Path) -> None:
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
-    save_file(state, file, metadata={"format": "pt"})
-
-
-def _load(module: nn.Module, model_name_or_path: str, filename: str, where: dict[str, Any]) -> None:
-    file = cached_file(model_name_or_path, filename, **where)
-    assert file is not None
-    module.load_state_dict(load_file(file))

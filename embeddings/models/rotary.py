@@ -117,7 +117,7 @@ def write_rotary_model(
     rope_theta: float = 10_000.0,
     keep_head: bool = True,
 ) -> Conversion:
-    """Write a checkpoint's rotary model as a Hugging Face directory, whole or not at all.
+    """Write a checkpoint's rotary model as a Hugging Face directory, atomically.
 
     A model that lay there is replaced once the new one is whole, as in every model directory.
 

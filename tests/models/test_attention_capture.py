@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from embeddings.models.attention_capture import AttentionCapture, _noting, attention_layers
+from embeddings.models.attention_capture import AttentionCapture, _captured_attention, attention_layers
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 
 IDS = torch.arange(5, 15).view(2, 5)
@@ -28,22 +28,6 @@ def test_queries_and_keys_are_those_that_the_layers_own_products_make():
     assert torch.equal(layer.key_NGLE.transpose(1, 2).flatten(2), attention.key(state))
     assert layer.scaling == 8**-0.5
     assert not layer.is_causal
-
-
-@torch.no_grad()
-def test_layers_come_in_the_order_asked_for_with_their_shared_keys():
-    backbone = tiny_mistral()
-    assert [module.layer_idx for module in attention_layers(backbone)] == [0, 1]
-    found = {}
-    for layers in ((0, -1), (-1, 0)):
-        fresh = tiny_mistral()
-        with AttentionCapture(fresh, layers).open() as tapped:
-            run(fresh)
-            found[layers] = tapped()
-    assert torch.equal(found[0, -1][0].query_NALE, found[-1, 0][1].query_NALE)
-    assert not torch.equal(found[0, -1][0].query_NALE, found[0, -1][1].query_NALE)
-    assert found[0, -1][0].query_NALE.shape == (2, 4, 5, 8)
-    assert found[0, -1][0].key_NGLE.shape == (2, 2, 5, 8)
 
 
 def test_a_backbone_has_one_tap():
@@ -87,7 +71,7 @@ def test_attention_that_cannot_be_read_is_refused_by_name():
     module = attention_layers(backbone)[-1]
     states = torch.zeros(1, 4, 3, 8)
     with tap.open(), pytest.raises(ValueError, match="attention with softcap cannot be read"):
-        _noting(module, states, states, states, None, softcap=30.0)
+        _captured_attention(module, states, states, states, None, softcap=30.0)
 
 
 @pytest.mark.parametrize("mask", [None, MASK])
@@ -101,7 +85,7 @@ def test_without_a_whole_mask_causality_and_window_are_those_of_the_call(mask, m
     noted = []
     monkeypatch.setattr(tap, "note", lambda _, attention: noted.append(attention))
     for whole in (mask, torch.ones(2, 1, 5, 5, dtype=torch.bool)):
-        _noting(module, states, states, states, whole, is_causal=True, sliding_window=3)
+        _captured_attention(module, states, states, states, whole, is_causal=True, sliding_window=3)
     assert (noted[0].mask, noted[0].is_causal, noted[0].window) == (None, True, 3)
     assert (noted[1].is_causal, noted[1].window) == (False, None)
     assert noted[1].mask is not None

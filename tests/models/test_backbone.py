@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModel, MambaConfig, MambaModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from embeddings.common import InputError, OptionError
 from embeddings.models import (
     AnchorTokenPooling,
     BackboneConfig,
     Embedder,
-    FromScratch,
     LatentAttentionPooling,
     LoraSettings,
     Upcycling,
@@ -28,7 +27,6 @@ from embeddings.models import (
 from embeddings.models import backbone as layers_module
 from embeddings.models.backbone import compile_layers, enable_checkpointing, is_compiled
 from embeddings.models.bidirectional import layers
-from embeddings.models.language_model import new_model
 from embeddings.models.lora import merged_state_dict
 from embeddings.training import GradCache
 from tests.helpers.contrastive import TinyStep, random_batch, relative_error
@@ -137,36 +135,6 @@ def test_dropout_is_the_checkpoints_own_unless_given(tmp_path: Path) -> None:
         with torch.no_grad():
             states = [model.train()(ids).last_hidden_state for _ in range(2)]
         assert torch.equal(*states) is not is_random
-
-
-def test_dropout_that_cannot_be_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"backbone\.dropout must be >= 0 and < 1, got 1\.0"):
-        BackboneConfig("a", dropout=1.0)
-    # A Mamba has no dropout at all.
-    backbone = MambaModel(MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1))
-    folder = save_backbone(str(tmp_path / "mamba"), backbone, wordpiece_tokenizer())
-    with pytest.raises(OptionError, match=r"backbone\.dropout does not exist in mamba, got 0\.1"):
-        load_backbone(BackboneConfig(folder, dropout=0.1))
-
-
-def test_flex_attention_with_dropout_is_one_line(tmp_path: Path) -> None:
-    folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.1), wordpiece_tokenizer())
-    says = r"attn_implementation has no dropout, and the model's attention_probs_dropout_prob is 0\.1.*set dropout to 0"
-    with pytest.raises(OptionError, match=says):
-        load_backbone(BackboneConfig(folder, attn_implementation="flex_attention"))
-    load_backbone(BackboneConfig(folder, attn_implementation="flex_attention", dropout=0.0))
-    settings = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
-    scratch = FromScratch(folder, "bert", settings, attn_implementation="flex_attention")
-    with pytest.raises(OptionError, match="has no dropout"):
-        new_model(scratch, AutoModel)
-
-
-@pytest.mark.parametrize("name", ["flash_attention_2", "sonic"])
-def test_an_attention_that_is_not_installed_is_one_line_of_its_option(bert: Path, name: str) -> None:
-    with pytest.raises(
-        OptionError, match=rf"^backbone\.attn_implementation cannot be had: .*, got '{name}'; set it to sdpa"
-    ):
-        load_backbone(BackboneConfig(str(bert), attn_implementation=name))
 
 
 @torch.no_grad()

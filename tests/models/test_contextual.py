@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
+from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.models import (
-    BackboneConfig,
     ContextualEmbedder,
     Embedder,
     LoraSettings,
@@ -18,7 +17,6 @@ from embeddings.models import (
     add_lora,
     load_embedder,
 )
-from embeddings.models.backbone import enable_checkpointing
 from embeddings.models.context_layers import states_behind_context
 from embeddings.models.directory import ContextForm, is_contextual, read_context_options, write_norm
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
@@ -29,16 +27,6 @@ LENGTHS = [7, 3, 30, 1]
 TOKENS = random_tokens(384, LENGTHS)
 DOCUMENTS = random_tokens(384, [4, 9, 3, 8, 2], seed=1)
 OTHERS = random_tokens(384, [4, 9, 3, 8, 2], seed=2)
-
-
-@pytest.mark.parametrize("kind", BACKBONES)
-@torch.no_grad()
-def test_the_order_of_the_context_changes_no_vector(kind: str) -> None:
-    embedder = tiny_contextual(kind)
-    context = embedder.embed_context(DOCUMENTS)
-    vectors = embedder(TOKENS, context)
-    for order in ([4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
-        assert (embedder(TOKENS, context[order]) - vectors).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
@@ -80,16 +68,6 @@ def test_without_soft_prompt_and_residual_it_is_the_papers_model() -> None:
         torch.testing.assert_close(embedder(TOKENS, context)[row], states[row, :length].mean(0), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["bert", "xlm_roberta"])
-@torch.no_grad()
-def test_context_takes_no_room_from_a_text_with_learned_positions(kind: str) -> None:
-    embedder = tiny_contextual(kind, num_context=100, text=TextSettings(query_max_length=128, document_max_length=128))
-    tokens = random_tokens(384, [128])
-    vectors = embedder(tokens)
-    shorter = PaddedTokens(*(tensor[:, :127] for tensor in tokens))
-    assert (embedder(shorter) - vectors).abs().max() > 1e-6
-
-
 @torch.no_grad()
 def test_a_text_beyond_the_positions_is_one_line() -> None:
     embedder = tiny_contextual("nomic")
@@ -113,19 +91,6 @@ def test_gradients_of_the_context_equal_differences() -> None:
     context = embedder.embed_context(DOCUMENTS)[:2].detach().requires_grad_()
     tokens = random_tokens(384, [4, 2])
     assert torch.autograd.gradcheck(lambda leaf: embedder(tokens, leaf), (context,), fast_mode=True)
-
-
-def test_gradient_checkpointing_gives_the_same_gradients() -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        embedder = tiny_contextual().train()
-        if checkpointing:
-            enable_checkpointing(embedder.backbone)
-        torch.manual_seed(0)
-        embedder(TOKENS, embedder.embed_context(DOCUMENTS)).sum(0)[0].backward()
-        gradients.append(embedder.first_stage.projection[0].weight.grad)
-    assert gradients[0].abs().max() > 0
-    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 @torch.no_grad()
@@ -169,17 +134,6 @@ def test_saving_and_loading_keeps_vectors_and_settings(tmp_path: Path, kind: str
     ):
         assert (ours - theirs).abs().max() <= 1e-6
     assert (again(TOKENS) - embedder(TOKENS)).abs().max() <= 1e-6
-
-
-def test_a_saved_model_is_trained_on_with_both_stages_checkpointed(tmp_path: Path) -> None:
-    tiny_contextual().save_pretrained(tmp_path / "model")
-    config = BackboneConfig(str(tmp_path / "model"), gradient_checkpointing=True)
-    embedder = ContextualEmbedder.from_config(config)
-    assert embedder.training
-    for backbone in (embedder.backbone, embedder.first_stage.backbone):
-        assert any(getattr(module, "gradient_checkpointing", False) for module in backbone.modules())
-    embedder(TOKENS, embedder.embed_context(DOCUMENTS)).sum().backward()
-    assert all(weight.grad is not None for weight in embedder.parameters())
 
 
 def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path: Path) -> None:
@@ -292,14 +246,6 @@ def test_both_stages_lie_in_the_directory_with_their_code(written: Path) -> None
         "residual_projection": True,
         "form": ContextForm(),
     }
-
-
-def test_a_plain_model_takes_a_contextual_ones_place_whole(tmp_path: Path) -> None:
-    tiny_contextual(num_soft_prompts=0).save_pretrained(tmp_path / "model")
-    Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path / "model")
-    assert not is_contextual(tmp_path / "model")
-    assert not list((tmp_path / "model").glob("*.py"))
-    assert type(load_embedder(tmp_path / "model")) is Embedder
 
 
 def insert_norm(folder: Path) -> None:

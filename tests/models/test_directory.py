@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from embeddings.inference import Encoder
 from embeddings.models import ClsPooling, Embedder, LatentAttentionPooling, MeanPooling, WeightedMeanPooling
 from embeddings.models import Pooling as OurPooling
 from embeddings.models.directory import read_head, read_norm, write_head, write_norm
-from embeddings.models.model_files import replaced_folder
 from embeddings.models.poolings import pooling_name
 from tests.helpers.tiny import save_backbone, tiny_bert, tiny_t5, wordpiece_tokenizer
 from tests.models.reading import random_tokens, read
@@ -233,34 +231,6 @@ def test_files_that_cannot_be_carried_over_go_back_with_the_old_model(
         embedder(seed=1).save_pretrained(target)
     assert len(carried) == 2
     assert tree(target) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_an_export_that_fails_beside_another_leaves_the_others_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, replace, seen = tmp_path / "model", os.replace, []
-
-    def export(name: str) -> None:
-        with replaced_folder(target) as new:
-            (new / "config.json").write_text(name)
-
-    def fail_while_another_exports(source: Path, destination: Path) -> None:
-        if Path(source).name == "new" and not seen:
-            seen.append(other)
-            other.start()
-            other.join(0.5)
-            raise OSError("no space")
-        replace(source, destination)
-
-    export("old")
-    (target / "notes.md").write_text("mine")
-    other = threading.Thread(target=export, args=("new",))
-    monkeypatch.setattr(os, "replace", fail_while_another_exports)
-    with pytest.raises(OSError, match="no space"):
-        export("failed")
-    other.join()
-    assert tree(target) == {"config.json": b"new", "notes.md": b"mine"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

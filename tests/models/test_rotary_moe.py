@@ -54,19 +54,6 @@ def test_padding_changes_no_state_and_is_not_counted() -> None:
         torch.testing.assert_close(getattr(output, name), sum(getattr(part, name) for part in parts))
 
 
-def test_embeddings_in_place_of_ids_and_a_mask_of_pairs_are_taken() -> None:
-    model, (ids, mask) = tiny_moe(), padded_ids()
-    expected = states(model, ids, mask)[mask]
-    words = model.get_input_embeddings()(ids)
-    assert torch.equal(model(inputs_embeds=words, attention_mask=mask.long()).last_hidden_state[mask], expected)
-    pairs = (mask[:, :, None] == mask[:, None, :])[:, None]
-    output = model(input_ids=ids, attention_mask=pairs)
-    torch.testing.assert_close(output.last_hidden_state[mask], expected, rtol=1e-5, atol=1e-5)
-    assert output.expert_counts.sum().item() == 2 * mask.numel()
-    with pytest.raises(ValueError, match="give either input_ids or inputs_embeds"):
-        model(input_ids=ids, inputs_embeds=words)
-
-
 def test_a_recomputed_layer_has_the_same_gradients_and_counts_once() -> None:
     ids, mask = padded_ids()
     found = []
@@ -314,19 +301,6 @@ def test_a_gated_mlp_keeps_the_dense_output(top_k: int) -> None:
 
 def expert_matrices(mlp: MoeMlp) -> tuple[torch.Tensor, torch.Tensor]:
     return mlp.experts.w1, mlp.experts.w2
-
-
-def test_mode_dtype_dropout_and_checkpointing_go_along() -> None:
-    dense = tiny_rotary(dropout=0.3).to(torch.bfloat16).train()
-    enable_checkpointing(dense)
-    sparse = upcycle(dense, Upcycling(noise=0.25))
-    assert sparse.training
-    assert sparse.dtype == torch.bfloat16
-    assert {sparse.layers[0].gradient_checkpointing, sparse.layers[1].gradient_checkpointing} == {True}
-    assert sparse.layers[1].post_mlp_dropout.p == 0.3
-    assert sparse.layers[1].mlp.router.noise == 0.25
-    assert sparse.config._attn_implementation == dense.config._attn_implementation
-    assert not any(value.is_meta for value in (*sparse.parameters(), *sparse.buffers()))
 
 
 def test_the_papers_model_has_475_million_parameters_of_which_305_are_active() -> None:

@@ -49,7 +49,7 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     the token type, v2 norms them once more than the encoder does.
 
     Raises:
-        InputError: If the folder does not hold a whole checkpoint of this family.
+        InputError: If the folder does not hold a complete checkpoint of this family.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     config.require(
@@ -88,7 +88,7 @@ def _empty_parts(
     tokenizer: PreTrainedTokenizerBase,
     num_context: int,
 ) -> dict[str, Any]:
-    """All modules of the model without any numbers, by the names that the key map gives them."""
+    """All modules of the model without values, by the names that the key map gives them."""
     pad = tokenizer.pad_token_id
     first, second = (empty_model(_backbone_config(kind, config, weights, at, pad)) for at in (_FIRST, _SECOND))
     size = int(second.config.hidden_size)
@@ -119,7 +119,7 @@ def _shape(weights: ReleasedWeights, name: str) -> tuple[int, ...]:
     """A tensor's shape, which stands in for a field of a config that is not there."""
     if name not in weights.shapes:
         what = f"lacks the tensor {name} of {FAMILY}"
-        raise InputError(str(weights.folder), what, "take a whole copy of the checkpoint")
+        raise InputError(str(weights.folder), what, "take a complete copy of the checkpoint")
     return weights.shapes[name]
 
 
@@ -175,7 +175,7 @@ def _num_heads(config: ReleasedConfig, width: int) -> int:
     usual = width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 else 0
     heads = config.assume("num_attention_heads", usual)
     if heads < 1 or width % (2 * heads):
-        shares = f"{heads} heads" if heads else f"heads of {_HEAD_WIDTH} numbers"
+        shares = f"{heads} heads" if heads else f"heads of width {_HEAD_WIDTH}"
         what = f"states no number of heads, and {shares} cannot share a width of {width} in even parts"
         raise InputError(str(config.path), what, "give it by --assume.num_attention_heads")
     return heads

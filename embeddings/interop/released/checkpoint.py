@@ -1,4 +1,4 @@
-"""What a published checkpoint consists of: config.json, tensors and tokenizer, read without running anything of it."""
+"""A published checkpoint: config.json, tensors and tokenizer, and the key map to a model of ours."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -174,13 +174,13 @@ class ReleasedWeights:
         self._files: dict[str, Path] = {}
         for path in weight_files(folder) if file is None else [folder / file]:
             if not path.is_file():
-                raise InputError(str(folder), _what_is_missing(folder, path), "take a whole copy with safetensors")
+                raise InputError(str(folder), _what_is_missing(folder, path), "take a complete copy with safetensors")
             try:
                 with safe_open(path, framework="pt") as opened:
                     found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
             except (OSError, SafetensorError) as error:
                 what = f"is damaged ({one_line(str(error), 160)})"
-                raise InputError(str(path), what, "take a whole copy of the checkpoint") from error
+                raise InputError(str(path), what, "take a complete copy of the checkpoint") from error
             self.shapes |= found
             self._files |= dict.fromkeys(found, path)
 
@@ -211,7 +211,7 @@ def _what_is_missing(folder: Path, path: Path) -> str:
     return f"holds no {path.name}"
 
 
-_WHOLE_COPY = "take a whole copy of the checkpoint"
+_WHOLE_COPY = "take a complete copy of the checkpoint"
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ class Imported(NamedTuple):
 
 
 def empty_model(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:
-    """The model of a config without any numbers: names and shapes alone.
+    """The model of a config without values: names and shapes alone.
 
     Args:
         config: What it is made of.

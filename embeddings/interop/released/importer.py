@@ -1,4 +1,4 @@
-"""From a published checkpoint to a model directory of this library."""
+"""From a published checkpoint to a model directory: family, usage, licence, and the record of its tensors."""
 
 import os
 import re
@@ -41,12 +41,12 @@ def import_released(
     known_as: str | None = None,
     assume: Mapping[str, float] | None = None,
 ) -> Imported:
-    """Write a published checkpoint as a model directory, whole or not at all; no code of it runs.
+    """Write a published checkpoint as a model directory, atomically; no code of it runs.
 
     Beside the model lies a record of which published tensor each of its tensors came from, and what was left, and an
     embedding model's card; both are in the directory before it is put in its place. The record's `revision` is the
     commit that was read, wherever the Hub named one. Where a published card uses the vectors in a way that the files do
-    not state (see `USAGES`), the model does so by itself. Numbers that no file states are in the record too.
+    not state (see `USAGES`), the model does so too. Numbers that no file states are in the record too.
 
     Args:
         source: A directory or Hub id.
@@ -57,7 +57,7 @@ def import_released(
         assume: Numbers that no file states, by name, in place of those of the published models; see `Assumed`.
 
     Raises:
-        InputError: If the checkpoint cannot be had, is of no known family, or is not whole.
+        InputError: If the checkpoint cannot be had, is of no known family, or is incomplete.
         OptionError: If the output is a file, the source itself or what it adapts, `known_as` is another model, or a
             number is given that the checkpoint does not leave open.
     """
@@ -107,7 +107,7 @@ def _load(folder: Path, base: Sequence[str], assumed: Assumed) -> Imported:
         raise
     except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, StrictDataclassError) as error:
         what = f"makes no model: {one_line(str(error), 200)}"
-        raise InputError(str(folder / "config.json"), what, "take a whole copy of the checkpoint") from error
+        raise InputError(str(folder / "config.json"), what, "take a complete copy of the checkpoint") from error
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def loader_of(folder: Path, base: Sequence[str] = ()) -> Callable[..., Imported]
         return nomic.load_moe if (config.fields.get("moe_every_n_layers") or 0) > 0 else nomic.load_dense
     if (folder / "modules.json").is_file():
         return sentence_transformers.load
-    what = f"model_type {model_type!r} is of no published family that is known here"
+    what = f"model_type {model_type!r} belongs to no published family that is known here"
     raise InputError(str(config.path), what, f"import one of {KNOWN}")
 
 

@@ -60,7 +60,7 @@ def load(folder: Path, base: Sequence[str] = (), assumed: Assumed | None = None)
         assumed: What is taken for the longest text, where no file states it.
 
     Raises:
-        InputError: If an adapter or the decoder is not whole, or one is of a kind that is not known here.
+        InputError: If an adapter or the decoder is incomplete, or one is of a kind that is not known here.
         OptionError: If more is named than there are adapters.
     """
     adapters, decoder = adapter_chain(folder, base)
@@ -97,7 +97,7 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
     Precision: in float32, rounded once to the dtype of the weight.
 
     Raises:
-        InputError: If the adapter is not whole, of another kind, or of another model.
+        InputError: If the adapter is incomplete, of another kind, or of another model.
     """
     config = ReleasedConfig(folder / ADAPTER_CONFIG)
     config.require(

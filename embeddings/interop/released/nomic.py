@@ -1,4 +1,4 @@
-"""What all checkpoints of Nomic's encoder share: the fields of config.json and the names of tensors."""
+"""Nomic's encoders: nomic-embed-text-v1, v1.5 and nomic-bert-2048 (dense), nomic-embed-text-v2-moe (experts)."""
 
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
     """The arguments of our config that do not depend on the MLPs.
 
     Raises:
-        InputError: If a field is none, or asks for arithmetic that is not known here.
+        InputError: If a field is missing or damaged, or asks for arithmetic that is not known here.
     """
     config.require(
         prenorm=False,
@@ -106,14 +106,14 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
 
 
 def longest_text(config: ReleasedConfig) -> int | None:
-    """The most tokens of a text, where `rotary_scaling_factor` asks to turn longer ones more slowly, else None.
+    """The longest text in tokens, where `rotary_scaling_factor` asks to turn longer ones more slowly, else None.
 
     The published code then takes the rotary base from the longest text that the process has met, so a vector depends on
     the texts beside it and before it. Here every text turns as in training, and a longer one is cut: all others have
     the published vectors.
 
     Raises:
-        InputError: If a field is none.
+        InputError: If a field is missing or damaged.
     """
     if config.fields.get("rotary_scaling_factor") is None:
         return None
@@ -137,7 +137,7 @@ def load_dense(folder: Path, assumed: Assumed | None = None) -> Imported:
     The layer norm of v1.5's vectors is stated by no file, and so no part of the model yet: see `usage`.
 
     Raises:
-        InputError: If the folder does not hold a whole checkpoint of this family.
+        InputError: If the folder does not hold a complete checkpoint of this family.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     tokenizer = released_tokenizer(folder)
@@ -159,7 +159,7 @@ def dense_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     """Our config of a published one.
 
     Raises:
-        InputError: If a field is none, or asks for arithmetic that is not known here.
+        InputError: If a field is missing or damaged, or asks for arithmetic that is not known here.
     """
     config.require(qkv_proj_bias=False, mlp_fc1_bias=False, mlp_fc2_bias=False, norm_mlp=False)
     function = config.fields.get("activation_function")
@@ -214,7 +214,7 @@ def load_moe(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The embedding model of a folder.
 
     Raises:
-        InputError: If the folder does not hold a whole checkpoint of this family.
+        InputError: If the folder does not hold a complete checkpoint of this family.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     tokenizer = released_tokenizer(folder)
@@ -227,7 +227,7 @@ def moe_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> Ro
     """Our config of a published one: experts in the second layer and every so many from there.
 
     Raises:
-        InputError: If a field is none, or asks for arithmetic that is not known here.
+        InputError: If a field is missing or damaged, or asks for arithmetic that is not known here.
     """
     config.require(
         qkv_proj_bias=True,

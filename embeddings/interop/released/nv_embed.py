@@ -60,7 +60,7 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     cut loses its end-of-sequence token as there; a text of which nothing is left to pool has a vector here.
 
     Raises:
-        InputError: If the folder does not hold a whole checkpoint of this family.
+        InputError: If the folder does not hold a complete checkpoint of this family.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     config.require(padding_side="right", add_eos=True, mask_type="b")

@@ -23,7 +23,7 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
     Its files state every number, so none is assumed.
 
     Raises:
-        InputError: If a file is missing or damaged, a module is none of ours, or the folder is a contextual model that
+        InputError: If a file is missing or damaged, a module is unknown, or the folder is a contextual model that
             this library wrote.
     """
     if is_contextual(folder):
@@ -53,10 +53,10 @@ def described_embedder(
         backbone: Its backbone.
         tokenizer: Its tokenizer.
         prompts: Those that the folder need not name.
-        longest: The most tokens of a text, whatever the folder says; None where that holds.
+        longest: The maximum number of tokens of a text, whatever the folder says; None where that holds.
 
     Raises:
-        InputError: If a file is damaged, a module is none of ours, or the parts do not fit together.
+        InputError: If a file is damaged, a module is unknown, or the parts do not fit together.
     """
     if not (folder / "modules.json").is_file():
         limit = min(tokenizer.model_max_length, getattr(backbone.config, "max_position_embeddings", _NO_LIMIT))
@@ -80,4 +80,4 @@ def described_embedder(
             trained_widths=parts.trained_widths,
         )
     except ValueError as error:
-        raise InputError(str(folder), f"its parts do not fit: {error}", "take a whole copy of the model") from error
+        raise InputError(str(folder), f"its parts do not fit: {error}", "take a complete copy of the model") from error

@@ -1,4 +1,4 @@
-"""The router of a sparse layer: which experts a token goes to, with what weight, and what the routing adds up to.
+"""The router and the experts of a sparse layer: MLPs of which each token passes K, dropless.
 
 This file travels inside model directories: it imports nothing but torch.
 """
@@ -113,7 +113,7 @@ def check_routing(num_experts: int, top_k: int, noise: float = 0.0) -> None:
         raise ValueError(f"noise must be >= 0 and < 1, got {noise}")
 
 
-# From this many rows an expert on, on average, a processor is no slower expert by expert than by grouped products.
+# From this many rows an expert on, on average, a CPU is no slower expert by expert than by grouped products.
 ROWS_BY_EXPERT = 512
 
 Activation = Callable[[Tensor], Tensor]
@@ -284,7 +284,7 @@ def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> 
 def grouped_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
     """The same sum over tokens sorted by expert, by two grouped products; neither loops nor waits in Python.
 
-    On a processor large loads in float32 go expert by expert instead, with the same values (`pass_experts`).
+    On a CPU large loads in float32 go expert by expert instead, with the same values (`pass_experts`).
 
     float64 goes through the loop, which `torch.nn.functional.grouped_mm` does not take; so do widths whose rows are no
     multiple of 16 bytes. Under torch.compile float32 breaks the graph: the product is traced in bfloat16 alone.
@@ -381,7 +381,7 @@ def pass_experts(
 ) -> Tensor:
     """Each expert's MLP over its own rows:  o = act(x W1_e^T + b1_e) W2_e.
 
-    The values of two grouped products, in half the memory for the backward pass and, on a processor from some hundred
+    The values of two grouped products, in half the memory for the backward pass and, on a CPU from some hundred
     rows an expert on, in no more time. Of an expert's inner states, what the activation is given is kept, and the
     backward pass computes the activation again; the experts' gradients are written where they lie in the gradient of
     the whole. Autograd over grouped products keeps both sides of the activation, and makes each for all experts at
@@ -398,7 +398,7 @@ def pass_experts(
     Returns:
         The outputs, (P, H), in the rows' dtype.
 
-    Memory for the backward pass: P (F + H) numbers, beside the matrices.
+    Memory for the backward pass: P (F + H) values, beside the matrices.
     """
     output_PH: Tensor = _ExpertPasses.apply(row_PH, w1_XFH, w2_XFH, bias_XF, size_X, activation)  # type: ignore[no-untyped-call]
     return output_PH

@@ -1,6 +1,11 @@
-"""The sparse MLP that stands where a dense one stood: router, then experts, over real tokens alone.
+"""A rotary encoder some of whose MLPs are mixtures of experts, as a Hugging Face model.
 
-This file travels inside model directories: it imports nothing but torch and the siblings that travel with it.
+The dense rotary encoder is transformers' `JinaEmbeddingsV3Model`: XLM-R with rotary positions. Its NomicBert is that
+model with gated MLPs and without biases in the layers. So the dense models need no code of ours. This file replaces
+chosen layers by ones with experts; everything else is the library's.
+
+This file travels inside model directories: it imports nothing but torch, transformers and its siblings. transformers
+copies it there, since the classes name the automatic class that loads them.
 """
 
 from dataclasses import dataclass, field

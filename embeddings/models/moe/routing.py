@@ -1,4 +1,4 @@
-"""What the routing of a backbone adds up to, read beside the states that a forward pass is asked for."""
+"""The experts of a model during a run: the back end that computes them, what the routing adds up to, its metrics."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -182,7 +182,7 @@ class MegablocksExperts:
         return sorted_experts(token_TH, routing, weights, partial(grouped_mlps, product=self._product))
 
     def _product(self, row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
-        # The library takes the experts' numbers of rows, on the processor, and matrices as they lie in memory.
+        # The library takes the experts' numbers of rows, on the CPU, and matrices as they lie in memory.
         size_X = end_X.diff(prepend=end_X.new_zeros(1)).to("cpu", torch.int64)
         lies_transposed = not matrix_XIO.is_contiguous()
         matrix = matrix_XIO.transpose(1, 2) if lies_transposed else matrix_XIO

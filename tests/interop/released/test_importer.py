@@ -13,15 +13,14 @@ from embeddings.common import InputError, OptionError
 from embeddings.inference import Encoder
 from embeddings.interop.released import cde, import_released, llm2vec, nv_embed, sentence_transformers
 from embeddings.interop.released import nomic as released_nomic
-from embeddings.interop.released.importer import USAGES, loader_of, may_want_norm, stated_licence, usage_name
+from embeddings.interop.released.importer import loader_of, may_want_norm, stated_licence, usage_name
 from embeddings.interop.released.nomic import load_dense as load
 from embeddings.interop.released.nomic import load_moe
 from embeddings.models import Embedder
 from embeddings.models.model_files import IMPORT_FILE
-from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 from tests.interop.released import nomic
 from tests.interop.released.nomic import DENSE, HIDDEN, MOE, nomic_folder
-from tests.interop.released.published import TEXTS, assert_same, describe, encoded, write_checkpoint
+from tests.interop.released.published import TEXTS, assert_same, describe, write_checkpoint
 
 
 def test_a_record_beside_the_model_names_what_every_tensor_came_from(tmp_path):
@@ -31,22 +30,6 @@ def test_a_record_beside_the_model_names_what_every_tensor_came_from(tmp_path):
     assert (record["source"], record["family"], record["left"]) == (str(folder), "Nomic's encoder with experts", [])
     assert sorted(record["used"]) == sorted(state)
     assert record["used"]["encoder.layers.1.mlp.experts.mlp.w2"] == ["layers.1.mlp.experts.w2"]
-
-
-def test_an_earlier_model_is_replaced_with_its_record(tmp_path):
-    folder, _, _ = nomic_folder(tmp_path / "published", MOE)
-    import_released(str(folder), tmp_path / "ours")
-    (tmp_path / "ours" / "notes.txt").write_text("mine")
-    first = encoded(tmp_path / "ours")
-    other, _, _ = nomic_folder(tmp_path / "other", DENSE)
-    import_released(str(other), tmp_path / "ours")
-    assert not (tmp_path / "ours" / "rotary_moe.py").exists()
-    assert (encoded(tmp_path / "ours") - first).abs().max() > 1e-2
-    assert (tmp_path / "ours" / "notes.txt").read_text() == "mine"
-    # A model that is written over an imported one has no published source.
-    embedder = Embedder.from_pretrained(tmp_path / "ours")
-    Embedder(tiny_bert(), wordpiece_tokenizer(), embedder.pooling).save_pretrained(tmp_path / "ours")
-    assert not (tmp_path / "ours" / IMPORT_FILE).exists()
 
 
 def test_a_card_names_the_source_and_its_licence_and_copies_nothing(tmp_path):
@@ -121,19 +104,8 @@ def test_whatever_a_config_meets_in_an_architecture_is_one_line(error, tmp_path,
 
     folder, _, _ = nomic_folder(tmp_path / "published", DENSE)
     monkeypatch.setattr(released_nomic, "load_dense", load)
-    with pytest.raises(InputError, match=r"config\.json: makes no model: .+; take a whole copy"):
+    with pytest.raises(InputError, match=r"config\.json: makes no model: .+; take a complete copy"):
         import_released(str(folder), tmp_path / "ours")
-
-
-def test_a_source_is_never_written_to(tmp_path):
-    folder, _, _ = nomic_folder(tmp_path / "published", MOE)
-    with pytest.raises(OptionError, match="output must not be the source"):
-        import_released(str(folder), folder)
-    with pytest.raises(OptionError, match="revision cannot apply to"):
-        import_released(str(folder), tmp_path / "ours", revision="main")
-    with pytest.raises(InputError, match="is no directory"):
-        import_released("nowhere/at/all", tmp_path / "ours")
-    assert [path.name for path in tmp_path.iterdir()] == ["published"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +129,9 @@ def test_the_family_is_told_by_the_config(config, is_directory, load, tmp_path):
 
 def test_another_family_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(InputError, match="model_type 'bert' is of no published family that is known here; import one"):
+    with pytest.raises(
+        InputError, match="model_type 'bert' belongs to no published family that is known here; import one"
+    ):
         loader_of(tmp_path)
 
 
@@ -274,21 +248,6 @@ def test_version_2_keeps_its_widths_and_has_no_norm(wide, tmp_path):
 def test_the_name_decides_which_model_it_is(source, known_as, name, wide, tmp_path):
     model = load(folder_of(wide, tmp_path / "published")[0]).model
     assert usage_name(model, source, known_as) == name
-
-
-def test_a_name_that_does_not_fit_is_refused_where_it_was_given_and_passed_over_where_it_was_found(tmp_path):
-    folder, _, _ = nomic.nomic_folder(tmp_path / V1_5, nomic.DENSE)
-    model = load(folder).model
-    assert model.embedding_dim != USAGES[V1_5].widths[0]
-    assert usage_name(model, str(folder)) is None
-    for known_as, rule in (
-        (V1_5, "cannot apply to .* which has another backbone or width"),
-        ("nomic-embed-text-v2-moe", "cannot apply to .* which has another backbone or width"),
-        ("nomic-embed-text-v9", f"give one of {V1_5}, nomic-embed-text-v2-moe"),
-    ):
-        with pytest.raises(OptionError, match=rule):
-            import_released(str(folder), tmp_path / "ours", known_as=known_as)
-    assert not (tmp_path / "ours").exists()
 
 
 def test_a_copy_under_another_name_is_asked_about(wide, tmp_path, caplog):
