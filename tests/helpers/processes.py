@@ -202,7 +202,10 @@ def start_server() -> str:
     lifeline, kept = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of other threads; xdist's own waits for its controller, and none is needed in the server.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if not child:
         # Its own parent ends at once, so that it is no child of pytest's.
         if os.fork():
