@@ -163,6 +163,8 @@ def test_a_step_that_embeds_a_context_too_has_two_stages():
         def loss_from_representations(self, query, candidate, batch): ...
 
     class Contextual(Step):
+        trains_context = True
+
         def embed_context(self, tokens): ...
 
     assert isinstance(Contextual(), ContextualStep)
