@@ -5,6 +5,6 @@ from embeddings.common.signals import ignore_stop_signals
 
 if __name__ == "__main__":
     code = main()
-    # The run has ended; what came on the way out would only change how that looks.
+    # The run has ended; a signal during the exit would only change the exit code.
     ignore_stop_signals()
     raise SystemExit(code)

@@ -44,12 +44,12 @@ def encode(
         prompt: What goes before each text, in place of one of the model's prompts, such as `"query: "`.
         role: Whose prompt and length limit hold for the texts.
         columns: Column of `text`, `_id` or `title`, where it has another name: `{text: query}`.
-        precision: Format of matrix products; `auto` is bfloat16 where the hardware has it. `int8`, on a processor, is
+        precision: Format of matrix products; `auto` is bfloat16 where the hardware has it. `int8`, on a CPU, is
             faster than float32 and costs some of the score.
-        dimensions: How many of the first numbers of each vector are kept, of a model that was trained so; all if left
+        dimensions: How many leading dimensions of each vector are kept, of a model that was trained so; all if left
             out.
-        vector_format: How the numbers of vectors are kept: `int8` with a scale for each vector, `binary` as signs
-            alone, eight in a byte. `search` reads all of them, `index` float32 and float16, other commands float32.
+        vector_format: How vectors are stored: `int8` with a scale for each vector, `binary` as signs, eight in a
+            byte. `search` reads all formats, `index` float32 and float16, other commands float32.
         shard_size: Texts of a shard.
         context: The corpus that a contextual model reads each text in, a file or an encoded folder; the output keeps
             what was drawn from it, so that a search takes the same. Without it the model reads texts alone.
@@ -57,9 +57,9 @@ def encode(
             some of them more than once.
         context_seed: Seed of the draw.
         devices: Devices that share the shards, a process on each: how many GPUs (without GPUs: how many parts of the
-            processor), or their names, as `cuda:0,cuda:1`. One GPU, or the processor, if left out.
-        tokenizer_workers: Processes that tokenise ahead of the devices; if left out one for each GPU, and on a
-            processor none.
+            CPU), or their names, as `cuda:0,cuda:1`. One GPU, or the CPU, if left out.
+        tokenizer_workers: Processes that tokenise ahead of the devices; if left out one for each GPU, and none on
+            a CPU.
     """
 
     chosen = choose_prompt("prompt", prompt_name, prompt)
@@ -100,7 +100,7 @@ def draw_named_context(encoder: Encoder, source: Path | None, size: int | None, 
 
 
 def warn_of_untrained(encoder: Encoder, widths: list[int]) -> None:
-    """Say so where vectors are to be cut to a width that the model was not trained at, as far as it says."""
+    """Warn where vectors are cut to a width that the model was not trained at, as far as it says."""
 
     trained = encoder.embedder.trained_widths
     untrained = [width for width in widths if 0 < width < encoder.embedder.embedding_dim and width not in trained]
@@ -111,7 +111,7 @@ def warn_of_untrained(encoder: Encoder, widths: list[int]) -> None:
 
 
 def warn_without_context(encoder: Encoder, has_context: bool, option: str) -> None:
-    """Say so where a model that reads texts in a context is given none."""
+    """Warn where a contextual model has no context."""
 
     if encoder.num_context and not has_context:
         logger.warning("the model is contextual, and without %s it reads texts with no context", option)

@@ -34,7 +34,7 @@ _LOST_RANK = re.compile(
     r"[Cc]onnection (?:was likely )?(?:closed|reset)|remote process exited|remote worker|Broken pipe"
 )
 
-# The functions that do a command's work; what is raised outside of them is about what the user wrote.
+# The functions that do a command's work; errors raised outside of them are about the arguments.
 _AT_WORK = {("lightning.pytorch.trainer.trainer", "_run_stage"), ("embeddings.cli.main", "call")}
 
 
@@ -46,8 +46,8 @@ def run_guarded(command: Callable[[], None]) -> int:
     """Run a command and return its exit code.
 
     A `UserError`, or a file where a folder is needed, ends in one line and code 2. A full disk, a refused path,
-    standard output that takes no more, and what a library reports of a file or a connection end in one line and code
-    74. NaN or Inf, and a process of ours that died, end in one line and code 70, Ctrl-C in one line and code 130, a
+    standard output that cannot be written, and errors of a library about a file or a connection end in one line and
+    code 74. NaN or Inf, and a worker process that died, end in one line and code 70, Ctrl-C in one line and code 130, a
     stop signal in one line and code 75 or 143. Any other exception ends in one line with its message, and its traceback
     is in a file that the line names; the code is 2 before the command's work has begun, and 70 afterwards.
     """
@@ -97,8 +97,8 @@ def _run(command: Callable[[], None]) -> int:
 
 
 def _unforeseen(error: BaseException) -> int:
-    """End a command for an exception that nothing here has foreseen: one line, and a file with the traceback."""
-    # torch raises it in the main process, wherever that is, as soon as the system tells of the death.
+    """End a command for any other exception: one line, and a file with the traceback."""
+    # torch raises it in the main process as soon as the system reports the death.
     dead = _DEAD_WORKER.search(str(error))
     if dead is not None:
         return _report(_dead_worker_line(*dead.groups()), EXIT_INTERNAL)
@@ -146,10 +146,10 @@ def _dead_worker_line(processes: str, signal: str | None) -> str:
 
 
 def _io_line(error: OSError) -> str:
-    """What failed and the way out; a library that raises without a number says both file and reason in its text."""
+    """What failed and a hint; a library's error without a number says both file and reason in its text."""
     if error.errno is None:
         what = str(error) or type(error).__name__
-        return f"{what}; mend the file or the connection that this names, then run the command again"
+        return f"{what}; correct the file or the connection that this names, then run the command again"
     where = f"{_without_suffix(error.filename)}: " if error.filename else ""
     return f"{where}{error.strerror}; free or allow the path, then run the command again"
 
@@ -165,7 +165,7 @@ def _report(message: str, code: int) -> int:
 
 
 def _say(line: str) -> None:
-    """Write a line to standard error; where that is full, the exit code alone tells of the end."""
+    """Write a line to standard error; where that is full, only the exit code is left."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -173,7 +173,7 @@ def _say(line: str) -> None:
 
 
 def _prepare_output() -> None:
-    """Have the standard streams take any text: what their encoding lacks as an escape, nothing where one is closed."""
+    """Let the standard streams take any text: an escape for what their encoding lacks; a closed one takes nothing."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -197,6 +197,6 @@ def _output_line(error: OSError) -> str:
 
 
 def _give_up(stream: IO[str]) -> None:
-    """Let a stream lead nowhere: Python would fail again as it writes the rest on its way out."""
+    """Point a stream to the null device: Python would fail again as it flushes the rest at its exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

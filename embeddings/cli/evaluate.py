@@ -54,7 +54,7 @@ def evaluate(
         context_size: How many documents of each folder's or task's own corpus a contextual model reads its texts in;
             without it the model reads texts alone.
         context_seed: Seed of the draw.
-        task_index: Which of several processes that share the tasks this is, from 0; a SLURM array's task by itself.
+        task_index: Number of this process among those that share the tasks, from 0; in a SLURM array that of the task.
         num_tasks: How many processes share the tasks.
     """
 
@@ -80,7 +80,7 @@ def _planned_tasks(
 ) -> Callable[[Encoder, str], str]:
     """What runs this process's tasks of mteb and returns the table of all that have a result.
 
-    Whatever can be wrong without the model is refused first.
+    All errors that do not need the model are raised first.
     """
     if output is None:
         raise OptionError("output", None, "must name the folder of the tasks' results", "--output FOLDER")

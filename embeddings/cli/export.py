@@ -42,7 +42,7 @@ def export(
 
     Args:
         checkpoint: A `.ckpt` file that `fit` wrote.
-        output: The directory to write; one that is there is replaced once the new one is whole.
+        output: The directory to write; an existing one is replaced once the new one is complete.
         scores: A JSON file that `evaluate --output` wrote, for the card.
         licence: The model's licence for the card, as the Hub names it (`apache-2.0`).
         format: `onnx` writes the backbone's graph too, as `onnx/model.onnx`, where sentence-transformers looks for it;
@@ -66,7 +66,7 @@ def export(
         given = {"scores": scores, "licence": licence, "format": None if format == "torch" else format}
         for option, value in given.items():
             if value is not None:
-                raise OptionError(option, str(value), "is for an embedding model, this is none", "leave it out")
+                raise OptionError(option, str(value), "is for embedding models only", "leave it out")
         module.save_pretrained(output)
         print(f"wrote {output}")
         return
@@ -116,14 +116,14 @@ def import_checkpoint(
 
     Known are NV-Embed v1 and v2, nomic-embed-text-v1, v1.5 and v2-moe, nomic-bert-2048, cde-small v1 and v2, LLM2Vec's
     adapters, and sentence-transformers directories. Read are config.json, safetensors, the tokenizer and what a
-    sentence-transformers directory says. The checkpoint must be whole and of its family alone; what it has that the
+    sentence-transformers directory says. The checkpoint must be complete and of one family; what it has that the
     model has no use for is named. An embedding model gets a card, `README.md`, with the source, the licence that the
     source's own card states, prompts and use. Numbers that the model needs and no file states (cde-small's heads,
     rotation and windows, the longest text) are printed, and kept in import.json.
 
     Args:
         source: A directory or Hub id.
-        output: The directory to write; one that is there is replaced once the new one is whole.
+        output: The directory to write; an existing one is replaced once the new one is complete.
         revision: Commit, tag or branch of a Hub id.
         base: What an adapter was trained on, where its own files do not say it: a directory or Hub id, or a list of
             them, adapters first and the decoder last.
@@ -159,7 +159,7 @@ def convert(
 
     Args:
         source: A directory or Hub id of XLM-R, RoBERTa or BERT, with its language-model head or without.
-        output: The directory to write; one that is there is replaced once the new one is whole.
+        output: The directory to write; an existing one is replaced once the new one is complete.
         num_positions: Tokens that the model is meant for; its tokenizer cuts longer texts.
         rope_theta: Base of the rotation's angles.
         keep_head: Whether the language-model head goes along, which the adaptation needs.
@@ -198,7 +198,7 @@ def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> TrainingFacts:
 
 
 def run_folder(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint lies in: that of `checkpoints/`."""
+    """The folder of a checkpoint's run: the parent of `checkpoints/`."""
     folder = checkpoint.absolute().parent
     return folder.parent if folder.name == "checkpoints" else folder
 
@@ -223,5 +223,5 @@ def _is_result(value: Any) -> bool:
     metrics = value.get("metrics")
     if not isinstance(metrics, dict) or not metrics:
         return False
-    # NaN and what is infinite compare as false, and a whole number of any length compares.
+    # NaN and infinite numbers compare as false, and an integer of any length compares.
     return all(type(number) in (int, float) and abs(number) < _MOST for number in metrics.values())

@@ -48,9 +48,9 @@ from embeddings.strategies.ranks import set_up_ranks
 register_type(torch.device, deserializer_exceptions=(RuntimeError, TypeError))
 
 HARDWARE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
-# What Lightning says of a checkpoint of another model, or of weights alone.
+# Lightning's messages about a checkpoint of another model, or of weights alone.
 NO_RESUME = r"Error\(s\) in loading state_dict|.?Trying to restore"
-# What it says, once metrics are known, of a `monitor` that is none of them; it lists those that are.
+# Its message about a `monitor` that is not among the metrics, which it lists.
 NO_METRIC = "Early stopping conditioned on metric"
 FLOAT16 = ("16", "16-true", "16-mixed")
 MAX_SEED = 2**32 - 1
@@ -89,7 +89,7 @@ class TrainerCLI(LightningCLI):
             self.config_dump = plain_types(self.parser, self.config)[self.config.subcommand]
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the config as it is: Lightning would take arguments of the module from the checkpoint."""
+        """Keep the config: Lightning would take arguments of the module from the checkpoint."""
 
     def instantiate_classes(self) -> None:
         """Make the module, the data module and the trainer.
@@ -105,7 +105,7 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(with_hint(reason(str(error)))) from error
 
     def before_fit(self) -> None:
-        """Have each part check the run while nothing is read, no rank is started and no file is written.
+        """Have each part check the run before data is read, ranks are started or files are written.
 
         Raises:
             UserError: If a part refuses it, or another process writes to the folder of the run that is resumed.
@@ -122,8 +122,8 @@ class TrainerCLI(LightningCLI):
             logger.hold()
 
     def after_fit(self) -> None:
-        """Say where the run, its model and its metrics lie, and what to do next."""
-        # Not `trainer.log_dir`, for which the other ranks would be waited for.
+        """Print the places of the run, its model and its metrics, and the next two commands."""
+        # `trainer.log_dir` would wait for the other ranks.
         if self.trainer.is_global_zero and run_logger(self.trainer) is not None:
             print("\n".join(end_lines(self.trainer)))
 
@@ -179,7 +179,7 @@ class TrainerCLI(LightningCLI):
 
 
 class Checked(Exception):
-    """The arguments are parsed and checked, and nothing is to be made of them."""
+    """The arguments are parsed and checked; nothing is built."""
 
 
 class CheckingCLI(TrainerCLI):
@@ -255,7 +255,7 @@ def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Traine
 
 
 def end_lines(trainer: L.Trainer) -> list[str]:
-    """Where a finished run, its model and its metrics lie, and the next two commands.
+    """The places of a finished run, its model and its metrics, and the next two commands.
 
     Args:
         trainer: Its trainer, whose folder is known.
@@ -278,10 +278,10 @@ def end_lines(trainer: L.Trainer) -> list[str]:
 
 
 def refused_option(message: str, given: dict[str, Any]) -> str:
-    """What Lightning says of an option of the trainer, behind its name; where it is none, behind what was chosen.
+    """Lightning's message about an option of the trainer, behind its name, or else behind the options that were chosen.
 
     Args:
-        message: What it says.
+        message: The message.
         given: All options.
     """
     named = [name for name in given if re.search(rf"\b{name}\b", message)]
@@ -337,9 +337,9 @@ _MAX_NOTES = 1000
 
 
 class HeldNotes(L.Callback):
-    """Keeps Lightning's notes and all warnings back, and gives them when the run's data is read.
+    """Keeps Lightning's notes and all warnings back until the run begins: one that is refused ends in one line.
 
-    What Lightning logs as a warning passes, with what came before it.
+    A warning that Lightning logs is written at once, with the notes before it.
     """
 
     def __init__(self) -> None:
@@ -349,7 +349,7 @@ class HeldNotes(L.Callback):
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """The time in which notes are kept back; those of a run that never begins are dropped."""
+        """Keep notes back meanwhile; those of a run that never begins are dropped."""
         swapped = []
         for logger in map(logging.getLogger, _LOGGERS):
             for handler in list(logger.handlers):
@@ -359,7 +359,7 @@ class HeldNotes(L.Callback):
                 logger.addHandler(kept)
         self._kept = [kept for _, _, kept in swapped]
         self._show = warnings.showwarning
-        setattr(warnings, "showwarning", self._keep)  # noqa: B010 - its type says that nobody may
+        setattr(warnings, "showwarning", self._keep)  # noqa: B010 - mypy refuses a plain assignment
         try:
             yield
         finally:
@@ -373,7 +373,7 @@ class HeldNotes(L.Callback):
         self._warnings.append(warning)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give what was kept, and everything further at once."""
+        """Write what was kept, and everything further at once."""
         warnings.showwarning = self._show
         for warning in self._warnings:
             self._show(*warning)

@@ -158,7 +158,7 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
 
 
 def _by_position(annotation: Any, is_optional: bool) -> dict[str, Any]:
-    """How the parser takes a parameter by position; one that is left out is never the word null."""
+    """How the parser takes a parameter by position; one that is left out is not the word null."""
     if get_origin(annotation) is list:
         return {"type": get_args(annotation)[0], "nargs": "*" if is_optional else "+"}
     if not is_optional:

@@ -1,4 +1,4 @@
-"""`mine`, `cluster` and `filter`: what is computed over a whole source before training."""
+"""`mine`, `cluster` and `filter`: jobs over a source of training records."""
 
 from dataclasses import dataclass
 from functools import partial

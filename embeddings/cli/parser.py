@@ -28,7 +28,7 @@ class ReplacingConfigFile(ActionConfigFile):
     """A config whose lists replace earlier ones.
 
     jsonargparse fills in what an element leaves out from the earlier list's element at its place, where both lists are
-    equally long: a second `sources` would inherit the first one's instructions. `name+:` appends as ever.
+    equally long: a second `sources` would inherit the first one's instructions. `name+:` still appends.
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`quickstart`: a corpus, a trained model, its scores beside honest opponents, and three searches, in minutes."""
+"""`quickstart`: a corpus, a trained model, its scores beside BM25's, and three searches, in minutes."""
 
 import time
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ EXAMPLES = (
 def quickstart() -> None:
     """Build the docstring corpus, train on it, and show what it brought.
 
-    A finished corpus in `data/docstrings` is used as it is. `checkpoints/quickstart` is then a model directory, with
+    A finished corpus in `data/docstrings` is reused. `checkpoints/quickstart` is then a model directory, with
     `curves.png` and `metrics.json` in it. Both places are those of lightning_configs/quickstart.yaml, which trains.
     """
     if not CONFIG.is_file():

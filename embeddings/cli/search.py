@@ -40,11 +40,11 @@ def search(
         corpus: A corpus file, or a folder that `encode` wrote with the same model.
         top_k: How many documents.
         index: Compare with every document, or only with those that the folder's index finds (see `index`).
-        rescore_multiplier: With a folder of binary vectors, how many documents near by their signs are scored by the
-            query's own numbers for each one printed; 4 if left out.
+        rescore_multiplier: With a folder of binary vectors, how many documents found by sign are rescored with the
+            query's full vector for each one printed; 4 if left out.
         interactive: Whether queries are read from standard input even if that is no terminal.
         precision: Format of matrix products.
-        dimensions: How many of the first numbers of each vector are compared; an encoded folder must hold as many.
+        dimensions: How many leading dimensions of each vector are compared; an encoded folder must hold as many.
         context: The corpus that a contextual model reads query and documents in, a file or an encoded folder. An
             encoded folder knows its own and refuses another.
         context_size: How many documents are drawn; as many as the model takes if left out.
@@ -77,7 +77,7 @@ def _require_query(query: str | None, interactive: bool) -> None:
     if query is not None and interactive:
         raise OptionError("interactive", True, "must be left out where a query is given", "drop one of them")
     if query is None and not interactive and not is_terminal():
-        raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive true")
+        raise OptionError("query", None, "must be given", "write it last, or read queries with --interactive")
     if query is not None and not query.strip():
         raise OptionError("query", query, "must not be empty", "say what to look for")
 

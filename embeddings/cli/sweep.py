@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class RunFailed(UserError):
-    """Runs that ended badly, each of which has said why.
+    """Runs that failed, each with a message of its own.
 
     Args:
-        line: Which, and the way out.
+        line: Which runs, and a hint.
         exit_code: That of the first of them.
     """
 
@@ -45,7 +45,7 @@ def sweep(
     """Train the runs of a sweep that are not done yet; the same line resumes after a kill.
 
     A run's folder is `output/SWEEP/RECIPE-HASH`, where the hash is that of its settings, so a finished run is known by
-    its `done.json`, and an edited config makes new ones. A run that was cut short goes on from its newest checkpoint.
+    its `done.json`, and an edited config makes new ones. A run that was cut short resumes from its newest checkpoint.
 
     Args:
         file: The sweep: `recipe` or `configs`, `method` (grid, list or random), `parameters`, and for a random one
@@ -82,7 +82,7 @@ def sweep(
         return
     if index is None and num_processes() > 1:
         rule = f"must be given where {num_processes()} processes train together"
-        raise OptionError("index", None, rule, "start one process, or each point by itself")
+        raise OptionError("index", None, rule, "start one process, or one job for each point")
     train_missing(plan, file, chosen, is_array_task=index is not None)
 
 
@@ -151,7 +151,7 @@ def train_alone(plan: Sweep, run: Run, forwarder: SignalForwarder, is_array_task
     """Train a run unless another process is at it, or has done it; returns its exit code, 0 where it is left out.
 
     Distributed: the first rank decides, and the others begin meanwhile. Where it leaves the run out it fails, and the
-    launcher ends those that wait for it: torchrun by itself, srun with `--kill-on-bad-exit=1`.
+    launcher ends those that wait for it: torchrun always, srun with `--kill-on-bad-exit=1`.
 
     Raises:
         InputError: If another process is at the one run that this process was asked for, or has just done it where
@@ -180,7 +180,7 @@ def stopped(run: Run, number: signal.Signals, code: int) -> BaseException:
     Args:
         run: The run.
         number: The signal.
-        code: The run's exit code; that of the signal itself where the run never heard it.
+        code: The run's exit code; that of the signal where the run had no handler.
     """
     point, way_out = f"point {run.index}", "the same line resumes"
     if code != 128 + number:
@@ -344,7 +344,7 @@ def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metr
 
 
 def write_results(results: Sequence[Result], names: Mapping[str, str], path: Path) -> None:
-    """Write the results as CSV, whole or not at all; what is not there is empty."""
+    """Write the results as CSV, atomically; missing values are empty."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["point", *names, "last", "best", "best_step", "seconds", "status", "folder"])

@@ -20,7 +20,7 @@ Point = dict[str, Any]
 SEED_KEY = "seed_everything"
 # Each point becomes a folder, and all of them a table; more are a slip, and would not fit in memory.
 MAX_POINTS = 100_000
-# Each run has its own folder, logger and checkpoint to go on from.
+# Each run has its own folder, logger and checkpoint to resume from.
 OWN_KEYS = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.logger")
 
 _KEYS = ("recipe", "configs", "method", "seed", "num_runs", "parameters", "metric")
@@ -33,7 +33,7 @@ _CLASS_PATH = re.compile(r"(?:\w+\.)+[A-Z]\w*")
 
 @dataclass(frozen=True)
 class Metric:
-    """What points are compared by; where a file says nothing, `train/loss` stands in for a default never logged.
+    """What points are compared by; the default is replaced by `train/loss` if it was never logged.
 
     Args:
         column: A column of a run's `metrics.csv`.
@@ -74,7 +74,7 @@ def read_sweep(path: Path) -> Sweep:
 
     `method: grid` (the default) takes every combination of the lists in `parameters`, the last one varying fastest;
     `list` takes the mappings that `parameters` lists; `random` draws `num_runs` points, from a list each value alike,
-    from `{low, high}` evenly (`log: true`: evenly in the logarithm; `int: true`: whole numbers, both ends included).
+    from `{low, high}` evenly (`log: true`: evenly in the logarithm; `int: true`: integers, both ends included).
 
     Determinism: a point follows from the file alone, and a drawn value from (`seed`, index, key): more runs, or another
     parameter, leave the values that there were.
@@ -124,7 +124,7 @@ def label(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number; YAML's true and false are none."""
+    """Whether a value is a number; YAML's true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -175,7 +175,7 @@ def _contents(path: Path, config: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def _method_name(configs: Sequence[str], contents: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """The name of the config that chooses the method, by itself or through one that it names, or else of the last."""
+    """The name of the config that chooses the method, directly or through one that it names, or else of the last."""
     for config, of_one in zip(configs, contents, strict=True):
         if any(map(chooses_method, of_one)):
             return Path(config).stem
@@ -234,10 +234,10 @@ def _plain_text(where: str, value: Any) -> str:
 def _drawn(path: Path, content: Mapping[str, Any], parameters: Mapping[str, Any]) -> list[Point]:
     num_runs, seed = content.get("num_runs"), content.get("seed", 0)
     if not isinstance(num_runs, int) or isinstance(num_runs, bool) or num_runs < 1:
-        raise InputError(f"{path}: num_runs", f"must be a whole number >= 1, got {num_runs!r}", "say how many to draw")
+        raise InputError(f"{path}: num_runs", f"must be an integer >= 1, got {num_runs!r}", "say how many to draw")
     _check_number(f"{path}: num_runs", num_runs)
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise InputError(f"{path}: seed", f"must be a whole number, got {seed!r}", "try 0")
+        raise InputError(f"{path}: seed", f"must be an integer, got {seed!r}", "try 0")
     for key, source in parameters.items():
         where = f"{path}: parameters.{key}"
         if isinstance(source, dict):
@@ -264,7 +264,7 @@ def _check_range(where: str, source: Mapping[str, Any]) -> None:
         if not is_number(end) or not math.isfinite(end):  # type: ignore[arg-type]
             raise InputError(f"{where}.{name}", f"must be a number, got {end!r}", "give both low and high, or a list")
         if whole is True and end != int(end):  # type: ignore[arg-type]
-            raise InputError(f"{where}.{name}", f"must be a whole number with int: true, got {end!r}", "round it")
+            raise InputError(f"{where}.{name}", f"must be an integer with int: true, got {end!r}", "round it")
     for name in ("log", "int"):
         if not isinstance(source.get(name, False), bool):
             raise InputError(f"{where}.{name}", f"must be true or false, got {source[name]!r}", "choose one")
@@ -275,7 +275,7 @@ def _check_range(where: str, source: Mapping[str, Any]) -> None:
 
 
 def _draw(source: Any, share: float) -> Any:
-    """The value that lies at a share, in [0, 1), of a list or a range; numbers have six digits."""
+    """The value at a share, in [0, 1), of a list or a range; numbers have six digits."""
     if isinstance(source, list):
         return source[int(share * len(source))]
     low, high, width = source["low"], source["high"], int(source.get("int", False))

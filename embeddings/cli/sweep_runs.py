@@ -68,8 +68,8 @@ class Run:
 def runs_of(sweep: Sweep, output: Path) -> list[Run]:
     """The runs of a sweep's points, each in the folder `output/SWEEP/RECIPE-HASH`.
 
-    The hash is that of the configs' content, in order, and of the values that the point sets: whoever edits one gets
-    other folders, and whoever moves a sweep file or comments on it the same.
+    The hash is that of the configs' content, in order, and of the values that the point sets: an edit gives
+    other folders, but a moved sweep file or a comment does not.
     """
     found = []
     for index, point in enumerate(sweep.points):

@@ -44,8 +44,8 @@ def test_each_fault_is_one_line_and_its_own_code(error, code, capsys):
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (OSError("cannot connect\nto x"), "error: cannot connect to x; mend the file or the connection"),
-        (ConnectionError(), "error: ConnectionError; mend the file or the connection"),
+        (OSError("cannot connect\nto x"), "error: cannot connect to x; correct the file or the connection"),
+        (ConnectionError(), "error: ConnectionError; correct the file or the connection"),
     ],
 )
 def test_what_a_library_says_of_a_file_is_the_line_where_it_gives_no_number(error, says, capsys):

@@ -62,7 +62,7 @@ def test_queries_are_read_line_by_line_with_one_model_in_memory(place, world, ca
 
     monkeypatch.setattr(Encoder, "from_pretrained", classmethod(counting))
     monkeypatch.setattr("sys.stdin", Typed("fox\nlazy dog\n\nnever\n"))
-    found = lines_of(capsys, *search, "--interactive", "true")
+    found = lines_of(capsys, *search, "--interactive")
     assert loaded == [(model,)]
     assert [line for line in found if not line.endswith(" ms")] == expected[0] + expected[1]
     assert len([line for line in found if line.endswith(" ms")]) == 2
@@ -75,7 +75,7 @@ def test_ctrl_c_ends_it_with_code_130(world, capsys, monkeypatch):
     (model, _, vectors), typed = world, Typed("")
     typed.buffer.readline = interrupted
     monkeypatch.setattr("sys.stdin", typed)
-    assert main(["search", "--model", model, "--corpus", vectors, "--interactive", "true"]) == 130
+    assert main(["search", "--model", model, "--corpus", vectors, "--interactive"]) == 130
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: interrupted")
 
 
@@ -88,8 +88,8 @@ def test_a_terminal_needs_no_option(world, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ([], "query must be given, got None; write it last, or read queries with --interactive true"),
-        (["--interactive", "true", "fox"], "interactive must be left out where a query is given"),
+        ([], "query must be given, got None; write it last, or read queries with --interactive"),
+        (["--interactive", "fox"], "interactive must be left out where a query is given"),
         (["--index", "ivf", "fox"], "index needs an encoded folder, got 'ivf'"),
         (["--index", "hnsw", "fox"], "index"),
     ],

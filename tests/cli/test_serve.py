@@ -54,7 +54,7 @@ def test_a_corpus_is_encoded_and_searched_in_a_smaller_format(
     found = capsys.readouterr().out
     assert len(found.splitlines()) == 16
     monkeypatch.setattr("sys.stdin", Typed("fox\n"))
-    assert main([*search, "--interactive", "true"]) == 0
+    assert main([*search, "--interactive"]) == 0
     assert capsys.readouterr().out.startswith(found)
     assert main([*encode]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
