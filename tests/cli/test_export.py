@@ -1,15 +1,24 @@
+"""`export` and `import`: checkpoints of ours and published ones become model directories."""
+
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
+from embeddings.cli.export import facts_of_checkpoint, read_scores, run_folder
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
+from embeddings.common import InputError
 from embeddings.models.backbone import load_model
 from tests.helpers.checkpoints import save
 from tests.helpers.runs import run_config, write_config
+from tests.interop.released import nomic
+from tests.interop.released.nomic import MOE, nomic_folder
+from tests.interop.released.published import changed_config, encoded
 
 
 def refused(path, capsys, output, *words):
@@ -168,3 +177,137 @@ def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, ca
     assert "format needs LoRA matrices on a model" in refused(
         checkpoint, capsys, tmp_path / "no", "--format", "adapter"
     )
+
+
+STATE = {"run_config": {"seed_everything": 0}, "global_step": 3}
+
+
+def test_a_run_is_the_folder_around_its_checkpoints(tmp_path):
+    assert run_folder(tmp_path / "run" / "checkpoints" / "last.ckpt") == tmp_path / "run"
+    assert run_folder(tmp_path / "run" / "last.ckpt") == tmp_path / "run"
+
+
+def test_the_facts_are_those_of_the_checkpoints_step(tmp_path):
+    (tmp_path / "run.json").write_text('{"commit": "abc"}')
+    (tmp_path / "metrics.csv").write_text("step,train/loss,val/ndcg_at_10\n1,0.5,\n2,,0.25\n4,,0.75\n")
+    facts = facts_of_checkpoint(STATE, tmp_path)
+    assert (facts.num_steps, facts.record) == (3, {"commit": "abc"})
+    assert facts.validation == [(2, 0.25)]
+
+
+def test_files_that_are_missing_or_damaged_say_nothing(tmp_path):
+    facts = facts_of_checkpoint({"run_config": {}}, tmp_path)
+    assert (facts.num_steps, facts.record, facts.validation) == (0, {}, [])
+    (tmp_path / "run.json").write_text("[")
+    (tmp_path / "metrics.csv").write_text("step\n1\n")
+    facts = facts_of_checkpoint({"run_config": {}}, tmp_path)
+    assert (facts.record, facts.validation) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        "[]",
+        "[1]",
+        '[{"name": "a"}]',
+        '[{"name": "a", "metrics": {}}]',
+        '[{"name": "a", "metrics": {"x": "high"}}]',
+        '[{"name": 3, "metrics": {"x": 0.5}}]',
+        '[{"name": "a", "metrics": {"x": 0.5, "y": NaN}}]',
+        '[{"name": "a", "metrics": {"x": -Infinity}}]',
+        '[{"name": "a", "metrics": {"x": 1e999}}]',
+        '[{"name": "a", "metrics": {"x": 1%s}}]' % ("0" * 400),
+        '[{"name": "a", "metrics": {"x": true}}]',
+        "[" * 100_000,
+    ],
+)
+def test_what_evaluate_did_not_write_is_refused(content, tmp_path):
+    path = Path(tmp_path / "scores.json")
+    path.write_text(content)
+    with pytest.raises(InputError, match=r"scores.json: .*; give the file that evaluate --output wrote"):
+        read_scores(path)
+    result = {"name": "a", "metrics": {"x": 0.5}}
+    path.write_text(json.dumps([result]))
+    assert read_scores(path) == [result]
+
+
+def run(source: Path, output: Path, *options: str) -> int:
+    return main(["import", "--source", str(source), "--output", str(output), *options])
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Put tensors into a folder's weights, or take them out."""
+    state = load_file(folder / "model.safetensors") | tensors
+    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
+
+
+def test_one_line_says_what_was_used_and_what_was_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, state, _ = nomic_folder(tmp_path / "published", MOE)
+    assert run(folder, tmp_path / "plain") == 0
+    used = f"used {len(state)} tensors, none missing"
+    where = tmp_path / "plain"
+    assert capsys.readouterr().out == f"wrote {where} from Nomic's encoder with experts: {used}, left none\n"
+    change(folder, **{"pooler.dense.weight": torch.zeros(32, 32), "pooler.dense.bias": torch.zeros(32)})
+    assert run(folder, tmp_path / "pooled") == 0
+    assert f"{used}, left 2 (pooler.dense.bias, pooler.dense.weight)\n" in capsys.readouterr().out
+    assert torch.equal(encoded(tmp_path / "plain"), encoded(tmp_path / "pooled"))
+
+
+def test_a_copy_of_a_model_whose_card_says_more_is_named(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nomic, "HIDDEN", 768)
+    folder, _, _ = nomic_folder(tmp_path / "copy", MOE | {"n_embd": 768, "n_layer": 2}, layers=2)
+    assert run(folder, tmp_path / "ours", "--known-as", "nomic-embed-text-v1.5") == 2
+    assert "known_as cannot apply to" in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
+    assert run(folder, tmp_path / "ours", "--known-as", "nomic-embed-text-v2-moe") == 0
+    assert capsys.readouterr().out.endswith("; vectors as the card of nomic-embed-text-v2-moe has them\n")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "the lazy dog"}\n')
+    line = ["encode", "--model", str(tmp_path / "ours"), "--input", str(texts), "--output"]
+    for width, warns in (("256", False), ("64", True)):
+        assert main([*line, str(tmp_path / width), "--dimensions", width]) == 0
+        assert ("the model was trained at 768, 256; scores may suffer" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda folder: change(folder, **{"emb_ln.bias": None}), "lacks 1 of the 52 tensors of Nomic's encoder with"),
+        (lambda folder: change(folder, **{"extra.weight": torch.zeros(1)}), "has no place for, extra.weight first"),
+        (
+            lambda folder: change(folder, **{"emb_ln.bias": torch.zeros(9)}),
+            "emb_ln.bias has shape (9,), by config.json",
+        ),
+        (lambda folder: changed_config(folder, model_type="t5"), "model_type 't5' is of no published family"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "model.bin is a pickle, which"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "model.safetensors: is damaged"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json: is no readable JSON"),
+        (lambda folder: changed_config(folder, moe_every_n_layers="two"), "config.json: makes no model: "),
+        (lambda folder: changed_config(folder, moe_top_k=9), "config.json: makes no model: top_k must be from 1 to"),
+        (
+            lambda folder: changed_config(folder, initializer_range=True),
+            "has initializer_range True, expected a number",
+        ),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "published: "),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_one_line_and_nothing_is_written(
+    damage: object, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _, _ = nomic_folder(tmp_path / "published", MOE)
+    assert callable(damage)
+    damage(folder)
+    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert run(folder, tmp_path / "ours") == 2
+    written = capsys.readouterr()
+    assert says in written.err
+    assert (written.err.count("\n"), written.out) == (1, "")
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before

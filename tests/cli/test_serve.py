@@ -9,7 +9,7 @@ from embeddings.cli.main import main
 from embeddings.inference import Encoder
 from embeddings.inference.vectors import VECTOR_FORMATS
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
-from tests.cli.test_interactive import Typed
+from tests.cli.test_search import Typed
 from tests.helpers.runs import backbone_folder, write_retrieval_folder
 from tests.models.contextual_models import tiny_contextual
 

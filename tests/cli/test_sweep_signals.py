@@ -2,18 +2,22 @@
 
 import os
 import signal
+import subprocess
+import threading
+import time
 
 import pytest
 
 from embeddings.cli import sweep_runs
 from embeddings.cli.main import main
-from embeddings.cli.sweep_runs import FORWARDED
+from embeddings.cli.sweep_runs import FORWARDED, SignalForwarder
+from embeddings.common import PreemptedError
 from tests.callbacks.preempted_runs import fake_scontrol
 
 INT, HUP, USR1, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _own_signals(monkeypatch):
     """What a stopped sweep leaves ignored until its process ends, which is the tests' here; no job."""
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"):
@@ -40,7 +44,6 @@ def _own_signals(monkeypatch):
         ((129, HUP), 129, "error: point 0 was stopped by SIGHUP; the same line resumes\n"),
     ],
 )
-@pytest.mark.usefixtures("_own_signals")
 def test_a_stopped_run_ends_the_sweep(ending, code, says, sweep_file, faked, capsys):
     folders, endings = faked
     endings[0] = ending
@@ -50,7 +53,6 @@ def test_a_stopped_run_ends_the_sweep(ending, code, says, sweep_file, faked, cap
 
 
 @pytest.mark.parametrize(("ending", "num_asked"), [((75, USR1), 0), ((138, USR1), 1), ((143, TERM), 1)])
-@pytest.mark.usefixtures("_own_signals")
 def test_a_job_is_queued_again_once(ending, num_asked, sweep_file, faked, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "12")
@@ -71,7 +73,6 @@ time.sleep(0.2)
 """
 
 
-@pytest.mark.usefixtures("_own_signals")
 def test_a_signal_at_a_runs_last_step_ends_the_sweep_before_the_next(sweep_file, tmp_path, monkeypatch, capsys):
     (tmp_path / "main.py").write_text(LAST_STEP)
     monkeypatch.setattr(sweep_runs, "MAIN", tmp_path / "main.py")
@@ -86,10 +87,94 @@ def test_a_signal_at_a_runs_last_step_ends_the_sweep_before_the_next(sweep_file,
 
 
 @pytest.mark.parametrize(("number", "code"), [(USR1, 75), (TERM, 143)])
-@pytest.mark.usefixtures("_own_signals")
 def test_a_signal_before_the_first_run_ends_the_sweep(number, code, sweep_file, faked, monkeypatch, capsys):
     monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: os.kill(os.getpid(), number))
     folders, _ = faked
     assert main(["sweep", sweep_file({"a": [1, 2]})]) == code
     assert capsys.readouterr().err == f"preempted: {number.name}: stopped before its first step\n"
     assert folders == []
+
+
+# A few seconds that a signal ends with code 7.
+CHILD = "trap 'exit 7' {number}; touch {ready}; for _ in $(seq 200); do sleep 0.02; done"
+
+
+def handlers():
+    return [signal.getsignal(number) for number in FORWARDED]
+
+
+def send(number):
+    os.kill(os.getpid(), getattr(signal, f"SIG{number}"))
+
+
+def send_once_there(path, number):
+    def wait():
+        while not path.exists():
+            time.sleep(0.01)
+        send(number)
+
+    sender = threading.Thread(target=wait)
+    sender.start()
+    return sender
+
+
+def test_a_process_says_how_it_ended():
+    before = handlers()
+    with SignalForwarder() as forwarder:
+        assert forwarder.run(["sh", "-c", "exit 3"], []) == 3
+        assert forwarder.run(["sh", "-c", "kill -9 $$"], []) == 137
+    assert handlers() == before
+
+
+@pytest.mark.parametrize("number", ["INT", "TERM", "HUP", "USR1"])
+def test_what_this_process_is_sent_is_passed_on(number, tmp_path):
+    ready = tmp_path / "ready"
+    with SignalForwarder() as forwarder:
+        sender = send_once_there(ready, number)
+        assert forwarder.run(["sh", "-c", CHILD.format(number=number, ready=ready)], []) == 7
+        sender.join()
+    assert forwarder.received == [getattr(signal, f"SIG{number}")]
+
+
+@pytest.mark.parametrize(("number", "code"), [("INT", 130), ("USR1", 138)])
+def test_after_a_signal_no_process_begins(number, code, tmp_path):
+    with SignalForwarder() as forwarder:
+        send(number)
+        assert forwarder.run(["touch", str(tmp_path / "begun")], []) == code
+    assert not (tmp_path / "begun").exists()
+
+
+def test_a_signal_that_comes_while_a_process_begins_is_passed_on(tmp_path, monkeypatch):
+    begin = subprocess.Popen
+
+    def begin_and_be_told(*words, **options):
+        process = begin(*words, **options)
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        send("USR1")
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", begin_and_be_told)
+    with SignalForwarder() as forwarder:
+        assert forwarder.run(["sh", "-c", CHILD.format(number="USR1", ready=tmp_path / "ready")], []) == 7
+
+
+def left_by(error, number=None):
+    with SignalForwarder():
+        if number:
+            send(number)
+        raise error
+
+
+@pytest.mark.parametrize(("error", "number"), [(PreemptedError("", 75), None), (OSError("full"), "TERM")])
+def test_nothing_comes_between_a_stop_and_the_exit(error, number):
+    with pytest.raises(type(error)):
+        left_by(error, number)
+    assert handlers() == [signal.SIG_IGN] * len(FORWARDED)
+
+
+def test_an_error_without_a_signal_gives_the_handlers_back():
+    before = handlers()
+    with pytest.raises(OSError, match="full"):
+        left_by(OSError("full"))
+    assert handlers() == before

@@ -1,3 +1,5 @@
+"""TODO."""
+
 import datetime
 import math
 from pathlib import Path
