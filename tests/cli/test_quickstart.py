@@ -1,4 +1,4 @@
-"""TODO."""
+"""`quickstart` and `prepare`: the pieces of the quickstart, and the corpus it starts from."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""What a sweep file says: its points, the names of its runs, and what is refused."""
 
 import datetime
 import math
