@@ -11,20 +11,29 @@ import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 from embeddings.cli.errors import ConfigError
-from embeddings.cli.fit import HeldNotes, check_arguments, run_trainer
+from embeddings.cli.fit import Checked, HeldNotes, check_arguments, run_trainer
 from embeddings.cli.main import main
 from tests.helpers.runs import run_config, write_config
 
 OFF = {"in_batch_negatives": False}
 
 
-def sources_of(folder, config, *extra):
-    cli = run_trainer(["fit", "--config", write_config(folder, config), *extra])
-    return [(source.name, source.instruction, source.in_batch_negatives) for source in cli.datamodule.sources]
+def sources_of(monkeypatch, folder, config, *extra):
+    """The sources that a run would train on."""
+    found = []
+
+    def note(cli):
+        found.extend((each.name, each.instruction, each.in_batch_negatives) for each in cli.datamodule.sources)
+        raise Checked
+
+    monkeypatch.setattr("embeddings.cli.fit.TrainerCLI.before_fit", note)
+    with pytest.raises(Checked):
+        run_trainer(["fit", "--config", write_config(folder, config), *extra])
+    return found
 
 
 @pytest.mark.parametrize("as_option", [False, True])
-def test_a_list_given_twice_replaces_the_first(as_option, tmp_path):
+def test_a_list_given_twice_replaces_the_first(as_option, tmp_path, monkeypatch):
     config = run_config(tmp_path)
     config["trainer"]["max_steps"] = 2
     path = config["data"]["init_args"]["sources"][0]["path"]
@@ -33,9 +42,9 @@ def test_a_list_given_twice_replaces_the_first(as_option, tmp_path):
     extra = ["--config", write_config(tmp_path, later, "later.yaml")]
     if as_option:
         extra = [f"--data.init_args.sources=[{{name: mine, path: {path}}}]"]
-    assert sources_of(tmp_path, config) == [("one", "X", False)]
-    assert sources_of(tmp_path, config, *extra) == [("mine", None, True)]
-    assert sources_of(tmp_path, config, f"--data.sources+=[{{name: mine, path: {path}}}]") == [
+    assert sources_of(monkeypatch, tmp_path, config) == [("one", "X", False)]
+    assert sources_of(monkeypatch, tmp_path, config, *extra) == [("mine", None, True)]
+    assert sources_of(monkeypatch, tmp_path, config, f"--data.sources+=[{{name: mine, path: {path}}}]") == [
         ("one", "X", False),
         ("mine", None, True),
     ]
