@@ -285,7 +285,7 @@ def test_a_copy_of_a_model_whose_card_says_more_is_named(
             lambda folder: change(folder, **{"emb_ln.bias": torch.zeros(9)}),
             "emb_ln.bias has shape (9,), by config.json",
         ),
-        (lambda folder: changed_config(folder, model_type="t5"), "model_type 't5' is of no published family"),
+        (lambda folder: changed_config(folder, model_type="t5"), "model_type 't5' belongs to no published family"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "model.bin is a pickle, which"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "model.safetensors: is damaged"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: is no readable JSON"),
