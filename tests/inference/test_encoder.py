@@ -1,16 +1,25 @@
 """Vectors come back in order, whatever happens between."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
+from tokenizers import normalizers, processors
+from torch import nn
 
-from embeddings.common import NumericError, OptionError
+from embeddings.common import NumericError, OptionError, TextSettings
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference import encoder as encoder_module
 from embeddings.inference import encoder as text_preparation
-from embeddings.inference.encoder import Encoder
+from embeddings.inference.encoder import Encoder, embedder_sha256, evaluating, unique_texts
+from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora, make_bidirectional
+from embeddings.models.directory import ContextForm
+from tests.helpers.tiny import sentencepiece_tokenizer, tiny_mistral
 from tests.inference.models import some_texts, tiny_embedder
-from tests.models.contextual_models import tiny_contextual
+from tests.models.contextual_models import tiny_contextual, tiny_nomic
+from tests.models.moe import tiny_moe
 
 
 def one_by_one(embedder, texts, role="document", prompt=""):
@@ -283,3 +292,169 @@ def test_a_cut_contextual_model_still_reads_its_context_whole():
 def test_dimensions_that_the_vectors_have_not_are_refused(dimensions):
     with pytest.raises(OptionError, match=rf"dimensions must be from 1 to the 32 .*, got {dimensions}; leave it out"):
         Encoder(tiny_embedder(), dimensions=dimensions)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_module_is_left_in_its_own_mode(fails):
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
+    model[0].eval()
+    modes = [module.training for module in model.modules()]
+    assert len(set(modes)) == 2
+    try:
+        with evaluating(model):
+            assert not any(module.training for module in model.modules())
+            if fails:
+                raise RuntimeError
+    except RuntimeError:
+        assert fails
+    assert [module.training for module in model.modules()] == modes
+
+
+@pytest.mark.parametrize("texts", [[], some_texts(1), some_texts(13), some_texts(7) + some_texts(7)[::-1]])
+@pytest.mark.parametrize("arguments", [{}, {"role": "query"}, {"prompt_name": "other"}])
+def test_what_another_process_tokenised_has_the_same_bytes(texts, arguments, monkeypatch):
+    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", 5)
+    encoder = Encoder(tiny_embedder(prompts={"query": "the ", "other": "a dog "}), precision="float32")
+    expected = encoder.encode(texts, **arguments)
+    preparation = pickle.loads(pickle.dumps(encoder.preparation(**arguments)))
+    prepared = pickle.loads(pickle.dumps(preparation(texts)))
+    assert len(prepared.blocks) == -(-len(set(texts)) // 5)
+    monkeypatch.setattr(TextTokenizer, "__call__", lambda *_: pytest.fail("tokenised again"))
+    np.testing.assert_array_equal(encoder.encode(prepared, **arguments), expected)
+
+
+def test_blocks_ahead_are_those_of_the_texts_in_order(monkeypatch):
+    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", 4)
+    preparation = Encoder(tiny_embedder()).preparation()
+    blocks, texts = list(preparation.blocks_ahead(some_texts(10))), some_texts(10)
+    assert [len(block) for block in blocks] == [4, 4, 2]
+    whole = preparation.tokenizer(texts, "document", "")
+    assert torch.equal(torch.cat([block.input_ids_T for block in blocks]), whole.input_ids_T)
+    assert list(preparation.blocks_ahead([])) == []
+
+
+def test_the_role_is_the_prompts_where_none_is_given():
+    encoder = Encoder(tiny_embedder(prompts={"query": "the "}))
+    assert (encoder.preparation().role, encoder.preparation().prompt) == ("document", "")
+    assert (encoder.preparation("query").role, encoder.preparation("query").prompt) == ("query", "the ")
+    with pytest.raises(OptionError, match="prompt_name must name a prompt"):
+        encoder.preparation("nope")
+
+
+def test_each_text_is_there_once_with_a_row_for_each_given():
+    assert unique_texts(["a", "b"]) == (["a", "b"], None)
+    texts, row_N = unique_texts(["b", "a", "b", "b", "c"])
+    assert texts == ["b", "a", "c"]
+    assert row_N.tolist() == [0, 1, 0, 0, 2]
+
+
+def test_the_models_hash_follows_weights_and_settings_and_nothing_else():
+    first, again = tiny_embedder(), tiny_embedder()
+    base = embedder_sha256(Encoder(first))
+    assert embedder_sha256(Encoder(again, precision="float32")) == base
+    assert embedder_sha256(Encoder(tiny_embedder(normalize=False))) != base
+    assert embedder_sha256(Encoder(tiny_embedder(document_max_length=32))) != base
+    next(again.parameters()).data[0, 0] += 1e-3
+    assert embedder_sha256(Encoder(again)) != base
+
+
+def test_the_hash_of_a_contextual_model_follows_both_stages():
+    base = embedder_sha256(Encoder(tiny_contextual()))
+    assert embedder_sha256(Encoder(tiny_contextual(), precision="float32")) == base
+    assert embedder_sha256(Encoder(tiny_contextual(num_context=4))) != base
+    changed = tiny_contextual()
+    next(changed.first_stage.parameters()).data[0, 0] += 1e-3
+    assert embedder_sha256(Encoder(changed)) != base
+
+
+def digest(embedder: Embedder) -> str:
+    return embedder_sha256(Encoder(embedder))
+
+
+def around(backbone: nn.Module, **config: object) -> Embedder:
+    """The model of a backbone whose config says otherwise, and whose weights are the same."""
+    backbone = copy.deepcopy(backbone)
+    for name, value in config.items():
+        assert getattr(backbone.config, name) != value
+        setattr(backbone.config, name, value)
+    return Embedder(backbone, tiny_embedder().tokenizer, MeanPooling(32), text=TextSettings(32, 32)).eval()
+
+
+def test_a_model_that_was_written_and_read_has_the_hash_that_it_had(tmp_path):
+    for name, model in (("plain", tiny_embedder()), ("sparse", around(tiny_moe())), ("contextual", tiny_contextual())):
+        model.save_pretrained(tmp_path / name)
+        again = Encoder.from_pretrained(str(tmp_path / name), precision="float32")
+        first = embedder_sha256(again)
+        again.embedder.save_pretrained(tmp_path / f"{name} again")
+        assert embedder_sha256(Encoder.from_pretrained(str(tmp_path / f"{name} again"), precision="float32")) == first
+        again.encode(["the quick brown fox", "a"])
+        assert embedder_sha256(again) == first
+
+
+def test_half_precision_weights_have_the_hash_that_they_have_as_float32(tmp_path):
+    tiny_embedder().to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    half, whole = (Encoder.from_pretrained(str(tmp_path / "half"), precision=name) for name in ("bfloat16", "float32"))
+    assert [encoder.embedder.backbone.dtype for encoder in (half, whole)] == [torch.bfloat16, torch.float32]
+    assert embedder_sha256(half) == embedder_sha256(whole)
+    # Rounding them is another model.
+    assert embedder_sha256(half) != digest(tiny_embedder())
+
+
+def test_the_mask_of_attention_is_part_of_it():
+    causal, bidirectional = tiny_mistral(), tiny_mistral()
+    make_bidirectional(bidirectional)
+    tokenizer = sentencepiece_tokenizer()
+    models = [Embedder(model, tokenizer, MeanPooling(32)).eval() for model in (causal, bidirectional)]
+    assert digest(models[0]) != digest(models[1])
+    assert repr(models[0]) == repr(models[1])
+
+
+@pytest.mark.parametrize(
+    ("backbone", "config"),
+    [
+        (tiny_mistral, {"sliding_window": 8}),
+        (tiny_mistral, {"num_attention_heads": 2}),
+        (tiny_nomic, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+        (tiny_moe, {"experts_per_token": 1}),
+    ],
+)
+def test_what_a_backbones_config_alone_says_is_part_of_it(backbone, config):
+    base = around(backbone())
+    assert digest(around(backbone())) == digest(base)
+    assert digest(around(backbone(), **config)) != digest(base)
+
+
+def test_the_scale_of_adapters_is_part_of_it():
+    digests = set()
+    for alpha in (2, 4):
+        torch.manual_seed(0)
+        digests.add(digest(around(add_lora(tiny_mistral(), LoraSettings(rank=2, alpha=alpha)))))
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    "form", [{"adds_pooled": False}, {"has_positions": True}, {"pools_prompt": True}], ids=lambda form: next(iter(form))
+)
+def test_the_form_of_a_contextual_model_is_part_of_it(form):
+    plain = tiny_contextual("nomic")
+    other = tiny_contextual("nomic", form=ContextForm(**form))
+    other.load_state_dict(plain.state_dict())
+    assert digest(other) != digest(plain)
+
+
+def test_how_a_tokenizer_cuts_texts_is_part_of_it_and_what_it_was_last_asked_is_not():
+    digests = {digest(tiny_embedder())}
+    for change in (
+        {"normalizer": normalizers.BertNormalizer(lowercase=False)},
+        {"post_processor": processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])},
+    ):
+        embedder = tiny_embedder()
+        embedder.tokenizer = copy.deepcopy(embedder.tokenizer)
+        for name, value in change.items():
+            setattr(embedder.tokenizer.backend_tokenizer, name, value)
+        digests.add(digest(embedder))
+    assert len(digests) == 3
+    embedder = tiny_embedder()
+    embedder.tokenizer = copy.deepcopy(embedder.tokenizer)
+    embedder.tokenizer(["a", "the quick brown fox"], padding=True, truncation=True, max_length=3)
+    assert digest(embedder) in digests

@@ -1,13 +1,33 @@
 """The format of matrix products follows the hardware, the wish and the weights."""
 
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from embeddings.common import OptionError
-from embeddings.inference import precision
-from embeddings.inference.precision import has_int8_products, has_native_bfloat16, resolve_precision
+from embeddings.inference import Encoder, encode_corpus, precision, search_corpus
+from embeddings.inference import precision as int8_kernels
+from embeddings.inference.precision import (
+    Int8Products,
+    QuantisedInput,
+    has_int8_products,
+    has_native_bfloat16,
+    resolve_precision,
+)
+from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
+from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.models.contextual_models import tiny_modernbert, tiny_nomic, tiny_xlm_roberta
 
 CPU = torch.device("cpu")
 
@@ -106,3 +126,177 @@ def test_int8_on_another_kind_of_processor_is_refused(monkeypatch):
 def test_products_of_8_bits_are_known_by_the_processors_flags(processor, content, expected):
     processor(content)
     assert has_int8_products() is expected
+
+
+pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="int8 is for x86 processors")
+
+TEXTS = ["how do I pad sequences", "the quick brown fox jumps over the lazy dog", "z", ""]
+
+
+def embedder(backbone: nn.Module | None = None) -> Embedder:
+    torch.manual_seed(0)
+    return Embedder(backbone or tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), head=nn.Linear(32, 12)).eval()
+
+
+class Tiny(nn.Module):
+    """A layer where `Int8Products` looks for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = tiny_bert()
+        self.layer = self.backbone.encoder.layer[0].intermediate.dense
+
+
+def rounded(layer: nn.Linear, input_NI: torch.Tensor) -> torch.Tensor:
+    """Written out: weights to 255 steps a row, inputs to about as many a token."""
+    weight_scale_O1 = layer.weight.abs().amax(1, keepdim=True) / 127
+    input_scale_N1 = input_NI.abs().amax(1, keepdim=True) / 127
+    weight_OI = torch.round(layer.weight / weight_scale_O1) * weight_scale_O1
+    return torch.round(input_NI / input_scale_N1) * input_scale_N1 @ weight_OI.T + layer.bias
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@torch.no_grad()
+def test_products_are_those_of_rounded_numbers(reduce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (reduce or has_int8_products()):
+        pytest.skip("this processor sums pairs of products in 16 bits")
+    monkeypatch.setattr(int8_kernels, "has_int8_products", lambda: not reduce)
+    model = Tiny()
+    input_NI = torch.randn(50, 32) * torch.logspace(-3, 3, 50)[:, None]
+    exact = model.layer(input_NI)
+    with Int8Products(model).on():
+        found = model.layer(input_NI)
+        zero = model.layer(torch.zeros(2, 3, 32))
+    size_N1 = (exact - model.layer.bias).abs().amax(1, keepdim=True)
+    limit = 0.04 if reduce else 0.02
+    assert ((found - rounded(model.layer, input_NI)) / size_N1).abs().max() < limit
+    assert 1e-4 < ((found - exact) / size_N1).abs().max() < 2 * limit
+    torch.testing.assert_close(zero, model.layer.bias.expand(2, 3, -1))
+
+
+@torch.no_grad()
+def test_layers_that_read_the_same_tensor_quantise_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = embedder(), torch.randint(5, 300, (2, 9))
+    products, counted = Int8Products(model), []
+    quantised = int8_kernels.QuantisedInput._quantised
+
+    def count(self: Any, input_I: torch.Tensor) -> Any:
+        counted.append(input_I)
+        return quantised(self, input_I)
+
+    monkeypatch.setattr(int8_kernels.QuantisedInput, "_quantised", count)
+    with products.on():
+        shared = model.backbone(ids).last_hidden_state
+    num_layers = model.backbone.config.num_hidden_layers
+    # Of six layers, query, key and value read the same.
+    assert len(counted) == 4 * num_layers
+    assert all(value is None for name, value in vars(products._inputs).items() if name != "steps")
+    with products.on():
+        assert torch.equal(model.backbone(ids).last_hidden_state, shared)
+
+
+@pytest.mark.parametrize("make", [tiny_bert, tiny_xlm_roberta, tiny_nomic, tiny_modernbert, tiny_mistral])
+@torch.no_grad()
+def test_no_backbone_changes_a_tensor_between_layers_that_share_it(
+    make: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone, ids = make().eval(), torch.randint(5, 100, (2, 9))
+    with Int8Products(backbone).on():
+        shared = backbone(ids).last_hidden_state
+    quantised = int8_kernels.QuantisedInput._quantised
+    monkeypatch.setattr(int8_kernels.QuantisedInput, "of", lambda self, _, input_I: quantised(self, input_I))
+    with Int8Products(backbone).on():
+        assert torch.equal(backbone(ids).last_hidden_state, shared)
+
+
+@torch.no_grad()
+def test_what_is_not_finite_stays_so() -> None:
+    model = Tiny()
+    input_NI = torch.randn(3, 32)
+    input_NI[0, 4], input_NI[1, 5] = torch.nan, torch.inf
+    with Int8Products(model).on():
+        found = model.layer(input_NI)
+    assert found.isfinite().all(dim=1).tolist() == [False, False, True]
+
+
+@torch.no_grad()
+def test_a_model_is_itself_again_afterwards() -> None:
+    model = embedder()
+    ids = torch.randint(5, 300, (2, 9))
+    before, products = model.backbone(ids).last_hidden_state, Int8Products(model)
+    assert len(products) == 12
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with products.on():
+        assert not torch.equal(model.backbone(ids).last_hidden_state, before)
+    with pytest.raises(KeyError), products.on():
+        raise KeyError
+    assert torch.equal(model.backbone(ids).last_hidden_state, before)
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_adapters_and_the_layers_beneath_them_run_in_int8_and_the_head_does_not() -> None:
+    model = embedder(add_lora(tiny_bert(), LoraSettings(rank=2)))
+    parts = {name: module for name, module in model.backbone.named_modules() if type(module) is nn.Linear}
+    beneath = [module for name, module in parts.items() if name.endswith(".base_layer")]
+    adapters = [module for name, module in parts.items() if ".lora_" in name]
+    assert (len(beneath), len(adapters)) == (12, 24)
+    with Int8Products(model).on():
+        assert all("forward" in layer.__dict__ for layer in [*beneath, *adapters])
+        assert model.head is not None
+        assert "forward" not in model.head.__dict__
+    assert not any("forward" in layer.__dict__ for layer in parts.values())
+
+
+def test_vectors_lie_near_and_search_goes_by_them(tmp_path) -> None:
+    model = embedder()
+    exact = Encoder(model, precision="float32").encode(TEXTS)
+    encoder = Encoder(model, precision="int8")
+    found = encoder.encode(TEXTS)
+    assert found.dtype == np.float32
+    assert (exact * found).sum(1).min() > 0.99
+    assert np.abs(exact - found).max() > 1e-5
+    assert np.abs(encoder.encode(TEXTS[:1]) - found[:1]).max() < 0.02
+    assert np.array_equal(Encoder(model, precision="float32").encode(TEXTS), exact)
+    lines = (json.dumps({"_id": str(row), "text": text}) for row, text in enumerate(TEXTS[:3]))
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
+    encode_corpus(encoder, tmp_path / "corpus.jsonl", tmp_path / "vectors")
+    assert json.loads((tmp_path / "vectors" / "manifest.json").read_text())["precision"] == "int8"
+    for searching in (encoder, Encoder(model, precision="float32")):
+        (hits,) = search_corpus(searching, tmp_path / "vectors", [TEXTS[1]], 3)
+        assert hits[0].document_id == "1"
+
+
+pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="int8 is for x86 processors")
+
+OVERFLOW = """
+import torch
+from embeddings.inference import precision as module
+module.has_int8_products = lambda: {has_products}
+layer = torch.nn.Linear(64, 8)
+with torch.inference_mode():
+    layer.weight.fill_(0.5)[::2] *= -1
+    product = module.linear_product(layer, layer, module.QuantisedInput())
+    input_NI = torch.full((40, 64), 3.0)
+    print((product(input_NI) - layer(input_NI)).abs().max().item())
+"""
+
+
+@pytest.mark.parametrize(("has_products", "is_right"), [(False, True), (True, False)])
+def test_without_products_of_8_bits_pairs_of_the_largest_numbers_do_not_overflow(has_products, is_right) -> None:
+    """oneDNN told to do as on a processor without them: 7 bits are right there, and 8 are not."""
+    code, environment = OVERFLOW.format(has_products=has_products), {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert (float(run.stdout) < 1e-3) is is_right
+
+
+@torch.no_grad()
+def test_another_tensor_or_another_module_is_quantised_anew() -> None:
+    inputs, owners = QuantisedInput(), (nn.Identity(), nn.Identity())
+    first, second = torch.randn(4, 8), torch.randn(4, 8)
+    found = inputs.of(owners[0], first)
+    assert inputs.of(owners[0], first) is found
+    assert inputs.of(owners[1], first) is not found
+    assert not torch.equal(inputs.of(owners[1], second)[0], found[0])
+    first.neg_()
+    assert torch.equal(inputs.of(owners[1], first)[0].int(), 2 * (inputs.steps + 1) - found[0].int())

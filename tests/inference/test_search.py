@@ -1,12 +1,18 @@
 """Search is exact, whatever the tiles."""
 
+import json
+
 import numpy as np
 import pytest
 
-from embeddings.common import OptionError
+from embeddings.common import InputError, OptionError
 from embeddings.inference import search
-from embeddings.inference.search import search_top_k
-from embeddings.inference.vectors import unit_rows
+from embeddings.inference import search as module
+from embeddings.inference.encoder import Encoder
+from embeddings.inference.search import CorpusSearch, TopK, nearest_signs, search_corpus, search_signs, search_top_k
+from embeddings.inference.vector_folder import encode_corpus
+from embeddings.inference.vectors import VectorShards, float_rows, save_vectors, sign_bits, stored_rows, unit_rows
+from tests.inference.models import counted_encodings, some_texts, tiny_embedder
 
 
 def whole_numbers(rows, width=4, seed=0, largest=3):
@@ -73,3 +79,202 @@ def test_unit_rows_have_length_one_and_zero_stays_zero():
     vectors = np.array([[3.0, 4.0], [0.0, 0.0], [-2.0, 0.0]], np.float32)
     np.testing.assert_allclose(unit_rows(vectors), [[0.6, 0.8], [0.0, 0.0], [-1.0, 0.0]], rtol=1e-6)
     assert vectors[0, 0] == 3.0
+
+
+def some_vectors(rows, width=24, seed=0):
+    return unit_rows(np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32))
+
+
+def shards(folder, vectors, shard_size=7):
+    found = VectorShards(folder, len(vectors), vectors.shape[1], shard_size, "binary")
+    for shard in range(found.num_shards):
+        save_vectors(found.path(shard), sign_bits(vectors[shard * shard_size : (shard + 1) * shard_size]))
+    return found
+
+
+def nearest_by_hand(query, documents, top_k):
+    """Every document's differing signs, counted one by one, sorted by their number, then by row."""
+    keys = [(sum((a > 0) != (b > 0) for a, b in zip(query, row, strict=True)), n) for n, row in enumerate(documents)]
+    return sorted(keys)[:top_k]
+
+
+def search_by_hand(query, documents, top_k, multiplier):
+    scored = []
+    for _, row in nearest_by_hand(query, documents, top_k * multiplier):
+        dot = sum(float(number) * (1 if other > 0 else -1) for number, other in zip(query, documents[row], strict=True))
+        scored.append((-float(np.float32(dot / len(query) ** 0.5)), row))
+    best = sorted(scored)[:top_k]
+    return [-score for score, _ in best], [row for _, row in best]
+
+
+@pytest.mark.parametrize("width", [8, 24, 64, 136])
+@pytest.mark.parametrize(("tile", "top_k"), [(1, 1), (3, 7), (3, 40), (50, 7), (50, 60), (1000, 40)])
+def test_distances_and_ties_equal_a_count_by_hand(width, tile, top_k, monkeypatch):
+    monkeypatch.setattr(module, "DOCUMENT_TILE", tile)
+    monkeypatch.setattr(module, "_QUERIES", max(1, tile // 2))
+    queries, documents = some_vectors(6, width, 1), some_vectors(50, width)
+    documents[40:44] = documents[3]
+    pieces = [sign_bits(documents[start:stop]) for start, stop in ((0, 11), (11, 11), (11, 50))]
+    found = nearest_signs(sign_bits(queries), iter(pieces), top_k)
+    assert (found.distance_QK.dtype, found.index_QK.dtype) == (np.int64, np.int64)
+    for query, distances, rows in zip(queries, found.distance_QK.tolist(), found.index_QK.tolist(), strict=True):
+        assert list(zip(distances, rows, strict=True)) == nearest_by_hand(query, documents, top_k)
+
+
+@pytest.mark.parametrize("shard_size", [1, 7, 100])
+@pytest.mark.parametrize(("top_k", "multiplier"), [(1, 1), (5, 1), (5, 4), (3, 100), (60, 4)])
+def test_scores_and_order_equal_a_loop_by_hand(shard_size, top_k, multiplier, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_QUERIES", 4)
+    queries, documents = some_vectors(9, seed=1), some_vectors(40)
+    documents[[30, 20]] = documents[10]
+    found = search_signs(queries, shards(tmp_path, documents, shard_size), top_k, multiplier)
+    assert (found.score_QK.dtype, found.index_QK.dtype) == (np.float32, np.int64)
+    assert found.index_QK.shape == (9, min(top_k, 40))
+    for query, scores, rows in zip(queries, found.score_QK.tolist(), found.index_QK.tolist(), strict=True):
+        by_hand = search_by_hand(query, documents, top_k, multiplier)
+        assert rows == by_hand[1]
+        np.testing.assert_allclose(scores, by_hand[0], rtol=1e-6)
+
+
+def test_rescoring_more_candidates_comes_nearer_to_scoring_all(tmp_path):
+    queries, documents = some_vectors(50, 64, 1), some_vectors(2000, 64)
+    exact = np.argsort(-(queries @ (np.sign(documents).T / 8)), axis=1)[:, :10]
+    kept = []
+    for multiplier in (1, 4, 200):
+        found = search_signs(queries, shards(tmp_path, documents, 900), 10, multiplier).index_QK
+        kept.append(np.mean([len(set(a) & set(b)) for a, b in zip(found.tolist(), exact.tolist(), strict=True)]) / 10)
+    assert kept[0] < kept[1] < kept[2] == 1.0
+
+
+def test_documents_with_the_same_signs_come_in_their_order(tmp_path):
+    documents = np.repeat(some_vectors(1), 40, axis=0)
+    found = search_signs(some_vectors(3, seed=1), shards(tmp_path, documents), 5, 2)
+    assert found.index_QK.tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_edges_one_row_no_query_no_document_and_a_query_of_zeros(tmp_path):
+    one = shards(tmp_path, some_vectors(1))
+    assert search_signs(some_vectors(2), one, 10).index_QK.tolist() == [[0], [0]]
+    assert search_signs(some_vectors(0), one, 10).score_QK.shape == (0, 1)
+    assert search_signs(some_vectors(3), shards(tmp_path, some_vectors(0)), 10).index_QK.shape == (3, 0)
+    documents = -np.abs(some_vectors(9))
+    zeros = search_signs(np.zeros((1, 24), np.float32), shards(tmp_path, documents), 3)
+    assert (zeros.score_QK.tolist(), zeros.index_QK.tolist()) == ([[0, 0, 0]], [[0, 1, 2]])
+
+
+def test_numbers_that_are_not_positive_are_refused_and_a_damaged_shard_is_named(tmp_path):
+    documents = shards(tmp_path, some_vectors(9))
+    with pytest.raises(OptionError, match=r"top_k must be >= 1, got -1"):
+        search_signs(some_vectors(1), documents, -1)
+    with pytest.raises(OptionError, match="rescore_multiplier must be >= 1, got 0; leave it out for 4"):
+        search_signs(some_vectors(1), documents, 1, 0)
+    with pytest.raises(OptionError, match="top_k must be >= 1"):
+        nearest_signs(sign_bits(some_vectors(1)), [], 0)
+    np.save(documents.path(1), np.zeros((2, 24), np.float32))
+    with pytest.raises(InputError, match=r"vectors-00001\.npy: holds float32 of shape \(2, 24\), expected uint8 of"):
+        search_signs(some_vectors(1), documents, 1)
+
+
+QUERIES = [some_texts(11)[3], "quick fox"]
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return Encoder(tiny_embedder(prompts={"query": "the "}), precision="float32")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(
+        "".join(json.dumps({"_id": f"d{row}", "text": text}) + "\n" for row, text in enumerate(some_texts(11)))
+    )
+    return path
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_does_not_depend_on_the_query_is_done_once(is_folder, corpus, encoder, tmp_path, monkeypatch):
+    place = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4).path if is_folder else corpus
+    expected = [search_corpus(encoder, place, [query], top_k=3)[0] for query in QUERIES]
+    searched = CorpusSearch(encoder, place)
+    counts = counted_encodings(monkeypatch)
+    monkeypatch.setattr("embeddings.inference.search.read_corpus", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("embeddings.inference.search.embedder_sha256", lambda *_: pytest.fail("hashed again"))
+    found = [searched.search([query], 3)[0] for query in QUERIES]
+    assert counts == [1, 1]
+    assert found == expected
+    assert [len(hits) for hits in found] == [3, 3]
+
+
+def test_an_index_is_asked_for_unit_vectors_and_may_find_fewer(corpus, tmp_path):
+    encoder = Encoder(tiny_embedder(normalize=False), precision="float32")
+    asked = []
+
+    def nearest(query_QD, top_k):
+        asked.append((query_QD, top_k))
+        return TopK(np.array([[0.9, 0.5, -np.inf]], np.float32), np.array([[7, 2, -1]]))
+
+    folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4).path
+    (hits,) = CorpusSearch(encoder, folder, nearest=nearest).search(["quick fox"], 3)
+    assert [hit.document_id for hit in hits] == ["d7", "d2"]
+    assert [hit.text for hit in hits] == [some_texts(11)[row] for row in (7, 2)]
+    assert [round(hit.score, 3) for hit in hits] == [0.9, 0.5]
+    assert asked[0][1] == 3
+    np.testing.assert_allclose(np.linalg.norm(asked[0][0], axis=1), 1, rtol=1e-5)
+
+
+def test_a_folder_of_another_model_is_refused_before_a_query(corpus, encoder, tmp_path):
+    encode_corpus(encoder, corpus, tmp_path / "out")
+    with pytest.raises(InputError, match="field 'model_sha256'"):
+        CorpusSearch(Encoder(tiny_embedder(query_max_length=9)), tmp_path / "out")
+
+
+def test_an_index_beside_a_corpus_file_is_refused(corpus, encoder):
+    with pytest.raises(OptionError, match="nearest needs an encoded folder, got 'an index'"):
+        CorpusSearch(encoder, corpus, nearest=lambda *_: pytest.fail("asked"))
+
+
+def test_no_document_is_asked_for_in_vain(corpus, encoder):
+    with pytest.raises(OptionError, match="top_k must be >= 1"):
+        CorpusSearch(encoder, corpus).search(["a"], 0)
+
+
+@pytest.mark.parametrize("vector_format", ["float16", "int8", "binary"])
+@pytest.mark.parametrize("top_k", [3, 11, 30])
+def test_vectors_of_every_format_are_ranked_by_the_cosines_of_what_is_kept(
+    vector_format, top_k, corpus, encoder, tmp_path
+):
+    folder = encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4, vector_format=vector_format)
+    exact = encoder.encode(some_texts(11))
+    kept = float_rows(stored_rows(exact, vector_format, "here"), vector_format).astype(np.float64)
+    multiplier = {"rescore_multiplier": 4} if vector_format == "binary" else {}
+    found = CorpusSearch(encoder, folder.path, **multiplier).search(QUERIES, top_k)
+    for query, hits in zip(encoder.encode(QUERIES, role="query"), found, strict=True):
+        cosine = [float(row @ query / np.sqrt(row @ row)) for row in kept]
+        # Of 11 documents all are candidates, even for 3 x 4.
+        best = sorted(range(11), key=lambda row: -cosine[row])[:top_k]
+        assert [hit.document_id for hit in hits] == [f"d{row}" for row in best]
+        np.testing.assert_allclose([hit.score for hit in hits], [cosine[row] for row in best], atol=1e-6)
+        assert np.abs(exact[best[0]] @ query - cosine[best[0]]) > 1e-7
+
+
+def test_more_candidates_are_scored_again_where_that_is_asked_for(corpus, encoder, tmp_path):
+    place = encode_corpus(encoder, corpus, tmp_path / "out", vector_format="binary").path
+    usual, all_of_them = CorpusSearch(encoder, place), CorpusSearch(encoder, place, rescore_multiplier=11)
+    few = CorpusSearch(encoder, place, rescore_multiplier=1)
+    best = [searched.search(QUERIES, 1) for searched in (usual, all_of_them, few)]
+    scores = [[hits[0].score for hits in found] for found in best]
+    assert all(one <= more for one, more in zip(scores[2], scores[1], strict=True))
+    assert usual.search(QUERIES, 3) == all_of_them.search(QUERIES, 3)
+    with pytest.raises(OptionError, match="rescore_multiplier must be >= 1, got 0"):
+        CorpusSearch(encoder, place, rescore_multiplier=0)
+
+
+@pytest.mark.parametrize("vector_format", [None, "float32", "int8"])
+def test_a_multiplier_is_refused_where_nothing_is_scored_again(vector_format, corpus, encoder, tmp_path, monkeypatch):
+    place = corpus
+    if vector_format is not None:
+        place = encode_corpus(encoder, corpus, tmp_path / "out", vector_format=vector_format).path
+    monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded before it was refused"))
+    with pytest.raises(OptionError, match="rescore_multiplier has no effect but on a folder of binary vectors, got 4"):
+        CorpusSearch(encoder, place, rescore_multiplier=4)

@@ -1,0 +1,452 @@
+"""Token weights against a loop over the attention matrices that an eager backbone returns."""
+
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.data.tokenize import TextTokenizer, TokenSpan
+from embeddings.inference import (
+    ContextualShift,
+    Encoder,
+    contextual_shift,
+    expert_loads,
+    latent_weights,
+    sample_context,
+)
+from embeddings.inference.inspection import (
+    PLACES,
+    TokenWeights,
+    anchor_shares,
+    place_of,
+    shares_of,
+    spanned_batches,
+    token_weights,
+)
+from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, MeanPooling, make_bidirectional
+from tests.helpers.tiny import bpe_tokenizer, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.inference.models import some_texts, tiny_embedder
+from tests.models.contextual_models import tiny_contextual
+from tests.models.moe import tiny_moe
+
+
+@pytest.mark.parametrize("mini_batch_tokens", [1, 30, 4096])
+def test_each_text_is_once_in_a_mini_batch_beside_its_tokens(mini_batch_tokens):
+    embedder, texts = tiny_embedder(prompts={"document": "a dog "}), some_texts(7)
+    tokens = TextTokenizer(embedder.tokenizer, embedder.text)(texts, "document", "a dog ")
+    found = {}
+    batches = list(spanned_batches(embedder, texts, None, "document", mini_batch_tokens))
+    for batch in batches:
+        assert batch.ids_nL.numel() <= mini_batch_tokens or len(batch.texts) == 1
+        for one, ids_L, attention_L, pooled_L in zip(
+            batch.texts, batch.ids_nL, batch.attention_nL, batch.pooled_nL, strict=True
+        ):
+            assert one.row not in found
+            length = len(one.spans)
+            assert attention_L.tolist() == [place < length for place in range(len(attention_L))]
+            assert not pooled_L[length:].any()
+            found[one.row] = (one.text, [span.token for span in one.spans], ids_L[:length])
+    assert sorted(found) == list(range(7))
+    for row, (text, names, ids_T) in found.items():
+        assert text == f"a dog {texts[row]}"
+        assert embedder.tokenizer.convert_ids_to_tokens(ids_T.tolist()) == names
+        assert len(names) == int(tokens.lengths_N[row]) > 2
+    assert len(batches) == {1: 7, 4096: 1}.get(mini_batch_tokens, len(batches))
+
+
+def test_a_prompt_that_the_model_lacks_is_refused():
+    with pytest.raises(OptionError, match="prompt"):
+        next(spanned_batches(tiny_embedder(), ["a"], "none", "document", 64))
+
+
+TEXTS = ["the quick brown fox: jumps, over", "how do I pad sequences to one length", "dog"]
+PROMPT = "search_query: "
+
+
+def sharp(backbone):
+    """The backbone with queries so large that its attention is far from uniform."""
+    for name, weight in backbone.named_parameters():
+        if "query.weight" in name or "q_proj.weight" in name:
+            weight.data *= 50
+    return backbone
+
+
+def embedder_of(kind="bert", pooling=None, causal=False, **text):
+    backbone = sharp(tiny_bert() if kind == "bert" else tiny_mistral())
+    if kind == "mistral" and not causal:
+        make_bidirectional(backbone)
+    tokenizer = wordpiece_tokenizer() if kind == "bert" else sentencepiece_tokenizer()
+    settings = TextSettings(document_max_length=24, query_max_length=24, **text)
+    return Embedder(backbone, tokenizer, pooling or MeanPooling(32), text=settings).eval()
+
+
+def loop_weights(kind, tokenizer, text, num_prompt=0, layer=-1, axis="key"):
+    """Eq. 3 with one number at a time, on a backbone of its own."""
+    backbone = sharp(tiny_bert() if kind == "bert" else tiny_mistral())
+    if kind == "mistral":
+        make_bidirectional(backbone)
+    backbone.set_attn_implementation("eager")
+    ids = tokenizer(text, truncation=True, max_length=24)["input_ids"]
+    with torch.no_grad():
+        attention = backbone(torch.tensor([ids]), output_attentions=True).attentions[layer][0].tolist()
+    length, weights = len(ids), []
+    for token in range(length):
+        total = 0.0
+        for head in attention:
+            for other in range(length):
+                paid = head[other][token] if axis == "key" else head[token][other]
+                total += math.log(paid * length + 1)
+        weights.append(0.0 if token < num_prompt else total)
+    return ids, [weight / sum(weights) for weight in weights]
+
+
+@pytest.mark.parametrize("kind", ["bert", "mistral"])
+@pytest.mark.parametrize("axis", ["key", "query"])
+def test_the_weights_of_a_model_that_pools_otherwise_are_those_of_the_loop(kind, axis):
+    embedder = embedder_of(kind)
+    pooling = None if axis == "key" else AnchorTokenPooling(32, axis="query")
+    found = token_weights(embedder, TEXTS, pooling, mini_batch_tokens=20)
+    assert [weights.text for weights in found] == TEXTS
+    for text, weights in zip(TEXTS, found, strict=True):
+        ids, expected = loop_weights(kind, embedder.tokenizer, text, axis=axis)
+        assert [embedder.tokenizer.convert_tokens_to_ids(span.token) for span in weights.spans] == ids
+        np.testing.assert_allclose(weights.weight_T, expected, rtol=1e-3, atol=1e-6)
+        assert weights.pooled_T.all()
+        assert weights.weight_T.dtype == np.float32
+    assert np.ptp(found[0].weight_T) > 1e-3
+
+
+def test_a_prompt_weighs_nothing_and_the_text_behind_it_everything():
+    embedder = embedder_of(prompts={"query": PROMPT})
+    (found,) = token_weights(embedder, ["pad the fox"], role="query")
+    num_prompt = sum(span.end <= len(PROMPT) for span in found.spans[:-1])
+    assert num_prompt >= 4
+    _, expected = loop_weights("bert", embedder.tokenizer, PROMPT + "pad the fox", num_prompt)
+    np.testing.assert_allclose(found.weight_T, expected, rtol=1e-3, atol=1e-6)
+    assert found.pooled_T.tolist() == [False] * num_prompt + [True] * (len(expected) - num_prompt)
+    (by_name,) = token_weights(embedder, ["pad the fox"], prompt_name="query")
+    (without,) = token_weights(embedder, ["pad the fox"])
+    assert by_name.text == found.text == PROMPT + "pad the fox"
+    assert without.text == "pad the fox"
+    with pytest.raises(OptionError, match="prompt_name"):
+        token_weights(embedder, ["a"], prompt_name="qury")
+
+
+def test_a_models_own_pooling_is_used_unless_another_is_given():
+    own = AnchorTokenPooling(32, layers=(0,), include_first=False)
+    embedder = embedder_of(pooling=own)
+    before = embedder(embedder_tokens(embedder))
+    (found,) = token_weights(embedder, TEXTS[:1])
+    _, expected = loop_weights("bert", embedder.tokenizer, TEXTS[0], num_prompt=1, layer=0)
+    np.testing.assert_allclose(found.weight_T, expected, rtol=1e-3, atol=1e-6)
+    (other,) = token_weights(embedder, TEXTS[:1], AnchorTokenPooling(32, layers=(0, -1)))
+    layers = [loop_weights("bert", embedder.tokenizer, TEXTS[0], layer=layer)[1] for layer in (0, -1)]
+    np.testing.assert_allclose(other.weight_T, np.mean(layers, axis=0), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(embedder(embedder_tokens(embedder)), before, rtol=0, atol=0)
+
+
+def embedder_tokens(embedder):
+    return TextTokenizer(embedder.tokenizer, embedder.text)(TEXTS, "document").padded(None, 0)
+
+
+def test_a_model_is_left_as_found_also_after_a_refusal():
+    embedder = embedder_of("mistral", causal=True)
+    embedder.train()
+    embedder.backbone.eval()
+    modes = [module.training for module in embedder.modules()]
+    configs = [getattr(module, "config", None) for module in embedder.modules()]
+    for _ in range(2):
+        with pytest.raises(OptionError, match=r"under a causal mask.*by_visible_queries: true"):
+            token_weights(embedder, TEXTS)
+        token_weights(embedder, TEXTS, AnchorTokenPooling(32, by_visible_queries=True))
+    with pytest.raises(OptionError, match=r"layers \[7\] must be among the 2"):
+        token_weights(embedder, TEXTS, AnchorTokenPooling(32, layers=(7,)))
+    assert [module.training for module in embedder.modules()] == modes
+    assert all(
+        getattr(module, "config", None) is config for module, config in zip(embedder.modules(), configs, strict=True)
+    )
+
+
+def test_a_byte_level_tokenizer_and_an_empty_text_have_weights_too():
+    backbone = tiny_bert()
+    embedder = Embedder(backbone, bpe_tokenizer(), MeanPooling(32)).eval()
+    found = token_weights(embedder, ["東京 fox", ""])
+    assert [float(weights.weight_T.sum()) for weights in found] == pytest.approx([1.0, 1.0])
+    assert [len(weights.spans) for weights in found][1] == 1
+    assert token_weights(embedder, []) == []
+
+
+def test_a_contextual_model_is_refused():
+    with pytest.raises(InputError, match="is contextual"):
+        token_weights(tiny_contextual(), ["a"])
+
+
+SHARE_TEXTS = ["the quick, brown - fox.", "how do I pad: sequences", "dog", "..."]
+
+
+def weighed(text, spans, weights, pooled=None):
+    spans = [TokenSpan(name, start, end, start == end) for name, start, end in spans]
+    pooled = np.array(pooled or [True] * len(spans))
+    return TokenWeights(text, spans, np.array(weights, dtype=np.float32), pooled)
+
+
+def loop_shares(texts):
+    """The mean over texts, one number at a time, of an eager backbone's attention matrices."""
+    backbone, tokenizer = tiny_bert(), wordpiece_tokenizer()
+    backbone.set_attn_implementation("eager")
+    sums = {"weight": dict.fromkeys(PLACES, 0.0), "tokens": dict.fromkeys(PLACES, 0.0)}
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        with torch.no_grad():
+            heads = backbone(torch.tensor([ids]), output_attentions=True).attentions[-1][0].tolist()
+        length = len(ids)
+        received = [
+            sum(math.log(head[query][key] * length + 1) for head in heads for query in range(length))
+            for key in range(length)
+        ]
+        for position, token in enumerate(tokenizer.convert_ids_to_tokens(ids)):
+            marks = token.removeprefix("##")
+            place = "punctuation" if marks in (",", "-", ".", ":") else "rest"
+            place = "first" if position == 0 else "last" if position == length - 1 else place
+            sums["weight"][place] += received[position] / sum(received) / len(texts)
+            sums["tokens"][place] += 1 / length / len(texts)
+    return sums
+
+
+def test_the_shares_of_a_corpus_are_those_of_the_loop_whatever_the_blocks(monkeypatch):
+    embedder = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
+    expected = loop_shares(SHARE_TEXTS)
+    assert min(expected["weight"].values()) > 0.05
+    for block in (1024, 3):
+        monkeypatch.setattr(sys.modules[anchor_shares.__module__], "TEXTS_PER_BLOCK", block)
+        found = anchor_shares(embedder, SHARE_TEXTS, mini_batch_tokens=16)
+        assert found.weight == pytest.approx(expected["weight"], abs=1e-5)
+        assert found.tokens == pytest.approx(expected["tokens"], abs=1e-9)
+        assert found.num_texts == 4
+    assert found.weight["first"] != pytest.approx(found.tokens["first"], abs=1e-4)
+
+
+def test_the_places_of_a_text_by_hand():
+    text = "Hi (–, a1"
+    spans = [("<s>", 0, 0), ("Hi", 0, 2), (" (", 2, 4), ("–,", 4, 6), ("a", 7, 8), ("1", 8, 9), ("</s>", 0, 0)]
+    weights = weighed(text, spans, [0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
+    assert place_of(weights) == ["first", "rest", "punctuation", "punctuation", "rest", "rest", "last"]
+    shares = shares_of(weights)
+    assert shares.weight == pytest.approx({"first": 0.3, "last": 0.2, "punctuation": 0.2, "rest": 0.3}, abs=1e-6)
+    assert shares.tokens == pytest.approx({"first": 1 / 7, "last": 1 / 7, "punctuation": 2 / 7, "rest": 3 / 7})
+
+
+def test_a_prompt_has_no_place():
+    spans = [("[CLS]", 0, 0), (":", 0, 1), ("!", 1, 2), ("a", 2, 3), ("[SEP]", 0, 0)]
+    weights = weighed(":!a", spans, [0, 0, 0.5, 0.3, 0.2], [False, False, True, True, True])
+    assert place_of(weights) == [None, None, "first", "rest", "last"]
+    assert sum(shares_of(weights).tokens.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("size", "places"), [(1, ["first"]), (2, ["first", "last"])])
+def test_short_texts_have_a_first_token_before_a_last_one(size, places):
+    weights = weighed("..", [(".", 0, 1), (".", 1, 2)][:size], [1 / size] * size)
+    assert place_of(weights) == places
+
+
+def test_a_special_token_in_the_middle_is_no_punctuation():
+    spans = [("a", 0, 1), ("!", 0, 0), (" ", 1, 2), ("b", 2, 3)]
+    assert place_of(weighed("a b", spans, [0.25] * 4)) == ["first", "rest", "rest", "last"]
+
+
+def test_prompts_reach_the_weights_and_no_text_is_refused():
+    text = TextSettings(prompts={"query": "search_query: "})
+    embedder = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), text=text)
+    plain, prompted = (anchor_shares(embedder, ["dog"], role=role) for role in ("document", "query"))
+    assert plain.tokens["rest"] == pytest.approx(1 / 3)
+    assert prompted.tokens == pytest.approx({"first": 0.5, "last": 0.5, "punctuation": 0, "rest": 0})
+    with pytest.raises(OptionError, match="texts must not be empty"):
+        anchor_shares(embedder, [])
+
+
+def latent_embedder(**options):
+    torch.manual_seed(0)
+    pooling = LatentAttentionPooling(32, num_latents=7, num_heads=2, head_dim=8, **options)
+    for weight in pooling.parameters():
+        weight.data *= 5
+    text = TextSettings(16, 24, prompts={"query": PROMPT}, pool_prompt=False)
+    return Embedder(tiny_bert(), wordpiece_tokenizer(), pooling, text=text)
+
+
+def alone(embedder, text, head):
+    """The softmax of one text's tokens, without padding and in float64."""
+    embedder = embedder.eval()
+    ids = embedder.tokenizer(text, truncation=True, max_length=24)["input_ids"]
+    with torch.no_grad():
+        state_TH = embedder.backbone(torch.tensor([ids])).last_hidden_state[0]
+        attention = embedder.pooling.attention
+        query_TW = attention.to_query(attention.norm(state_TH))
+        key_RW = attention.to_key_value(attention.norm_latents(embedder.pooling.latents))[:, :16]
+    own = slice(8 * head, 8 * head + 8)
+    return ids, ((query_TW[:, own].double() @ key_RW[:, own].double().T) / 8**0.5).softmax(1).numpy()
+
+
+@pytest.mark.parametrize("mini_batch_tokens", [12, 1000])
+def test_the_weights_are_those_of_each_text_alone(mini_batch_tokens):
+    embedder = latent_embedder()
+    heads = [latent_weights(embedder, TEXTS, head=head, mini_batch_tokens=mini_batch_tokens) for head in (0, 1)]
+    means = latent_weights(embedder, TEXTS, mini_batch_tokens=mini_batch_tokens)
+    for number, text in enumerate(TEXTS):
+        expected = []
+        for head in (0, 1):
+            ids, weight_TR = alone(embedder, text, head)
+            found = heads[head][number]
+            assert found.text == text
+            assert [embedder.tokenizer.convert_tokens_to_ids(span.token) for span in found.spans] == ids
+            np.testing.assert_allclose(found.weight_TR, weight_TR, rtol=1e-4, atol=1e-6)
+            expected.append(weight_TR)
+        np.testing.assert_allclose(means[number].weight_TR, np.mean(expected, axis=0), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(means[number].mean_R, np.mean(expected, axis=(0, 1)), rtol=1e-4, atol=1e-6)
+        assert np.ptp(expected[0]) > 0.2
+        assert not np.allclose(*expected, atol=0.05)
+
+
+def test_a_prompt_that_is_not_pooled_has_no_row():
+    embedder = latent_embedder()
+    (found,) = latent_weights(embedder, ["pad the fox"], role="query")
+    assert found.text == PROMPT + "pad the fox"
+    assert [span.token for span in found.spans] == ["pad", "the", "fox", "[SEP]"]
+    _, weight_TR = alone(embedder, PROMPT + "pad the fox", 1)
+    (of_head,) = latent_weights(embedder, ["pad the fox"], prompt_name="query", head=1)
+    np.testing.assert_allclose(of_head.weight_TR, weight_TR[-4:], rtol=1e-4, atol=1e-6)
+
+
+def test_the_model_is_left_as_found():
+    embedder = latent_embedder()
+    assert embedder.training
+    latent_weights(embedder, TEXTS)
+    assert embedder.training
+
+
+def test_what_has_no_latents_or_no_such_head_is_refused():
+    other = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
+    for model in (other, tiny_contextual()):
+        with pytest.raises(InputError, match="the model: has mean pooling, and no latents; give one with latent"):
+            latent_weights(model, TEXTS)
+    for head in (-1, 2):
+        with pytest.raises(OptionError, match=f"head must be from 0 to 1, the model's heads, got {head}"):
+            latent_weights(latent_embedder(), TEXTS, head=head)
+    with pytest.raises(OptionError, match="must name a prompt of the model"):
+        latent_weights(latent_embedder(), TEXTS, prompt_name="qury")
+
+
+ROUTED_TEXTS = ["the quick brown fox", "dog", "how do I pad sequences to one length", "7 jumps " * 20]
+
+
+def routed_encoder(mini_batch_tokens: int = 64) -> Encoder:
+    text = TextSettings(12, 16, prompts={"query": PROMPT})
+    embedder = Embedder(tiny_moe(num_layers=4), wordpiece_tokenizer(), MeanPooling(32), text=text)
+    return Encoder(embedder, precision="float32", mini_batch_tokens=mini_batch_tokens)
+
+
+@pytest.mark.parametrize("mini_batch_tokens", [16, 1000])
+@pytest.mark.parametrize("role", ["document", "query"])
+def test_the_loads_are_those_of_each_text_alone(role, mini_batch_tokens):
+    model = routed_encoder(mini_batch_tokens)
+    loads = expert_loads(model, ROUTED_TEXTS, role=role)
+    prompt, length = (PROMPT, 12) if role == "query" else ("", 16)
+    embedder = model.embedder.eval()
+    ids = [embedder.tokenizer(prompt + text, truncation=True, max_length=length)["input_ids"] for text in ROUTED_TEXTS]
+    expected = sum(embedder.backbone(input_ids=torch.tensor([row])).expert_counts for row in ids)
+    assert torch.equal(loads.count_YX, expected)
+    assert loads.count_YX.shape == (2, 4)
+    assert (loads.layers, loads.top_k, loads.num_tokens) == ([1, 3], 2, sum(map(len, ids)))
+    assert loads.share_YX.sum(1).tolist() == pytest.approx([1, 1])
+    torch.testing.assert_close(loads.share_YX, expected.double() / expected.sum(1, keepdim=True))
+
+
+def test_a_prompt_by_name_holds_and_a_text_given_twice_counts_once():
+    model = routed_encoder()
+    named = expert_loads(model, ROUTED_TEXTS, prompt_name="query")
+    assert named.num_tokens > expert_loads(model, ROUTED_TEXTS).num_tokens
+    assert torch.equal(expert_loads(model, ROUTED_TEXTS + ROUTED_TEXTS[:2], "query").count_YX, named.count_YX)
+    with pytest.raises(OptionError, match="must name a prompt of the model"):
+        expert_loads(model, ROUTED_TEXTS, "qury")
+
+
+def test_a_routed_model_is_left_as_found():
+    model = routed_encoder()
+    assert model.embedder.training
+    hooks = len(model.embedder.backbone._forward_hooks)
+    expert_loads(model, ROUTED_TEXTS)
+    assert model.embedder.training
+    assert len(model.embedder.backbone._forward_hooks) == hooks
+
+
+def test_what_routes_no_tokens_is_refused():
+    dense = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
+    with pytest.raises(InputError, match="the model: is dense: it has no experts to send tokens to; give a sparse one"):
+        expert_loads(Encoder(dense), ROUTED_TEXTS)
+    with pytest.raises(InputError, match="the model: is contextual"):
+        expert_loads(Encoder(tiny_contextual()), ROUTED_TEXTS)
+
+
+SHIFT_TEXTS = ["the quick brown fox", "dog", "how do I pad sequences to one length"]
+CORPUS = ["jumps over", "the lazy dog", "return the sum", "two numbers", "one length", "pad 7"]
+
+
+def test_each_context_is_read_on_its_own_and_none_is_one_too():
+    encoder = Encoder(tiny_contextual(normalize=False), precision="float32")
+    contexts = [sample_context(encoder, CORPUS, 3, seed) for seed in (1, 2)]
+    shift = contextual_shift(encoder, SHIFT_TEXTS, contexts)
+    assert shift.vector_CND.shape == (2, 3, 32)
+    for found, context in zip([*shift.vector_CND, shift.alone_ND], [*contexts, None], strict=True):
+        expected = encoder.encode(SHIFT_TEXTS, None, context, role="document")
+        expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    assert np.abs(shift.vector_CND[0] - shift.vector_CND[1]).max() > 1e-4
+    assert np.abs(shift.vector_CND[0] - shift.alone_ND).max() > 1e-4
+
+
+def test_the_cosines_are_those_of_loops():
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(5, 4, 6))
+    vectors /= np.linalg.norm(vectors, axis=2, keepdims=True)
+    shift = ContextualShift(vectors[:4], vectors[4])
+    for n in range(4):
+        pairs = [vectors[a, n] @ vectors[b, n] for a in range(4) for b in range(a + 1, 4)]
+        np.testing.assert_allclose(shift.own_cosine_NP[n], pairs)
+        assert shift.alone_cosine_N[n] == pytest.approx(np.mean([vectors[c, n] @ vectors[4, n] for c in range(4)]))
+        nearest = [max(vectors[c, n] @ vectors[c, m] for m in range(4) if m != n) for c in range(4)]
+        assert shift.other_cosine_N[n] == pytest.approx(np.mean(nearest))
+    stays = []
+    for c in range(4):
+        for n in range(4):
+            others = {(d, m): vectors[c, n] @ vectors[d, m] for d in range(4) if d != c for m in range(4)}
+            stays.append(max(others, key=others.get)[1] == n)
+    assert 0 < np.mean(stays) < 1
+    assert shift.stays_nearest == pytest.approx(np.mean(stays))
+
+
+def test_documents_that_do_not_move_stay_nearest():
+    vectors = np.stack([np.eye(3)] * 2)
+    shift = ContextualShift(vectors, np.eye(3))
+    assert shift.stays_nearest == 1
+    assert shift.own_cosine_NP.tolist() == [[1], [1], [1]]
+    assert shift.other_cosine_N.tolist() == [0, 0, 0]
+
+
+def test_too_little_to_compare_and_a_model_without_a_context_are_refused():
+    encoder = Encoder(tiny_contextual(), precision="float32")
+    contexts = [sample_context(encoder, CORPUS, 3, seed) for seed in (1, 2)]
+    with pytest.raises(OptionError, match="documents must be two or more"):
+        contextual_shift(encoder, SHIFT_TEXTS[:1], contexts)
+    with pytest.raises(OptionError, match="contexts must be two or more"):
+        contextual_shift(encoder, SHIFT_TEXTS, contexts[:1])
+    plain = Encoder(Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)), precision="float32")
+    with pytest.raises(OptionError, match="this model takes none"):
+        contextual_shift(plain, SHIFT_TEXTS, contexts)
+
+
+def test_another_document_in_the_same_context_may_be_nearer():
+    degrees = np.deg2rad([[0, 5], [-20, 25]])
+    vectors = np.stack([np.cos(degrees), np.sin(degrees)], axis=-1)
+    assert ContextualShift(vectors, vectors[0]).stays_nearest == 1
