@@ -10,8 +10,7 @@ from typing import Any, Literal
 from embeddings.cli.parser import reason
 from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import read_checkpoint
-from embeddings.figures.run_folder import read_run_record
-from embeddings.figures.run_metrics import SCORE, read_curves
+from embeddings.figures.run_facts import SCORE, read_curves, read_run_record
 from embeddings.interop.released import import_released
 from embeddings.models.lora import save_adapters
 from embeddings.models.model_card import TrainingFacts, keeps_card, write_model_card

@@ -10,12 +10,17 @@ from embeddings.common.text import format_table, one_line
 from embeddings.data.samplers.cluster_folder import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.figures.anchor_tokens import PLACE_NAMES, weighted_pieces
-from embeddings.figures.cluster_points import ClusterFacts, draw_cluster_points
-from embeddings.figures.clusters import MOST_CLUSTERS
-from embeddings.figures.contextual_shift import MOST_CORPORA, MOST_DOCUMENTS
-from embeddings.figures.latent_weights import MEAN, MOST_COLUMNS, draw_latents_by_text, spread, token_name
-from embeddings.figures.neighbour_map import PERPLEXITY, neighbour_map
-from embeddings.figures.run_lines import run_names
+from embeddings.figures.clusters import (
+    MAX_CLUSTERS,
+    MAX_CORPORA,
+    MAX_DOCUMENTS,
+    PERPLEXITY,
+    ClusterFacts,
+    draw_cluster_points,
+    neighbour_map,
+)
+from embeddings.figures.drawing import run_names
+from embeddings.figures.heat_maps import MAX_COLUMNS, MEAN, draw_latents_by_text, spread, token_name
 from embeddings.inference import Encoder, ExpertLoads, choose_context, expert_loads, read_corpus, require_context_size
 from embeddings.inference import contextual_shift as measure_shift
 from embeddings.inference.context import draw_documents
@@ -59,7 +64,7 @@ def curves(run: Path | list[Path], output: Path | None = None) -> None:
 def anchor_tokens(
     texts: list[str],
     model: str,
-    output: Path = Path("anchor-tokens.png"),
+    output: Path = Path("anchor-tokens.html"),
     prompt_name: str | None = None,
     role: Literal["document", "query"] = "document",
     axis: Literal["key", "query"] | None = None,
@@ -68,14 +73,14 @@ def anchor_tokens(
     include_first: bool | None = None,
     by_visible_queries: bool | None = None,
 ) -> None:
-    """Draw where anchor-token-aware pooling puts its weight in some texts, and print it as a table.
+    """Show where anchor-token-aware pooling puts its weight in some texts, and print it as a table.
 
     A model that pools so shows its own weights, any other one those that such a pooling would give.
 
     Args:
-        texts: The texts, drawn below each other on one scale.
+        texts: The texts, shown below each other on one scale.
         model: A model directory or Hub id.
-        output: The PNG file to write.
+        output: The HTML file to write.
         prompt_name: Which of the model's prompts goes before each text; the one of the role's name where none is given.
             Its tokens have no weight.
         role: Whose prompt and length limit hold for the texts.
@@ -89,7 +94,7 @@ def anchor_tokens(
     """
 
     _check_texts(texts)
-    figures.check_output(output)
+    figures.check_output(output, "an HTML file", needs_matplotlib=False)
     embedder = Encoder.from_pretrained(model).embedder
     given = {
         "axis": axis,
@@ -206,8 +211,8 @@ def latent_attention(
     """
 
     _check_texts(texts)
-    if not 1 <= num_latents <= MOST_COLUMNS:
-        rule = f"must be from 1 to {MOST_COLUMNS}, what a picture has room for"
+    if not 1 <= num_latents <= MAX_COLUMNS:
+        rule = f"must be from 1 to {MAX_COLUMNS}, what a picture has room for"
         raise OptionError("num_latents", num_latents, rule, "24 is usual")
     figures.check_output(output)
     embedder = Encoder.from_pretrained(model).embedder
@@ -367,11 +372,11 @@ def contextual_shift(
     """
 
     corpora = [corpus] if isinstance(corpus, Path) else corpus
-    if not 1 <= len(corpora) <= MOST_CORPORA:
-        rule = f"must name from 1 to {MOST_CORPORA} corpora"
+    if not 1 <= len(corpora) <= MAX_CORPORA:
+        rule = f"must name from 1 to {MAX_CORPORA} corpora"
         raise OptionError("corpus", list(map(str, corpora)), rule, "give one, or several as [A,B]")
-    if not 2 <= num_documents <= MOST_DOCUMENTS:
-        rule = f"must be from 2 to {MOST_DOCUMENTS}: more colours cannot be told apart"
+    if not 2 <= num_documents <= MAX_DOCUMENTS:
+        rule = f"must be from 2 to {MAX_DOCUMENTS}: more colours cannot be told apart"
         raise OptionError("num_documents", num_documents, rule, "8 is usual")
     if num_contexts * len(corpora) < 2:
         raise OptionError("num_contexts", num_contexts, "must give two contexts or more", "10 is usual")
@@ -434,8 +439,8 @@ def clusters(
             left out.
     """
 
-    if num_clusters > MOST_CLUSTERS:
-        rule = f"must be at most {MOST_CLUSTERS}: more colours cannot be told apart"
+    if num_clusters > MAX_CLUSTERS:
+        rule = f"must be at most {MAX_CLUSTERS}: more colours cannot be told apart"
         raise OptionError("num_clusters", num_clusters, rule, "10 is usual")
     if perplexity is not None and projection != "tsne":
         raise OptionError("perplexity", perplexity, "has no effect without --projection tsne", "leave it out")

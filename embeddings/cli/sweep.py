@@ -18,7 +18,7 @@ from embeddings.common.signals import EXIT_RESUMABLE, STOP_SIGNALS, answer, hand
 from embeddings.common.text import format_table
 
 if TYPE_CHECKING:
-    from embeddings.figures.sweep import Dot
+    from embeddings.figures.curves import Dot
 
 
 class RunFailed(UserError):

@@ -1,12 +1,12 @@
-"""A sentence with its tokens shaded by their weight in anchor-token-aware pooling: MGH's Fig. 5."""
+"""Texts with their tokens shaded by their weight in anchor-token-aware pooling, as an HTML page: MGH's Fig. 5."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from embeddings.figures.shaded_text import ShadedPiece, ShadedText, draw_shaded_texts
+from embeddings.figures.drawing import LINE_BREAK, write_page
 from embeddings.inference.inspection import PLACES, Place, TokenWeights, shares_of
 
 PLACE_NAMES: dict[Place, str] = {
@@ -15,8 +15,9 @@ PLACE_NAMES: dict[Place, str] = {
     "punctuation": "punctuation",
     "rest": "everything else",
 }
-LABEL = "weight of a token over the mean of its text's tokens (mean pooling: 1 for all)"
-SPACE = "␣"
+# White, then the colours of YlOrRd.
+_COLOURS = np.array([(255, 255, 255), (255, 237, 160), (254, 178, 76), (252, 78, 42), (177, 0, 38)], dtype=np.float64)
+_SCALE_STEPS = 24
 
 
 class WeightedPiece(NamedTuple):
@@ -24,11 +25,11 @@ class WeightedPiece(NamedTuple):
 
     Attributes:
         text: The characters of the text, or the token's name where it has none.
-        start: Its first character's place in the text, from 0.
+        start: Place of its first character in the text, from 0.
         end: The place after the last one.
         weight: Sum of their weights.
         num_tokens: How many they are: more than one where a character is split over tokens.
-        is_special: Whether it is a token beside the text (`[CLS]`).
+        is_special: Whether it is a token outside the text (`[CLS]`).
         is_pooled: Whether it enters the pooling.
     """
 
@@ -44,14 +45,13 @@ class WeightedPiece(NamedTuple):
 def weighted_pieces(weights: TokenWeights) -> list[WeightedPiece]:
     """The tokens of a text as its own characters, in the order of the tokens.
 
-    Tokens of one character, as byte-level tokenizers make them, are one piece.
+    Tokens that share a character, as byte-level tokenizers make them, are one piece.
     """
     pieces: list[WeightedPiece] = []
     rows = zip(weights.spans, weights.weight_T.tolist(), weights.pooled_T.tolist(), strict=True)
     for span, weight, is_pooled in rows:
         last = pieces[-1] if pieces else None
-        shares = last is not None and not (last.is_special or span.is_special) and span.start < last.end
-        if last is not None and shares:
+        if last is not None and not (last.is_special or span.is_special) and span.start < last.end:
             pieces.pop()
             start, end = min(last.start, span.start), max(last.end, span.end)
             count, total, is_pooled = last.num_tokens + 1, last.weight + weight, last.is_pooled or is_pooled
@@ -63,47 +63,55 @@ def weighted_pieces(weights: TokenWeights) -> list[WeightedPiece]:
 
 
 def draw_anchor_tokens(texts: Sequence[TokenWeights], title: str, subtitle: str, output: Path) -> None:
-    """Draw texts with their tokens shaded by weight, all on one scale.
+    """Write a page of texts with their tokens shaded by weight, all on one scale.
 
-    A token's shade is its weight times the number of pooled tokens, so that texts of unlike length compare; tokens
-    outside the pooling, a prompt's, have none.
+    A token's shade is its weight times the number of pooled tokens, so that texts of different lengths compare. Tokens
+    outside the pooling, such as a prompt's, have no shade.
 
     Args:
         texts: The texts with their weights.
-        title: The line above all.
-        subtitle: What else is to be known of the weights.
-        output: The PNG file to write.
+        title: Heading of the page.
+        subtitle: A line below it.
+        output: The HTML file to write.
 
-    Raises:
-        InputError: If the texts fill more lines than a picture has room for.
-        MissingExtraError: If matplotlib is not installed.
     Source: MGH, Fig. 5, lower part. Differs: the shades are of weights over their mean.
     """
-    shaded = [ShadedText(shaded_pieces(weights), _caption(weights)) for weights in texts]
-    draw_shaded_texts(shaded, title, subtitle, LABEL, output)
+    shaded = [list(_pieces(weights)) for weights in texts]
+    most = max((piece["value"] or 0.0 for pieces in shaded for piece in pieces), default=0.0) or 1e-12
+    for piece in (piece for pieces in shaded for piece in pieces if piece["value"] is not None):
+        piece["style"] = _style(piece["value"] / most)
+    scale = [_style((step / _SCALE_STEPS) ** 2) for step in range(_SCALE_STEPS + 1)]
+    shown = [{"pieces": pieces, "caption": _caption(weights)} for pieces, weights in zip(shaded, texts, strict=True)]
+    write_page(
+        output, "anchor_tokens.html", title=title, subtitle=subtitle, texts=shown, scale=scale, most=f"{most:.2g}"
+    )
 
 
-def shaded_pieces(weights: TokenWeights) -> list[ShadedPiece]:
-    """The whole text in order: tokens and their shade, what lies between them, special tokens and their percentage."""
-    found: list[ShadedPiece] = []
+def _pieces(weights: TokenWeights) -> Iterator[dict[str, Any]]:
+    """All of the text in order: tokens with their value, what is between them, and special tokens with their share."""
     place, num_pooled = 0, int(np.count_nonzero(weights.pooled_T))
     for piece in weighted_pieces(weights):
-        shade = piece.weight / piece.num_tokens * num_pooled if piece.is_pooled else None
+        value = piece.weight / piece.num_tokens * num_pooled if piece.is_pooled else None
+        hint = f"weight {piece.weight:.4f}, {value:.2f} times the mean" if value is not None else "not pooled"
+        shown: dict[str, Any] = {"value": value, "is_special": piece.is_special, "hint": hint, "style": ""}
         if piece.is_special:
-            name = f" {piece.text} {piece.weight:.1%} " if piece.is_pooled else piece.text
-            found += [ShadedPiece(" ", None), ShadedPiece(name, shade, is_special=True), ShadedPiece(" ", None)]
+            yield {**shown, "text": piece.text, "share": f"{piece.weight:.1%}" if piece.is_pooled else ""}
             continue
         letters = weights.text[piece.start : piece.end]
-        own = letters.strip(" \t")
-        if own:
-            between = letters[: letters.index(own)]
-            found.append(ShadedPiece(weights.text[place : piece.start] + between, None))
-        else:
-            found.append(ShadedPiece(weights.text[place : piece.start], None))
-        found.append(ShadedPiece(own or SPACE, shade))
-        place = max(place, piece.start + len(letters.rstrip(" \t")) if own else piece.end)
-    rest = weights.text[place:].strip()
-    return [piece for piece in found if piece.text] + ([ShadedPiece(" …", None)] if rest else [])
+        blank = len(letters) - len(letters.lstrip(" \t")) if letters.strip() else 0
+        yield {"value": None, "is_special": False, "hint": "", "text": weights.text[place : piece.start + blank]}
+        yield {**shown, "text": letters[blank:].replace("\n", f"{LINE_BREAK}\n")}
+        place = max(place, piece.end)
+    rest = weights.text[place:]
+    yield {"value": None, "is_special": False, "hint": "", "text": f"{rest[:80]} …" if rest.strip() else ""}
+
+
+def _style(share: float) -> str:
+    """Background and letters of a value from 0 to 1, by its square root: one large value leaves the others apart."""
+    place = min(1.0, max(0.0, share)) ** 0.5 * (len(_COLOURS) - 1)
+    red, green, blue = (round(float(np.interp(place, range(len(_COLOURS)), channel))) for channel in _COLOURS.T)
+    letters = "#fff" if 0.299 * red + 0.587 * green + 0.114 * blue < 128 else "#1a1a1a"
+    return f"background:#{red:02x}{green:02x}{blue:02x};color:{letters}"
 
 
 def _caption(weights: TokenWeights) -> str:

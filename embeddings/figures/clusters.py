@@ -1,19 +1,173 @@
-"""Some clusters of a source in two dimensions, a colour each."""
+"""Vectors in two dimensions: clusters of a source, and documents in several contexts (CDE's Fig. 15)."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.figures.cluster_points import ClusterPoints
-from embeddings.figures.page import write_heading
-from embeddings.figures.png import pyplot, write_png
-from embeddings.figures.projection import Plane
-from embeddings.figures.shades import BLACK
+from embeddings.common import OptionError
+from embeddings.common.random import numpy_generator
+from embeddings.data.samplers.cluster_folder import ClusterFolder
+from embeddings.data.surrogate_vectors import SurrogateVectors
+from embeddings.figures.drawing import (
+    BLACK,
+    colour_of,
+    drawable,
+    plain_axes,
+    pyplot,
+    shortened,
+    write_heading,
+    write_png,
+)
+from embeddings.inference.inspection import ContextualShift
+from embeddings.inference.vectors import unit_rows
 
-# As many colours can be told apart.
-MOST_CLUSTERS = 20
+# As many colours, and as many kinds of dots, can be told apart.
+MAX_CLUSTERS = 20
+MAX_DOCUMENTS = 20
+MAX_CORPORA = 6
+MAX_POINTS = 5000
+PERPLEXITY = 30.0
+_MARKERS = ("o", "^", "s", "v", "P", "X")
+_NAME_LENGTH = 48
+_ORDINALS = ("first", "second")
+Vectors = npt.NDArray[np.floating[Any]]
+
+
+class Plane(NamedTuple):
+    """The two directions in which some vectors differ most.
+
+    Attributes:
+        mean_D: The vectors' mean, (D,).
+        axis_2D: The directions, (2, D), unit rows.
+        share_2: Their shares of the variance, (2,).
+    """
+
+    mean_D: npt.NDArray[np.float64]
+    axis_2D: npt.NDArray[np.float64]
+    share_2: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, vector_ND: Vectors) -> Self:
+        """The plane of some vectors, (N, D).
+
+        Determinism: of an axis and its opposite the one whose largest entry is positive.
+        """
+        mean_D = vector_ND.mean(axis=0, dtype=np.float64)
+        _, spread_K, axis_KD = np.linalg.svd(vector_ND - mean_D, full_matrices=False)
+        axis_2D, share_2 = np.zeros((2, len(mean_D))), np.zeros(2)
+        found = min(2, len(axis_KD))
+        axis_2D[:found] = axis_KD[:found]
+        share_2[:found] = spread_K[:found] ** 2 / max(float((spread_K**2).sum()), 1e-300)
+        largest_2 = axis_2D[np.arange(2), np.abs(axis_2D).argmax(axis=1)]
+        return cls(mean_D, np.where(largest_2[:, None] < 0, -axis_2D, axis_2D), share_2)
+
+    def points(self, vector_ND: Vectors) -> npt.NDArray[np.float64]:
+        """Where vectors lie on it, (N, 2)."""
+        found: npt.NDArray[np.float64] = (vector_ND - self.mean_D) @ self.axis_2D.T
+        return found
+
+    def name_axes(self, axis: Any) -> None:
+        """Name the axes of a picture, alike in scale, with their shares of the variance."""
+        for place, label in enumerate((axis.set_xlabel, axis.set_ylabel)):
+            label(f"{_ORDINALS[place]} principal axis ({self.share_2[place]:.1%} of the variance)", size=9)
+        axis.set_aspect("equal", adjustable="datalim")
+        axis.tick_params(labelsize=8)
+        plain_axes(axis)
+
+
+class ClusterFacts(NamedTuple):
+    """How tight a cluster is, and how far from the others of a sample.
+
+    Attributes:
+        cluster: Its number.
+        num_rows: Rows of it in the folder.
+        num_drawn: Rows of it in the sample.
+        cosine: Mean cosine of its drawn rows with their mean.
+        nearest: The other cluster of the sample whose mean is nearest; itself where there is no other.
+        nearest_cosine: Cosine of the two means.
+        at_home: Share of its drawn rows whose nearest mean is its own.
+    """
+
+    cluster: int
+    num_rows: int
+    num_drawn: int
+    cosine: float
+    nearest: int
+    nearest_cosine: float
+    at_home: float
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterPoints:
+    """Rows drawn from some clusters.
+
+    Attributes:
+        clusters: The K clusters' numbers, ascending.
+        num_rows_K: Rows of each in the folder, (K,) int64.
+        place_N: The place of each drawn row's cluster among them, (N,) int64, ascending.
+        vector_ND: The rows' vectors, (N, D) float32, unit rows.
+    """
+
+    clusters: list[int]
+    num_rows_K: npt.NDArray[np.int64]
+    place_N: npt.NDArray[np.int64]
+    vector_ND: npt.NDArray[np.float32]
+
+    @property
+    def mean_KD(self) -> npt.NDArray[np.float32]:
+        """The mean of each cluster's drawn rows, (K, D)."""
+        return np.stack([self.vector_ND[self.place_N == place].mean(axis=0) for place in range(len(self.clusters))])
+
+    def facts(self) -> list[ClusterFacts]:
+        """The facts of each cluster."""
+        mean_KD = unit_rows(self.mean_KD)
+        cosine_NK, between_KK = self.vector_ND @ mean_KD.T, mean_KD @ mean_KD.T
+        np.fill_diagonal(between_KK, -np.inf if len(self.clusters) > 1 else 1.0)
+        found = []
+        for place, cluster in enumerate(self.clusters):
+            own_nK, nearest = cosine_NK[self.place_N == place], int(between_KK[place].argmax())
+            at_home = float((own_nK.argmax(axis=1) == place).mean())
+            cosines = float(own_nK[:, place].mean()), float(between_KK[place, nearest])
+            sizes = int(self.num_rows_K[place]), len(own_nK)
+            found.append(ClusterFacts(cluster, *sizes, cosines[0], self.clusters[nearest], cosines[1], at_home))
+        return found
+
+
+def draw_cluster_points(
+    clusters: ClusterFolder, vectors: SurrogateVectors, num_clusters: int, rows_per_cluster: int, seed: int = 0
+) -> ClusterPoints:
+    """Draw some clusters that hold rows, and some rows of each.
+
+    A row's vector is that of its query and that of its first positive, concatenated, at unit length: what `cluster`
+    uses before its reduction.
+
+    Args:
+        clusters: The clusters.
+        vectors: The vectors of the same source.
+        num_clusters: How many clusters; all where there are fewer.
+        rows_per_cluster: Maximum rows of each.
+        seed: Seed of the draw.
+
+    Raises:
+        OptionError: If a number is not positive.
+    """
+    for name, value in (("num_clusters", num_clusters), ("rows_per_cluster", rows_per_cluster)):
+        if value < 1:
+            raise OptionError(name, value, "must be >= 1", "leave it out for the default")
+    generator = numpy_generator(seed, "shown clusters")
+    sizes = np.diff(clusters.offsets)
+    chosen = np.sort(generator.permutation(np.flatnonzero(sizes))[:num_clusters])
+    places, found = [], []
+    for place, cluster in enumerate(chosen.tolist()):
+        rows = np.asarray(clusters.rows_by_cluster[clusters.offsets[cluster] : clusters.offsets[cluster + 1]])
+        for row in np.sort(generator.permutation(rows)[:rows_per_cluster]).tolist():
+            found.append(np.concatenate([vectors.query(row), vectors.positives(row)[0]]))
+            places.append(place)
+    return ClusterPoints(chosen.tolist(), sizes[chosen], np.array(places), unit_rows(np.stack(found)))
 
 
 def draw_clusters(
@@ -21,7 +175,7 @@ def draw_clusters(
 ) -> None:
     """Draw rows on the plane in which they differ most, coloured by cluster, each cluster's mean numbered.
 
-    Clusters that touch here may lie apart in the dimensions that are not shown: the axes say how much of the variance
+    Clusters that touch here may be apart in the dimensions that are not shown: the axes say how much of the variance
     is.
 
     Args:
@@ -29,13 +183,13 @@ def draw_clusters(
         title: The line above all.
         subtitle: What else is to be known, wrapped over lines.
         output: The PNG file to write.
-        map_N2: Where the rows are put in place of that plane (see `neighbour_map`), (N, 2); a cluster's number then
-            stands at the median of its own.
+        map_N2: Positions of the rows in place of that plane (see `neighbour_map`), (N, 2); a cluster's number is then
+            at the median of its own.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
-    assert len(points.clusters) <= MOST_CLUSTERS
+    assert len(points.clusters) <= MAX_CLUSTERS
     plt = pyplot()
     plane = Plane.of(points.vector_ND)
     if map_N2 is None:
@@ -45,7 +199,7 @@ def draw_clusters(
         places = range(len(points.clusters))
         mean_K2 = np.stack([np.median(map_N2[points.place_N == place], axis=0) for place in places])
     figure, axis = plt.subplots(figsize=(9, 7), layout="constrained")
-    colours = [plt.get_cmap("tab20")((2 * place) % 20 + (place >= 10)) for place in range(len(points.clusters))]
+    colours = list(map(colour_of, range(len(points.clusters))))
     for place, (cluster, colour) in enumerate(zip(points.clusters, colours, strict=True)):
         own_n2 = point_N2[points.place_N == place]
         label = f"{cluster} ({points.num_rows_K[place]:,})"
@@ -56,15 +210,111 @@ def draw_clusters(
     if map_N2 is None:
         plane.name_axes(axis)
     else:
-        _hide_scales(axis)
+        # Neither the axes of a map of neighbours nor its distances have a unit.
+        axis.set_aspect("equal", adjustable="datalim")
+        axis.set_xticks([])
+        axis.set_yticks([])
+        axis.set_xlabel("t-SNE: only neighbourhoods have a meaning, distances between groups have none", size=9)
     figure.legend(loc="outside right upper", title="cluster (rows)", frameon=False, markerscale=2, fontsize=9)
     write_heading(figure, axis, title, subtitle, 88)
     write_png(figure, output)
 
 
-def _hide_scales(axis: Any) -> None:
-    """A frame without numbers: neither the axes of a map of neighbours nor its distances have a unit."""
-    axis.set_aspect("equal", adjustable="datalim")
-    axis.set_xticks([])
-    axis.set_yticks([])
-    axis.set_xlabel("t-SNE: who is near whom counts, distances between groups do not", size=9)
+def check_neighbour_map(num_points: int, perplexity: float) -> None:
+    """Check that so many vectors can be laid out with this perplexity.
+
+    Raises:
+        OptionError: If the perplexity is below 1, or there are not three times as many vectors, or more than 5,000.
+    """
+    if not perplexity >= 1:
+        raise OptionError("perplexity", perplexity, "must be >= 1", "30 is usual")
+    if num_points > MAX_POINTS:
+        rule = f"is for at most {MAX_POINTS:,} rows, here {num_points:,}"
+        raise OptionError("projection", "tsne", rule, "lower rows_per_cluster or num_clusters")
+    # Each row's neighbourhood is its 3 x perplexity nearest ones.
+    if num_points <= 3 * perplexity:
+        rule = f"must be below a third of the {num_points} rows drawn"
+        raise OptionError("perplexity", perplexity, rule, "lower it, or draw more rows")
+
+
+def neighbour_map(vector_ND: npt.NDArray[np.floating[Any]], perplexity: float = PERPLEXITY) -> npt.NDArray[np.float64]:
+    """Where t-SNE puts vectors, (N, 2) float64.
+
+    Neighbours stay neighbours; distances between groups and their widths have no meaning. It begins at the two
+    principal axes, so that nothing is random.
+
+    Args:
+        vector_ND: Vectors, (N, D), compared by Euclidean distance, which for unit vectors orders them as the cosine
+            does.
+        perplexity: About how many neighbours a vector has, below N / 3; 5 to 50 is usual.
+
+    Determinism: equal for equal (vectors, perplexity) on one machine and number of threads.
+
+    Raises:
+        OptionError: As `check_neighbour_map`.
+
+    Source: van der Maaten and Hinton 2008, "Visualizing Data using t-SNE"; scikit-learn's Barnes-Hut version.
+    """
+    from sklearn.manifold import TSNE
+
+    check_neighbour_map(len(vector_ND), perplexity)
+    layout = TSNE(n_components=2, perplexity=perplexity, init="pca", learning_rate="auto", random_state=0)
+    return np.asarray(layout.fit_transform(np.asarray(vector_ND, dtype=np.float32)), dtype=np.float64)
+
+
+def draw_contextual_shift(
+    shift: ContextualShift, names: Sequence[str], corpora: Sequence[str], title: str, subtitle: str, output: Path
+) -> None:
+    """Draw documents' vectors in several contexts, a colour a document; a cross is the vector without a context.
+
+    The plane is the one in which the vectors in contexts differ most.
+
+    Args:
+        shift: The vectors.
+        names: What each document is called, as many as there are.
+        corpora: The corpus of each context, as many as there are: each corpus has a shape.
+        title: The line above all.
+        subtitle: What else is to be known, wrapped over lines.
+        output: The PNG file to write.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    Source: Morris and Rush 2024 (CDE), arXiv:2410.02525, §10.5, Fig. 15: randomly drawn documents of one corpus
+        (TREC-Covid), PCA of their vectors, a colour a document and a dot a context. Differs: the crosses, and a shape
+        for each corpus that contexts are drawn from.
+    """
+    kinds = list(dict.fromkeys(corpora))
+    assert len(names) <= MAX_DOCUMENTS
+    assert len(kinds) <= MAX_CORPORA
+    plt = pyplot()
+    from matplotlib.lines import Line2D
+
+    names = list(map(_short, names))
+    num_contexts, num_documents, size = shift.vector_CND.shape
+    plane = Plane.of(shift.vector_CND.reshape(-1, size))
+    point_CN2 = plane.points(shift.vector_CND.reshape(-1, size)).reshape(num_contexts, num_documents, 2)
+    alone_N2 = plane.points(shift.alone_ND)
+    figure, axis = plt.subplots(figsize=(9, 6.5 + 0.1 * (num_documents + len(kinds) + 2)), layout="constrained")
+    handles = []
+    for document, name in enumerate(names):
+        colour = colour_of(document)
+        for kind, marker in zip(kinds, _MARKERS, strict=False):
+            own = [context for context, corpus in enumerate(corpora) if corpus == kind]
+            axis.scatter(*point_CN2[own, document].T, s=26, marker=marker, color=colour, alpha=0.75, linewidths=0)
+        axis.scatter(*alone_N2[document], s=70, marker="x", color=[colour], linewidths=2)
+        handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=name))
+    shapes = [
+        Line2D([], [], color=BLACK, marker=marker, linestyle="", label=f"contexts of {_short(kind)}")
+        for kind, marker in zip(kinds, _MARKERS, strict=False)
+    ]
+    shapes.append(Line2D([], [], color=BLACK, marker="x", linestyle="", label="no context"))
+    plane.name_axes(axis)
+    write_heading(figure, axis, title, subtitle, 110)
+    legend = figure.legend(handles=[*handles, *shapes], loc="outside lower left", frameon=False, ncols=2, fontsize=8.5)
+    for text in legend.get_texts():
+        text.set(parse_math=False)
+    write_png(figure, output)
+
+
+def _short(name: str) -> str:
+    return shortened(drawable(name), _NAME_LENGTH)

@@ -1,18 +1,30 @@
-"""The loss and the score of some runs over their optimiser steps."""
+"""Curves of runs over their optimiser steps, and a sweep's metric against its parameters."""
 
-from collections.abc import Sequence
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from embeddings.common import InputError
-from embeddings.figures.png import pyplot, write_png
-from embeddings.figures.run_lines import line_label, line_style, point_markers, run_names
-from embeddings.figures.run_metrics import LOSS, SCORE, Curve, metrics_path, read_curves
+from embeddings.figures.drawing import line_label, line_style, plain_axes, point_markers, pyplot, run_names, write_png
+from embeddings.figures.run_facts import LOSS, SCORE, Curve, metrics_path, read_curve, read_curves
 
-# Logged values over which the loss is averaged in the picture: one batch says little.
+Dot = tuple[Mapping[str, float | str], float]
+
+ENTROPY, IDLE = "routing/load_entropy", "routing/idle_experts"
+# Logged values over which the loss is averaged in the picture: one batch is noisy.
 WINDOW = 8
-# More runs than this have no numbers at their scores.
-_MOST_NUMBERED = 1
+# With more runs than this the scores have no numbers.
+_MAX_NUMBERED = 1
+_DOT, _MEAN, _BEST = "#8fb3d9", "#1f4e79", "#d1600f"
+# From this ratio of the largest value to the smallest the axis is logarithmic.
+_LOG_RATIO = 10
+# From this ratio only powers of ten are labelled.
+_WIDE_RATIO = 200
+_COLUMNS = 3
+_MAX_TICKS = 6
+_NAME_COLUMNS, _NAME_LINES = 34, 3
 
 
 def draw_curves(runs: Sequence[Path], output: Path) -> None:
@@ -23,7 +35,7 @@ def draw_curves(runs: Sequence[Path], output: Path) -> None:
         output: The PNG file to write.
 
     Raises:
-        InputError: If a run has no `metrics.csv` or logged no loss, or the file is no run's.
+        InputError: If a run has no `metrics.csv` or logged no loss, or the file is damaged.
         MissingExtraError: If matplotlib is not installed.
     """
     plt = pyplot()
@@ -37,15 +49,13 @@ def draw_curves(runs: Sequence[Path], output: Path) -> None:
     for number, (name, curves) in enumerate(zip(run_names(runs), found, strict=True)):
         _draw_loss(axes[0, 0], curves[LOSS], number, line_label(name))
         if has_scores:
-            _draw_scores(axes[1, 0], curves[SCORE], number, is_numbered=len(runs) <= _MOST_NUMBERED)
+            _draw_scores(axes[1, 0], curves[SCORE], number, is_numbered=len(runs) <= _MAX_NUMBERED)
     axes[0, 0].set_ylabel(f"training loss\n(bold: mean of {WINDOW} logged values)")
     axes[0, 0].set_ylim(bottom=0)
     if has_scores:
         axes[1, 0].set_ylabel("validation nDCG@10")
         axes[1, 0].margins(y=0.15)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
+    plain_axes(*axes.flat)
     axes[-1, 0].set_xlabel("optimiser step")
     axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
     figure.legend(loc="outside lower left", frameon=False, ncols=1)
@@ -64,8 +74,164 @@ def _draw_loss(axis: Any, curve: Curve, number: int, label: str) -> None:
 def _draw_scores(axis: Any, curve: Curve, number: int, is_numbered: bool) -> None:
     steps, scores = curve
     axis.plot(steps, scores, **line_style(number), **point_markers(len(steps)))
-    # So many numbers have room.
+    # There is room for twelve numbers.
     every = max(1, -(-len(steps) // 12))
     for step, score in zip(steps[::every], scores[::every], strict=True) if is_numbered else ():
         place = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center"}
         axis.annotate(f"{score:.3f}", (step, score), size=8, **place)
+
+
+def draw_routing_curves(runs: Sequence[Path], output: Path) -> None:
+    """Draw the load entropy, the mean over sparse layers, and the number of idle experts, a line a run.
+
+    Args:
+        runs: Folders of runs whose `metrics.csv` has what `RoutingStatistics` logs.
+        output: The PNG file to write.
+
+    Raises:
+        InputError: If a run has no such file, or its file no such rows.
+        MissingExtraError: If matplotlib is not installed.
+    """
+    plt = pyplot()
+    curves = [(read_routing_curve(run, ENTROPY), read_routing_curve(run, IDLE)) for run in runs]
+    lowest = min(min(values) for (_, values), _ in curves)
+    names = run_names(runs)
+    figure, (entropy_axis, idle_axis) = plt.subplots(
+        2, 1, sharex=True, figsize=(7.5, 6 + 0.22 * len(runs)), height_ratios=(3, 2), layout="constrained"
+    )
+    for number, (name, (entropy, idle)) in enumerate(zip(names, curves, strict=True)):
+        style = line_style(number) | point_markers(len(entropy[0]))
+        entropy_axis.plot(*entropy, label=line_label(name), **style)
+        idle_axis.plot(*idle, **style)
+    room = 0.06 * max(1 - lowest, 0.02)
+    entropy_axis.axhline(1, color="#777777", linestyle=":", linewidth=1, zorder=0)
+    entropy_axis.set_ylim(lowest - room, 1 + room)
+    entropy_axis.set_ylabel("load entropy, mean of layers\n(1: all experts loaded alike)")
+    idle_axis.set_ylabel("idle experts,\nsum of layers")
+    most = max(1.0, *(value for _, (_, values) in curves for value in values))
+    idle_axis.set_ylim(-0.05 * most, 1.08 * most)
+    idle_axis.yaxis.get_major_locator().set_params(integer=True)
+    idle_axis.xaxis.get_major_locator().set_params(integer=True)
+    idle_axis.set_xlabel("optimiser step")
+    plain_axes(entropy_axis, idle_axis)
+    entropy_axis.set_title("How evenly the experts are used", loc="left", fontweight="bold", size=12)
+    figure.legend(loc="outside lower left", frameon=False, ncols=1)
+    write_png(figure, output)
+
+
+def read_routing_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
+    """One column of what `RoutingStatistics` logged: the steps and the values.
+
+    Raises:
+        InputError: If there is none, or a value is not finite.
+    """
+    steps, values = read_curve(run, column)
+    path, fix = str(metrics_path(run)), "give a run with the callback RoutingStatistics"
+    if not steps:
+        raise InputError(path, f"has no {column!r}", fix)
+    if not all(map(math.isfinite, values)):
+        raise InputError(path, f"has a {column!r} that is not finite", fix)
+    return steps, values
+
+
+def draw_sweep(dots: Sequence[Dot], label: str, mode: Literal["max", "min"], title: str, output: Path) -> None:
+    """Draw a metric against each parameter of a sweep, the best run marked in every panel.
+
+    A numeric parameter has its panel's horizontal axis, logarithmic where values span decades; any other one has a row
+    a value. Runs that share a value, as seeds do, also have their mean.
+
+    Args:
+        dots: The finished runs, at least one: the parameters by name, the same of all runs, and the metric.
+        label: What the metric is.
+        mode: Whether the largest or the smallest is the best.
+        title: The line above all.
+        output: The PNG file to write.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    plt = pyplot()
+    panels = list(dots[0][0])
+    best = (max if mode == "max" else min)(dots, key=lambda dot: dot[1])
+    columns = min(len(panels), _COLUMNS)
+    rows = math.ceil(len(panels) / columns)
+    tallest = max((len(means(dots, name)) for name in panels if not is_numeric(dots, name)), default=0)
+    size = (7.0 if columns == 1 else 4.8 * columns), rows * max(3.6, 1.6 + 0.5 * tallest)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
+    for axis, name in zip(axes.flat, panels, strict=False):
+        if is_numeric(dots, name):
+            _draw_numbers(axis, dots, name, best)
+            axis.set_xlabel(name, parse_math=False)
+            axis.set_ylabel(label, parse_math=False)
+        else:
+            _draw_names(axis, dots, name, best, mode)
+            axis.set_title(name, size=10, parse_math=False)
+            axis.set_xlabel(label, parse_math=False)
+        plain_axes(axis)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    handles: dict[str, Any] = {}
+    for axis in axes.flat[: len(panels)]:
+        found, names = axis.get_legend_handles_labels()
+        handles |= dict(zip(names, found, strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.suptitle(title, size=12, parse_math=False)
+    write_png(figure, output)
+
+
+def is_numeric(dots: Sequence[Dot], name: str) -> bool:
+    """Whether all values of a parameter are numbers."""
+    return not any(isinstance(values[name], str) for values, _ in dots)
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether numbers are better drawn on a logarithmic axis."""
+    return min(values) > 0 and max(values) / min(values) >= _LOG_RATIO
+
+
+def means(dots: Sequence[Dot], name: str) -> dict[float | str, float]:
+    """The mean metric of each value of a parameter, values in the order of their numbers, or else of the means."""
+    groups: dict[Any, list[float]] = {}
+    for values, metric in dots:
+        groups.setdefault(values[name], []).append(metric)
+    found = {value: sum(metrics) / len(metrics) for value, metrics in groups.items()}
+    return dict(sorted(found.items(), key=(lambda item: item[0]) if is_numeric(dots, name) else (lambda item: item[1])))
+
+
+def _draw_numbers(axis: Any, dots: Sequence[Dot], name: str, best: Dot) -> None:
+    numbers = [float(values[name]) for values, _ in dots]
+    axis.plot(numbers, [metric for _, metric in dots], "o", color=_DOT, markersize=5, label="run")
+    found = means(dots, name)
+    if 1 < len(found) < len(dots):
+        axis.plot(list(found), list(found.values()), "-", color=_MEAN, linewidth=1.2, marker="D", label="mean")
+    axis.plot([float(best[0][name])], [best[1]], "o", color=_BEST, markersize=7, label="best run")
+    if spans_decades(numbers):
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+        axis.set_xscale("log")
+        is_wide = max(numbers) / min(numbers) > _WIDE_RATIO
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
+    if len(found) <= _MAX_TICKS:
+        axis.set_xticks(list(found), [f"{value:g}" for value in found])
+        axis.minorticks_off()
+    axis.margins(x=0.08, y=0.12)
+
+
+def _draw_names(axis: Any, dots: Sequence[Dot], name: str, best: Dot, mode: Literal["max", "min"]) -> None:
+    found = means(dots, name)
+    places = {value: place for place, value in enumerate(found)}
+    axis.plot([metric for _, metric in dots], [places[v[name]] for v, _ in dots], "o", color=_DOT, label="run")
+    if len(found) < len(dots):
+        axis.plot(list(found.values()), [places[value] for value in found], "D", color=_MEAN, label="mean")
+    axis.plot([best[1]], [places[best[0][name]]], "o", color=_BEST, markersize=7, label="best run")
+    axis.set_yticks(list(places.values()), [_wrapped(str(value)) for value in places], size=9, parse_math=False)
+    ends = -0.7, len(places) - 0.3
+    axis.set_ylim(ends if mode == "max" else ends[::-1])  # the best on top
+    axis.margins(x=0.08)
+
+
+def _wrapped(name: str) -> str:
+    return textwrap.fill(name, _NAME_COLUMNS, max_lines=_NAME_LINES, placeholder=" …")

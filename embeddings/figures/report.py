@@ -1,22 +1,28 @@
-"""One page about a run that needs nothing but itself: what was trained, how it went, and where its results lie."""
+"""A run's report: one HTML page on what was trained, how it went, and where its results are."""
 
+import math
 import os
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from embeddings.common.io import write_text
-from embeddings.figures import run_words as words
-from embeddings.figures.curves import draw_curves
-from embeddings.figures.html import Html, definitions, element, joined, png_image, table
-from embeddings.figures.routing_curves import ENTROPY, IDLE, draw_routing_curves
-from embeddings.figures.run_facts import THROUGHPUT, RunFacts
-from embeddings.figures.run_lines import run_names
-from embeddings.figures.run_metrics import LOSS
+from embeddings.figures.curves import ENTROPY, IDLE, WINDOW, draw_curves, draw_routing_curves
+from embeddings.figures.drawing import run_names, write_page
+from embeddings.figures.run_facts import LOSS, SCORE, THROUGHPUT, Part, RunFacts, Summary, when
 
+METHODS = {
+    "NVEmbedModule": "NV-Embed (Lee et al. 2024, arXiv:2405.17428)",
+    "MGHCurriculumModule": "multi-granularity hard negatives with a curriculum (MGH, Negative Matters)",
+    "MoEEmbedModule": "a sparse mixture of experts (Nomic Embed v2, Nussbaum and Duderstadt 2025, arXiv:2502.07972)",
+    "CDEModule": "contextual document embeddings (CDE, Morris and Rush 2024, arXiv:2410.02525)",
+    "MaskedLMModule": "masked language modelling, to adapt a backbone",
+}
 # Of the run's own pictures; a folder may hold any number.
-MOST_PICTURES = 20
+MAX_PICTURES = 20
+_MAX_SHOWN = 300
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SPEEDS = {
     "pairs_per_second": ("pairs a second, all processes", "{:,.1f}"),
@@ -26,217 +32,180 @@ _SPEEDS = {
     "tflops": ("arithmetic of the first process, 10¹² operations a second", "{:,.2f}"),
     "matmul_share": ("the same over what one large matrix product reaches", "{:.1%}"),
 }
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 54rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
-.where { color: #666; margin-top: 0; overflow-wrap: anywhere; }
-dl { display: grid; grid-template-columns: 10rem 1fr; gap: .3rem 1rem; margin: 0; }
-dt { color: #666; } dd { margin: 0; overflow-wrap: anywhere; }
-table { border-collapse: collapse; margin: .8rem 0; width: 100%; }
-th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid #ddd; vertical-align: top;
-  overflow-wrap: anywhere; }
-th { font-weight: 600; } td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
-img { max-width: 100%; height: auto; } figure { margin: 1rem 0; } figcaption { color: #666; }
-pre { background: #f6f6f4; padding: 1rem; font-size: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-@media (max-width: 40rem) { dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .6rem; }
-  table { display: block; overflow-x: auto; } th, td { overflow-wrap: normal; } }
-@media print { body { margin: 0; max-width: none; font-size: 11pt; } h2 { break-after: avoid; }
-  figure, tr { break-inside: avoid; } }
-"""
+_FILES = {
+    "metrics.csv": "all that was logged, step by step",
+    "run.json": "command, commit, versions, hardware, end",
+    "config.yaml": "all settings, to run it again: python main.py fit --config",
+}
 
 
 def write_report(run: Path, output: Path) -> None:
-    """Write a run's page: one HTML file without a script, a font or any other file, its pictures inside.
+    """Write a run's page: one self-contained HTML file without scripts or fonts, its pictures inside.
 
-    It is made from what the run's folder holds: `config.yaml`, `run.json`, `metrics.csv`, and what callbacks wrote
-    there; of a run that went on from another one's checkpoint, also from that one's. Where one of the files but the
-    first is missing, the page says less.
+    It uses what the run's folder holds: `config.yaml`, `run.json`, `metrics.csv`, and what callbacks wrote there; of a
+    resumed run also the folders of its earlier processes. Where one of the files but the first is missing, the page
+    says less.
 
     Args:
         run: The run's folder.
-        output: The HTML file to write, whole or not at all.
+        output: The HTML file to write, atomically.
 
     Raises:
-        InputError: If the folder is no run's, or a file of it is damaged.
+        InputError: If the folder is not a run's, or a file of it is damaged.
         MissingExtraError: If matplotlib is not installed.
     """
     facts = RunFacts.read(run)
     (name,) = run_names([run])
-    sections = {
-        "What was trained": _trained(facts),
-        "How it went": _went(facts),
-        "Where its results lie": _results(facts),
-        "Other pictures in its folder": _own_pictures(run),
-        "All settings": _settings(facts),
-    }
-    body = [element("h1", name), element("p", str(run.absolute()), class_="where")]
-    body.append(element("p", words.opening(facts)))
-    for title, content in sections.items():
-        body += [element("h2", title), content] if content else []
-    head = joined(
-        [
-            element("meta", charset="utf-8"),
-            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            element("title", f"Run {name}"),
-            element("style", Html(_STYLE)),
-        ]
+    pictures, notes = _curves(facts)
+    write_page(
+        output,
+        "report.html",
+        name=name,
+        where=str(run.absolute()),
+        opening=opening(facts),
+        trained=_trained(facts),
+        sources=_sources(facts),
+        curves=pictures,
+        notes=notes,
+        scores=_scores(facts),
+        speeds=_speeds(facts),
+        health=health(facts),
+        processes=_processes(facts),
+        results=_results(facts),
+        pictures=_own_pictures(run),
+        config=facts.config_text,
     )
-    page = element("html", element("head", head), element("body", *body), lang="en")
-    write_text(output, f"<!DOCTYPE html>\n{page}\n")
 
 
-def _trained(facts: RunFacts) -> Html:
+def _trained(facts: RunFacts) -> dict[str, str]:
     """Model, data and machine."""
     model, record = "model.init_args.", facts.record
     versions = record.get("versions")
-    listed = {
-        "method": words.method(facts),
-        "starts from": words.backbone(facts),
-        "size": words.size(facts),
-        "pooling": _setting(facts, f"{model}pooling"),
-        "adapter": _setting(facts, f"{model}lora"),
-        "loss": _setting(facts, f"{model}loss"),
-        "optimiser": _setting(facts, f"{model}optimizer"),
-        "schedule": _setting(facts, f"{model}schedule"),
-        "queries a batch": words.batch(facts),
-        "hard negatives": _setting(facts, "data.init_args.num_negatives"),
-        "planned length": words.length(facts),
-        "seed": _setting(facts, "seed_everything"),
+
+    def setting(path: str) -> str:
+        value = facts.setting(path)
+        return "" if value is None else part_of_config(value)
+
+    return {
+        "method": method(facts),
+        "starts from": backbone(facts),
+        "size": size(facts),
+        "pooling": setting(f"{model}pooling"),
+        "adapter": setting(f"{model}lora"),
+        "loss": setting(f"{model}loss"),
+        "optimiser": setting(f"{model}optimizer"),
+        "schedule": setting(f"{model}schedule"),
+        "queries a batch": batch(facts),
+        "hard negatives": setting("data.init_args.num_negatives"),
+        "planned length": length(facts),
+        "seed": setting("seed_everything"),
         "precision": str(record.get("precision") or "not noted"),
-        "hardware": words.hardware(facts),
-        "started": words.moment(record.get("started")),
+        "hardware": hardware(facts),
+        "started": moment(record.get("started")),
         "commit": str(record.get("commit") or "none: it ran outside a checkout"),
-        "command": element("code", str(record.get("command") or "not noted")),
-        "versions": words.part_of_config(versions) if isinstance(versions, Mapping) else "not noted",
+        "command": str(record.get("command") or "not noted"),
+        "versions": part_of_config(versions) if isinstance(versions, Mapping) else "not noted",
     }
-    return joined([definitions((name, value) for name, value in listed.items() if value), _sources(facts)])
 
 
-def _setting(facts: RunFacts, path: str) -> str:
-    """A part of the config in words, empty where there is none."""
-    value = facts.setting(path)
-    return "" if value is None else words.part_of_config(value)
-
-
-def _sources(facts: RunFacts) -> Html:
+def _sources(facts: RunFacts) -> list[list[str]]:
     """The sources of the data, and how many records each has."""
     found, rows = facts.setting("data.init_args.sources"), facts.record.get("source_rows")
     counts = rows if isinstance(rows, Mapping) else {}
     cells = []
     for source in found if isinstance(found, list) else []:
         if isinstance(source, Mapping):
-            fields = {key: source.get(key) for key in ("name", "path", "weight", "instruction")}
             number = counts.get(str(source.get("name")))
-            records = f"{number:,}" if isinstance(number, int) else "not noted"
-            shown = [words.part_of_config(value) if value is not None else "" for value in fields.values()]
-            cells.append([shown[0], records, *shown[1:]])
-    return table(["source", "records", "file", "weight", "instruction"], cells) if cells else Html()
+            fields = [source.get(key) for key in ("name", "path", "weight", "instruction")]
+            shown = ["" if value is None else part_of_config(value) for value in fields]
+            cells.append([shown[0], f"{number:,}" if isinstance(number, int) else "not noted", *shown[1:]])
+    return cells
 
 
-def _went(facts: RunFacts) -> Html:
-    """Curves, scores, speed, health, and what the run was made of."""
+def _curves(facts: RunFacts) -> tuple[list[dict[str, str]], list[str]]:
+    """Pictures of the curves, and sentences on those that cannot be drawn."""
+    pictures, notes = [], []
     if not facts.curves:
-        parts = [element("p", "Its folder holds no metrics.csv with values: neither loss nor scores are known here.")]
+        notes.append("Its folder holds no metrics.csv with values: neither loss nor scores are known here.")
     elif not facts.curves.get(LOSS, ([], []))[0]:
-        parts = [element("p", "It logged no training loss, so no curves are drawn."), _scores(facts), _speed(facts)]
+        notes.append("It logged no training loss, so no curves are drawn.")
     else:
-        parts = [_picture(draw_curves, facts.folder, "Loss and validation score over the optimiser steps.")]
-        parts += [_scores(facts), _speed(facts)]
-    parts.append(_routing(facts))
-    said = words.health(facts)
-    parts += [element("h3", "Health"), *(element("p", sentence) for sentence in said)] if said else []
-    return joined([*parts, _processes(facts)])
-
-
-def _routing(facts: RunFacts) -> Html:
-    """How evenly a mixture's experts were used, as far as it was logged."""
+        pictures.append(_picture(draw_curves, facts.folder, "Loss and validation score over the optimiser steps."))
     logged = [column for column in (ENTROPY, IDLE) if facts.curves.get(column, ([], []))[0]]
-    if not logged:
-        return Html()
-    if len(logged) < 2 or not facts.not_finite.keys().isdisjoint(logged):
-        why = f"{ENTROPY} or {IDLE} was not logged, or has a value that is no number"
-        return element("p", f"How evenly the experts were used is not drawn: {why}.")
-    return _picture(draw_routing_curves, facts.folder, "How evenly the experts were used.")
+    if len(logged) == 2 and facts.not_finite.keys().isdisjoint(logged):
+        pictures.append(_picture(draw_routing_curves, facts.folder, "How evenly the experts were used."))
+    elif logged:
+        why = f"{ENTROPY} or {IDLE} was not logged, or has a value that is not finite"
+        notes.append(f"How evenly the experts were used is not drawn: {why}.")
+    return pictures, notes
 
 
-def _picture(draw: Callable[[list[Path], Path], None], run: Path, caption: str) -> Html:
+def _picture(draw: Callable[[list[Path], Path], None], run: Path, caption: str) -> dict[str, str]:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "picture.png"
         draw([run], path)
-        image = png_image(path.read_bytes(), caption)
-    return element("figure", image, element("figcaption", caption))
+        return _image(path.read_bytes(), caption)
 
 
-def _scores(facts: RunFacts) -> Html:
+def _image(content: bytes, caption: str) -> dict[str, str]:
+    return {"data": b64encode(content).decode(), "caption": caption}
+
+
+def _own_pictures(run: Path) -> list[dict[str, str]]:
+    """The pictures that somebody put into the folder; the curves are on the page already."""
+    paths = [path for path in sorted(run.glob("*.png")) if path.name != "curves.png" and path.is_file()]
+    found = [(path.name, path.read_bytes()) for path in paths[:MAX_PICTURES]]
+    return [_image(content, name) for name, content in found if content.startswith(_PNG)]
+
+
+def _scores(facts: RunFacts) -> list[list[str]]:
     """Loss and scores: first, last, best."""
     rows = []
     for column, summary in facts.summaries.items():
         if column == LOSS or not column.startswith(("train/", THROUGHPUT, "routing/", "lr-", "epoch")):
-            best = words.digits(summary.highest[1]) if column != LOSS else ""
-            at = f"{summary.highest[0]:,}" if column != LOSS else ""
-            firsts = [words.digits(summary.first[1]), words.digits(summary.last[1])]
-            rows.append([column, *firsts, f"{summary.last[0]:,}", best, at])
-    return table(["logged", "first", "last", "at step", "highest", "at step"], rows) if rows else Html()
+            best = [digits(summary.highest[1]), f"{summary.highest[0]:,}"] if column != LOSS else ["", ""]
+            rows.append([column, digits(summary.first[1]), digits(summary.last[1]), f"{summary.last[0]:,}", *best])
+    return rows
 
 
-def _speed(facts: RunFacts) -> Html:
-    rows = []
-    for name, (meaning, style) in _SPEEDS.items():
-        summary = facts.summaries.get(f"{THROUGHPUT}{name}")
-        if summary is not None:
-            rows.append([meaning, style.format(summary.median), style.format(summary.last[1])])
-    return table(["speed", "median", "last"], rows) if rows else Html()
+def _speeds(facts: RunFacts) -> list[list[str]]:
+    found = [(meaning, style, facts.summaries.get(THROUGHPUT + name)) for name, (meaning, style) in _SPEEDS.items()]
+    return [[m, style.format(s.median), style.format(s.last[1])] for m, style, s in found if s is not None]
 
 
-def _processes(facts: RunFacts) -> Html:
-    """The processes of a run that was interrupted, or went on from another one's checkpoint."""
-    if len(facts.parts) == 1 and facts.parts[0].went_on_from is None:
-        return Html()
-    title = element("h3", "Interruptions")
+def _processes(facts: RunFacts) -> list[list[str]]:
+    """The processes of a run that was interrupted or resumed."""
+    if len(facts.parts) == 1 and facts.parts[0].resumed_from is None:
+        return []
     rows = []
     for part in facts.parts:
         last = part.end.get("step")
-        end = words.ending(part, last if isinstance(last, int) else 0) if part.end else "It left no note of its end."
-        origin = part.went_on_from or "the beginning"
-        took = "not noted" if part.seconds is None else words.duration(part.seconds)
-        rows.append([part.folder.absolute().name, words.moment(part.record.get("started")), took, origin, end])
-    return joined([title, table(["process", "started", "took", "went on from", "how it ended"], rows)])
+        end = ending(part, last if isinstance(last, int) else 0) if part.end else "It left no note of its end."
+        took = "not noted" if part.seconds is None else duration(part.seconds)
+        started = moment(part.record.get("started"))
+        rows.append([part.folder.absolute().name, started, took, part.resumed_from or "the beginning", end])
+    return rows
 
 
-def _results(facts: RunFacts) -> Html:
+def _results(facts: RunFacts) -> list[list[str]]:
     """Checkpoints, model directories and the run's own files."""
     rows = []
-    for callback in ("ExportModel", "ExportLanguageModel"):
-        for arguments in facts.callbacks(callback):
-            output = str(arguments.get("output"))
-            state = "found" if Path(output).is_dir() else "not found"
-            rows.append([output, f"model directory, {state} from where this page was made", ""])
+    for arguments in (*facts.callbacks("ExportModel"), *facts.callbacks("ExportLanguageModel")):
+        output = str(arguments.get("output"))
+        state = "found" if Path(output).is_dir() else "not found"
+        rows.append([output, f"model directory, {state} from where this page was made", ""])
     folders = {part.folder.absolute() for part in facts.parts}
     # A sweep's run writes its checkpoints beside the folders of its processes.
-    folders |= {
-        Path(str(each["dirpath"])).absolute() for each in facts.callbacks("ModelCheckpoint") if each.get("dirpath")
-    }
+    places = [each.get("dirpath") for each in facts.callbacks("ModelCheckpoint")]
+    folders |= {Path(str(place)).absolute() for place in places if place}
     for path in sorted({path for folder in folders for path in folder.rglob("*.ckpt")}):
-        rows.append([_place(path, facts.folder), "checkpoint", _size(path)])
-    for name, meaning in (
-        ("metrics.csv", "all that was logged, step by step"),
-        ("run.json", "command, commit, versions, hardware, end"),
-        ("config.yaml", "all settings, to run it again: python main.py fit --config"),
-    ):
-        path = facts.folder / name
-        rows += [[name, meaning, _size(path)]] if path.is_file() else []
-    return table(["file", "what it is", "size"], rows)
+        rows.append([os.path.relpath(path, facts.folder), "checkpoint", _size_on_disk(path)])
+    own = [(facts.folder / name, meaning) for name, meaning in _FILES.items()]
+    return rows + [[path.name, meaning, _size_on_disk(path)] for path, meaning in own if path.is_file()]
 
 
-def _place(path: Path, folder: Path) -> str:
-    """A path seen from the run's folder, where it lies in or beside it."""
-    return os.path.relpath(path, folder)
-
-
-def _size(path: Path) -> str:
-    """The size of a file or of a folder's files; a run that is at work may remove some of them meanwhile."""
+def _size_on_disk(path: Path) -> str:
+    """The size of a file or of a folder's files; a running run may remove some of them meanwhile."""
     num_bytes = 0.0
     for file in (path, *path.rglob("*")):
         with suppress(FileNotFoundError):
@@ -248,18 +217,172 @@ def _size(path: Path) -> str:
     return f"{num_bytes:.1f} GB"
 
 
-def _own_pictures(run: Path) -> Html:
-    """The pictures that somebody put into the folder; the curves are on the page already."""
-    paths = [path for path in sorted(run.glob("*.png")) if path.name != "curves.png" and path.is_file()]
-    found = {path.name: path.read_bytes() for path in paths[:MOST_PICTURES]}
-    figures = (
-        element("figure", png_image(content, name), element("figcaption", name))
-        for name, content in found.items()
-        if content.startswith(_PNG)
+def short_class(path: Any) -> str:
+    """The last part of a class's path."""
+    return str(path).rpartition(".")[2]
+
+
+def method(facts: RunFacts) -> str:
+    """The method, or the module's name where it is none of the library's."""
+    path = facts.setting("model.class_path")
+    return (
+        "a method that its config does not name" if path is None else METHODS.get(short_class(path), short_class(path))
     )
-    return joined(figures)
 
 
-def _settings(facts: RunFacts) -> Html:
-    summary = element("summary", "The merged config, as the run read it")
-    return element("details", summary, element("pre", facts.config_text))
+def part_of_config(value: Any) -> str:
+    """A class and its arguments, or a mapping or list of them, on one line; what is null is left out."""
+    if isinstance(value, Mapping) and "class_path" in value:
+        inner = part_of_config(value.get("init_args") or {})
+        return short_class(value["class_path"]) + (f" ({inner})" if inner else "")
+    if isinstance(value, Mapping):
+        shown = ((name, part_of_config(each)) for name, each in value.items() if each is not None)
+        return _cut(", ".join(f"{name} {each}" for name, each in shown if each))
+    if isinstance(value, list):
+        return _cut(", ".join(map(part_of_config, value)))
+    return _cut(_plain(value))
+
+
+def backbone(facts: RunFacts) -> str:
+    """What the training begins with: a model directory, or else the backbone."""
+    arguments = "model.init_args."
+    initial = facts.setting(f"{arguments}initial_model")
+    return str(initial or facts.setting(f"{arguments}backbone.name") or "a model that the config describes")
+
+
+def size(facts: RunFacts) -> str:
+    """How many parameters there are, and how many are trained."""
+    counts = facts.record.get("parameters")
+    if not isinstance(counts, Mapping) or not isinstance(counts.get("total"), int):
+        return "not noted"
+    total, trained, active = (counts.get(name) for name in ("total", "trained", "active"))
+    words = [f"{total:,} parameters"]
+    if isinstance(trained, int):
+        words.append("all of them trained" if trained == total else f"{trained:,} of them trained")
+    if isinstance(active, int) and active != total:
+        words.append(f"{active:,} active for each token")
+    return ", ".join(words)
+
+
+def batch(facts: RunFacts) -> str:
+    """How many queries an optimiser step sees, and how that comes about."""
+    queries, ranks = facts.setting("data.init_args.batch_size"), facts.record.get("world_size", 1)
+    several = facts.setting("trainer.accumulate_grad_batches") or 1
+    if not all(isinstance(number, int) for number in (queries, ranks, several)):
+        return "not noted"
+    factors = [f"{queries:,}"]
+    factors += [f"{ranks} processes"] * (ranks > 1) + [f"{several} batches a step"] * (several > 1)
+    return " × ".join(factors) + (f" = {queries * ranks * several:,} an optimiser step" if len(factors) > 1 else "")
+
+
+def length(facts: RunFacts) -> str:
+    """How long the run was to be."""
+    steps, epochs = facts.setting("trainer.max_steps"), facts.setting("trainer.max_epochs")
+    words = []
+    if isinstance(steps, int) and steps >= 0:
+        words.append(count(steps, "optimiser step"))
+    if isinstance(epochs, int) and epochs >= 0:
+        words.append(count(epochs, "epoch"))
+    return " or ".join(words) + (", whichever comes first" if len(words) > 1 else "") or "until it is stopped"
+
+
+def hardware(facts: RunFacts) -> str:
+    """How many processes there were, and on what."""
+    ranks, device = facts.record.get("world_size"), facts.record.get("hardware")
+    processes = count(ranks, "process", "es") if isinstance(ranks, int) else "processes that it did not count"
+    return f"{processes} on {device or 'hardware that it did not note'}{', each' * (ranks not in (1, None))}"
+
+
+def opening(facts: RunFacts) -> str:
+    """What the run was and what came of it, in a few sentences."""
+    rows = facts.record.get("source_rows")
+    sources = rows if isinstance(rows, Mapping) else {}
+    records = sum(number for number in sources.values() if isinstance(number, int))
+    data = f" on {records:,} records of {count(len(sources), 'source')}" if records else ""
+    said = [f"This run trained {backbone(facts)} by {method(facts)}{data}.", ending(facts.parts[-1], facts.last_step)]
+    seconds = [part.seconds for part in facts.parts]
+    known = [each for each in seconds if each is not None]
+    if len(known) == len(seconds):
+        several = f", in {len(known)} processes one after another" if len(known) > 1 else ""
+        said.append(f"It took {duration(sum(known))}{several}.")
+    losses = [value for value in facts.curves.get(LOSS, ([], []))[1] if math.isfinite(value)]
+    if losses:
+        first, last = (sum(part) / len(part) for part in (losses[:WINDOW], losses[-WINDOW:]))
+        means = count(min(WINDOW, len(losses)), "logged value")
+        said.append(f"The training loss went from {digits(first)} to {digits(last)}, as means of {means}.")
+    said.append(_of_scores(facts.summaries.get(SCORE)))
+    return " ".join(said)
+
+
+def ending(part: Part, last_step: int) -> str:
+    """How a process ended."""
+    how, step, why = (part.end.get(name) for name in ("how", "step", "why"))
+    if how == "finished":
+        return f"It ran to its end at step {step:,}." if isinstance(step, int) else "It ran to its end."
+    reason = f": {_cut(str(why))}" if why else ""
+    if how == "interrupted":
+        return f"It was interrupted at step {step}{reason}."
+    if how == "failed":
+        return f"It failed at step {step}{reason}."
+    return f"It left no note of its end: it was killed or is still running; step {last_step:,} is the last one known."
+
+
+def health(facts: RunFacts) -> list[str]:
+    """What went wrong with the numbers, or that nothing was seen."""
+    said = []
+    for part in facts.parts:
+        for found in part.numeric_errors:
+            where = f" on rank {found['rank']}" if "rank" in found else ""
+            said.append(f"At step {found.get('step', '?')}{where}: {_cut(str(found.get('error', 'no reason given')))}")
+    said += [f"{count(times, 'value')} of {name} NaN or infinite." for name, times in facts.not_finite.items()]
+    if not said and facts.curves:
+        said.append("No value that was logged is NaN or infinite, and no step was stopped for one.")
+    return said
+
+
+def duration(seconds: float) -> str:
+    """A length of time, in its two largest units."""
+    whole = round(seconds)
+    units = [("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60), ("s", whole % 60)]
+    first = next((place for place, (_, number) in enumerate(units) if number), len(units) - 1)
+    return " ".join(f"{number} {name}" for name, number in units[first : first + 2] if number) or "0 s"
+
+
+def moment(text: Any) -> str:
+    """A time as people write it, in UTC."""
+    found = when(text)
+    return "not noted" if found is None else f"{found.day} {found:%B %Y, %H:%M} UTC"
+
+
+def count(number: int, name: str, plural: str = "s") -> str:
+    """A number of things."""
+    return f"{number:,} {name}{plural if number != 1 else ''}"
+
+
+def digits(value: float) -> str:
+    """A measured value, to four digits."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _of_scores(score: Summary | None) -> str:
+    if score is None:
+        return "It logged no score."
+    name = "The validation nDCG@10"
+    last_step, last = score.last
+    best_step, best = score.highest
+    if score.first == score.last:
+        return f"{name} was {last:.3f} at step {last_step:,}, the one time it was taken."
+    end = "its best" if best == last else f"after its best, {best:.3f} at step {best_step:,}"
+    return (
+        f"{name} went from {score.first[1]:.3f} at step {score.first[0]:,} to {last:.3f} at step {last_step:,}, {end}."
+    )
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"

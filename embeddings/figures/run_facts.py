@@ -1,24 +1,179 @@
-"""What a run's folder says about it, gathered and counted."""
+"""The facts of a run, read from its folder: config, record, logged values, and the processes that it consists of."""
 
+import csv
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from embeddings.common.io import steps_made
-from embeddings.figures.run_folder import read_run_config, read_run_record, run_parts
-from embeddings.figures.run_metrics import Curve, metrics_path, read_curves
+import yaml
 
+from embeddings.common import InputError
+from embeddings.common.io import METRICS_FILE, read_metrics, steps_made
+
+# The steps at which something was logged, and its values.
+Curve = tuple[list[int], list[float]]
+
+LOSS, SCORE = "train/loss", "val/ndcg_at_10"
 THROUGHPUT = "throughput/"
+_NOTHING: Curve = ([], [])
+_NO_METRICS = ("step", "epoch")
+_HINT = "give the folder of a run of fit, such as checkpoints/runs/NAME/version_0"
+
+
+def read_run_config(run: Path) -> dict[str, Any]:
+    """The merged config of a run.
+
+    Raises:
+        InputError: If there is none, or it is damaged.
+    """
+    return _read(run / "config.yaml", yaml.safe_load)
+
+
+def read_run_record(run: Path) -> dict[str, Any]:
+    """The contents of a run's `run.json` (see `RunRecord`).
+
+    Raises:
+        InputError: If there is none, or it is damaged.
+    """
+    return _read(run / "run.json", json.loads)
+
+
+def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
+    if not path.is_file():
+        raise InputError(str(path), "no such file", _HINT)
+    try:
+        found = parse(path.read_bytes())
+    except (yaml.YAMLError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(str(path), "is damaged", _HINT)
+    return found
+
+
+def run_parts(run: Path) -> list[Path]:
+    """The folders of a run's processes, the earliest first: a resumed run has a `version_N` for each.
+
+    Paths are compared by their last parts, so that runs may be moved. A folder without a config is one part.
+
+    Raises:
+        InputError: If a config is damaged.
+    """
+    before = _part_before(run)
+    return [run] if before is None else [*run_parts(before), run]
+
+
+def _part_before(run: Path) -> Path | None:
+    """The last folder before a run's own whose process wrote to the place of the checkpoint that it resumed from."""
+    number, checkpoint = _number(run), _checkpoint(run)
+    if number is None or checkpoint is None:
+        return None
+    beside = {found: path for path in run.absolute().parent.glob("version_*") if (found := _number(path)) is not None}
+    for found in sorted((found for found in beside if found < number), reverse=True):
+        if (beside[found] / "config.yaml").is_file() and _wrote(beside[found], checkpoint):
+            return run.parent / beside[found].name
+    return None
+
+
+def _wrote(part: Path, checkpoint: Path) -> bool:
+    """Whether a process may have written a checkpoint: into its folder, into its config's, or where it resumed from."""
+    own = (part.parent.name, part.name)
+    if own in zip(checkpoint.parts, checkpoint.parts[1:], strict=False):
+        return True
+    callbacks = (read_run_config(part).get("trainer") or {}).get("callbacks") or []
+    arguments = [callback.get("init_args") or {} for callback in callbacks if isinstance(callback, dict)]
+    places = [Path(str(argument["dirpath"])) for argument in arguments if argument.get("dirpath")]
+    earlier = _checkpoint(part)
+    if earlier is not None and not any(part.rglob("*.ckpt")):
+        places.append(earlier.parent)
+    return checkpoint.parent in places
+
+
+def _checkpoint(run: Path) -> Path | None:
+    """The checkpoint that a folder's first process resumed from: later ones resumed from its own."""
+    path = read_run_config(run).get("ckpt_path") if (run / "config.yaml").is_file() else None
+    earlier = read_run_record(run).get("earlier") if (run / "run.json").is_file() else None
+    if isinstance(earlier, list) and earlier and isinstance(earlier[0], dict):
+        path = earlier[0].get("resumed_from")
+    return Path(str(path)) if path else None
+
+
+def _number(run: Path) -> int | None:
+    digits = run.absolute().name.removeprefix("version_")
+    return int(digits) if digits.isdecimal() else None
+
+
+def read_curve(run: Path, column: str) -> Curve:
+    """One column of what a run logged (see `read_curves`); empty where it was not."""
+    return read_curves(run, [column])[column]
+
+
+def read_curves(run: Path, columns: Sequence[str] | None = None) -> dict[str, Curve]:
+    """Columns of a run's `metrics.csv`: the steps at which each was logged, and its values.
+
+    A resumed run has the values of all its processes (see `run_parts`), those of an earlier one up to the first step
+    that the next one logged: what it logged after its last checkpoint was lost. An incomplete last line, and a
+    process that was killed before it wrote anything, are ignored.
+
+    Args:
+        run: The folder of a run.
+        columns: Which ones; None for all.
+
+    Raises:
+        InputError: If no part of the run has such a file, or a file is damaged.
+    """
+    written = [part for part in run_parts(run) if metrics_path(part).is_file()]
+    if not written:
+        raise InputError(str(metrics_path(run)), "no such file", _HINT)
+    found: dict[str, Curve] = {}
+    for part in written:
+        own = _read_part(part)
+        first = min((steps_made(column, steps[0]) for column, (steps, _) in own.items() if steps), default=None)
+        for column in {**found, **own}:
+            before = found.get(column, _NOTHING)
+            steps, values = before if first is None else _cut(column, before, first)
+            own_steps, own_values = own.get(column, _NOTHING)
+            found[column] = steps + own_steps, values + own_values
+    return found if columns is None else {column: found.get(column, _NOTHING) for column in columns}
+
+
+def _cut(column: str, curve: Curve, first: int) -> Curve:
+    """What a curve has of the steps before one, counted as steps made."""
+    kept = sum(steps_made(column, step) < first for step in curve[0])
+    return curve[0][:kept], curve[1][:kept]
+
+
+def metrics_path(run: Path) -> Path:
+    """The file of logged values of a process."""
+    return run / METRICS_FILE
+
+
+def _read_part(run: Path) -> dict[str, Curve]:
+    path = metrics_path(run)
+    try:
+        reader = read_metrics(path)
+        names = reader.fieldnames or ()
+        found: dict[str, Curve] = {name: ([], []) for name in names if name not in _NO_METRICS}
+        for row in reader if "step" in names else ():
+            for column, (steps, values) in found.items():
+                if row.get(column):
+                    value = float(row[column])
+                    steps.append(int(row["step"]))
+                    values.append(value)
+    except (ValueError, TypeError, csv.Error) as error:
+        raise InputError(str(path), f"is damaged ({error})", _HINT) from error
+    if names and "step" not in names:
+        raise InputError(str(path), "has no column 'step'", _HINT)
+    return found
 
 
 class Summary(NamedTuple):
-    """A column of what was logged, in five numbers and their steps; values that are no number are left out.
+    """A column of what was logged, in four numbers and their steps, without values that are not finite.
 
     Attributes:
         first: Its first value.
@@ -39,23 +194,23 @@ class Part(NamedTuple):
     Attributes:
         folder: Where it wrote.
         record: Its `run.json`, empty where it has none.
-        went_on_from: The checkpoint it went on from, or None.
-        numeric_errors: What `RunHealth` wrote where numbers went wrong.
+        resumed_from: The checkpoint it resumed from, or None.
+        numeric_errors: What `RunHealth` wrote on numeric errors.
     """
 
     folder: Path
     record: Mapping[str, Any]
-    went_on_from: str | None
+    resumed_from: str | None
     numeric_errors: list[Mapping[str, Any]]
 
     @property
     def end(self) -> Mapping[str, Any]:
-        """How it ended; empty where it says nothing of it."""
+        """How it ended; empty where it did not record it."""
         return _mapping(self.record.get("end"))
 
     @property
     def seconds(self) -> float | None:
-        """How long it took, where it says so and no clock was set back."""
+        """How long it took; None if unknown or if a clock was set back."""
         started, ended = when(self.record.get("started")), when(self.end.get("time"))
         return None if started is None or ended is None or ended < started else (ended - started).total_seconds()
 
@@ -65,7 +220,7 @@ class RunFacts:
     """A run, from its folder.
 
     Attributes:
-        folder: Its folder; the last one where it went on from others.
+        folder: Its folder, the last one of a resumed run.
         config: Its merged config.
         config_text: The same as it was written.
         parts: Its processes, the earliest first; the last is its own.
@@ -83,7 +238,7 @@ class RunFacts:
         """The facts of a run's folder.
 
         Raises:
-            InputError: If it is no run's, or a file of it is damaged.
+            InputError: If it is not a run's, or a file of it is damaged.
         """
         config = read_run_config(folder)
         text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
@@ -93,7 +248,7 @@ class RunFacts:
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """What the last process noted of itself."""
+        """The last process's record."""
         return self.parts[-1].record
 
     @cached_property
@@ -104,7 +259,7 @@ class RunFacts:
 
     @property
     def last_step(self) -> int:
-        """The last optimiser step that is known of: noted at the end, or logged."""
+        """The last known optimiser step, recorded at the end or logged."""
         logged = (steps_made(column, steps[-1]) for column, (steps, _) in self.curves.items() if steps)
         noted = self.parts[-1].end.get("step")
         return max(0, *logged, noted if isinstance(noted, int) else 0)
@@ -131,11 +286,10 @@ class RunFacts:
 
 
 def _read_parts(folder: Path) -> list[Part]:
-    """The processes that wrote into a folder, the earliest first; what went wrong with numbers is the last one's."""
+    """The processes that wrote into a folder, the earliest first; numeric errors are the last one's."""
     last = read_run_record(folder) if (folder / "run.json").is_file() else {}
     earlier = last.get("earlier")
     records = [_mapping(record) for record in (earlier if isinstance(earlier, list) else [])]
-    found = [Part(folder, record, _resumed_from(record), []) for record in records]
     resumed_from = last.get("resumed_from") or read_run_config(folder).get("ckpt_path")
     errors = []
     for path in sorted(folder.glob("numeric-error-rank-*.json")):
@@ -143,12 +297,12 @@ def _read_parts(folder: Path) -> list[Part]:
             errors.append(_mapping(json.loads(path.read_bytes())))
         except (ValueError, RecursionError):
             errors.append({})
-    return [*found, Part(folder, last, None if resumed_from is None else str(resumed_from), errors)]
+    earlier_parts = [Part(folder, record, _text(record.get("resumed_from")), []) for record in records]
+    return [*earlier_parts, Part(folder, last, _text(resumed_from), errors)]
 
 
-def _resumed_from(record: Mapping[str, Any]) -> str | None:
-    path = record.get("resumed_from")
-    return None if path is None else str(path)
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def _summary(column: str, curve: Curve) -> Summary | None:
@@ -164,7 +318,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def when(text: Any) -> datetime | None:
-    """A time that a record notes, or None."""
+    """A time in a record, or None."""
     try:
         return datetime.fromisoformat(text).astimezone(UTC)
     except (ValueError, TypeError, OverflowError):

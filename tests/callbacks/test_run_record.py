@@ -34,8 +34,7 @@ from embeddings.common.io import file_lock
 from embeddings.common.process import cpu_name
 from embeddings.figures import draw_curves
 from embeddings.figures.report import write_report
-from embeddings.figures.run_facts import RunFacts
-from embeddings.figures.run_metrics import read_curves
+from embeddings.figures.run_facts import RunFacts, read_curves
 from tests.helpers.processes import Command
 from tests.helpers.runs import run_config, write_config
 

@@ -68,9 +68,9 @@ def test_curves_of_several_runs_are_one_picture_in_the_working_folder(tmp_path, 
 def test_a_picture_and_a_table_of_a_model_that_pools_otherwise(models, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "anchor-tokens.png").write_bytes(b"old")
+    (tmp_path / "anchor-tokens.html").write_bytes(b"old")
     assert show(models, "mean", TEXT, "dog") == 0
-    assert (tmp_path / "anchor-tokens.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "anchor-tokens.html").read_bytes().startswith(b"<!DOCTYPE html>")
     out = capsys.readouterr().out
     assert out.startswith("mean (mean pooling): anchor weights as they would be\n")
     assert "key axis, layer -1." in out
@@ -81,7 +81,7 @@ def test_a_picture_and_a_table_of_a_model_that_pools_otherwise(models, tmp_path,
     shares = [line.split() for line in out.splitlines() if line.endswith("%")]
     assert [" ".join(row[:-2]) for row in shares[:4]] == ["first token", "last token", "punctuation", "everything else"]
     assert [row[-1] for row in shares] == ["11.1%", "11.1%", "11.1%", "66.7%", "33.3%", "33.3%", "0.0%", "33.3%"]
-    assert [path.name for path in tmp_path.iterdir()] == ["anchor-tokens.png"]
+    assert [path.name for path in tmp_path.iterdir()] == ["anchor-tokens.html"]
 
 
 def test_a_models_own_settings_hold_and_each_option_changes_one(models, drawing, capsys):
@@ -113,12 +113,12 @@ def test_a_models_own_settings_hold_and_each_option_changes_one(models, drawing,
 def test_a_prompt_is_shown_without_a_weight(models, drawing, capsys):
     assert show(models, "mean", TEXT, "--role", "query") == 0
     by_role = capsys.readouterr().out
-    assert show(models, "mean", TEXT, "--prompt_name", "query", "--output", "other.png") == 0
-    assert capsys.readouterr().out.replace("other.png", "anchor-tokens.png") == by_role
+    assert show(models, "mean", TEXT, "--prompt_name", "query", "--output", "other.html") == 0
+    assert capsys.readouterr().out.replace("other.html", "anchor-tokens.html") == by_role
     lines = [line.split() for line in by_role.splitlines()]
     assert ["-", "-", "[CLS]"] in lines
     assert drawing[0][0][0].text == f"search_query: {TEXT}"
-    assert drawing[1][3].name == "other.png"
+    assert drawing[1][3].name == "other.html"
 
 
 def test_a_causal_model_needs_the_visible_queries_or_the_other_axis(models, drawing, capsys):
@@ -143,7 +143,7 @@ def test_a_causal_model_needs_the_visible_queries_or_the_other_axis(models, draw
         ("mean", [TEXT, "--layers", "9"], "among the 2 attention layers"),
         ("mean", [TEXT, "--layers", "[1,-1]"], "must name each layer once"),
         ("mean", [TEXT, "--prompt_name", "qury"], "must name a prompt of the model (query)"),
-        ("mean", [TEXT, "--output", "."], "--output .: is a directory; name a PNG file"),
+        ("mean", [TEXT, "--output", "."], "--output .: is a directory; name an HTML file"),
         ("nothing", [TEXT], "nothing: is no directory"),
         ("contextual", [TEXT], "is contextual"),
     ],

@@ -1,11 +1,27 @@
+"""Clusters and documents in contexts, on a plane or a map of neighbours."""
+
 import numpy as np
 import pytest
 
-from embeddings.figures import clusters
-from embeddings.figures.cluster_points import ClusterPoints
-from embeddings.figures.clusters import MOST_CLUSTERS, draw_clusters
-from embeddings.figures.png import pyplot
-from embeddings.figures.projection import Plane
+from embeddings.common import OptionError
+from embeddings.data.samplers.cluster_folder import ClusterFolder
+from embeddings.data.surrogate_vectors import SurrogateVectors
+from embeddings.figures.clusters import (
+    MAX_CLUSTERS,
+    MAX_CORPORA,
+    MAX_DOCUMENTS,
+    MAX_POINTS,
+    ClusterPoints,
+    Plane,
+    check_neighbour_map,
+    draw_cluster_points,
+    draw_clusters,
+    draw_contextual_shift,
+    neighbour_map,
+)
+from embeddings.figures.drawing import pyplot
+from embeddings.inference import ContextualShift
+from tests.figures.cluster_folders import SOURCE_KEY, write_clusters
 
 pytest.importorskip("matplotlib")
 
@@ -20,19 +36,28 @@ def points_of(num_clusters, rows_each=4):
 
 
 @pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    figures = []
-    monkeypatch.setattr(clusters, "write_png", lambda figure, output: figures.append(figure))
-
+def drawn(kept, tmp_path):
     def draw(points, subtitle="about it"):
         draw_clusters(points, "A $title$", subtitle, tmp_path / "a.png")
-        figures[-1].draw_without_rendering()
-        return figures[-1]
+        return kept[-1]
 
-    draw.figures = figures
-    yield draw
-    for figure in figures:
-        pyplot().close(figure)
+    return draw
+
+
+@pytest.fixture
+def sampled(tmp_path):
+    folder, query, document = write_clusters(tmp_path / "clusters", IDS, 4)
+    opened = ClusterFolder(folder), SurrogateVectors(tmp_path / "clusters.vectors", SOURCE_KEY)
+    return lambda *options: draw_cluster_points(*opened, *options), np.concatenate([query, document], axis=1) / 2**0.5
+
+
+@pytest.fixture
+def shifted(kept, tmp_path):
+    def draw(shift, names, corpora, subtitle="about it"):
+        draw_contextual_shift(shift, names, corpora, "A $title$", subtitle, tmp_path / "a.png")
+        return kept[-1]
+
+    return draw
 
 
 def test_each_cluster_has_a_colour_its_rows_and_a_number_at_their_mean(drawn):
@@ -58,11 +83,11 @@ def test_each_cluster_has_a_colour_its_rows_and_a_number_at_their_mean(drawn):
     assert figure.get_suptitle() == "A $title$"
 
 
-def test_a_map_takes_the_place_of_the_plane_and_has_no_scale(drawn, tmp_path):
+def test_a_map_takes_the_place_of_the_plane_and_has_no_scale(kept, tmp_path):
     points = points_of(2)
     map_N2 = np.arange(16.0).reshape(8, 2) ** 2
     draw_clusters(points, "t", "s", tmp_path / "a.png", map_N2)
-    figure = drawn.figures[-1]
+    figure = kept[-1]
     (axis,) = figure.axes
     for place, dots in enumerate(axis.collections):
         own_n2 = map_N2[4 * place : 4 * place + 4]
@@ -77,7 +102,7 @@ def test_a_dollar_sign_of_a_path_begins_no_formula(drawn):
     assert axis.get_title(loc="left") == r"rows of my$\a{$/c.jsonl"
 
 
-@pytest.mark.parametrize("num_clusters", [1, MOST_CLUSTERS])
+@pytest.mark.parametrize("num_clusters", [1, MAX_CLUSTERS])
 def test_colours_differ_and_no_text_leaves_the_page(num_clusters, drawn):
     figure = drawn(points_of(num_clusters), "a subtitle of many words, " * 20)
     (axis,), (legend,) = figure.axes, figure.legends
@@ -92,6 +117,178 @@ def test_colours_differ_and_no_text_leaves_the_page(num_clusters, drawn):
     assert axis._left_title.get_window_extent().y1 <= figure._suptitle.get_window_extent().y0
 
 
-def test_the_picture_is_a_png(tmp_path):
-    draw_clusters(points_of(2), "t", "s", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+IDS = [0, 3, 0, 1, 3, 3, 0, 1, 3, 3, 0, 3]  # nothing in 2
+
+
+def test_all_rows_of_all_clusters_with_rows_are_drawn_where_there_is_room(sampled):
+    draw, row_ND = sampled
+    points = draw(20, 100)
+    assert points.clusters == [0, 1, 3]
+    assert points.num_rows_K.tolist() == [4, 2, 6]
+    assert points.place_N.tolist() == [0] * 4 + [1] * 2 + [2] * 6
+    order = [row for cluster in (0, 1, 3) for row, own in enumerate(IDS) if own == cluster]
+    np.testing.assert_allclose(points.vector_ND, row_ND[order], atol=1e-6)
+
+
+def test_of_many_some_are_drawn_by_the_seed_alone(sampled):
+    draw, row_ND = sampled
+    draws = [draw(2, 3, seed) for seed in range(8)]
+    assert {tuple(points.clusters) for points in draws} == {(0, 1), (0, 3), (1, 3)}
+    assert all(np.bincount(points.place_N).max() <= 3 for points in draws)
+    again = draw(2, 3, 5)
+    np.testing.assert_array_equal(again.vector_ND, draws[5].vector_ND)
+    for points in draws:
+        rows = [int(np.abs(row_ND - vector).sum(axis=1).argmin()) for vector in points.vector_ND]
+        assert [IDS[row] for row in rows] == [points.clusters[place] for place in points.place_N]
+        assert len({*rows}) == len(rows)
+
+
+def test_facts_are_those_of_a_loop():
+    vectors = np.array([[1, 0, 0], [0.6, 0.8, 0], [0, 1, 0], [0, 0.8, 0.6], [0, 0, 1]], dtype=np.float32)
+    points = ClusterPoints([4, 7, 9], np.array([20, 2, 1]), np.array([0, 0, 1, 1, 2]), vectors)
+    means = [vectors[:2].sum(0), vectors[2:4].sum(0), vectors[4]]
+    means = [mean / np.linalg.norm(mean) for mean in means]
+    facts = points.facts()
+    assert [each[:3] for each in facts] == [(4, 20, 2), (7, 2, 2), (9, 1, 1)]
+    assert [each.nearest for each in facts] == [7, 4, 7]
+    assert facts[0].cosine == pytest.approx(np.mean([vectors[row] @ means[0] for row in (0, 1)]))
+    assert facts[2].nearest_cosine == pytest.approx(means[2] @ means[1])
+    nearest = [int(np.argmax([vector @ mean for mean in means])) for vector in vectors]
+    assert nearest == [0, 0, 1, 1, 2]
+    assert [each.at_home for each in facts] == [1, 1, 1]
+    strayed = np.eye(3, dtype=np.float32)[[0, 0, 1, 1, 1]]
+    assert ClusterPoints([4, 7], np.array([3, 2]), np.array([0, 0, 0, 1, 1]), strayed).facts()[0].at_home == 2 / 3
+
+
+def test_a_cluster_alone_is_its_own_neighbour():
+    points = ClusterPoints([3], np.array([2]), np.array([0, 0]), np.eye(2, dtype=np.float32))
+    (facts,) = points.facts()
+    assert (facts.nearest, facts.nearest_cosine, facts.at_home) == (3, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("options", "name"), [((0, 5), "num_clusters"), ((5, 0), "rows_per_cluster")])
+def test_nothing_is_no_sample(options, name, sampled):
+    with pytest.raises(OptionError, match=f"{name} must be >= 1, got 0"):
+        sampled[0](*options)
+
+
+def test_the_plane_is_that_of_the_largest_eigenvalues():
+    rng = np.random.default_rng(0)
+    vectors = (rng.normal(size=(50, 6)) * [1, 5, 1, 3, 1, 0.5] + 7).astype(np.float32)
+    plane = Plane.of(vectors)
+    values, axes = np.linalg.eigh(np.cov(vectors.T.astype(np.float64)))
+    np.testing.assert_allclose(plane.share_2, values[::-1][:2] / values.sum(), rtol=1e-6)
+    np.testing.assert_allclose(np.abs(plane.axis_2D @ axes[:, ::-1][:, :2]), np.eye(2), atol=1e-6)
+    points = plane.points(vectors)
+    np.testing.assert_allclose(points, (vectors - vectors.mean(0)) @ plane.axis_2D.T, atol=1e-4)
+    np.testing.assert_allclose(points.var(axis=0, ddof=1), values[::-1][:2], rtol=1e-5)
+    assert (plane.axis_2D[np.arange(2), np.abs(plane.axis_2D).argmax(1)] > 0).all()
+    # Mirrored vectors lie mirrored on the same axes.
+    np.testing.assert_allclose(Plane.of(-vectors).axis_2D, plane.axis_2D, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "vectors", [[[1.0, 2.0]], [[3.0], [5.0]], [[1.0, 1.0]] * 3, [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]
+)
+def test_vectors_that_span_no_plane_have_finite_points(vectors):
+    plane = Plane.of(np.array(vectors, dtype=np.float32))
+    assert np.isfinite(plane.points(np.array(vectors))).all()
+    assert plane.share_2.tolist() == pytest.approx([float(len({*map(tuple, vectors)}) > 1), 0.0], abs=1e-6)
+
+
+def test_the_axes_are_named_with_what_they_show():
+    pytest.importorskip("matplotlib")
+    figure, axis = pyplot().subplots()
+    Plane(np.zeros(2), np.eye(2), np.array([0.5, 0.125])).name_axes(axis)
+    assert axis.get_xlabel() == "first principal axis (50.0% of the variance)"
+    assert axis.get_ylabel() == "second principal axis (12.5% of the variance)"
+    assert axis.get_aspect() == 1
+    pyplot().close(figure)
+
+
+def groups(seed=0):
+    """Three groups of 12 unit vectors that lie far apart."""
+    rng = np.random.default_rng(seed)
+    place_N = np.repeat(np.arange(3), 12)
+    vector_ND = np.eye(8)[place_N] + 0.1 * rng.normal(size=(36, 8))
+    return place_N, (vector_ND / np.linalg.norm(vector_ND, axis=1, keepdims=True)).astype(np.float32)
+
+
+def test_neighbours_stay_neighbours():
+    place_N, vector_ND = groups()
+    point_N2 = neighbour_map(vector_ND, perplexity=5)
+    assert point_N2.shape == (36, 2)
+    distance_NN = np.linalg.norm(point_N2[:, None] - point_N2[None], axis=-1)
+    nearest_N5 = np.argsort(distance_NN, axis=1)[:, 1:6]
+    assert (place_N[nearest_N5] == place_N[:, None]).all()
+
+
+def test_the_same_vectors_lie_in_the_same_places_and_others_elsewhere():
+    one, same, other = (neighbour_map(groups(seed)[1], 5) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, same)
+    assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("num_points", "perplexity", "says"),
+    [
+        (36, 12, "perplexity must be below a third of the 36 rows drawn, got 12; lower it, or draw more rows"),
+        (1, 1, "perplexity must be below a third of the 1 rows drawn"),
+        (36, 0.5, "perplexity must be >= 1, got 0.5"),
+        (36, float("nan"), "perplexity must be >= 1, got nan"),
+        (MAX_POINTS + 1, 30, "projection is for at most 5,000 rows, here 5,001"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused(num_points, perplexity, says):
+    with pytest.raises(OptionError, match=says):
+        neighbour_map(np.zeros((num_points, 2)), perplexity)
+
+
+@pytest.mark.parametrize(("num_points", "perplexity"), [(37, 12), (MAX_POINTS, 30)])
+def test_the_edges_are_allowed(num_points, perplexity):
+    check_neighbour_map(num_points, perplexity)
+
+
+pytest.importorskip("matplotlib")
+
+
+def shift_of(num_documents, num_contexts):
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(num_documents, 8)) + 0.2 * rng.normal(size=(num_contexts + 1, num_documents, 8))
+    unit = (vectors / np.linalg.norm(vectors, axis=2, keepdims=True)).astype(np.float32)
+    return ContextualShift(unit[:-1], unit[-1])
+
+
+def test_a_document_has_a_colour_a_corpus_a_shape_and_no_context_a_cross(shifted):
+    shift = shift_of(2, 3)
+    figure = shifted(shift, ["first $x$ text", "second"], ["wiki", "wiki", "code"])
+    (axis,) = figure.axes
+    plane = Plane.of(shift.vector_CND.reshape(6, 8))
+    dots = [np.asarray(collection.get_offsets()) for collection in axis.collections]
+    for document in range(2):
+        own = dots[3 * document : 3 * document + 3]
+        np.testing.assert_allclose(own[0], plane.points(shift.vector_CND[:2, document]), atol=1e-6)
+        np.testing.assert_allclose(own[1], plane.points(shift.vector_CND[2:, document]), atol=1e-6)
+        np.testing.assert_allclose(own[2], plane.points(shift.alone_ND[document][None]), atol=1e-6)
+        colours = {tuple(c.get_edgecolor()[0][:3]) for c in axis.collections[3 * document : 3 * document + 3]}
+        assert len(colours) == 1
+    assert len({tuple(collection.get_edgecolor()[0][:3]) for collection in axis.collections}) == 2
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["first $x$ text", "second", "contexts of wiki", "contexts of code", "no context"]
+    assert axis.get_xlabel().startswith("first principal axis (")
+
+
+def test_no_text_leaves_the_page_at_the_most_that_is_drawn(shifted):
+    names = [f"{number} " + "東京 a long document " * 9 for number in range(MAX_DOCUMENTS)]
+    corpora = [f"corpus_{context % MAX_CORPORA}_{'x' * 20}" for context in range(12)]
+    figure = shifted(shift_of(MAX_DOCUMENTS, 12), names, corpora, "a subtitle of many words, " * 20)
+    (axis,), (legend,) = figure.axes, figure.legends
+    assert len(legend.get_texts()) == MAX_DOCUMENTS + MAX_CORPORA + 1
+    for part in (legend, axis._left_title, axis.xaxis.label, axis.yaxis.label, figure._suptitle):
+        box = part.get_window_extent()
+        assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1
+    assert legend.get_window_extent().y1 <= axis.xaxis.label.get_window_extent().y0 + 1
+    assert axis._left_title.get_window_extent().y1 <= figure._suptitle.get_window_extent().y0
+    assert len({c.get_paths()[0].vertices.shape for c in axis.collections}) > 2

@@ -1,9 +1,18 @@
+"""TODO."""
+
 import pytest
 
 from embeddings.cli.main import main
-from embeddings.figures import curves
-from embeddings.figures.curves import WINDOW, draw_curves
-from embeddings.figures.png import pyplot
+from embeddings.common import InputError
+from embeddings.figures.curves import (
+    WINDOW,
+    draw_curves,
+    draw_routing_curves,
+    draw_sweep,
+    is_numeric,
+    means,
+    spans_decades,
+)
 
 HEADER = "step,train/loss,val/ndcg_at_10\n"
 ONE = HEADER + "0,2.0,\n0,,0.25\n1,1.0,\n2,,0.5\n"
@@ -16,20 +25,14 @@ def write_run(folder, text=ONE):
 
 
 @pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """The figure of some runs, kept from being closed."""
-    pytest.importorskip("matplotlib")
-    figures = []
-    monkeypatch.setattr(curves, "write_png", lambda figure, output: figures.append(figure))
+def drawn(kept, tmp_path):
+    """The figure of some runs."""
 
-    def draw(runs):
-        draw_curves(runs, tmp_path / "a.png")
-        figures[-1].draw_without_rendering()
-        return figures[-1]
+    def draw(runs, function=draw_curves):
+        function(runs, tmp_path / "a.png")
+        return kept[-1]
 
-    yield draw
-    for figure in figures:
-        pyplot().close(figure)
+    return draw
 
 
 def points(line):
@@ -91,12 +94,6 @@ def test_no_text_leaves_the_page_however_many_runs_and_scores(tmp_path, drawn):
     assert len(drawn(runs[:1]).axes[1].texts) <= 12
 
 
-def test_the_picture_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    draw_curves([write_run(tmp_path / "run")], tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -116,3 +113,111 @@ def test_what_is_no_runs_file_is_one_line_and_no_picture(text, says, tmp_path, c
     assert says in error
     assert error.count("\n") == 1
     assert not (tmp_path / "curves.png").exists()
+
+
+pytest.importorskip("matplotlib")
+
+
+ROUTED = "step,train/loss,routing/load_entropy,routing/idle_experts\n"
+
+
+def write_routed(folder, rows):
+    lines = [f"{step - 1},2.0,,\n{step},,{entropy},{idle}\n" for step, entropy, idle in rows]
+    return write_run(folder, ROUTED + "".join(lines))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    balanced = write_routed(tmp_path / "balanced" / "version_0", [(50, 0.9, 2.0), (100, 0.99, 0.0)])
+    free = write_routed(tmp_path / "free_$x$" / "version_0", [(50, 0.8, 3.0), (100, 0.5, 9.0), (150, 0.4, 11.0)])
+    return [balanced, free]
+
+
+def test_each_run_has_a_line_in_both_panels_under_one_name(runs, drawn):
+    figure = drawn(runs, draw_routing_curves)
+    entropy, idle = figure.axes
+    assert [points(line) for line in entropy.lines[:2]] == [
+        [(50, 0.9), (100, 0.99)],
+        [(50, 0.8), (100, 0.5), (150, 0.4)],
+    ]
+    assert [points(line) for line in idle.lines] == [
+        [(50, 2), (100, 0)],
+        [(50, 3), (100, 9), (150, 11)],
+    ]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["balanced/version_0", r"free_\$x\$/version_0"]
+    for line, handle in zip(entropy.lines[:2], legend.get_lines(), strict=True):
+        assert line.get_color() == handle.get_color()
+    assert [line.get_color() for line in entropy.lines[:2]] == [line.get_color() for line in idle.lines]
+    assert len({line.get_color() for line in idle.lines}) == 2
+    assert entropy.get_ylim()[0] < 0.4
+    assert entropy.get_ylim()[1] > 1
+    assert idle.get_xlabel() == "optimiser step"
+    assert "load entropy" in entropy.get_ylabel()
+    assert "idle experts" in idle.get_ylabel()
+
+
+DOTS = [
+    ({"lr": lr, "pooling": pooling}, lr * 100 + len(pooling)) for lr in (0.001, 0.01) for pooling in ("cls", "mean")
+]
+
+
+def test_numbers_have_an_axis_and_names_rows(kept, tmp_path):
+    draw_sweep(DOTS, "score", "max", "two", tmp_path / "a.png")
+    numbers, names = kept[0].axes
+    assert (numbers.get_xlabel(), numbers.get_ylabel(), numbers.get_xscale()) == ("lr", "score", "log")
+    assert [text.get_text() for text in numbers.get_xticklabels()] == ["0.001", "0.01"]
+    assert (names.get_title(), names.get_xlabel()) == ("pooling", "score")
+    assert [text.get_text() for text in names.get_yticklabels()] == ["cls", "mean"]
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_the_best_run_is_marked_in_every_panel_and_on_top(mode, kept, tmp_path):
+    draw_sweep(DOTS, "score", mode, "two", tmp_path / "a.png")
+    best = (max if mode == "max" else min)(value for _, value in DOTS)
+    axes = kept[0].axes
+    names = axes[1]
+    found = [line for axis in axes for line in axis.get_lines() if line.get_label() == "best run"]
+    assert [float(found[0].get_ydata()[0]), float(found[1].get_xdata()[0])] == [best, best]
+    bottom, top = names.get_ylim()
+    assert (bottom < top) == (mode == "max")
+
+
+def test_means_are_drawn_where_runs_share_a_value(kept, tmp_path):
+    draw_sweep(DOTS, "score", "max", "shared", tmp_path / "a.png")
+    draw_sweep([({"lr": lr}, lr) for lr in (1.0, 2.0, 3.0)], "score", "max", "alone", tmp_path / "a.png")
+    axes = [axis for figure in kept for axis in figure.axes]
+    has_means = ["mean" in axis.get_legend_handles_labels()[1] for axis in axes]
+    assert has_means == [True, True, False]
+    assert axes[2].get_xscale() == "linear"
+
+
+def test_means_are_in_the_order_of_numbers_or_of_the_metric():
+    assert means(DOTS, "lr") == pytest.approx({0.001: 3.6, 0.01: 4.5})
+    assert list(means([({"a": "x"}, 2.0), ({"a": "y"}, 1.0)], "a")) == ["y", "x"]
+    assert is_numeric(DOTS, "lr")
+    assert not is_numeric(DOTS, "pooling")
+    assert [spans_decades(values) for values in ([1, 9], [1, 10], [0, 10])] == [False, True, False]
+
+
+def test_a_dollar_sign_of_a_value_or_a_name_begins_no_formula(tmp_path):
+    pytest.importorskip("matplotlib")
+    odd = r"my$\a{$"
+    draw_sweep([({odd: odd, f"{odd}2": 1.0}, 0.5)], odd, "min", odd, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("step,train/loss\n0,2.0\n", "metrics.csv: has no 'routing/load_entropy'; give a run with the callback"),
+        (ROUTED + "50,,0.9,\n", "has no 'routing/idle_experts'"),
+        (ROUTED + "50,,nan,0\n", "has a 'routing/load_entropy' that is not finite"),
+        (ROUTED + "50,,high,0\n", "is damaged"),
+    ],
+)
+def test_a_run_without_routing_is_named(text, says, runs, tmp_path):
+    (tmp_path / "metrics.csv").write_text(text)
+    with pytest.raises(InputError, match=says):
+        draw_routing_curves([*runs, tmp_path], tmp_path / "a.png")
+    assert not (tmp_path / "a.png").exists()

@@ -1,10 +1,22 @@
+"""TODO."""
+
 import json
 
 import pytest
+import yaml
 
 from embeddings.common import InputError
-from embeddings.figures.run_facts import RunFacts, Summary, when
-from embeddings.figures.run_words import opening
+from embeddings.figures.report import opening
+from embeddings.figures.run_facts import (
+    RunFacts,
+    Summary,
+    read_curve,
+    read_curves,
+    read_run_config,
+    read_run_record,
+    run_parts,
+    when,
+)
 from tests.figures.run_folders import METRICS, write_run
 
 
@@ -56,7 +68,7 @@ def test_the_parts_of_a_run_have_their_own_records_and_errors(tmp_path):
     later = write_run(tmp_path / "name" / "version_1", {"ckpt_path": checkpoint})
     parts = RunFacts.read(later).parts
     assert [part.folder.name for part in parts] == ["version_0", "version_1"]
-    assert [part.went_on_from for part in parts] == [None, checkpoint]
+    assert [part.resumed_from for part in parts] == [None, checkpoint]
     assert [part.end["how"] for part in parts] == ["interrupted", "finished"]
     assert [part.seconds for part in parts] == [None, 3930.0]
     assert parts[0].numeric_errors == [{"step": 3}, {}, {}]
@@ -87,3 +99,167 @@ def test_times_are_compared_in_utc():
     assert when("2026-03-01T12:00:00+02:00") == when("2026-03-01T10:00:00+00:00")
     for text in (None, 3, "yesterday", "9999-99-99"):
         assert when(text) is None
+
+
+def write_part(run, metrics=None, ckpt_path=None, dirpath=None, checkpoint=None):
+    """The folder of a process: its config, what it logged, and a checkpoint of its own."""
+    run.mkdir(parents=True)
+    kept = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": dirpath}}
+    (run / "config.yaml").write_text(yaml.safe_dump({"ckpt_path": ckpt_path, "trainer": {"callbacks": [kept]}}))
+    if metrics is not None:
+        (run / "metrics.csv").write_text(f"step,epoch,train/loss,val/ndcg_at_10\n{metrics}")
+    if checkpoint:
+        (run / "checkpoints").mkdir()
+        (run / "checkpoints" / checkpoint).touch()
+    return run
+
+
+def names(parts):
+    return [part.name for part in parts]
+
+
+def test_the_config_and_the_record_are_read(tmp_path):
+    write_part(tmp_path / "run", None, "a.ckpt")
+    (tmp_path / "run" / "run.json").write_text('{"commit": "abc"}')
+    assert read_run_config(tmp_path / "run")["ckpt_path"] == "a.ckpt"
+    assert read_run_record(tmp_path / "run") == {"commit": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "damages"),
+    [
+        ("config.yaml", read_run_config, [b"", b"- a", b"a: [", b"\xff\xfe\x00", b"[" * 5000]),
+        ("run.json", read_run_record, [b"", b"[]", b"{", b"\xff", b"[" * 100_000]),
+    ],
+)
+def test_a_missing_or_damaged_file_is_one_line(name, read, damages, tmp_path):
+    with pytest.raises(InputError, match=f"{name}: no such file; give the folder of a run"):
+        read(tmp_path)
+    for damage in damages:
+        (tmp_path / name).write_bytes(damage)
+        with pytest.raises(InputError, match=f"{name}: is damaged; "):
+            read(tmp_path)
+
+
+def test_a_run_that_went_on_from_nothing_or_elsewhere_is_one_part(tmp_path):
+    alone = write_part(tmp_path / "a" / "version_0")
+    assert run_parts(alone) == [alone]
+    elsewhere = write_part(tmp_path / "a" / "version_1", None, "b/version_0/checkpoints/last.ckpt")
+    assert run_parts(elsewhere) == [elsewhere]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    assert run_parts(bare) == [bare]
+
+
+def test_a_run_is_followed_from_part_to_part(tmp_path, monkeypatch):
+    runs = tmp_path / "moved" / "name"
+    for number in range(12):
+        write_part(
+            runs / f"version_{number}",
+            None,
+            f"old/name/version_{number - 2}/checkpoints/a.ckpt" if number > 1 else None,
+        )
+    assert names(run_parts(runs / "version_10")) == [f"version_{number}" for number in (0, 2, 4, 6, 8, 10)]
+    monkeypatch.chdir(runs / "version_3")
+    from pathlib import Path
+
+    assert names(part.resolve() for part in run_parts(Path())) == ["version_1", "version_3"]
+
+
+def test_parts_that_kept_on_in_the_first_ones_folder_are_all_found(tmp_path):
+    """`--ckpt_path auto` has each process write beside the checkpoint that it went on from."""
+    runs, place = tmp_path / "runs" / "name", "runs/name/version_0/checkpoints"
+    write_part(runs / "version_0", checkpoint="last.ckpt")
+    write_part(runs / "version_1", None, f"{place}/last.ckpt")
+    assert names(run_parts(write_part(runs / "version_2", None, f"{place}/last.ckpt"))) == [
+        "version_0",
+        "version_1",
+        "version_2",
+    ]
+
+
+def test_a_branch_with_checkpoints_of_its_own_is_no_part(tmp_path):
+    runs, place = tmp_path / "runs" / "name", "runs/name/version_0/checkpoints"
+    write_part(runs / "version_0", checkpoint="last.ckpt")
+    write_part(runs / "version_1", None, f"{place}/last.ckpt", checkpoint="last.ckpt")
+    assert names(run_parts(write_part(runs / "version_2", None, f"{place}/last.ckpt"))) == ["version_0", "version_2"]
+
+
+def test_a_checkpoint_beside_the_parts_is_that_of_the_one_before(tmp_path):
+    """As the runs of a sweep write them."""
+    runs, place = tmp_path / "sweep" / "point", "sweep/point/checkpoints"
+    write_part(runs / "version_0", dirpath=place)
+    write_part(runs / "version_1", None, f"{place}/last.ckpt", dirpath=place)
+    assert names(run_parts(write_part(runs / "version_2", None, f"{place}/last.ckpt", dirpath=place))) == [
+        "version_0",
+        "version_1",
+        "version_2",
+    ]
+
+
+def test_a_curve_is_the_rows_that_have_it(tmp_path):
+    run = write_part(tmp_path / "run", "0,0,2.0,\n0,0,,0.25\n1,0,1.0,\n2,0,,0.5\n30,0,1.")
+    curves = {"train/loss": ([0, 1], [2.0, 1.0]), "val/ndcg_at_10": ([0, 2], [0.25, 0.5])}
+    assert read_curves(run) == curves  # without the row that was cut short
+    assert read_curve(run, "val/mrr") == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "no such file; give the folder of a run"),
+        ("a,train/loss\n1,2.0\n", "has no column 'step'; "),
+        ("train/loss,step\n2.0\n", "is damaged"),
+        ("step,train/loss\n1,much\n", r"is damaged \("),
+        ("step,train/loss\none,2.0\n", "is damaged"),
+        ("step,train/loss\n1,\udc80\n", "is damaged"),
+    ],
+)
+def test_a_missing_or_damaged_log_is_refused(text, says, tmp_path):
+    if text is not None:
+        (tmp_path / "metrics.csv").write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(InputError, match=rf"metrics.csv: {says}"):
+        read_curves(tmp_path)
+
+
+def test_a_run_that_went_on_has_what_it_went_on_from_and_its_own_steps_count(tmp_path):
+    runs = tmp_path / "runs" / "name"
+    write_part(runs / "version_0", "0,0,4.0,\n1,0,3.0,\n2,0,,0.1\n2,0,2.0,\n3,0,1.5,\n")
+    later = write_part(runs / "version_1", "2,0,2.5,\n4,0,0.5,\n4,0,,0.3\n", "runs/name/version_0/checkpoints/a.ckpt")
+    # Step 3 of the first part came to nothing.
+    assert read_curve(later, "train/loss") == ([0, 1, 2, 4], [4.0, 3.0, 2.5, 0.5])
+    assert read_curve(later, "val/ndcg_at_10") == ([2, 4], [0.1, 0.3])
+    assert read_curve(runs / "version_0", "train/loss")[0] == [0, 1, 2, 3]
+
+
+def test_what_a_lost_branch_logged_is_cut_in_all_columns_at_one_step(tmp_path):
+    runs = tmp_path / "runs" / "name"
+    lost = "".join(f"{step},0,{4 - step / 10},\n" for step in range(25))
+    write_part(runs / "version_0", f"{lost}10,0,,0.3\n20,0,,0.9\n")
+    own = "".join(f"{step},0,{3 - step / 10},\n" for step in range(10, 15))
+    later = write_part(runs / "version_1", own, "runs/name/version_0/checkpoints/step10.ckpt")
+    assert read_curve(later, "train/loss")[0] == list(range(15))
+    # Logged under the ten steps made before the step that is numbered 10.
+    assert read_curve(later, "val/ndcg_at_10") == ([10], [0.3])
+    scored = write_part(runs / "version_2", "13,0,,0.4\n", "runs/name/version_1/checkpoints/step12.ckpt")
+    assert read_curves(scored) == {
+        "train/loss": (list(range(12)), [4 - step / 10 for step in range(10)] + [2.0, 1.9]),
+        "val/ndcg_at_10": ([10, 13], [0.3, 0.4]),
+    }
+
+
+def test_parts_that_were_killed_before_they_logged_are_passed_over(tmp_path):
+    runs = tmp_path / "runs" / "name"
+    write_part(runs / "version_0", "0,0,4.0,\n")
+    killed = write_part(runs / "version_1", "", "runs/name/version_0/checkpoints/a.ckpt")
+    (killed / "metrics.csv").unlink()
+    later = write_part(runs / "version_2", "1,0,3.0,\n", "runs/name/version_1/checkpoints/a.ckpt")
+    assert read_curve(later, "train/loss") == ([0, 1], [4.0, 3.0])
+    assert read_curve(killed, "train/loss") == ([0], [4.0])
+
+
+@pytest.mark.parametrize("text", ["", "step,epoch,val/ndcg_at_10\n0,0,0.5\n"])
+def test_a_run_that_has_logged_no_loss_yet_has_what_it_logged(text, tmp_path):
+    (tmp_path / "metrics.csv").write_text(text)
+    assert read_curve(tmp_path, "train/loss") == ([], [])
+    assert read_curves(tmp_path) == ({"val/ndcg_at_10": ([0], [0.5])} if text else {})

@@ -15,7 +15,7 @@ from embeddings.cli.main import main
 from embeddings.common import OptionError
 from embeddings.common.types import PackedRows, Prediction
 from embeddings.data.samplers.base import PlanEntry
-from embeddings.figures.run_metrics import read_curves
+from embeddings.figures.run_facts import read_curves
 from embeddings.models import BackboneConfig, FromScratch, HeadSettings, LoraSettings, MeanPooling
 from embeddings.modules import MaskedLMModule, NVEmbedModule
 from embeddings.training.language_task import Masking

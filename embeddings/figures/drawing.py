@@ -1,0 +1,192 @@
+"""What figures share: files, HTML pages, colours, letters that a font has, headings, and the lines of runs."""
+
+import textwrap
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unicodedata import category
+
+from embeddings.common import InputError
+from embeddings.common.errors import require
+from embeddings.common.io import atomic_path, write_text
+
+DOTS_PER_INCH = 120
+GREY, BLACK, EDGE = "#777777", "#1a1a1a", "#e4dccb"
+MISSING, LINE_BREAK = "□", "↵"
+# Lines with more points than this have no markers.
+MAX_MARKED = 40
+MAX_NAME_LENGTH = 70
+# In the order of matplotlib's ten colours; the next ten lines are dashed, and so on.
+_STYLES = ("-", "--", "-.", ":")
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing without a screen.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    require("matplotlib", "quickstart").use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def check_output(output: Path, kind: str = "a PNG file", needs_matplotlib: bool = True) -> None:
+    """Check that a figure can be drawn and written to a path, before anything costs time.
+
+    Args:
+        output: The file.
+        kind: What it will be, for the message.
+        needs_matplotlib: Whether matplotlib draws it.
+
+    Raises:
+        InputError: If the path is a folder, or leads through a file.
+        MissingExtraError: If matplotlib is needed and not installed.
+    """
+    if needs_matplotlib:
+        pyplot()
+    if output.is_dir():
+        raise InputError(f"--output {output}", "is a directory", f"name {kind}")
+    place = next(place for place in output.absolute().parents if place.exists())
+    if not place.is_dir():
+        raise InputError(f"--output {output}", f"leads through {place}, which is no folder", "name a new file")
+
+
+def write_png(figure: Any, output: Path) -> None:
+    """Write a figure as a PNG, atomically, and close it; an existing file is replaced."""
+    try:
+        with atomic_path(output) as temporary:
+            figure.savefig(temporary, dpi=DOTS_PER_INCH, format="png")
+    finally:
+        pyplot().close(figure)
+
+
+def write_page(output: Path, template: str, **values: Any) -> None:
+    """Write an HTML page, atomically, from a template of this package; every value is escaped."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    environment.tests["number_like"] = _is_number_like
+    page = environment.get_template(template).render(values)
+    # Half a character of a damaged file cannot be written.
+    write_text(output, page.encode("utf-8", "replace").decode())
+
+
+def _is_number_like(cell: str) -> bool:
+    """Whether a cell of a table is set as a number."""
+    return cell.lstrip("-+").replace(",", "").split(" ")[0].rstrip("%").replace(".", "", 1).isdecimal()
+
+
+@cache
+def shades() -> Any:
+    """The colour map of all shaded pictures, from 0 (white) to 1 (dark red)."""
+    plt = pyplot()
+    from matplotlib.colors import LinearSegmentedColormap
+
+    paler = [plt.get_cmap("YlOrRd")(place / 100) for place in range(0, 86, 5)]
+    return LinearSegmentedColormap.from_list("shades", [(1, 1, 1, 1), *paler])
+
+
+def is_dark(shade: tuple[float, ...]) -> bool:
+    """Whether letters on a shade (red, green, blue, from 0 to 1) must be white."""
+    return 0.299 * shade[0] + 0.587 * shade[1] + 0.114 * shade[2] < 0.5
+
+
+def drawable(text: str) -> str:
+    """A text as matplotlib can draw it, one character for each of its own; call it before the axes are made.
+
+    White space becomes spaces, a line break an arrow, and a letter that no installed font has becomes a box. Where the
+    default font lacks a letter, another installed font is added for it.
+    """
+    return "".join(_drawn(letter) for letter in text)
+
+
+@cache
+def _drawn(letter: str) -> str:
+    if letter == "\n":
+        return LINE_BREAK
+    if letter.isspace():
+        return " "
+    return letter if category(letter) == "Cf" or _find_font(ord(letter)) else MISSING
+
+
+def _find_font(code: int) -> bool:
+    """Whether some installed font has a character; matplotlib will use it from here on."""
+    families = pyplot().rcParams["font.family"]
+    for name, path in _fonts():
+        if code in _charmap(path):
+            if name not in families and name != _fonts()[0][0]:
+                families.append(name)
+            return True
+    return False
+
+
+@cache
+def _fonts() -> list[tuple[str, str]]:
+    """Name and file of the regular fonts of this machine, the default one first."""
+    from matplotlib.font_manager import FontProperties, findfont, fontManager
+
+    default = findfont(FontProperties())
+    regular = [entry for entry in fontManager.ttflist if str(entry.weight) in ("400", "normal", "regular", "book")]
+    found = {
+        entry.name: entry.fname for entry in regular if entry.style == "normal" and "Last Resort" not in entry.name
+    }
+    return sorted(found.items(), key=lambda font: (font[1] != default, font[0]))
+
+
+@cache
+def _charmap(path: str) -> frozenset[int]:
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(path).get_charmap())
+
+
+def shortened(text: str, length: int) -> str:
+    """The beginning of a drawn text on one line, with an ellipsis where more follows."""
+    line = " ".join(text.split())
+    return line if 0 < len(line) <= length else f"{line[: length - 1]}…"
+
+
+def write_heading(figure: Any, axis: Any, title: str, subtitle: str, num_columns: int) -> None:
+    """Write a title over a figure, and a subtitle over its axis, wrapped over lines."""
+    lines = textwrap.wrap(drawable(subtitle), num_columns)
+    axis.set_title("\n".join(lines), loc="left", size=9, color=GREY, parse_math=False)
+    figure.suptitle(drawable(title), x=0.01, ha="left", size=12, weight="bold", color=BLACK, parse_math=False)
+
+
+def plain_axes(*axes: Any) -> None:
+    """A pale grid and no frame above or at the right."""
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+
+
+def run_names(runs: Sequence[Path]) -> list[str]:
+    """The last two parts of each run's path, or the full path where two runs share them."""
+    short = ["/".join(run.absolute().parts[-2:]) for run in runs]
+    return [name if short.count(name) == 1 else str(run) for name, run in zip(short, runs, strict=True)]
+
+
+def line_label(name: str) -> str:
+    """A name as the legend shows it: not as a formula, not hidden, and no wider than the picture."""
+    short = name if len(name) <= MAX_NAME_LENGTH else f"…{name[1 - MAX_NAME_LENGTH :]}"
+    return " " * short.startswith("_") + short.replace("$", r"\$")
+
+
+def line_style(number: int) -> dict[str, Any]:
+    """Colour and dashes of a run, from 0."""
+    return {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)], "linewidth": 1.6}
+
+
+def point_markers(num_points: int) -> dict[str, Any]:
+    """Dots for a line with few points; a single point would draw no line."""
+    return {"marker": "o", "markersize": 3.5} if num_points <= MAX_MARKED else {}
+
+
+def colour_of(number: int) -> Any:
+    """One of twenty colours that can be told apart."""
+    return pyplot().get_cmap("tab20")((2 * number) % 20 + (number >= 10))

@@ -1,0 +1,234 @@
+"""Heat maps: where the tokens of texts go among experts, and what they attend to among latents."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embeddings.common import InputError
+from embeddings.data.tokenize import TokenSpan
+from embeddings.figures.drawing import (
+    BLACK,
+    EDGE,
+    GREY,
+    drawable,
+    is_dark,
+    pyplot,
+    shades,
+    shortened,
+    write_heading,
+    write_png,
+)
+from embeddings.inference.inspection import ExpertLoads, LatentWeights
+from embeddings.models.moe.routing import load_metrics
+
+# With more experts the cells are narrow and hold no numbers.
+MAX_NUMBERED = 32
+# matplotlib draws no picture of 65,536 pixels' width or height.
+MAX_EXPERTS = 4096
+MAX_ROWS = 1000
+MAX_COLUMNS = 64
+MEAN = "mean"
+SPACE = "␣"
+_MAX_TOKEN_NAME = 18
+_NAME_SIZE = 9.0
+
+
+def draw_expert_loads(loads: ExpertLoads, title: str, subtitle: str, output: Path) -> None:
+    """Draw a row a sparse layer and a column an expert, the darker a cell the more of the layer's tokens it has.
+
+    Beside each row are its entropy (1: all experts loaded alike), the busiest expert's tokens over an even share, and
+    the number of experts that have none.
+
+    Args:
+        loads: The loads.
+        title: The line above all.
+        subtitle: What else is to be known, wrapped over lines.
+        output: The PNG file to write.
+
+    Raises:
+        InputError: If the layers have more experts than a picture has room for.
+        MissingExtraError: If matplotlib is not installed.
+    """
+    num_layers, num_experts = loads.count_YX.shape
+    if num_experts > MAX_EXPERTS:
+        what = f"has {num_experts} experts a layer, and a picture has room for {MAX_EXPERTS}"
+        raise InputError("the model", what, "draw one with fewer")
+    cell = 0.64 if num_experts <= 16 else 0.46 if num_experts <= MAX_NUMBERED else max(0.03, 9 / num_experts)
+    width = max(9.0, num_experts * cell + 3.2)
+    figure, axis = pyplot().subplots(figsize=(width, num_layers * 0.4 + 2.4), layout="constrained")
+    share_YX = loads.share_YX.numpy()
+    # An even share has a middle shade: with a smaller maximum an even picture would look uneven.
+    most = min(1.0, max(float(share_YX.max()), 2 / num_experts))
+    step = 1 if num_experts <= MAX_NUMBERED else max(1, 2 ** ((num_experts - 1).bit_length() - 4))
+    ticks = range(0, num_experts, step)
+    image = _draw_map(axis, share_YX, list(map(str, loads.layers)), ticks, most, is_gridded=num_experts <= 64)
+    axis.set_xlabel("expert", size=9)
+    axis.set_ylabel("layer", size=9)
+    for row, column in np.ndindex(*share_YX.shape) if num_experts <= MAX_NUMBERED else ():
+        share, count = float(share_YX[row, column]), int(loads.count_YX[row, column])
+        colour = "white" if is_dark(shades()(share / most)) else BLACK if count else GREY
+        size = 8.5 if num_experts <= 16 else 7.0
+        axis.text(column, row, f"{share:.1%}" if count else "idle", size=size, ha="center", va="center", color=colour)
+    load = load_metrics(loads.count_YX)
+    rows = zip(load.entropy_Y.tolist(), load.highest_Y.tolist(), load.idle_Y.tolist(), strict=True)
+    cells = [(f"{entropy:.3f}", f"{highest:.2f}", f"{idle}") for entropy, highest, idle in rows]
+    _write_statistics(axis, ("load\nentropy", "busiest\n/ even", "idle\nexperts"), cells)
+    _draw_scale(figure, image, [axis], "share of a layer's assignments", 1 / num_experts)
+    write_heading(figure, axis, title, subtitle, int(width * 10))
+    write_png(figure, output)
+
+
+def busiest_latents(texts: Sequence[LatentWeights], most: int) -> list[int]:
+    """The latents with the largest mean weight, the largest first; each text counts alike, whatever its length."""
+    mean_R = np.mean([weights.mean_R for weights in texts], axis=0)
+    order: list[int] = np.argsort(-mean_R, kind="stable")[:most].tolist()
+    return order
+
+
+def spread(weight_R: npt.NDArray[np.float32]) -> float:
+    """Over how many latents a weight is spread: the exponential of its entropy, 1 to R."""
+    positive = weight_R[weight_R > 0].astype(np.float64)
+    return float(np.exp(-(positive * np.log(positive)).sum()))
+
+
+def token_name(text: str, span: TokenSpan) -> str:
+    """A token's characters in the text, or its own name where it has none."""
+    return span.token if span.is_special else text[span.start : span.end].strip() or SPACE
+
+
+def draw_latent_weights(
+    texts: Sequence[LatentWeights], num_columns: int, title: str, subtitle: str, output: Path
+) -> None:
+    """Draw a heat map a text: a row a token, a column a latent, the darker a cell the larger the weight.
+
+    The columns are the busiest latents over all texts, so that texts compare. Beside each row are the sum of the other
+    latents, and over how many latents its weight is spread. The last row is the mean over the text's tokens, which is
+    the paper's row.
+
+    Args:
+        texts: At least one, of one model.
+        num_columns: How many latents have a column.
+        title: The line above all.
+        subtitle: What else is to be known, wrapped over lines.
+        output: The PNG file to write.
+
+    Raises:
+        InputError: If the texts have more tokens than a picture has room for.
+        MissingExtraError: If matplotlib is not installed.
+    Source: NV-Embed, appendix D, Fig. 2. Differs: a row a token, and heads averaged or one of them; for the paper's own
+        picture see `draw_latents_by_text`.
+    """
+    num_rows = sum(len(weights.spans) + 1 for weights in texts)
+    if num_rows > MAX_ROWS:
+        raise InputError("TEXT", f"needs {num_rows} rows, and a picture has room for {MAX_ROWS}", "give shorter texts")
+    latents = busiest_latents(texts, num_columns)
+    names = [
+        [*(shortened(drawable(token_name(w.text, span)), _MAX_TOKEN_NAME) for span in w.spans), MEAN] for w in texts
+    ]
+    captions = [shortened(drawable(weights.text), 100) for weights in texts]
+    width = max(9.0, len(latents) * 0.3 + 4)
+    size = (width, 0.21 * num_rows + 0.9 * len(texts) + 1.8)
+    figure, axes = pyplot().subplots(
+        len(texts), 1, figsize=size, layout="constrained", squeeze=False, height_ratios=[*map(len, names)]
+    )
+    num_latents = texts[0].weight_TR.shape[1]
+    most = min(1.0, max(2 / num_latents, *(float(weights.weight_TR.max()) for weights in texts)))
+    for axis, weights, own, caption in zip(axes[:, 0], texts, names, captions, strict=True):
+        rows_NR = np.concatenate([weights.weight_TR, weights.mean_R[None]])
+        image = _draw_map(axis, rows_NR[:, latents], own, range(len(latents)), most, columns=latents)
+        axis.xaxis.tick_top()
+        axis.axhline(len(own) - 1.5, color=GREY, linewidth=1.0)
+        axis.get_yticklabels()[-1].set(weight="bold")
+        axis.set_xlabel(caption, size=_NAME_SIZE, loc="left", parse_math=False)
+        others = np.maximum(0.0, 1 - rows_NR[:, latents].sum(axis=1))
+        cells = [(f"{rest:.1%}", f"{spread(weight_R):.1f}") for rest, weight_R in zip(others, rows_NR, strict=True)]
+        _write_statistics(axis, ("others", "spread"), cells)
+    _draw_scale(figure, image, list(axes[:, 0]), "share of a token's attention", 1 / num_latents)
+    write_heading(figure, axes[0, 0], title, subtitle, int(width * 10))
+    write_png(figure, output)
+
+
+def draw_latents_by_text(texts: Sequence[LatentWeights], title: str, subtitle: str, output: Path) -> None:
+    """Draw one heat map: a row a text, a column each latent of each head, the weights averaged over the text's tokens.
+
+    Every latent has its column, in its own order, and the heads are side by side.
+
+    Args:
+        texts: At least one, of one model.
+        title: The line above all.
+        subtitle: What else is to be known, wrapped over lines.
+        output: The PNG file to write.
+
+    Raises:
+        InputError: If there are more texts than a picture has room for.
+        MissingExtraError: If matplotlib is not installed.
+    Source: NV-Embed, appendix D, Fig. 2: 20 reviews by 4,096 columns, 512 latents in each of 8 heads.
+    """
+    if len(texts) > MAX_ROWS:
+        raise InputError("TEXT", f"are {len(texts)}, and a picture has room for {MAX_ROWS}", "give fewer texts")
+    num_heads, num_latents = texts[0].mean_AR.shape
+    rows_NC = np.stack([weights.mean_AR.reshape(-1) for weights in texts])
+    names = [shortened(drawable(weights.text), 2 * _MAX_TOKEN_NAME) for weights in texts]
+    figure, axis = pyplot().subplots(figsize=(12, 2.2 + 0.24 * len(texts)), layout="constrained", facecolor="white")
+    # Linear from 0 to the largest weight: most latents get almost nothing of most texts.
+    image = axis.imshow(rows_NC, cmap=shades(), vmin=0.0, aspect="auto", interpolation="nearest")
+    axis.set_yticks(range(len(texts)), labels=names, parse_math=False, size=_NAME_SIZE)
+    middles = [(head + 0.5) * num_latents - 0.5 for head in range(num_heads)]
+    axis.set_xticks(middles, labels=[f"head {head}" for head in range(num_heads)], size=_NAME_SIZE)
+    axis.set_xlabel(f"{num_latents} latents in each head", size=8.5, color=GREY)
+    axis.tick_params(length=0, colors=BLACK)
+    for head in range(1, num_heads):
+        axis.axvline(head * num_latents - 0.5, color=GREY, linewidth=0.8)
+    scale = figure.colorbar(image, ax=axis, pad=0.01)
+    scale.set_label(f"weight, mean over a text's tokens (even: {1 / num_latents:.2%})", size=8.5, color=GREY)
+    write_heading(figure, axis, title, subtitle, 150)
+    write_png(figure, output)
+
+
+def _draw_map(
+    axis: Any,
+    share_NC: npt.NDArray[Any],
+    names: Sequence[str],
+    ticks: Sequence[int],
+    most: float,
+    *,
+    columns: Sequence[int] | None = None,
+    is_gridded: bool = True,
+) -> Any:
+    """A heat map of shares with its rows and some columns named; returns the image."""
+    image = axis.imshow(share_NC, cmap=shades(), vmin=0.0, vmax=most, aspect="auto", interpolation="nearest")
+    axis.set_xticks(ticks, labels=[str(tick if columns is None else columns[tick]) for tick in ticks], size=8)
+    axis.set_yticks(range(len(names)), labels=names, size=_NAME_SIZE, parse_math=False)
+    axis.tick_params(colors=BLACK, length=0)
+    axis.set_xticks([place - 0.5 for place in range(1, share_NC.shape[1])] if is_gridded else [], minor=True)
+    axis.set_yticks([place - 0.5 for place in range(1, len(names))], minor=True)
+    axis.grid(which="minor", color=EDGE, linewidth=0.7)
+    axis.tick_params(which="minor", length=0)
+    for spine in axis.spines.values():
+        spine.set(color=EDGE, linewidth=0.8)
+    return image
+
+
+def _write_statistics(axis: Any, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns of numbers at the right of a heat map, with their names above."""
+    for column in range(len(names)):
+        offset = {"xytext": (32 + 54 * column, 0), "textcoords": "offset points", "ha": "center"}
+        axis.annotate(names[column], (1, 1), xycoords="axes fraction", size=8.5, color=GREY, va="bottom", **offset)
+        for row, cells in enumerate(rows):
+            axis.annotate(cells[column], (1, row), xycoords=("axes fraction", "data"), size=8.5, va="center", **offset)
+
+
+def _draw_scale(figure: Any, image: Any, axes: list[Any], label: str, even: float) -> None:
+    """The colours of a heat map of shares, with the even share marked."""
+    scale = figure.colorbar(image, ax=axes, location="bottom", shrink=0.4, aspect=40, anchor=(0.0, 0.5), pad=0.02)
+    most = image.get_clim()[1]
+    # Labels need room: the even share is in the bar's own label too.
+    ticks = [0.0, *([even] if 0.12 * most < even < most else []), most]
+    scale.set_ticks(ticks, labels=[f"{tick:.1%}" for tick in ticks])
+    scale.set_label(f"{label} (even: {even:.1%})", size=8.5, color=GREY, loc="left")
+    scale.ax.tick_params(labelsize=8, colors=GREY, length=2)
+    scale.ax.minorticks_off()
+    scale.outline.set_visible(False)

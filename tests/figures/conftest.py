@@ -1,0 +1,22 @@
+"""Figures that are kept from being written and closed, so that a test can look at them."""
+
+import pytest
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """The figures that were drawn, in order, laid out as they would be written."""
+    pytest.importorskip("matplotlib")
+    from embeddings.figures.drawing import pyplot
+
+    figures = []
+
+    def keep(figure, output):
+        figure.draw_without_rendering()
+        figures.append(figure)
+
+    for name in ("clusters", "curves", "heat_maps"):
+        monkeypatch.setattr(f"embeddings.figures.{name}.write_png", keep)
+    yield figures
+    for figure in figures:
+        pyplot().close(figure)

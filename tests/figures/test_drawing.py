@@ -1,0 +1,113 @@
+"""Files, pages, letters and lines that all figures share."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from embeddings.common import InputError
+from embeddings.common.errors import MissingExtraError
+from embeddings.figures.drawing import (
+    MAX_NAME_LENGTH,
+    MISSING,
+    _is_number_like,
+    check_output,
+    drawable,
+    line_label,
+    line_style,
+    point_markers,
+    pyplot,
+    run_names,
+    shortened,
+    write_heading,
+    write_page,
+    write_png,
+)
+
+pytest.importorskip("matplotlib")
+
+
+def test_an_output_may_be_new_or_an_old_file(tmp_path):
+    (tmp_path / "old.png").write_bytes(b"old")
+    for name in ("old.png", "new.png", "new/folder/new.png"):
+        check_output(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["old.png"]
+
+
+@pytest.mark.parametrize(("name", "what"), [("", "is a directory"), ("file/a/b.png", "leads through .*file, which")])
+def test_an_output_that_cannot_be_is_refused(name, what, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=what):
+        check_output(tmp_path / name)
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=r"matplotlib is not installed; run: pip install -e '\.\[quickstart\]'"):
+        check_output(tmp_path / "a.png")
+
+
+def test_a_figure_is_written_whole_and_let_go(tmp_path):
+    plt = pyplot()
+    before = plt.get_fignums()
+    write_png(plt.figure(figsize=(1, 1)), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(OSError, match="Is a directory"):
+        write_png(plt.figure(figsize=(1, 1)), tmp_path)
+    assert plt.get_fignums() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths():
+    runs = [Path("a/x/version_0"), Path("b/x/version_0"), Path("b/x/version_1")]
+    assert run_names(runs) == ["a/x/version_0", "b/x/version_0", "x/version_1"]
+
+
+def test_a_label_is_no_formula_is_seen_and_fits():
+    assert line_label("$x$") == r"\$x\$"
+    assert line_label("_hidden") == " _hidden"
+    long = line_label("begin" + "x" * MAX_NAME_LENGTH + "end")
+    assert len(long) == MAX_NAME_LENGTH
+    assert long.startswith("…")
+    assert long.endswith("end")
+
+
+def test_forty_runs_look_unlike_each_other():
+    looks = [line_style(number) for number in range(40)]
+    assert len({(look["color"], look["linestyle"]) for look in looks}) == 40
+
+
+def test_few_points_are_marked():
+    assert point_markers(1)["marker"] == "o"
+    assert point_markers(1000) == {}
+
+
+def test_what_no_font_has_is_a_box_and_no_glyph_is_missing(recwarn):
+    text = drawable("a\n b\ufdd0東 $x$")
+    assert len(text) == 10
+    assert text.startswith(f"a↵ b{MISSING}")
+    figure, axis = pyplot().subplots()
+    write_heading(figure, axis, "$\\a{$\ufdd0", f"about {text}", 40)
+    figure.draw_without_rendering()
+    assert figure.get_suptitle() == rf"$\a{{${MISSING}"
+    assert axis.get_title(loc="left") == f"about {text}"
+    assert [warning for warning in recwarn if "Glyph" in str(warning.message)] == []
+    pyplot().close(figure)
+
+
+def test_a_text_is_shortened_to_one_line():
+    assert shortened("a  b\nc", 5) == "a b c"
+    assert shortened("abcdef", 4) == "abc…"
+    assert shortened(" ", 4) == "…"
+
+
+def test_every_value_of_a_page_is_escaped(tmp_path):
+    write_page(tmp_path / "a.html", "anchor_tokens.html", title="<b>\udc80", subtitle="&", texts=[], scale=[], most="1")
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "<h1>&lt;b&gt;?</h1>" in page
+    assert '<p class="subtitle">&amp;</p>' in page
+
+
+def test_numbers_are_told_from_words():
+    cells = ["1,234", "-0.5", "12.5%", "3 MB", "", "a1", "1.2.3", "NaN"]
+    assert [_is_number_like(cell) for cell in cells] == [True] * 4 + [False] * 4

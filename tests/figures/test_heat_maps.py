@@ -1,0 +1,211 @@
+"""Heat maps of expert loads and of latent weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from embeddings.common import InputError
+from embeddings.data.tokenize import TokenSpan
+from embeddings.figures.drawing import GREY, is_dark, shades
+from embeddings.figures.heat_maps import (
+    MAX_EXPERTS,
+    MAX_ROWS,
+    busiest_latents,
+    draw_expert_loads,
+    draw_latent_weights,
+    draw_latents_by_text,
+    spread,
+)
+from embeddings.inference import ExpertLoads, LatentWeights
+
+pytest.importorskip("matplotlib")
+
+COUNTS = torch.tensor([[2, 2, 2, 2], [6, 2, 0, 0]])
+
+
+@pytest.fixture
+def loads_drawn(kept, tmp_path):
+    """The axes of expert loads: the heat map and its scale."""
+
+    def draw(count_YX, subtitle="about it"):
+        layers = list(range(1, 2 * len(count_YX), 2))
+        draw_expert_loads(ExpertLoads(layers, count_YX, 1), "A title", subtitle, tmp_path / "a.png")
+        return kept[-1].axes
+
+    return draw
+
+
+@pytest.fixture
+def latents_drawn(kept, tmp_path):
+    """The axes of latent weights: a heat map a text, and the scale."""
+
+    def draw(texts, num_columns=3, subtitle="about it"):
+        draw_latent_weights(texts, num_columns, "A title", subtitle, tmp_path / "a.png")
+        return kept[-1].axes
+
+    return draw
+
+
+def cells_of(axis):
+    return [text.get_text() for text in axis.texts if not hasattr(text, "xycoords")]
+
+
+def statistics_of(axis):
+    """Columns of numbers beside a heat map, each under its name."""
+    words = [text.get_text() for text in axis.texts if hasattr(text, "xycoords")]
+    size = 1 + len(axis.get_yticklabels())
+    return [words[start : start + size] for start in range(0, len(words), size)]
+
+
+def labels(axis):
+    return [[label.get_text() for label in found] for found in (axis.get_xticklabels(), axis.get_yticklabels())]
+
+
+def check_layout(figure, num_texts):
+    """No text leaves the page or covers another one."""
+    texts = [figure._suptitle]
+    for axis in figure.axes:
+        texts += [*axis.texts, axis._left_title, axis.xaxis.label, axis.yaxis.label]
+        texts += [*axis.get_xticklabels(), *axis.get_yticklabels()]
+    boxes = [text.get_window_extent() for text in texts if text.get_text() and text.get_visible()]
+    assert len(boxes) > num_texts
+    for box in boxes:
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
+    for place, box in enumerate(boxes):
+        assert not any(
+            min(box.x1, other.x1) - max(box.x0, other.x0) > 1 and min(box.y1, other.y1) - max(box.y0, other.y0) > 1
+            for other in boxes[:place]
+        )
+
+
+def test_the_scale_is_white_for_nothing_and_darker_all_the_way():
+    colours = shades()
+    assert colours(0.0) == (1, 1, 1, 1)
+    light = [sum(colours(place / 20)[:3]) for place in range(21)]
+    assert light == sorted(light, reverse=True)
+    assert len(set(light)) == 21
+    assert [is_dark(colours(place)) for place in (0.0, 0.5, 1.0)] == [False, False, True]
+
+
+def test_each_cell_has_its_share_and_its_shade_and_each_layer_its_metrics(loads_drawn):
+    heat, scale = loads_drawn(COUNTS)
+    assert cells_of(heat) == ["25.0%"] * 4 + ["75.0%", "25.0%", "idle", "idle"]
+    (image,) = heat.images
+    assert image.get_array().tolist() == [[0.25] * 4, [0.75, 0.25, 0, 0]]
+    assert image.get_clim() == (0.0, 0.75)
+    assert [heat.texts[place].get_color() for place in (4, 6)] == ["white", GREY]
+    assert labels(heat) == [["0", "1", "2", "3"], ["1", "3"]]
+    entropy = (0.75 * torch.tensor(4 / 3).log() + 0.25 * torch.tensor(4.0).log()) / torch.tensor(4.0).log()
+    assert statistics_of(heat) == [
+        ["load\nentropy", "1.000", f"{float(entropy):.3f}"],
+        ["busiest\n/ even", "1.00", "3.00"],
+        ["idle\nexperts", "0", "2"],
+    ]
+    assert [label.get_text() for label in scale.get_xticklabels()] == ["0.0%", "25.0%", "75.0%"]
+    assert scale.get_xlabel() == "share of a layer's assignments (even: 25.0%)"
+    empty, _ = loads_drawn(torch.zeros(1, 3, dtype=torch.int64))
+    assert cells_of(empty) == ["idle"] * 3
+
+
+@pytest.mark.parametrize(("num_experts", "even_shade"), [(1, 1.0), (2, 0.5), (8, 0.5)])
+def test_an_even_load_has_a_middle_shade(num_experts, even_shade, loads_drawn):
+    heat, _ = loads_drawn(torch.full((1, num_experts), 5))
+    assert float(heat.images[0].norm(1 / num_experts)) == pytest.approx(even_shade)
+
+
+@pytest.mark.parametrize("num_experts", [1, 8, 32, 33])
+def test_expert_loads_are_laid_out(num_experts, loads_drawn, kept):
+    counts = torch.arange(1, 3 * num_experts + 1).view(3, num_experts)
+    counts[1] = 0
+    counts[1, 0] = 9
+    heat, _ = loads_drawn(counts, "a subtitle of many words, " * 12)
+    assert len(cells_of(heat)) == (3 * num_experts if num_experts <= 32 else 0)
+    check_layout(kept[-1], 15)
+
+
+def test_more_experts_than_have_room_are_refused(tmp_path):
+    draw_expert_loads(ExpertLoads([1, 3], COUNTS, 1), "t", "s", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    many = torch.ones(1, MAX_EXPERTS + 1, dtype=torch.int64)
+    with pytest.raises(InputError, match="has 4097 experts a layer, and a picture has room for 4096"):
+        draw_expert_loads(ExpertLoads([1], many, 1), "t", "s", tmp_path / "b.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+def weights_of(text, rows):
+    """A text whose words are its tokens between [CLS] and [SEP]."""
+    spans, place = [TokenSpan("[CLS]", 0, 0, True)], 0
+    for word in text.split(" "):
+        spans.append(TokenSpan(word.lower(), place, place + len(word), False))
+        place += len(word) + 1
+    spans.append(TokenSpan("[SEP]", 0, 0, True))
+    weight_TR = np.resize(np.array(rows, dtype=np.float32), (len(spans), len(rows[0])))
+    return LatentWeights(text, spans, weight_TR[None])
+
+
+ONE = weights_of("A $dog$", [[0.1, 0.6, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]])
+TWO = weights_of("fox", [[0.0, 0.0, 0.0, 1.0]])
+
+
+def test_the_papers_picture_has_a_row_a_text_and_a_column_for_each_latent_of_each_head(kept, tmp_path):
+    # Two heads, two tokens, three latents: averaged over the tokens by hand.
+    first = LatentWeights("good", [], np.array([[[1, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 1]]], dtype=np.float32))
+    second = LatentWeights("$bad$", [], np.array([[[0, 0, 1]], [[0.5, 0.25, 0.25]]], dtype=np.float32))
+    draw_latents_by_text([first, second], "A title", "about it", tmp_path / "a.png")
+    axis = kept[0].axes[0]
+    expected = [[0.5, 0.5, 0, 0, 0, 1], [0, 0, 1, 0.5, 0.25, 0.25]]
+    np.testing.assert_array_equal(np.asarray(axis.images[0].get_array()), expected)
+    assert labels(axis) == [["head 0", "head 1"], ["good", "$bad$"]]
+    with pytest.raises(InputError, match=f"are {MAX_ROWS + 1}, and a picture has room for {MAX_ROWS}"):
+        draw_latents_by_text([first] * (MAX_ROWS + 1), "", "", tmp_path / "a.png")
+
+
+def test_texts_count_alike_in_which_latents_are_the_busiest():
+    assert busiest_latents([ONE], 4) == [1, 2, 0, 3]
+    # The text of three tokens weighs as much as the one of four.
+    assert busiest_latents([ONE, TWO], 2) == [3, 1]
+
+
+def test_the_spread_is_how_many_latents_share_alike():
+    assert spread(np.array([0.25] * 4, dtype=np.float32)) == pytest.approx(4)
+    assert spread(np.array([0.5, 0.0, 0.5], dtype=np.float32)) == pytest.approx(2)
+    assert spread(np.array([0.0, 1.0], dtype=np.float32)) == 1
+
+
+def test_each_token_has_a_row_each_busy_latent_a_column_and_each_text_its_mean(latents_drawn):
+    one, two, scale = latents_drawn([ONE, TWO])
+    assert labels(one) == [["3", "1", "2"], ["[CLS]", "A", "$dog$", "[SEP]", "mean"]]
+    assert labels(two) == [["3", "1", "2"], ["[CLS]", "fox", "[SEP]", "mean"]]
+    assert (one.get_xlabel(), two.get_xlabel()) == ("A $dog$", "fox")
+    rows = np.array(one.images[0].get_array())
+    np.testing.assert_allclose(rows[0], [0.0, 0.6, 0.3])
+    np.testing.assert_allclose(rows[-1], ONE.weight_TR.mean(0)[[3, 1, 2]])
+    assert {axis.images[0].get_clim() for axis in (one, two)} == {(0.0, 1.0)}
+    # The weight of the fourth latent, and exp(entropy), row by row; the numbers of the mean last.
+    others, spreads = statistics_of(one)
+    assert (others[:3], spreads[:3]) == (["others", "10.0%", "25.0%"], ["spread", "2.5", "4.0"])
+    assert others[-1] == f"{ONE.weight_TR.mean(0)[0]:.1%}"
+    assert scale.get_xlabel() == "share of a token's attention (even: 25.0%)"
+    heat, _ = latents_drawn([weights_of("fox", [[0.1] * 10])])
+    assert float(heat.images[0].norm(0.1)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("num_latents", [1, 24, 64])
+def test_latent_weights_are_laid_out(num_latents, latents_drawn, kept):
+    rng = np.random.default_rng(0)
+    texts = [
+        weights_of(text, rng.dirichlet(np.ones(512), 4).tolist())
+        for text in ("the quick brown averyveryverylongwordindeed fox " * 4, "a 東京 b")
+    ]
+    latents_drawn(texts, num_latents, "a subtitle of many words, " * 12)
+    check_layout(kept[-1], 60)
+
+
+def test_more_tokens_than_have_room_are_refused(tmp_path):
+    draw_latent_weights([ONE], 3, "t", "s", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    many = weights_of("a " * MAX_ROWS, [[0.5, 0.5]])
+    with pytest.raises(InputError, match="TEXT: needs 1004 rows, and a picture has room for 1000"):
+        draw_latent_weights([many], 3, "t", "s", tmp_path / "b.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
