@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 
 from benchmarks.harness import Action, compare, compare_all, options, record
 from benchmarks.workloads import minilm_folder, question_answer_texts
+from embeddings.common.process import tune_malloc
 from embeddings.common.text import TextSettings
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference import Encoder
@@ -105,6 +106,7 @@ def record_wide_int8(chosen: Namespace, texts: list[str]) -> None:
 def main() -> None:
     """Check that both give the same vectors, then time float32 against default and best, and bfloat16 where native."""
     chosen = options(__doc__, threads=2)
+    tune_malloc()  # as the commands do
     texts = [text for pair in question_answer_texts(128) for text in pair] if not chosen.tiny else ["a b", "c " * 9]
     peer = SentenceTransformer(minilm_folder(), device="cpu")
     exact = Encoder.from_pretrained(minilm_folder(), device="cpu", precision="float32")

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embeddings.common import OptionError
-from embeddings.common.process import logger
+from embeddings.common.process import logger, tune_malloc
 from embeddings.common.text import choose_prompt
 from embeddings.inference import ContextDraw, Encoder, draw_context, encode_corpus, parse_devices
 from embeddings.inference.vectors import bytes_per_vector
@@ -77,12 +77,16 @@ def encode(
     print(f"wrote {folder.num_documents} vectors of width {folder.embedding_dim} to {output}: {size}")
 
 
-def load_encoder(model: str, precision: PrecisionName, dimensions: int | None, device: str | None = None) -> Encoder:
-    """The encoder of a model directory with a progress bar."""
+def load_encoder(
+    model: str, precision: PrecisionName = "auto", dimensions: int | None = None, device: str | None = None
+) -> Encoder:
+    """The encoder of a model directory with a progress bar; on a CPU this process keeps freed memory from here on."""
 
     encoder = Encoder.from_pretrained(
         model, device=device, precision=precision, dimensions=dimensions, show_progress=True
     )
+    if encoder.device.type == "cpu":
+        tune_malloc()
     warn_of_untrained(encoder, [] if dimensions is None else [dimensions])
     return encoder
 

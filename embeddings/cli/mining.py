@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from embeddings.cli.encode import load_encoder
 from embeddings.common import OptionError
 from embeddings.common.jobs import ArrayTask, discard_on_user_error, require_free
 from embeddings.common.text import format_table
@@ -128,7 +129,7 @@ def mine(
 
 
 def _load(model: str, encoding: EncodingOptions) -> Encoder:
-    return Encoder.from_pretrained(model, precision=encoding.precision, show_progress=True)
+    return load_encoder(model, encoding.precision)
 
 
 def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> tuple[JudgedTexts, Path]:
@@ -297,9 +298,7 @@ def filter_records(
         output,
         rules,
         decontaminator=decontaminator,
-        encoder=None
-        if model is None
-        else Encoder.from_pretrained(model, precision=encoding.precision, show_progress=True),
+        encoder=None if model is None else _load(model, encoding),
         vectors=encoding.vectors,
         encoded=encoding.encoded()[0],
         **encoding.prompts,

@@ -13,6 +13,7 @@ from embeddings import figures
 from embeddings.cli.errors import ConfigError
 from embeddings.common import TextSettings
 from embeddings.common.io import write_json
+from embeddings.common.process import tune_malloc
 from embeddings.common.text import format_table
 from embeddings.data.docstrings import prepare_docstrings
 from embeddings.evaluation import RetrievalFolder, read_retrieval_folder, retrieval_metrics, score_retrieval
@@ -91,6 +92,7 @@ def score_bm25(data: Folders) -> dict[str, Any]:
 def score_model(model: str, data: Folders) -> tuple[dict[str, Any], Vectors]:
     """The scores of a model on both splits, and its vectors of the last split's documents."""
 
+    tune_malloc()
     embedder = Embedder.from_pretrained(model)
     embedder.text = TextSettings(query_max_length=128, document_max_length=128)
     encoder = Encoder(embedder, show_progress=True)

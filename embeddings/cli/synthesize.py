@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
+from embeddings.cli.encode import load_encoder
 from embeddings.common import OptionError
 from embeddings.common.text import format_table
 from embeddings.data import SourceConfig
@@ -67,7 +68,7 @@ def synthesize(
     if judge is not None and plan.method == "nv_embed":
         raise OptionError("judge", judge, "has no effect on nv_embed, which has no levels", "leave it out")
     # Loaded before anything is paid for.
-    encoder = None if judge is None or dry_run else Encoder.from_pretrained(judge, show_progress=True)
+    encoder = None if judge is None or dry_run else load_encoder(judge)
     if regenerate_negatives is None:
         without_effect({"columns": columns, "suspect_rows": suspect_rows}, "needs regenerate_negatives")
         if dry_run:

@@ -1,4 +1,4 @@
-"""The context of a call: documents of a corpus, chosen once, encoded once, kept beside the vectors made with them."""
+"""Contexts of contextual models: documents drawn from a corpus, and the vectors that the first stage makes of them."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ContextDraw:
-    """Context documents that were drawn and not encoded yet: what they are is all it takes to compare two contexts.
+    """Context documents that were drawn and not encoded yet; two draws compare without encoding.
 
     Attributes:
         documents: The documents in the order they were drawn in, M of them.
@@ -35,7 +35,7 @@ class ContextDraw:
     seed: int
 
     def summary(self) -> dict[str, Any]:
-        """What `Context.summary` says of these documents."""
+        """The same as `Context.summary` of these documents."""
         sha256 = documents_sha256(self.documents)
         return {"num_documents": len(self.documents), "seed": self.seed, "documents_sha256": sha256}
 
@@ -51,7 +51,7 @@ class ContextDraw:
 
 
 def check_same_context(folder: Path, found: Context | None, asked: Context | ContextDraw) -> None:
-    """Refuse to search vectors that were made with one context by queries that would be made with another.
+    """Refuse to search vectors of one context by queries of another.
 
     Raises:
         InputError: If the contexts differ; the message says in what.
@@ -66,8 +66,8 @@ def check_same_context(folder: Path, found: Context | None, asked: Context | Con
 def sample_rows(num_documents: int, size: int, seed: int = 0) -> npt.NDArray[np.int64]:
     """The rows of `size` context documents of a corpus.
 
-    Without replacement where the corpus has as many; a smaller one is drawn whole as often as it fits and the rest
-    without replacement, so that every document is there as often as any other, or once more.
+    Without replacement where the corpus has as many; a smaller one is repeated in full as often as it fits and the rest
+    is drawn without replacement: counts of two documents differ by at most one.
 
     Determinism: the rows depend on the arguments alone.
 
@@ -195,7 +195,7 @@ def require_context_size(encoder: Encoder, size: int | None) -> int:
 def _documents_of_file(path: Path, size: int, seed: int) -> list[Document]:
     num_documents = sum(1 for _ in read_corpus(path))
     rows = sample_rows(num_documents, size, seed)
-    # Two passes over the file: a corpus need not fit in memory.
+    # Two passes over the file, because a corpus may not fit in memory.
     wanted = np.zeros(num_documents, dtype=bool)
     wanted[rows] = True
     drawn = dict(zip(np.unique(rows).tolist(), compress(read_corpus(path), wanted), strict=True))

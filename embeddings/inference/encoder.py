@@ -1,4 +1,4 @@
-"""Texts to vectors, in the order given, with next to no padding."""
+"""The encoder: texts to vectors, in the order given, with next to no padding; and the context of a call."""
 
 import hashlib
 import json
@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, NumericError, OptionError
 from embeddings.common.io import atomic_path, check_manifest, file_sha256, load_array
-from embeddings.common.process import tune_malloc
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import PaddedTokens, TokenBatch, plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
@@ -41,7 +40,7 @@ _PROGRESS_DELAY_SECONDS = 2.0
 
 
 class TokenisedTexts(NamedTuple):
-    """Texts and their tokens, made apart from the encoder, in another process for instance.
+    """Texts and their tokens, prepared outside the encoder, for instance in another process.
 
     Attributes:
         texts: The texts, each once.
@@ -56,7 +55,7 @@ class TokenisedTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class TextPreparation:
-    """What an encoder does to texts before its model: a function of texts that can be sent to another process.
+    """Tokenises texts for an encoder: a function of texts that can be sent to another process.
 
     Args:
         tokenizer: The encoder's.
@@ -69,7 +68,7 @@ class TextPreparation:
     prompt: str
 
     def __call__(self, texts: Sequence[str]) -> TokenisedTexts:
-        """The texts as `Encoder.encode` takes them, for the same vectors as without."""
+        """The texts as `Encoder.encode` takes them; the vectors stay the same."""
         unique, row_N = unique_texts(texts)
         starts = range(0, len(unique), TEXTS_PER_BLOCK)
         return TokenisedTexts(unique, row_N, [self.block(unique, start) for start in starts])
@@ -120,15 +119,15 @@ class Context:
         return len(self.document_ids)
 
     def summary(self) -> dict[str, Any]:
-        """What tells one context of a model from another, as plain types."""
+        """The identity of the context, as plain types."""
         return {"num_documents": len(self), "seed": self.seed, "documents_sha256": self.documents_sha256}
 
     def manifest_fields(self) -> dict[str, Any]:
-        """What a manifest says of the context that its vectors were made with."""
+        """The fields of a manifest that describe the context of its vectors."""
         return {"context": self.summary(), "context_document_ids": list(self.document_ids)}
 
     def write(self, folder: Path) -> Self:
-        """Keep the vectors in `folder`; those of a run that was killed stay, and are the ones returned."""
+        """Write the vectors to `folder` and return them; those that a killed run wrote are kept and returned."""
         if not (folder / CONTEXT_FILE).exists():
             with atomic_path(folder / CONTEXT_FILE) as temporary:
                 save_vectors(temporary, self.vector_MH)
@@ -147,7 +146,7 @@ class Context:
             return None
         path = folder / CONTEXT_FILE
         if not path.is_file() or file_sha256(path) != fields["context_vectors_sha256"]:
-            raise InputError(str(path), "is not the context that these vectors were made with", "encode again")
+            raise InputError(str(path), "is not the context of these vectors", "encode again")
         summary = fields["context"]
         ids = tuple(fields["context_document_ids"])
         return cls(ids, summary["documents_sha256"], summary["seed"], load_array(path, "encode again"))
@@ -164,24 +163,21 @@ class Encoder:
     threads. Another set of texts or another budget puts a text beside other neighbours, and with other threads the
     libraries may sum in another order: either changes its vector by rounding only.
 
-    Memory: on a processor the whole process keeps memory that it has freed from here on (see `tune_malloc`).
-
     Args:
         embedder: The model; it stays where it is unless `device` says otherwise, and its mode is left as found.
         device: Where to move the model, or None to leave it where it is.
         precision: Format of matrix products; `auto` is bfloat16 where the hardware has it. Vectors are float32. With
-            int8 the model's weights are those of now.
-        mini_batch_tokens: Most padded tokens of a mini-batch, or None for 512 a thread on a processor and 65,536 on
-            a GPU.
+            int8 later changes of the model's weights are not seen.
+        mini_batch_tokens: Maximum padded tokens of a mini-batch, or None for 512 a thread on a CPU and 65,536 on a GPU.
         show_progress: Whether a bar with the time left is drawn on standard error.
-        dimensions: How many of the first numbers of each vector are kept, at unit length again where the model gives
-            unit vectors; None for all. For a model that was trained so (see `MatryoshkaInfoNCE`).
+        dimensions: How many leading dimensions of each vector are kept, normalised again where the model gives unit
+            vectors; None for all. For a model that was trained so (see `MatryoshkaInfoNCE`).
 
     Attributes:
         origin: The model directory or Hub id that the model was read from, or None.
 
     Raises:
-        OptionError: If the precision is unknown, the token budget is not positive, or the vectors have not as many
+        OptionError: If the precision is unknown, the token budget is not positive, or the vectors have fewer
             dimensions.
     """
 
@@ -202,13 +198,11 @@ class Encoder:
         self.embedder = embedder
         self.device = embedder.device
         self.dtype = resolve_precision(precision, self.device, {weight.dtype for weight in embedder.parameters()})
-        if self.device.type == "cpu":
-            tune_malloc()
         self._int8 = Int8Products(embedder) if self.dtype == torch.int8 else None
         if mini_batch_tokens is None:
-            is_processor = self.device.type == "cpu"
+            is_cpu = self.device.type == "cpu"
             per_thread = CPU_MINI_BATCH_TOKENS_PER_THREAD * torch.get_num_threads()
-            mini_batch_tokens = per_thread if is_processor else GPU_MINI_BATCH_TOKENS
+            mini_batch_tokens = per_thread if is_cpu else GPU_MINI_BATCH_TOKENS
         if mini_batch_tokens < 1:
             raise OptionError("mini_batch_tokens", mini_batch_tokens, "must be >= 1", "leave it out for the default")
         self.mini_batch_tokens = mini_batch_tokens
@@ -266,7 +260,7 @@ class Encoder:
 
     @property
     def num_context(self) -> int:
-        """Most context documents that the model takes; 0 for a model without a context."""
+        """Maximum context documents that the model takes; 0 for a model without a context."""
         return int(getattr(self.embedder, "num_context", 0))
 
     def encode(
@@ -283,8 +277,8 @@ class Encoder:
             texts: Any number of texts, empty ones too; or what `preparation` made of them, prompt and length included.
             prompt_name: Which of the model's prompts goes before each text, or a given one (`GivenPrompt`); None for
                 the one named like the role, or none where the model has no such prompt.
-            context: What a contextual model takes beside the texts, and others refuse: a context that was chosen
-                (see `choose_context`), or its documents, which are encoded anew in each call; None for no context.
+            context: What only a contextual model takes: a context that was chosen
+                (see `choose_context`), or its documents, which are encoded again in each call; None for no context.
             role: Whose length limit holds; None for `query` under the prompt of that name, else `document`.
             prompt: The prompt itself, in place of one of the model's; empty for none at all.
 
@@ -316,7 +310,7 @@ class Encoder:
     def preparation(
         self, prompt_name: PromptChoice = None, role: TextRole | None = None, prompt: str | None = None
     ) -> TextPreparation:
-        """What this encoder does to texts before its model; see `encode` for the arguments and errors."""
+        """The tokenisation of texts for this encoder; see `encode` for the arguments and errors."""
         role = role or ("query" if prompt_name == "query" else "document")
         prompt = self.embedder.text.prompt(prompt_name, role) if prompt is None else prompt
         return TextPreparation(self._tokenizer, role, prompt)
@@ -416,7 +410,7 @@ class Encoder:
         """Evaluation mode without gradients, in the chosen precision; every module's mode is restored."""
         low = self.dtype not in (torch.float32, torch.int8)
         int8 = nullcontext() if self._int8 is None else self._int8.on()
-        # What FSDP2 gathers inside an inference mode could not be trained on afterwards.
+        # Weights that FSDP2 gathers in inference mode cannot be trained afterwards.
         no_gradients = torch.no_grad() if hasattr(self.embedder, "unshard") else torch.inference_mode()
         autocast = torch.autocast(self.device.type, self.dtype if low else None, enabled=low)
         with evaluating(self.embedder), no_gradients, int8, autocast:
@@ -451,7 +445,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-# Fields of a config that no vector depends on: where it came from, and what is chosen anew in each process.
+# Fields of a config that no vector depends on: its origin, and what each process chooses.
 _PASSING = (
     "_name_or_path",
     "_attn_implementation",
@@ -463,16 +457,16 @@ _PASSING = (
     "transformers_version",
     "use_cache",
 )
-# What a tokenizer was last asked for: the encoder asks anew each time.
+# Settings of a tokenizer's last call: the encoder sets them in each call.
 _ASKED = ("truncation", "padding")
 
 
 def embedder_sha256(encoder: Encoder) -> str:
     """A hash of all that decides a model's vectors: structure, configs, weights, text settings and tokenizer.
 
-    Weights alone leave much open: the mask of attention, its heads and window, rotary bases, how many experts a token
+    Weights do not determine: the mask of attention, its heads and window, rotary bases, how many experts a token
     is sent to, how a text is normalised before it is cut into words. The dtype that they are held in here is left out,
-    so a checkpoint in bfloat16 has one hash wherever it is read; who keeps vectors keeps the precision beside the hash.
+    so a checkpoint in bfloat16 has one hash wherever it is read; store the precision of vectors beside the hash.
     """
     embedder = encoder.embedder
     settings = {

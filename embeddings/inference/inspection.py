@@ -65,7 +65,7 @@ def spanned_batches(
         texts: Texts without their prompts.
         prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name.
         role: Whose length limit holds.
-        mini_batch_tokens: Most padded tokens of a mini-batch.
+        mini_batch_tokens: Maximum padded tokens of a mini-batch.
 
     Raises:
         OptionError: If the model has no such prompt.
@@ -115,7 +115,7 @@ def token_weights(
             a pooling would give with its defaults.
         prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name.
         role: Whose length limit holds.
-        mini_batch_tokens: Most padded tokens of a mini-batch.
+        mini_batch_tokens: Maximum padded tokens of a mini-batch.
 
     Returns:
         N of them, in the order of the texts.
@@ -156,7 +156,7 @@ def default_pooling(embedder: "Embedder") -> "AnchorTokenPooling":
 
 @contextmanager
 def _tapped(embedder: "Embedder", pooling: "AnchorTokenPooling") -> Iterator["AttentionCapture"]:
-    """A tap of the pooling's layers, in the place of the model's own."""
+    """A capture of the attention of the pooling's layers, in place of the model's own."""
     from embeddings.models.contextual import ContextualEmbedder
     from embeddings.models.embedder import capture_of
 
@@ -185,7 +185,7 @@ TEXTS_PER_BLOCK = 1024
 
 
 class AnchorShares(NamedTuple):
-    """How much of the weight each kind of token has.
+    """The share of the weight of each kind of token.
 
     Attributes:
         weight: Share of the weight by place, mean over texts; 1 in all.
@@ -209,7 +209,7 @@ def anchor_shares(
 ) -> AnchorShares:
     """The mean shares of the weight over a corpus; every text counts alike, whatever its length.
 
-    The places are told by the pooled tokens of a text, so that a prompt has none: the first token and the last one
+    Only the pooled tokens of a text have a place, so a prompt has none: the first token and the last one
     (`[CLS]` and `[SEP]` where a model has them), tokens between them that are punctuation alone, and the rest.
 
     Args:
@@ -218,7 +218,7 @@ def anchor_shares(
         pooling: Whose weights, as `token_weights` takes it, and the other arguments too.
         prompt_name: Which of the model's prompts goes before each text.
         role: Whose length limit holds.
-        mini_batch_tokens: Most padded tokens of a mini-batch.
+        mini_batch_tokens: Maximum padded tokens of a mini-batch.
 
     Precision: means in float64.
     Raises:
@@ -281,7 +281,7 @@ class LatentWeights:
 
     Attributes:
         text: Prompt and text as one string, which the spans count in.
-        spans: Where each pooled token lies in it, T of them; others, as those of a prompt, attend to nothing.
+        spans: Where each pooled token lies in it, T of them; others, such as those of a prompt, attend to nothing.
         weight_ATR: Weight of each latent for each token in each head, (A, T, R) float32: 1 over the latents.
     """
 
@@ -325,7 +325,7 @@ def latent_weights(
         head: The one head that is kept, from 0; None for all of them.
         prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name.
         role: Whose length limit holds.
-        mini_batch_tokens: Most padded tokens of a mini-batch.
+        mini_batch_tokens: Maximum padded tokens of a mini-batch.
 
     Returns:
         N of them, in the order of the texts.

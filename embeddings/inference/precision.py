@@ -1,4 +1,4 @@
-"""Which number format a model encodes in: chosen by what the hardware multiplies natively."""
+"""The number format that a model encodes in, chosen by the hardware, and linear layers in int8."""
 
 import platform
 import re
@@ -33,32 +33,32 @@ def resolve_precision(precision: Precision, device: torch.device, weights: Colle
     """The format of matrix products of a model on `device`.
 
     `auto` is bfloat16 where the hardware has products of that format and float32 elsewhere: an emulated bfloat16 is
-    several times slower than float32. A model whose weights are all of one lower format runs in that one. float16 is no
-    choice: a processor emulates it, a hundred times slower than float32, and some models overflow in it. int8 is never
-    chosen by itself: it changes vectors and scores (see `Int8Products`).
+    several times slower than float32. A model whose weights are all of one lower format runs in that one. float16 is
+    not offered: a CPU emulates it, a hundred times slower than float32, and some models overflow in it. `auto` never
+    chooses int8, which changes vectors and scores (see `Int8Products`).
 
     Args:
-        precision: `auto`, `float32`, `bfloat16` or, on a processor, `int8`.
+        precision: `auto`, `float32`, `bfloat16` or, on a CPU, `int8`.
         device: Where the model runs.
         weights: Formats of the model's weights.
 
     Raises:
-        OptionError: If the precision is none of these or not the weights', the weights are float16 on a processor, or
-            int8 is asked of something else than an x86 processor.
+        OptionError: If the precision is none of these or not the weights', the weights are float16 on a CPU, or
+            int8 is requested without an x86 CPU.
     """
     if precision not in _DTYPES:
         known = ", ".join(_DTYPES)
         raise OptionError("precision", precision, f"must be one of {known}", "leave it out to let the hardware decide")
     asked = _DTYPES[precision]
     if asked == torch.int8 and device.type != "cpu":
-        raise OptionError("precision", precision, f"runs on a processor, not on {device.type}", "use bfloat16 there")
+        raise OptionError("precision", precision, f"runs on a CPU, not on {device.type}", "use bfloat16 there")
     if asked == torch.int8 and not (platform.machine() in _X86 and _has_onednn()):
-        raise OptionError("precision", precision, "is for x86 processors and a torch with oneDNN", "use float32 here")
+        raise OptionError("precision", precision, "is for x86 CPUs and a torch with oneDNN", "use float32 here")
     if len(set(weights)) == 1 and not {torch.float32, torch.float64} & set(weights):
         (only,) = set(weights)
         name = str(only).removeprefix("torch.")
         if only == torch.float16 and device.type == "cpu":
-            raise OptionError("model weights", name, "must not be float16 on a processor", "load them as float32")
+            raise OptionError("model weights", name, "must not be float16 on a CPU", "load them as float32")
         if asked not in (None, only):
             raise OptionError("precision", precision, f"must be that of the weights, {name}", "load them as float32")
         return only
@@ -68,15 +68,15 @@ def resolve_precision(precision: Precision, device: torch.device, weights: Colle
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
-    """Whether `device` multiplies bfloat16 matrices in hardware; False where that cannot be found out."""
+    """Whether `device` multiplies bfloat16 matrices in hardware; False if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and not _NATIVE_BF16_FLAGS.isdisjoint(_processor_flags())
+    return device.type == "cpu" and not _NATIVE_BF16_FLAGS.isdisjoint(_cpu_flags())
 
 
 def has_int8_products() -> bool:
-    """Whether an x86 processor sums products of 8-bit numbers in 32 bits; False where that cannot be found out."""
-    return not _INT8_PRODUCT_FLAGS.isdisjoint(_processor_flags())
+    """Whether an x86 CPU sums products of 8-bit numbers in 32 bits; False if unknown."""
+    return not _INT8_PRODUCT_FLAGS.isdisjoint(_cpu_flags())
 
 
 def _has_onednn() -> bool:
@@ -84,7 +84,7 @@ def _has_onednn() -> bool:
 
 
 @cache
-def _processor_flags() -> frozenset[str]:
+def _cpu_flags() -> frozenset[str]:
     if platform.system() != "Linux" or not _CPU_INFO.is_file():
         return frozenset()
     flags = re.search(r"^(?:flags|Features)\s*:(.*)$", _CPU_INFO.read_text(errors="replace"), re.MULTILINE)
@@ -105,8 +105,8 @@ class QuantisedInput:
     its layers must not be the input of both.
 
     Attributes:
-        steps: What the largest number of a token becomes: 127, or 63 where the processor sums pairs of products in 16
-            bits, which more would overflow.
+        steps: What the largest number of a token becomes: 127, or 63 where the CPU sums pairs of products in 16
+            bits, which would overflow.
     """
 
     def __init__(self) -> None:
@@ -131,15 +131,15 @@ class QuantisedInput:
         return self._found
 
     def forget(self) -> None:
-        """Hold no tensor any more."""
+        """Release the tensors."""
         self._owner = self._input = self._found = None
 
     def _quantised(self, input_I: Tensor) -> tuple[Tensor, Tensor]:
-        # Two passes that the processor does at once beat one over `abs`.
+        # Two vectorised passes are faster than one over `abs`.
         largest_1, least_1 = input_I.amax(dim=-1, keepdim=True), input_I.amin(dim=-1, keepdim=True)
         size_1 = torch.maximum(largest_1, least_1.neg_()).clamp_min_(_LEAST)
         step_I = input_I.mul(self.steps / size_1).round_().to(torch.int8)
-        # oneDNN is fast with unsigned inputs alone; the sum wraps around where a step was negative.
+        # oneDNN is fast only with unsigned inputs; the sum wraps around where a step was negative.
         return step_I.view(torch.uint8).add_(self.steps + 1), size_1
 
 
@@ -172,7 +172,7 @@ def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -
 
 
 class Int8Products:
-    """The linear layers of a model's backbones, which `on` runs in int8; the model's own weights stay as they are.
+    """The linear layers of a model's backbones, which `on` runs in int8; the model's own weights do not change.
 
     Adapters are among them: `lora_A` and `lora_B` run in int8 as the layers beneath them do.
 
@@ -181,11 +181,11 @@ class Int8Products:
     experts) stays in float32.
 
     Args:
-        model: The model, in float32 on a processor. Changes of its weights afterwards are not seen.
+        model: The model, in float32 on a CPU. Later changes of its weights are not seen.
 
     Memory: a byte for each weight beside the model's own.
     Precision: products of 8-bit numbers summed in int32, scaled in float32; inputs have 7 bits where the
-    processor has no such products.
+    CPU has no such products.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The best documents of each query by inner product, exactly, in tiles."""
+"""Search: the best documents of each query by inner product or by signs, exactly, in tiles; and searchable corpora."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -46,7 +46,7 @@ def search_top_k(
     Args:
         query_QD: Query vectors, (Q, D) float32.
         documents: Document vectors, (n, D) float32, or several such arrays that follow one another.
-        top_k: Most documents of a query; K is the smaller of this and the number of documents.
+        top_k: Maximum documents of a query; K is the smaller of this and the number of documents.
         device: Where tiles are multiplied.
 
     Returns:
@@ -124,7 +124,7 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], top_k: i
 
 
 RESCORE_MULTIPLIER = 4
-# Queries at a time: their distances to a tile of documents stay at some MiB.
+# Queries at a time: their distances to a tile of documents take a few MiB.
 _QUERIES = 32
 # A distance and a row in one number that sorts by both.
 _ROW_BITS = 40
@@ -148,7 +148,7 @@ def search_signs(
     top_k: int,
     rescore_multiplier: int = RESCORE_MULTIPLIER,
 ) -> TopK:
-    """The documents of large cosine between a query and their signs, out of those whose signs are nearest to its own.
+    """The documents with the largest cosine of query and signs, out of those with the nearest signs.
 
     The K x `rescore_multiplier` documents of least Hamming distance are scored by the query's own numbers:
     score = q . s / sqrt(D) with s in {-1, 1}.
@@ -156,13 +156,13 @@ def search_signs(
     Args:
         query_QD: Unit vectors, (Q, D) float32.
         documents: Vectors in the format binary.
-        top_k: Most documents of a query; K is the smaller of this and the number of documents.
+        top_k: Maximum documents of a query; K is the smaller of this and the number of documents.
         rescore_multiplier: Documents scored again for one that is returned; 1 puts the K nearest in order.
 
     Returns:
         Scores and rows, best first; of equal scores the lower row first.
 
-    Precision: distances are whole numbers, counted on the processor; scores are summed in float64.
+    Precision: distances are integers, computed on the CPU; scores are summed in float64.
     Raises:
         InputError: If a shard is missing or damaged.
         OptionError: If `top_k` or `rescore_multiplier` is not positive.
@@ -197,7 +197,7 @@ def nearest_signs(
     Args:
         query_QB: Packed signs of the queries, (Q, B) uint8.
         documents: Packed signs of documents, several arrays (n, B) uint8 that follow one another.
-        top_k: Most documents of a query.
+        top_k: Maximum documents of a query.
 
     Memory: a tile of 16,384 documents and its distances to 32 queries, beside what is found.
     Raises:
@@ -270,7 +270,7 @@ class Hit(NamedTuple):
 
 
 class CorpusSearch:
-    """A corpus at hand for searches: what does not depend on the query is done when this is made.
+    """A searchable corpus: all work that does not depend on the query is done once, in the constructor.
 
     Args:
         encoder: The model; its `query` prompt goes before each query.
@@ -333,7 +333,7 @@ class CorpusSearch:
 
         Args:
             queries: Texts to search for.
-            top_k: Most documents of a query.
+            top_k: Maximum documents of a query.
 
         Raises:
             InputError: If one of the folder's vectors is zero or not finite, or its documents are damaged.
@@ -363,7 +363,7 @@ class CorpusSearch:
 
 def _check_effect(rescore_multiplier: int | None, is_binary: bool) -> None:
     if rescore_multiplier is not None and not is_binary:
-        rule = "has no effect but on a folder of binary vectors"
+        rule = "has an effect only on a folder of binary vectors"
         raise OptionError("rescore_multiplier", rescore_multiplier, rule, "leave it out")
 
 

@@ -1,4 +1,4 @@
-"""An encoded corpus on disk: vectors and documents shard by shard, resumable, and searched without loading it."""
+"""An encoded corpus on disk: vectors and documents in shards, written by a resumable job on one or several devices."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.io import atomic_path, check_manifest, check_vectors, file_sha256, write_text
 from embeddings.common.jobs import ShardedJob
-from embeddings.common.process import logger
+from embeddings.common.process import logger, tune_malloc
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.worker_processes import spread
 from embeddings.inference.corpus import Document, read_corpus
@@ -164,7 +164,7 @@ def encode_corpus(
 ) -> VectorFolder:
     """Encode a corpus file into a folder, shard by shard.
 
-    After a kill the same call goes on at the first shard that is not whole, with the mini-batches of the first call on
+    After a kill the same call resumes at the first incomplete shard, with the mini-batches of the first call on
     however many threads, and the folder ends up with the same bytes as without the kill; with other threads the later
     vectors may be rounded differently. A finished folder is left as it is.
 
@@ -350,8 +350,8 @@ def parse_devices(devices: int | str) -> tuple[str, ...]:
     """The names of devices.
 
     Args:
-        devices: How many GPUs, or parts of the processor where there is no GPU; or names with commas between. A name
-            that comes twice is for two processes.
+        devices: How many GPUs, or processes on the CPU where there is no GPU; or names separated by commas. A name
+            that occurs twice is for two processes.
 
     Raises:
         OptionError: If there is no such device, or not all are of one kind.
@@ -379,8 +379,8 @@ def on_devices(
     """Have each item worked on by one of several devices; with fewer than two, here.
 
     Each process reads the model itself and computes in the encoder's precision, with an even share of this process's
-    threads. The encoder's own model makes room for theirs: it lies in the processor's memory until the results are read
-    to their end or closed, and can encode nothing meanwhile.
+    threads. The encoder's own model makes room for theirs: it is moved to the CPU until all results are read or the
+    generator is closed, and cannot encode meanwhile.
 
     Args:
         encoder: The model.
@@ -414,7 +414,7 @@ def on_devices(
 
 
 def _aside(encoder: Encoder, results: Generator[Result, None, None]) -> Generator[Result, None, None]:
-    """The results, while the encoder's model lies in the processor's memory."""
+    """The results, while the encoder's model is on the CPU."""
     device = encoder.embedder.device
     encoder.embedder.to("cpu")
     try:
@@ -428,6 +428,7 @@ def _make(
 ) -> Callable[[Item], Result]:
     """In a process of its own: the work, with the model on its device."""
     torch.set_num_threads(num_threads)
-    # Its own lock is a semaphore of the system, which a process that is killed would leave behind.
+    # tqdm's default lock is a system semaphore, which a killed process would leave behind.
     tqdm.set_lock(RLock())
+    tune_malloc()
     return partial(work, Encoder.from_pretrained(model, **options))

@@ -1,4 +1,4 @@
-"""How the numbers of a stored vector are kept: in 32 or 16 bits, in 8 with a scale, or by their signs alone."""
+"""Vectors on disk: their formats (32 or 16 bits, 8 with a scale, or signs only) and shards of memory-mapped files."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def stored_rows(
         (N, ...) of `stored_type`; the same array for float32.
 
     Raises:
-        InputError: If a vector is zero or not finite, or has a number beyond float16 or none that it can tell from 0.
+        InputError: If a vector is zero or not finite, or out of the range of float16.
     """
     check_vectors(vector_ND, where, first_row)
     match vector_format:
@@ -133,7 +133,7 @@ class VectorShards:
         num_rows: Vectors in all shards.
         embedding_dim: Width of the vectors, D.
         shard_size: Vectors of every shard but the last.
-        vector_format: How their numbers are kept (see `stored_type`).
+        vector_format: Format of their numbers (see `stored_type`).
     """
 
     folder: Path
@@ -179,7 +179,7 @@ class VectorShards:
         return float_rows(self.stored(shard), self.vector_format)
 
     def pieces(self, shard: int, size: int) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-        """The vectors of a shard, at most `size` at a time, (n, D) float32, each time behind the row of the first.
+        """The vectors of a shard, at most `size` at a time, (n, D) float32, each with the row of its first.
 
         Raises:
             InputError: If the file is missing or damaged, or holds vectors of another number, width or type.

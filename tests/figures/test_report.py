@@ -271,8 +271,8 @@ def test_each_method_has_its_paper():
         ({"how": "interrupted", "step": 3, "why": ""}, "It was interrupted at step 3."),
         ({"how": "failed", "step": 3, "why": "NumericError: nan"}, "It failed at step 3: NumericError: nan."),
         ({"how": "finished"}, "It ran to its end."),
-        ({}, "It left no note of its end: it was killed or is still at work; step 20 is the last one known."),
-        (None, "It left no note of its end: it was killed or is still at work; step 20 is the last one known."),
+        ({}, "It left no note of its end: it was killed or is still running; step 20 is the last one known."),
+        (None, "It left no note of its end: it was killed or is still running; step 20 is the last one known."),
     ],
 )
 def test_each_way_to_end_is_said(end, says, facts_of):
