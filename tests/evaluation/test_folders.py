@@ -4,7 +4,6 @@ import gzip
 import json
 import shutil
 
-import numpy as np
 import pytest
 
 from embeddings.common import InputError
@@ -75,13 +74,6 @@ def test_judgments_of_one_split_are_read_with_the_folder_around_them(name, tmp_p
         retrieval_files_of(qrels)
 
 
-def test_a_similarity_folder(tmp_path):
-    folder = read_evaluation_folder(write_similarity(tmp_path))
-    assert isinstance(folder, SimilarityFolder)
-    assert (folder.first[3], folder.second[3]) == ("the fox", "lengths")
-    np.testing.assert_array_equal(folder.score_N, [5.0, 4.0, 2.0, 0.0])
-
-
 def test_labels_are_classes_with_a_training_part_and_clusters_without(tmp_path):
     classes = read_evaluation_folder(write_labelled(tmp_path / "classes", with_train=True))
     clusters = read_evaluation_folder(write_labelled(tmp_path / "clusters", with_train=False))
@@ -96,14 +88,6 @@ def test_a_pair_with_a_score_is_similarity_whatever_label_is_beside_it(tmp_path)
     rows = [{"sentence1": "a", "sentence2": "b", "score": score, "label": "x"} for score in (1, 2)]
     write_rows(tmp_path / "test.jsonl", rows)
     assert isinstance(read_evaluation_folder(tmp_path), SimilarityFolder)
-
-
-@pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl", "qrels.tsv"])
-def test_a_missing_file_of_a_retrieval_folder_is_named(name, tmp_path):
-    write_retrieval(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(InputError, match=f"{name} is missing; write corpus.jsonl"):
-        read_evaluation_folder(tmp_path)
 
 
 def test_broken_bytes_are_refused_in_one_line(tmp_path):

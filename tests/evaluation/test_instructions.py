@@ -2,15 +2,13 @@
 
 import json
 from itertools import chain, combinations
-from typing import get_args
 
 import pytest
-from mteb.abstasks.task_metadata import TaskType
 from mteb.models.abs_encoder import get_prompt_name
 from mteb.types import PromptType
 
 from embeddings.common import InputError, OptionError, TextSettings
-from embeddings.evaluation.instructions import PUBLISHED, TASK_TYPES, Instructions, task_prompt
+from embeddings.evaluation.instructions import PUBLISHED, Instructions, task_prompt
 
 
 def test_an_instruction_is_the_tasks_or_its_types():
@@ -99,12 +97,3 @@ def test_every_set_of_prompts_is_chosen_from_as_mteb_chooses(role):
         assert task_prompt(prompts, "mine", "STS", role) == prompts.get(chosen, "")
         found.add(chosen)
     assert len(found) == (3 if role is None else 6)
-
-
-def test_every_kind_of_folder_has_one_of_mtebs_types():
-    assert {*TASK_TYPES.values()} <= {*get_args(TaskType)}
-    assert len(TASK_TYPES) == 7
-
-
-def test_a_folder_without_a_name_takes_no_prompt_without_one():
-    assert task_prompt({"": "x "}, "", "STS", None) == ""

@@ -186,10 +186,3 @@ def test_other_tasks_are_read_behind_texts_that_they_ask_for_first(contextual, t
     assert drawn[0] <= set(groups.texts)
     assert drawn[1] <= set(pairs.first)
     assert drawn[3] <= set(topics.train_texts)
-
-
-def test_a_context_for_a_model_that_takes_none_is_refused(tmp_path):
-    tasks = find_tasks(str(write_sets(tmp_path / "sets")))
-    with pytest.raises(OptionError, match="this model takes none"):
-        run_tasks(Encoder(tiny_embedder()), "m", tasks, tmp_path / "out", TaskSettings(context_size=2))
-    assert not (tmp_path / "out").exists()

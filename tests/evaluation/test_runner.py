@@ -144,13 +144,6 @@ def test_a_context_is_drawn_from_documents_and_never_from_queries(kind, contextu
     assert seen[0] is not None
 
 
-def test_the_context_of_each_kind_comes_from_its_own_texts(tmp_path):
-    reranking = read_evaluation_folder(write_reranking(tmp_path / "q"))
-    assert corpus_texts(reranking) == reranking.documents
-    classes = read_evaluation_folder(write_labelled(tmp_path / "c", with_train=True))
-    assert corpus_texts(classes) == classes.train_texts
-
-
 def test_an_impossible_context_is_refused_before_anything_is_scored(encoder, contextual, tmp_path):
     write_similarity(tmp_path)
     with pytest.raises(OptionError, match="context_size must be from 1 to the model's 5"):

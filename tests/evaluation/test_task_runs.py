@@ -4,7 +4,6 @@ import mteb
 import numpy as np
 import pytest
 import torch
-from mteb.abstasks import AbsTask
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.models import ModelMeta
 
@@ -147,13 +146,6 @@ def both_pairs():
     return type("Both", (AbsTaskAggregate,), {"metadata": metadata})(), pairs
 
 
-def test_a_task_that_is_the_mean_of_others_is_run_through_them(encoder, tmp_path):
-    task, pairs = both_pairs()
-    (both,) = run_tasks(encoder, "m", [task], tmp_path / "both", TaskSettings())
-    (one,) = run_tasks(encoder, "m", [pairs], tmp_path / "one", TaskSettings())
-    assert both.scores == one.scores
-
-
 def test_what_a_run_finished_of_a_tasks_parts_is_kept(encoder, tmp_path, monkeypatch):
     task, pairs = both_pairs()
     settings = TaskSettings(widths=[32, 8], instructions=Instructions("mine", {"Both": "same?"}))
@@ -200,40 +192,6 @@ def test_vectors_for_several_widths_lie_in_the_output_as_long_as_they_are_needed
     assert not list(tmp_path.rglob("*.npy"))
 
 
-def test_processes_that_run_one_task_at_once_leave_each_others_vectors_alone(encoder, sets, tmp_path, monkeypatch):
-    settings, encode, others = TaskSettings(widths=[32, 8]), Encoder.encode, []
-
-    def beside_another(self, *args, **options):
-        if not others:
-            others.append("begun")
-            others[0] = run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings)
-        return encode(self, *args, **options)
-
-    monkeypatch.setattr(Encoder, "encode", beside_another)
-    assert run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings) == others[0]
-    assert all(score.complete for score in others[0])
-    assert not list(tmp_path.rglob("*.npy"))
-
-
-def test_data_are_looked_for_under_the_bar_and_let_go_whatever_happens(sets, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    encoder = Encoder(tiny_embedder(), precision="float32", show_progress=True)
-    names, seen = [str(sets / "pairs"), str(sets / "topics")], []
-
-    def stopped(*_, **__):
-        raise KeyboardInterrupt
-
-    tasks = find_tasks(names)
-    unload = type(tasks[0]).unload_data
-    monkeypatch.setattr(AbsTask, "unload_data", lambda task: (seen.append(task.metadata.name), unload(task))[1])
-    monkeypatch.setattr(Encoder, "encode", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        run_tasks(encoder, "m", tasks, tmp_path, TaskSettings())
-    assert seen == ["pairs", "topics", "pairs"]
-    said = capfd.readouterr().err
-    assert said.index("looking for data: pairs") < said.index("looking for data: topics") < said.rindex("pairs")
-
-
 def test_a_prompt_beside_instructions_is_refused(sets, tmp_path):
     encoder = Encoder(tiny_embedder(prompts={"mine": "the "}))
     table = Instructions("mine", {"STS": "same?"})
@@ -254,12 +212,6 @@ def test_a_score_that_is_no_number_is_refused_and_not_written(encoder, sets, tmp
     monkeypatch.setattr(Encoder, "encode", lambda self, texts, *_, **__: np.ones((len(texts), 32), np.float32))
     with pytest.raises(InputError, match=r"task pairs, test, default, 32 dimensions: cosine_spearman is nan; look at"):
         run(encoder, str(sets / "pairs"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_impossible_widths_are_refused(encoder, sets, tmp_path):
-    with pytest.raises(OptionError, match="dimensions must be from 1 to the 32"):
-        run(encoder, str(sets), tmp_path / "out", widths=[64])
     assert not (tmp_path / "out").exists()
 
 
@@ -356,14 +308,3 @@ def test_the_table_has_a_row_a_task_and_means_over_those_that_are_finished():
         "mean of 3  all                         0.5833    0.3750",
     ]
     assert format_table([rows[3]]).split("\n")[1:] == ["D     STS   cosine_spearman  0.8750"]
-
-
-def test_the_table_is_written_as_it_is_printed(world, tmp_path):
-    encoder, tasks = world
-    scores = run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings())
-    (table,) = tmp_path.glob("**/scores.csv")
-    lines = table.read_text().splitlines()
-    assert lines[0] == "task,type,metric,score"
-    assert [line.replace(",", " ").split() for line in lines] == [
-        line.split() for line in format_table(scores).splitlines()
-    ]

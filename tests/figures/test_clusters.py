@@ -13,13 +13,11 @@ from embeddings.figures.clusters import (
     MAX_POINTS,
     ClusterPoints,
     Plane,
-    check_neighbour_map,
     draw_cluster_points,
     draw_clusters,
     draw_contextual_shift,
     neighbour_map,
 )
-from embeddings.figures.drawing import pyplot
 from embeddings.inference import ContextualShift
 from tests.figures.cluster_folders import SOURCE_KEY, write_clusters
 
@@ -160,18 +158,6 @@ def test_facts_are_those_of_a_loop():
     assert ClusterPoints([4, 7], np.array([3, 2]), np.array([0, 0, 0, 1, 1]), strayed).facts()[0].at_home == 2 / 3
 
 
-def test_a_cluster_alone_is_its_own_neighbour():
-    points = ClusterPoints([3], np.array([2]), np.array([0, 0]), np.eye(2, dtype=np.float32))
-    (facts,) = points.facts()
-    assert (facts.nearest, facts.nearest_cosine, facts.at_home) == (3, 1.0, 1.0)
-
-
-@pytest.mark.parametrize(("options", "name"), [((0, 5), "num_clusters"), ((5, 0), "rows_per_cluster")])
-def test_nothing_is_no_sample(options, name, sampled):
-    with pytest.raises(OptionError, match=f"{name} must be >= 1, got 0"):
-        sampled[0](*options)
-
-
 def test_the_plane_is_that_of_the_largest_eigenvalues():
     rng = np.random.default_rng(0)
     vectors = (rng.normal(size=(50, 6)) * [1, 5, 1, 3, 1, 0.5] + 7).astype(np.float32)
@@ -185,25 +171,6 @@ def test_the_plane_is_that_of_the_largest_eigenvalues():
     assert (plane.axis_2D[np.arange(2), np.abs(plane.axis_2D).argmax(1)] > 0).all()
     # Mirrored vectors lie mirrored on the same axes.
     np.testing.assert_allclose(Plane.of(-vectors).axis_2D, plane.axis_2D, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "vectors", [[[1.0, 2.0]], [[3.0], [5.0]], [[1.0, 1.0]] * 3, [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]
-)
-def test_vectors_that_span_no_plane_have_finite_points(vectors):
-    plane = Plane.of(np.array(vectors, dtype=np.float32))
-    assert np.isfinite(plane.points(np.array(vectors))).all()
-    assert plane.share_2.tolist() == pytest.approx([float(len({*map(tuple, vectors)}) > 1), 0.0], abs=1e-6)
-
-
-def test_the_axes_are_named_with_what_they_show():
-    pytest.importorskip("matplotlib")
-    figure, axis = pyplot().subplots()
-    Plane(np.zeros(2), np.eye(2), np.array([0.5, 0.125])).name_axes(axis)
-    assert axis.get_xlabel() == "first principal axis (50.0% of the variance)"
-    assert axis.get_ylabel() == "second principal axis (12.5% of the variance)"
-    assert axis.get_aspect() == 1
-    pyplot().close(figure)
 
 
 def groups(seed=0):
@@ -223,12 +190,6 @@ def test_neighbours_stay_neighbours():
     assert (place_N[nearest_N5] == place_N[:, None]).all()
 
 
-def test_the_same_vectors_lie_in_the_same_places_and_others_elsewhere():
-    one, same, other = (neighbour_map(groups(seed)[1], 5) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(one, same)
-    assert not np.array_equal(one, other)
-
-
 @pytest.mark.parametrize(
     ("num_points", "perplexity", "says"),
     [
@@ -242,11 +203,6 @@ def test_the_same_vectors_lie_in_the_same_places_and_others_elsewhere():
 def test_what_cannot_be_laid_out_is_refused(num_points, perplexity, says):
     with pytest.raises(OptionError, match=says):
         neighbour_map(np.zeros((num_points, 2)), perplexity)
-
-
-@pytest.mark.parametrize(("num_points", "perplexity"), [(37, 12), (MAX_POINTS, 30)])
-def test_the_edges_are_allowed(num_points, perplexity):
-    check_neighbour_map(num_points, perplexity)
 
 
 pytest.importorskip("matplotlib")

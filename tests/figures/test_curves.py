@@ -73,27 +73,6 @@ def test_several_runs_have_a_colour_each_in_both_panels(tmp_path, drawn):
     assert len(score.texts) == 0
 
 
-def test_without_scores_there_is_one_panel_and_a_run_without_has_no_line(tmp_path, drawn):
-    bare = write_run(tmp_path / "bare", HEADER + "0,3.0,\n")
-    assert len(drawn([bare]).axes) == 1
-    loss, score = drawn([bare, write_run(tmp_path / "scored")]).axes
-    assert [points(line) for line in score.lines] == [[], [(0, 0.25), (2, 0.5)]]
-    # One value alone is a dot: a line of it would not be seen.
-    assert loss.lines[1].get_marker() == "o"
-
-
-def test_no_text_leaves_the_page_however_many_runs_and_scores(tmp_path, drawn):
-    many = HEADER + "".join(f"{step},2.0,\n{step},,0.{step % 9}1\n" for step in range(300))
-    runs = [write_run(tmp_path / f"_run_{number}{'_of_a_long_name' * 8}" / "v", many) for number in range(12)]
-    figure = drawn(runs)
-    (legend,) = figure.legends
-    assert len(legend.get_texts()) == 12
-    box = legend.get_window_extent()
-    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
-    assert figure.bbox.y0 <= box.y0 < box.y1 < min(axis.get_tightbbox().y0 for axis in figure.axes)
-    assert len(drawn(runs[:1]).axes[1].texts) <= 12
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [

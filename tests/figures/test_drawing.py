@@ -14,8 +14,6 @@ from embeddings.figures.drawing import (
     check_output,
     drawable,
     line_label,
-    line_style,
-    point_markers,
     pyplot,
     run_names,
     shortened,
@@ -70,16 +68,6 @@ def test_a_label_is_no_formula_is_seen_and_fits():
     assert len(long) == MAX_NAME_LENGTH
     assert long.startswith("…")
     assert long.endswith("end")
-
-
-def test_forty_runs_look_unlike_each_other():
-    looks = [line_style(number) for number in range(40)]
-    assert len({(look["color"], look["linestyle"]) for look in looks}) == 40
-
-
-def test_few_points_are_marked():
-    assert point_markers(1)["marker"] == "o"
-    assert point_markers(1000) == {}
 
 
 def test_what_no_font_has_is_a_box_and_no_glyph_is_missing(recwarn):

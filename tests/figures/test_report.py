@@ -2,7 +2,6 @@
 
 from base64 import b64decode
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -165,14 +164,6 @@ def test_what_a_run_logged_in_part_is_shown_in_part(metrics, num_pictures, says,
     assert ("val/ndcg_at_100.50.500.50" in page.text) == ("val/" in metrics)
 
 
-def test_a_part_that_was_killed_before_it_logged_is_no_hindrance(tmp_path, page_of):
-    write_run(tmp_path / "name" / "version_0", record={"end": None}, metrics=None)
-    later = write_run(tmp_path / "name" / "version_1", {"ckpt_path": "name/version_0/checkpoints/last.ckpt"})
-    page = page_of(later)
-    assert len(pictures(page)) == 1
-    assert "It left no note of its end." in page.text
-
-
 def test_checkpoints_that_lie_where_the_config_says_are_listed(tmp_path, page_of):
     place = tmp_path / "point" / "checkpoints"
     arguments = {"dirpath": str(place)}
@@ -184,39 +175,6 @@ def test_checkpoints_that_lie_where_the_config_says_are_listed(tmp_path, page_of
     page = page_of(run)
     assert page.text.count("../checkpoints/last.ckptcheckpoint2 kB") == 1
     assert page.text.count("last.ckptcheckpoint2 kB") == 2
-
-
-def test_what_is_named_as_a_picture_and_is_none_is_left_out(tmp_path, page_of):
-    run = write_run(tmp_path / "run")
-    (run / "folder.png").mkdir()
-    (run / "gone.png").symlink_to("nowhere")
-    (run / "own.png").write_bytes(PNG)
-    assert len(pictures(page_of(run))) == 2
-
-
-def test_a_checkpoint_that_is_removed_meanwhile_is_no_hindrance(tmp_path, page_of, monkeypatch):
-    run = write_run(tmp_path / "run")
-    (run / "old.ckpt").write_bytes(b"x")
-    stat = Path.stat
-
-    def gone(path, **options):
-        found = stat(path, **options)
-        if path.name == "old.ckpt":
-            path.unlink()
-        return found
-
-    monkeypatch.setattr(Path, "stat", gone)
-    assert "old.ckptcheckpoint" in page_of(run).text
-
-
-def test_a_folder_that_lacks_files_is_a_page_that_says_less(tmp_path, page_of):
-    run = write_run(tmp_path / "run", metrics=None)
-    (run / "run.json").unlink()
-    page = page_of(run)
-    assert "Its folder holds no metrics.csv" in page.text
-    assert pictures(page) == []
-    assert "not noted" in page.text
-    assert "It left no note of its end" in page.text
 
 
 @pytest.mark.parametrize(
@@ -322,23 +280,3 @@ def test_a_run_that_noted_nothing_is_said_to_have(facts_of):
     assert words.opening(facts).startswith(
         "This run trained a model that the config describes by a method that its config does not name."
     )
-
-
-def test_a_part_of_a_config_is_one_line():
-    loss = {"class_path": "embeddings.losses.InfoNCE", "init_args": {"temperature": 0.05, "a": None, "b": True}}
-    assert words.part_of_config(loss) == "InfoNCE (temperature 0.05, b yes)"
-    assert words.part_of_config({"class_path": "a.B"}) == "B"
-    assert words.part_of_config(["a", 2, {"c": 1e-05}]) == "a, 2, c 1e-05"
-    assert len(words.part_of_config("x" * 1000)) == 300
-
-
-@pytest.mark.parametrize(
-    ("seconds", "says"),
-    [(0.2, "0 s"), (59.6, "1 min"), (61, "1 min 1 s"), (3600, "1 h"), (3930, "1 h 5 min"), (90061, "1 d 1 h")],
-)
-def test_times_are_said_in_their_two_largest_units(seconds, says):
-    assert words.duration(seconds) == says
-
-
-def test_a_moment_is_said_in_utc():
-    assert words.moment("2026-03-01T01:30:00+02:00") == "28 February 2026, 23:30 UTC"

@@ -6,7 +6,6 @@ import pytest
 import yaml
 
 from embeddings.common import InputError
-from embeddings.figures.report import opening
 from embeddings.figures.run_facts import (
     RunFacts,
     Summary,
@@ -15,9 +14,8 @@ from embeddings.figures.run_facts import (
     read_run_config,
     read_run_record,
     run_parts,
-    when,
 )
-from tests.figures.run_folders import METRICS, write_run
+from tests.figures.run_folders import write_run
 
 
 def test_what_was_logged_is_summed_up(tmp_path):
@@ -37,15 +35,6 @@ def test_the_last_step_is_known_from_the_note_of_the_end_or_from_the_log(tmp_pat
     only_loss = "step,train/loss\n18,1.0\n19,1.0\n"
     assert RunFacts.read(write_run(tmp_path / "b", record={"end": None}, metrics=only_loss)).last_step == 20
     assert RunFacts.read(write_run(tmp_path / "c", record={"end": None}, metrics=None)).last_step == 0
-
-
-def test_values_that_are_no_number_are_counted_and_left_out(tmp_path):
-    run = write_run(tmp_path / "run", metrics=METRICS + "21,1,nan,inf,,\n22,1,nan,,,\n")
-    facts = RunFacts.read(run)
-    assert facts.not_finite == {"train/loss": 2, "val/ndcg_at_10": 1}
-    assert facts.summaries["train/loss"].last == (20, 2.1)
-    empty = RunFacts.read(write_run(tmp_path / "empty", metrics="step,train/loss\n0,nan\n"))
-    assert empty.summaries == {}
 
 
 def test_settings_and_callbacks_are_found_whatever_the_config_holds(tmp_path):
@@ -74,13 +63,6 @@ def test_the_parts_of_a_run_have_their_own_records_and_errors(tmp_path):
     assert parts[0].numeric_errors == [{"step": 3}, {}, {}]
 
 
-def test_a_process_that_ended_before_it_started_took_no_known_time(tmp_path):
-    end = {"how": "finished", "step": 20, "time": "2026-03-01T09:00:00+00:00"}
-    facts = RunFacts.read(write_run(tmp_path / "run", record={"end": end}))
-    assert facts.parts[0].seconds is None
-    assert "It took" not in opening(facts)
-
-
 def test_a_folder_that_lacks_files_says_less_and_one_without_a_config_nothing(tmp_path):
     run = write_run(tmp_path / "run", metrics=None)
     (run / "run.json").unlink()
@@ -93,12 +75,6 @@ def test_a_folder_that_lacks_files_says_less_and_one_without_a_config_nothing(tm
     (run / "run.json").write_text(json.dumps([1]))
     with pytest.raises(InputError, match=r"run.json: is damaged"):
         RunFacts.read(run)
-
-
-def test_times_are_compared_in_utc():
-    assert when("2026-03-01T12:00:00+02:00") == when("2026-03-01T10:00:00+00:00")
-    for text in (None, 3, "yesterday", "9999-99-99"):
-        assert when(text) is None
 
 
 def write_part(run, metrics=None, ckpt_path=None, dirpath=None, checkpoint=None):
@@ -116,13 +92,6 @@ def write_part(run, metrics=None, ckpt_path=None, dirpath=None, checkpoint=None)
 
 def names(parts):
     return [part.name for part in parts]
-
-
-def test_the_config_and_the_record_are_read(tmp_path):
-    write_part(tmp_path / "run", None, "a.ckpt")
-    (tmp_path / "run" / "run.json").write_text('{"commit": "abc"}')
-    assert read_run_config(tmp_path / "run")["ckpt_path"] == "a.ckpt"
-    assert read_run_record(tmp_path / "run") == {"commit": "abc"}
 
 
 @pytest.mark.parametrize(
@@ -246,20 +215,3 @@ def test_what_a_lost_branch_logged_is_cut_in_all_columns_at_one_step(tmp_path):
         "train/loss": (list(range(12)), [4 - step / 10 for step in range(10)] + [2.0, 1.9]),
         "val/ndcg_at_10": ([10, 13], [0.3, 0.4]),
     }
-
-
-def test_parts_that_were_killed_before_they_logged_are_passed_over(tmp_path):
-    runs = tmp_path / "runs" / "name"
-    write_part(runs / "version_0", "0,0,4.0,\n")
-    killed = write_part(runs / "version_1", "", "runs/name/version_0/checkpoints/a.ckpt")
-    (killed / "metrics.csv").unlink()
-    later = write_part(runs / "version_2", "1,0,3.0,\n", "runs/name/version_1/checkpoints/a.ckpt")
-    assert read_curve(later, "train/loss") == ([0, 1], [4.0, 3.0])
-    assert read_curve(killed, "train/loss") == ([0], [4.0])
-
-
-@pytest.mark.parametrize("text", ["", "step,epoch,val/ndcg_at_10\n0,0,0.5\n"])
-def test_a_run_that_has_logged_no_loss_yet_has_what_it_logged(text, tmp_path):
-    (tmp_path / "metrics.csv").write_text(text)
-    assert read_curve(tmp_path, "train/loss") == ([], [])
-    assert read_curves(tmp_path) == ({"val/ndcg_at_10": ([0], [0.5])} if text else {})

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.inference import context as module
 from embeddings.inference.context import (
     check_same_context,
     choose_context,
@@ -18,7 +17,7 @@ from embeddings.inference.context import (
     sample_context,
     sample_rows,
 )
-from embeddings.inference.corpus import Document, read_corpus
+from embeddings.inference.corpus import Document
 from embeddings.inference.encoder import Context, Encoder
 from embeddings.inference.vector_folder import encode_corpus
 from tests.inference.models import some_texts, tiny_embedder
@@ -45,30 +44,6 @@ def test_a_draw_follows_its_seed_and_nothing_else():
     assert np.array_equal(first, sample_rows(1000, 50, seed=1))
     assert not np.array_equal(first, sample_rows(1000, 50, seed=2))
     assert not np.array_equal(np.sort(first), first)
-
-
-def test_draws_cover_a_corpus_evenly():
-    counts = np.zeros(20)
-    for seed in range(400):
-        counts[sample_rows(20, 5, seed)] += 1
-    assert abs(counts - 100).max() < 45
-
-
-def test_a_draw_from_a_huge_corpus_needs_little_memory():
-    import tracemalloc
-
-    tracemalloc.start()
-    rows = sample_rows(10**9, 512)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(set(rows.tolist())) == 512
-    assert peak < 2**20
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_an_impossible_size_is_refused(size):
-    with pytest.raises(OptionError, match="context_size must be >= 1"):
-        sample_rows(10, size)
 
 
 def test_a_context_is_told_by_ids_texts_and_their_order():
@@ -99,18 +74,6 @@ def test_a_context_comes_back_from_its_folder(tmp_path):
     fields = json.loads((tmp_path / "manifest.json").read_text())
     assert fields["context"] == {"num_documents": 4, "seed": 7, "documents_sha256": documents_sha256(DOCUMENTS)}
     assert fields["context_document_ids"] == ["d0", "d1", "d2", "d3"]
-
-
-@pytest.mark.parametrize("fields", [{}, {"context": None}])
-def test_a_folder_without_a_context_has_none(fields, tmp_path):
-    (tmp_path / "manifest.json").write_text(json.dumps(fields))
-    assert Context.read(tmp_path) is None
-
-
-def test_the_vectors_of_a_killed_run_stay(tmp_path):
-    write(tmp_path)
-    later = context_of(DOCUMENTS, VECTORS + 1e-7, seed=7).write(tmp_path)
-    np.testing.assert_array_equal(later.vector_MH, VECTORS)
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed"])
@@ -172,31 +135,11 @@ def test_first_stage_vectors_are_computed_once_however_often_they_are_used(encod
     assert len(calls) == made
 
 
-def test_a_file_is_read_twice_row_by_row(encoder, tmp_path, monkeypatch):
-    corpus, rows_read = write_corpus(tmp_path / "corpus.jsonl", some_texts(50)), []
-    monkeypatch.setattr(module, "read_corpus", lambda path: (rows_read.append(1) or row for row in read_corpus(path)))
-    context = choose_context(encoder, corpus, 3, seed=1)
-    assert len(rows_read) == 100
-    assert len(context.document_ids) == 3
-
-
 @pytest.mark.parametrize("size", [0, -1, 6])
 def test_a_size_that_the_model_does_not_take_is_refused(size, encoder, tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", some_texts(9))
     with pytest.raises(OptionError, match=rf"context_size must be from 1 to the model's 5 .* got {size}"):
         choose_context(encoder, corpus, size)
-
-
-def test_bad_corpora_are_one_line(encoder, tmp_path):
-    with pytest.raises(InputError, match=r"no\.jsonl"):
-        choose_context(encoder, tmp_path / "no.jsonl")
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(InputError, match=r"empty\.jsonl"):
-        choose_context(encoder, tmp_path / "empty.jsonl")
-    with pytest.raises(InputError, match="no manifest lies beside this output"):
-        choose_context(encoder, tmp_path)
-    with pytest.raises(OptionError, match="context must hold at least one document"):
-        sample_context(encoder, [])
 
 
 def test_a_model_without_a_context_refuses_one(tmp_path):

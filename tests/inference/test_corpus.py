@@ -6,7 +6,7 @@ import json
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.inference.corpus import Document, identifier_field, read_corpus, text_field
+from embeddings.inference.corpus import Document, read_corpus
 
 
 def write(path, rows):
@@ -29,11 +29,6 @@ def test_title_and_text_are_joined_by_a_space(tmp_path):
         Document("d", "tëxt"),
         Document("7", ""),
     ]
-
-
-def test_rows_without_ids_are_numbered_from_0(tmp_path):
-    documents = read_corpus(write(tmp_path / "corpus.jsonl", [{"text": "x"}, {"text": "y"}]))
-    assert [document.document_id for document in documents] == ["0", "1"]
 
 
 def test_columns_may_have_other_names(tmp_path):
@@ -72,10 +67,3 @@ def test_a_bad_row_is_named(row, message, tmp_path):
     with pytest.raises(InputError, match=rf"corpus\.jsonl:2: {message}; ") as caught:
         list(read_corpus(path))
     assert "\n" not in str(caught.value)
-
-
-def test_fields_are_checked_one_at_a_time():
-    assert text_field("here", {"a": ""}, "a") == ""
-    assert identifier_field("here", {"a": 5}, "a") == "5"
-    with pytest.raises(InputError, match=r"here: field 'b' is missing \(found: none\)"):
-        identifier_field("here", {}, "b")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import OptionError
 from embeddings.inference import vector_folder
 from embeddings.inference.encoder import Encoder
 from embeddings.inference.vector_folder import encode_corpus, on_devices, parse_devices
@@ -180,23 +180,6 @@ def test_a_run_that_is_cut_short_goes_on(target, number, code, says, model, tmp_
     whole = encoded(model, corpus, tmp_path / "whole")
     resumed = encoded(model, corpus, output)
     assert {name: resumed[name] for name in whole} == whole
-
-
-def test_there_are_no_more_processes_than_shards_to_make(model, corpus, tmp_path, monkeypatch):
-    asked = []
-
-    def note(value):
-        asked.append(value)
-        yield from ()
-
-    monkeypatch.setattr(vector_folder, "spread", lambda makers, _: note(list(makers)))
-    monkeypatch.setattr(vector_folder, "on_devices", lambda *arguments: note(arguments[1]))
-    encoder, options = Encoder.from_pretrained(model, device="cpu"), {"devices": ("cpu",) * 9, "tokenizer_workers": 9}
-    for shard_size in (10, 40):
-        # Nothing is written, so the folder stays incomplete.
-        with pytest.raises(InputError, match="field 'complete' is False"):
-            encode_corpus(encoder, corpus, tmp_path / f"{shard_size}", shard_size=shard_size, **options)
-    assert asked == [("cpu",) * 4, ("cpu",)]
 
 
 def worker_of(process):

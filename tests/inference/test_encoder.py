@@ -9,11 +9,11 @@ import torch
 from tokenizers import normalizers, processors
 from torch import nn
 
-from embeddings.common import NumericError, OptionError, TextSettings
+from embeddings.common import OptionError, TextSettings
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference import encoder as encoder_module
 from embeddings.inference import encoder as text_preparation
-from embeddings.inference.encoder import Encoder, embedder_sha256, evaluating, unique_texts
+from embeddings.inference.encoder import Encoder, embedder_sha256, evaluating
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora, make_bidirectional
 from embeddings.models.directory import ContextForm
 from tests.helpers.tiny import sentencepiece_tokenizer, tiny_mistral
@@ -48,12 +48,6 @@ def test_the_order_holds_over_several_blocks(block, monkeypatch):
     np.testing.assert_allclose(vectors, one_by_one(embedder, texts), rtol=0, atol=1e-6)
 
 
-def test_no_texts_give_no_rows_of_the_right_width():
-    vectors = Encoder(tiny_embedder()).encode([])
-    assert vectors.shape == (0, 32)
-    assert vectors.dtype == np.float32
-
-
 def test_empty_texts_have_finite_vectors():
     vectors = Encoder(tiny_embedder()).encode(["", " ", "a"])
     assert np.isfinite(vectors).all()
@@ -68,34 +62,6 @@ def test_a_text_that_occurs_twice_is_computed_once():
     vectors = Encoder(embedder, precision="float32").encode(repeated)
     assert sum(seen) == 5
     np.testing.assert_allclose(vectors, one_by_one(embedder, repeated), rtol=0, atol=1e-6)
-
-
-def test_encoding_twice_gives_the_same_bits():
-    encoder, texts = Encoder(tiny_embedder(dropout=0.5)), some_texts(20)
-    first = encoder.encode(texts)
-    encoder.encode(some_texts(7, seed=1))
-    np.testing.assert_array_equal(first, encoder.encode(texts))
-
-
-def test_the_mode_of_every_module_is_left_as_found():
-    embedder = tiny_embedder(dropout=0.5)
-    embedder.train()
-    embedder.backbone.encoder.layer[0].eval()
-    before = [module.training for module in embedder.modules()]
-    assert True in before
-    assert False in before
-    vectors = Encoder(embedder, precision="float32").encode(some_texts(3))
-    assert [module.training for module in embedder.modules()] == before
-    np.testing.assert_allclose(vectors, one_by_one(embedder.eval(), some_texts(3)), rtol=0, atol=1e-6)
-
-
-def test_the_mode_is_restored_after_an_error():
-    embedder = tiny_embedder()
-    embedder.train()
-    embedder.backbone.embeddings.word_embeddings.weight.data.fill_(float("nan"))
-    with pytest.raises(NumericError, match="3 of 3 vectors are not finite, the first of text '0 "):
-        Encoder(embedder).encode(some_texts(3))
-    assert embedder.training
 
 
 def test_no_gradient_is_kept_and_training_goes_on_afterwards():
@@ -113,14 +79,6 @@ def test_bfloat16_stays_near_float32():
     assert low.dtype == np.float32
     assert not np.array_equal(exact, low)
     assert (exact * low).sum(axis=1).min() > 0.999
-
-
-def test_float32_holds_inside_an_outer_autocast():
-    embedder, texts = tiny_embedder(), some_texts(5)
-    encoder = Encoder(embedder, precision="float32")
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = encoder.encode(texts)
-    np.testing.assert_array_equal(inside, encoder.encode(texts))
 
 
 def test_the_prompt_is_the_roles_unless_one_is_named():
@@ -144,14 +102,6 @@ def test_a_prompt_that_is_given_itself_takes_the_place_of_the_models():
         vectors = encoder.encode(texts, prompt=prompt)
         np.testing.assert_allclose(vectors, one_by_one(embedder, texts, prompt=prompt), rtol=0, atol=1e-6)
         assert not np.allclose(vectors, encoder.encode(texts))
-
-
-def test_the_query_prompt_brings_the_query_length():
-    embedder = tiny_embedder(prompts={"query": "a "}, query_max_length=8)
-    encoder, text = Encoder(embedder, precision="float32"), "fox " * 30
-    by_prompt = encoder.encode([text], "query")
-    np.testing.assert_array_equal(by_prompt, encoder.encode([text], role="query"))
-    assert not np.allclose(by_prompt, encoder.encode([text], "query", role="document"))
 
 
 def test_an_unknown_prompt_is_refused_with_the_known_ones():
@@ -200,11 +150,6 @@ def test_a_context_of_another_size_is_refused(documents):
         Encoder(tiny_contextual()).encode(["a"], context=documents)
 
 
-def test_one_text_in_place_of_context_documents_is_refused():
-    with pytest.raises(OptionError, match="context must be a list of texts"):
-        Encoder(tiny_contextual(num_context=50)).encode(["a"], context="a text")
-
-
 def test_a_saved_contextual_model_is_loaded_as_one(tmp_path):
     tiny_contextual().save_pretrained(tmp_path / "model")
     encoder = Encoder.from_pretrained(str(tmp_path / "model"), device="cpu", precision="float32")
@@ -217,12 +162,6 @@ def test_a_saved_contextual_model_is_loaded_as_one(tmp_path):
 def test_one_text_in_place_of_a_list_is_refused():
     with pytest.raises(OptionError, match="texts must be a list of texts"):
         Encoder(tiny_embedder()).encode("a text")
-
-
-@pytest.mark.parametrize("value", [0, -5])
-def test_an_impossible_token_budget_is_refused(value):
-    with pytest.raises(OptionError, match="mini_batch_tokens must be >= 1"):
-        Encoder(tiny_embedder(), mini_batch_tokens=value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -260,11 +199,6 @@ def test_progress_counts_every_token_and_ends_at_its_total(monkeypatch, capsys):
     assert "encode document" in capsys.readouterr().err
 
 
-def test_nothing_is_drawn_unless_progress_is_asked_for(capsys):
-    Encoder(tiny_embedder()).encode(some_texts(3))
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("normalize", [True, False])
 def test_dimensions_cut_vectors_and_bring_unit_ones_back_to_unit_length(normalize):
     embedder, texts = tiny_embedder(normalize=normalize), some_texts(9)
@@ -277,21 +211,6 @@ def test_dimensions_cut_vectors_and_bring_unit_ones_back_to_unit_length(normaliz
         expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
     np.testing.assert_allclose(cut, expected, rtol=0, atol=1e-6)
     assert encoder.encode([]).shape == (0, 8)
-
-
-def test_a_cut_contextual_model_still_reads_its_context_whole():
-    model, texts = tiny_contextual(), some_texts(5)
-    whole, cut = (Encoder(model, precision="float32", dimensions=dimensions) for dimensions in (None, 8))
-    context = texts[:2]
-    expected = whole.encode(texts, context=context)[:, :8]
-    expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
-    np.testing.assert_allclose(cut.encode(texts, context=context), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("dimensions", [0, 33])
-def test_dimensions_that_the_vectors_have_not_are_refused(dimensions):
-    with pytest.raises(OptionError, match=rf"dimensions must be from 1 to the 32 .*, got {dimensions}; leave it out"):
-        Encoder(tiny_embedder(), dimensions=dimensions)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -323,50 +242,6 @@ def test_what_another_process_tokenised_has_the_same_bytes(texts, arguments, mon
     np.testing.assert_array_equal(encoder.encode(prepared, **arguments), expected)
 
 
-def test_blocks_ahead_are_those_of_the_texts_in_order(monkeypatch):
-    monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", 4)
-    preparation = Encoder(tiny_embedder()).preparation()
-    blocks, texts = list(preparation.blocks_ahead(some_texts(10))), some_texts(10)
-    assert [len(block) for block in blocks] == [4, 4, 2]
-    whole = preparation.tokenizer(texts, "document", "")
-    assert torch.equal(torch.cat([block.input_ids_T for block in blocks]), whole.input_ids_T)
-    assert list(preparation.blocks_ahead([])) == []
-
-
-def test_the_role_is_the_prompts_where_none_is_given():
-    encoder = Encoder(tiny_embedder(prompts={"query": "the "}))
-    assert (encoder.preparation().role, encoder.preparation().prompt) == ("document", "")
-    assert (encoder.preparation("query").role, encoder.preparation("query").prompt) == ("query", "the ")
-    with pytest.raises(OptionError, match="prompt_name must name a prompt"):
-        encoder.preparation("nope")
-
-
-def test_each_text_is_there_once_with_a_row_for_each_given():
-    assert unique_texts(["a", "b"]) == (["a", "b"], None)
-    texts, row_N = unique_texts(["b", "a", "b", "b", "c"])
-    assert texts == ["b", "a", "c"]
-    assert row_N.tolist() == [0, 1, 0, 0, 2]
-
-
-def test_the_models_hash_follows_weights_and_settings_and_nothing_else():
-    first, again = tiny_embedder(), tiny_embedder()
-    base = embedder_sha256(Encoder(first))
-    assert embedder_sha256(Encoder(again, precision="float32")) == base
-    assert embedder_sha256(Encoder(tiny_embedder(normalize=False))) != base
-    assert embedder_sha256(Encoder(tiny_embedder(document_max_length=32))) != base
-    next(again.parameters()).data[0, 0] += 1e-3
-    assert embedder_sha256(Encoder(again)) != base
-
-
-def test_the_hash_of_a_contextual_model_follows_both_stages():
-    base = embedder_sha256(Encoder(tiny_contextual()))
-    assert embedder_sha256(Encoder(tiny_contextual(), precision="float32")) == base
-    assert embedder_sha256(Encoder(tiny_contextual(num_context=4))) != base
-    changed = tiny_contextual()
-    next(changed.first_stage.parameters()).data[0, 0] += 1e-3
-    assert embedder_sha256(Encoder(changed)) != base
-
-
 def digest(embedder: Embedder) -> str:
     return embedder_sha256(Encoder(embedder))
 
@@ -389,15 +264,6 @@ def test_a_model_that_was_written_and_read_has_the_hash_that_it_had(tmp_path):
         assert embedder_sha256(Encoder.from_pretrained(str(tmp_path / f"{name} again"), precision="float32")) == first
         again.encode(["the quick brown fox", "a"])
         assert embedder_sha256(again) == first
-
-
-def test_half_precision_weights_have_the_hash_that_they_have_as_float32(tmp_path):
-    tiny_embedder().to(torch.bfloat16).save_pretrained(tmp_path / "half")
-    half, whole = (Encoder.from_pretrained(str(tmp_path / "half"), precision=name) for name in ("bfloat16", "float32"))
-    assert [encoder.embedder.backbone.dtype for encoder in (half, whole)] == [torch.bfloat16, torch.float32]
-    assert embedder_sha256(half) == embedder_sha256(whole)
-    # Rounding them is another model.
-    assert embedder_sha256(half) != digest(tiny_embedder())
 
 
 def test_the_mask_of_attention_is_part_of_it():

@@ -27,7 +27,7 @@ from embeddings.inference.inspection import (
     token_weights,
 )
 from embeddings.models import AnchorTokenPooling, Embedder, LatentAttentionPooling, MeanPooling, make_bidirectional
-from tests.helpers.tiny import bpe_tokenizer, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
+from tests.helpers.tiny import sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.inference.models import some_texts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
 from tests.models.moe import tiny_moe
@@ -55,11 +55,6 @@ def test_each_text_is_once_in_a_mini_batch_beside_its_tokens(mini_batch_tokens):
         assert embedder.tokenizer.convert_ids_to_tokens(ids_T.tolist()) == names
         assert len(names) == int(tokens.lengths_N[row]) > 2
     assert len(batches) == {1: 7, 4096: 1}.get(mini_batch_tokens, len(batches))
-
-
-def test_a_prompt_that_the_model_lacks_is_refused():
-    with pytest.raises(OptionError, match="prompt"):
-        next(spanned_batches(tiny_embedder(), ["a"], "none", "document", 64))
 
 
 TEXTS = ["the quick brown fox: jumps, over", "how do I pad sequences to one length", "dog"]
@@ -170,15 +165,6 @@ def test_a_model_is_left_as_found_also_after_a_refusal():
     )
 
 
-def test_a_byte_level_tokenizer_and_an_empty_text_have_weights_too():
-    backbone = tiny_bert()
-    embedder = Embedder(backbone, bpe_tokenizer(), MeanPooling(32)).eval()
-    found = token_weights(embedder, ["東京 fox", ""])
-    assert [float(weights.weight_T.sum()) for weights in found] == pytest.approx([1.0, 1.0])
-    assert [len(weights.spans) for weights in found][1] == 1
-    assert token_weights(embedder, []) == []
-
-
 def test_a_contextual_model_is_refused():
     with pytest.raises(InputError, match="is contextual"):
         token_weights(tiny_contextual(), ["a"])
@@ -239,34 +225,6 @@ def test_the_places_of_a_text_by_hand():
     assert shares.tokens == pytest.approx({"first": 1 / 7, "last": 1 / 7, "punctuation": 2 / 7, "rest": 3 / 7})
 
 
-def test_a_prompt_has_no_place():
-    spans = [("[CLS]", 0, 0), (":", 0, 1), ("!", 1, 2), ("a", 2, 3), ("[SEP]", 0, 0)]
-    weights = weighed(":!a", spans, [0, 0, 0.5, 0.3, 0.2], [False, False, True, True, True])
-    assert place_of(weights) == [None, None, "first", "rest", "last"]
-    assert sum(shares_of(weights).tokens.values()) == pytest.approx(1)
-
-
-@pytest.mark.parametrize(("size", "places"), [(1, ["first"]), (2, ["first", "last"])])
-def test_short_texts_have_a_first_token_before_a_last_one(size, places):
-    weights = weighed("..", [(".", 0, 1), (".", 1, 2)][:size], [1 / size] * size)
-    assert place_of(weights) == places
-
-
-def test_a_special_token_in_the_middle_is_no_punctuation():
-    spans = [("a", 0, 1), ("!", 0, 0), (" ", 1, 2), ("b", 2, 3)]
-    assert place_of(weighed("a b", spans, [0.25] * 4)) == ["first", "rest", "rest", "last"]
-
-
-def test_prompts_reach_the_weights_and_no_text_is_refused():
-    text = TextSettings(prompts={"query": "search_query: "})
-    embedder = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), text=text)
-    plain, prompted = (anchor_shares(embedder, ["dog"], role=role) for role in ("document", "query"))
-    assert plain.tokens["rest"] == pytest.approx(1 / 3)
-    assert prompted.tokens == pytest.approx({"first": 0.5, "last": 0.5, "punctuation": 0, "rest": 0})
-    with pytest.raises(OptionError, match="texts must not be empty"):
-        anchor_shares(embedder, [])
-
-
 def latent_embedder(**options):
     torch.manual_seed(0)
     pooling = LatentAttentionPooling(32, num_latents=7, num_heads=2, head_dim=8, **options)
@@ -309,23 +267,6 @@ def test_the_weights_are_those_of_each_text_alone(mini_batch_tokens):
         assert not np.allclose(*expected, atol=0.05)
 
 
-def test_a_prompt_that_is_not_pooled_has_no_row():
-    embedder = latent_embedder()
-    (found,) = latent_weights(embedder, ["pad the fox"], role="query")
-    assert found.text == PROMPT + "pad the fox"
-    assert [span.token for span in found.spans] == ["pad", "the", "fox", "[SEP]"]
-    _, weight_TR = alone(embedder, PROMPT + "pad the fox", 1)
-    (of_head,) = latent_weights(embedder, ["pad the fox"], prompt_name="query", head=1)
-    np.testing.assert_allclose(of_head.weight_TR, weight_TR[-4:], rtol=1e-4, atol=1e-6)
-
-
-def test_the_model_is_left_as_found():
-    embedder = latent_embedder()
-    assert embedder.training
-    latent_weights(embedder, TEXTS)
-    assert embedder.training
-
-
 def test_what_has_no_latents_or_no_such_head_is_refused():
     other = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
     for model in (other, tiny_contextual()):
@@ -361,15 +302,6 @@ def test_the_loads_are_those_of_each_text_alone(role, mini_batch_tokens):
     assert (loads.layers, loads.top_k, loads.num_tokens) == ([1, 3], 2, sum(map(len, ids)))
     assert loads.share_YX.sum(1).tolist() == pytest.approx([1, 1])
     torch.testing.assert_close(loads.share_YX, expected.double() / expected.sum(1, keepdim=True))
-
-
-def test_a_prompt_by_name_holds_and_a_text_given_twice_counts_once():
-    model = routed_encoder()
-    named = expert_loads(model, ROUTED_TEXTS, prompt_name="query")
-    assert named.num_tokens > expert_loads(model, ROUTED_TEXTS).num_tokens
-    assert torch.equal(expert_loads(model, ROUTED_TEXTS + ROUTED_TEXTS[:2], "query").count_YX, named.count_YX)
-    with pytest.raises(OptionError, match="must name a prompt of the model"):
-        expert_loads(model, ROUTED_TEXTS, "qury")
 
 
 def test_a_routed_model_is_left_as_found():
@@ -426,14 +358,6 @@ def test_the_cosines_are_those_of_loops():
     assert shift.stays_nearest == pytest.approx(np.mean(stays))
 
 
-def test_documents_that_do_not_move_stay_nearest():
-    vectors = np.stack([np.eye(3)] * 2)
-    shift = ContextualShift(vectors, np.eye(3))
-    assert shift.stays_nearest == 1
-    assert shift.own_cosine_NP.tolist() == [[1], [1], [1]]
-    assert shift.other_cosine_N.tolist() == [0, 0, 0]
-
-
 def test_too_little_to_compare_and_a_model_without_a_context_are_refused():
     encoder = Encoder(tiny_contextual(), precision="float32")
     contexts = [sample_context(encoder, CORPUS, 3, seed) for seed in (1, 2)]
@@ -444,9 +368,3 @@ def test_too_little_to_compare_and_a_model_without_a_context_are_refused():
     plain = Encoder(Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)), precision="float32")
     with pytest.raises(OptionError, match="this model takes none"):
         contextual_shift(plain, SHIFT_TEXTS, contexts)
-
-
-def test_another_document_in_the_same_context_may_be_nearer():
-    degrees = np.deg2rad([[0, 5], [-20, 25]])
-    vectors = np.stack([np.cos(degrees), np.sin(degrees)], axis=-1)
-    assert ContextualShift(vectors, vectors[0]).stays_nearest == 1

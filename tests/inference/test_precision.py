@@ -6,7 +6,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from embeddings.inference.precision import (
     Int8Products,
     QuantisedInput,
     has_int8_products,
-    has_native_bfloat16,
     resolve_precision,
 )
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
@@ -63,27 +61,6 @@ def test_auto_is_bfloat16_only_where_the_processor_multiplies_it(processor, cont
     assert resolve_precision("auto", CPU) == expected
 
 
-def test_a_system_without_the_list_of_flags_gets_float32(processor, monkeypatch):
-    processor("flags : avx512_bf16\n")
-    monkeypatch.setattr(precision, "_CPU_INFO", Path("/no/such/file"))
-    precision._processor_flags.cache_clear()
-    assert not has_native_bfloat16(CPU)
-    assert not has_native_bfloat16(torch.device("meta"))
-
-
-def test_what_was_asked_for_is_what_is_used():
-    assert resolve_precision("float32", CPU) == torch.float32
-    assert resolve_precision("bfloat16", CPU, {torch.float32}) == torch.bfloat16
-
-
-@pytest.mark.parametrize("value", ["float16", "int4", ""])
-def test_another_format_is_refused_in_one_line(value):
-    with pytest.raises(
-        OptionError, match=r"^precision must be one of auto, float32, bfloat16, int8, got '.*'; leave it out"
-    ):
-        resolve_precision(value, CPU)
-
-
 def test_float16_weights_on_a_processor_are_refused():
     with pytest.raises(OptionError, match="must not be float16 on a processor"):
         resolve_precision("auto", CPU, {torch.float16})
@@ -96,22 +73,12 @@ def test_bfloat16_weights_run_in_bfloat16_and_cannot_be_asked_for_float32():
         resolve_precision("float32", CPU, {torch.bfloat16})
 
 
-def test_adapters_in_float32_over_lower_weights_leave_the_choice_open():
-    assert resolve_precision("float32", CPU, {torch.float32, torch.bfloat16}) == torch.float32
-
-
 def test_int8_is_for_processors_alone_and_never_chosen():
     assert resolve_precision("int8", CPU, {torch.float32}) == torch.int8
     with pytest.raises(OptionError, match="precision runs on a processor, not on cuda, got 'int8'; use bfloat16"):
         resolve_precision("int8", torch.device("cuda"))
     with pytest.raises(OptionError, match="must be that of the weights, bfloat16"):
         resolve_precision("int8", CPU, {torch.bfloat16})
-
-
-def test_int8_on_another_kind_of_processor_is_refused(monkeypatch):
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(OptionError, match="precision is for x86 processors and a torch with oneDNN, got 'int8'; use f"):
-        resolve_precision("int8", CPU, {torch.float32})
 
 
 @pytest.mark.parametrize(
@@ -207,16 +174,6 @@ def test_no_backbone_changes_a_tensor_between_layers_that_share_it(
     monkeypatch.setattr(int8_kernels.QuantisedInput, "of", lambda self, _, input_I: quantised(self, input_I))
     with Int8Products(backbone).on():
         assert torch.equal(backbone(ids).last_hidden_state, shared)
-
-
-@torch.no_grad()
-def test_what_is_not_finite_stays_so() -> None:
-    model = Tiny()
-    input_NI = torch.randn(3, 32)
-    input_NI[0, 4], input_NI[1, 5] = torch.nan, torch.inf
-    with Int8Products(model).on():
-        found = model.layer(input_NI)
-    assert found.isfinite().all(dim=1).tolist() == [False, False, True]
 
 
 @torch.no_grad()

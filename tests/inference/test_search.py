@@ -43,42 +43,12 @@ def test_every_tile_and_k_gives_the_sorted_list_with_ties_by_row(tile, top_k, mo
     assert found.score_QK.tolist() == scores
 
 
-def test_one_score_for_all_documents_gives_the_first_ones():
-    found = search_top_k(np.ones((2, 3), np.float32), np.ones((40, 3), np.float32), 5)
-    assert found.index_QK.tolist() == [[0, 1, 2, 3, 4]] * 2
-
-
 def test_pieces_that_follow_one_another_are_one_corpus():
     query_QD, document_ND = whole_numbers(5), whole_numbers(23, seed=1)
     pieces = [document_ND[:7], document_ND[7:7], document_ND[7:8], document_ND[8:]]
     whole, parts = search_top_k(query_QD, document_ND, 6), search_top_k(query_QD, iter(pieces), 6)
     np.testing.assert_array_equal(whole.index_QK, parts.index_QK)
     np.testing.assert_array_equal(whole.score_QK, parts.score_QK)
-
-
-def test_memory_mapped_documents_are_searched(tmp_path):
-    document_ND = whole_numbers(11)
-    np.save(tmp_path / "vectors.npy", document_ND)
-    found = search_top_k(document_ND[:2], np.load(tmp_path / "vectors.npy", mmap_mode="r"), 3)
-    np.testing.assert_array_equal(found.index_QK, search_top_k(document_ND[:2], document_ND, 3).index_QK)
-
-
-@pytest.mark.parametrize(("num_queries", "num_documents"), [(0, 5), (0, 0), (3, 0)])
-def test_nothing_to_search_gives_empty_rows(num_queries, num_documents):
-    found = search_top_k(whole_numbers(num_queries), whole_numbers(num_documents), 4)
-    assert found.score_QK.shape == found.index_QK.shape == (num_queries, min(4, num_documents))
-
-
-@pytest.mark.parametrize("top_k", [0, -1])
-def test_k_must_be_positive(top_k):
-    with pytest.raises(OptionError, match="top_k must be >= 1"):
-        search_top_k(whole_numbers(1), whole_numbers(1), top_k)
-
-
-def test_unit_rows_have_length_one_and_zero_stays_zero():
-    vectors = np.array([[3.0, 4.0], [0.0, 0.0], [-2.0, 0.0]], np.float32)
-    np.testing.assert_allclose(unit_rows(vectors), [[0.6, 0.8], [0.0, 0.0], [-1.0, 0.0]], rtol=1e-6)
-    assert vectors[0, 0] == 3.0
 
 
 def some_vectors(rows, width=24, seed=0):
@@ -134,22 +104,6 @@ def test_scores_and_order_equal_a_loop_by_hand(shard_size, top_k, multiplier, tm
         by_hand = search_by_hand(query, documents, top_k, multiplier)
         assert rows == by_hand[1]
         np.testing.assert_allclose(scores, by_hand[0], rtol=1e-6)
-
-
-def test_rescoring_more_candidates_comes_nearer_to_scoring_all(tmp_path):
-    queries, documents = some_vectors(50, 64, 1), some_vectors(2000, 64)
-    exact = np.argsort(-(queries @ (np.sign(documents).T / 8)), axis=1)[:, :10]
-    kept = []
-    for multiplier in (1, 4, 200):
-        found = search_signs(queries, shards(tmp_path, documents, 900), 10, multiplier).index_QK
-        kept.append(np.mean([len(set(a) & set(b)) for a, b in zip(found.tolist(), exact.tolist(), strict=True)]) / 10)
-    assert kept[0] < kept[1] < kept[2] == 1.0
-
-
-def test_documents_with_the_same_signs_come_in_their_order(tmp_path):
-    documents = np.repeat(some_vectors(1), 40, axis=0)
-    found = search_signs(some_vectors(3, seed=1), shards(tmp_path, documents), 5, 2)
-    assert found.index_QK.tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
 def test_edges_one_row_no_query_no_document_and_a_query_of_zeros(tmp_path):
@@ -229,16 +183,6 @@ def test_a_folder_of_another_model_is_refused_before_a_query(corpus, encoder, tm
         CorpusSearch(Encoder(tiny_embedder(query_max_length=9)), tmp_path / "out")
 
 
-def test_an_index_beside_a_corpus_file_is_refused(corpus, encoder):
-    with pytest.raises(OptionError, match="nearest needs an encoded folder, got 'an index'"):
-        CorpusSearch(encoder, corpus, nearest=lambda *_: pytest.fail("asked"))
-
-
-def test_no_document_is_asked_for_in_vain(corpus, encoder):
-    with pytest.raises(OptionError, match="top_k must be >= 1"):
-        CorpusSearch(encoder, corpus).search(["a"], 0)
-
-
 @pytest.mark.parametrize("vector_format", ["float16", "int8", "binary"])
 @pytest.mark.parametrize("top_k", [3, 11, 30])
 def test_vectors_of_every_format_are_ranked_by_the_cosines_of_what_is_kept(
@@ -256,18 +200,6 @@ def test_vectors_of_every_format_are_ranked_by_the_cosines_of_what_is_kept(
         assert [hit.document_id for hit in hits] == [f"d{row}" for row in best]
         np.testing.assert_allclose([hit.score for hit in hits], [cosine[row] for row in best], atol=1e-6)
         assert np.abs(exact[best[0]] @ query - cosine[best[0]]) > 1e-7
-
-
-def test_more_candidates_are_scored_again_where_that_is_asked_for(corpus, encoder, tmp_path):
-    place = encode_corpus(encoder, corpus, tmp_path / "out", vector_format="binary").path
-    usual, all_of_them = CorpusSearch(encoder, place), CorpusSearch(encoder, place, rescore_multiplier=11)
-    few = CorpusSearch(encoder, place, rescore_multiplier=1)
-    best = [searched.search(QUERIES, 1) for searched in (usual, all_of_them, few)]
-    scores = [[hits[0].score for hits in found] for found in best]
-    assert all(one <= more for one, more in zip(scores[2], scores[1], strict=True))
-    assert usual.search(QUERIES, 3) == all_of_them.search(QUERIES, 3)
-    with pytest.raises(OptionError, match="rescore_multiplier must be >= 1, got 0"):
-        CorpusSearch(encoder, place, rescore_multiplier=0)
 
 
 @pytest.mark.parametrize("vector_format", [None, "float32", "int8"])

@@ -17,7 +17,6 @@ from embeddings.inference.vectors import (
     sign_bits,
     stored_rows,
     stored_type,
-    unit_rows,
 )
 from tests.data.cluster_folders import unit_vectors
 
@@ -64,29 +63,6 @@ def test_each_number_equals_a_loop_by_hand(vector_format, num_rows, width):
             assert kept == by_hand[vector_format]
 
 
-def test_errors_stay_within_what_is_promised_and_are_not_nothing():
-    vectors, queries = unit_vectors(400, width=384), unit_vectors(30, width=384, seed=1)
-    rows = stored_rows(vectors, "int8", "here")
-    error = np.abs(float_rows(rows, "int8").astype(np.float64) - vectors)
-    bound_N1 = rows["scale"][:, None].astype(np.float64) / 2
-    assert (error <= bound_N1 * (1 + 1e-5)).all()
-    assert error.max() > 0.4 * bound_N1.max()
-    product_error = np.abs(queries.astype(np.float64) @ (float_rows(rows, "int8") - vectors).T)
-    assert (product_error <= np.sqrt(384) * bound_N1.T).all()
-    assert 0 < np.abs(float_rows(stored_rows(vectors, "float16", "here"), "float16") - vectors).max() < 2.0**-12
-    cosine = unit_rows(float_rows(stored_rows(vectors, "binary", "here"), "binary")) @ vectors.T
-    # Signs of a random vector keep a cosine of sqrt(2 / pi) with it.
-    np.testing.assert_allclose(np.diag(cosine).mean(), np.sqrt(2 / np.pi), atol=0.01)
-
-
-def test_a_row_does_not_depend_on_the_others():
-    vectors = unit_vectors(40, width=16)
-    for vector_format in VECTOR_FORMATS:
-        whole = stored_rows(vectors, vector_format, "here")
-        parts = [stored_rows(vectors[start : start + 7], vector_format, "here") for start in range(0, 40, 7)]
-        assert np.concatenate(parts).tobytes() == whole.tobytes()
-
-
 @pytest.mark.parametrize("vector_format", VECTOR_FORMATS)
 @pytest.mark.parametrize(("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
 def test_a_vector_without_a_direction_is_refused_by_its_row(value, kind, vector_format):
@@ -94,15 +70,6 @@ def test_a_vector_without_a_direction_is_refused_by_its_row(value, kind, vector_
     vectors[3] = value
     with pytest.raises(InputError, match=f"corpus:13: the vector is {kind}"):
         stored_rows(vectors, vector_format, "corpus", first_row=10)
-
-
-@pytest.mark.parametrize("value", [7e4, -7e4, 1e-9])
-def test_a_vector_beyond_float16_is_refused_and_int8_takes_it(value):
-    vectors = unit_vectors(5)
-    vectors[3] = value
-    with pytest.raises(InputError, match="corpus:4: the vector has numbers too large or too small for float16; encode"):
-        stored_rows(vectors, "float16", "corpus", first_row=1)
-    np.testing.assert_allclose(float_rows(stored_rows(vectors, "int8", "corpus"), "int8")[3], value, rtol=1e-6)
 
 
 def test_a_format_that_cannot_be_is_refused_by_name():
@@ -212,25 +179,3 @@ def test_vectors_of_every_format_are_mapped_and_read_back_as_numbers(vector_form
         (8, np.float32, 2),
     ]
     np.testing.assert_array_equal(np.concatenate([piece for _, piece in pieces]), expected[10:20])
-
-
-@pytest.mark.parametrize("stored_as", VECTOR_FORMATS)
-@pytest.mark.parametrize("read_as", VECTOR_FORMATS)
-def test_a_shard_of_another_format_is_refused(stored_as, read_as, tmp_path):
-    formatted_shards(tmp_path, unit_vectors(5), stored_as)
-    shards = VectorShards(tmp_path, 5, 8, 10, read_as)
-    if stored_as == read_as:
-        assert len(shards.load(0)) == 5
-        return
-    with pytest.raises(InputError, match=r"vectors-00000\.npy: holds .* expected .*; delete the folder"):
-        shards.load(0)
-
-
-@pytest.mark.parametrize(("scale", "kind"), [(0, "zero"), (np.nan, "not finite")])
-def test_a_damaged_scale_is_named_by_shard_and_row(scale, kind, tmp_path):
-    shards = formatted_shards(tmp_path, unit_vectors(27), "int8")
-    stored = np.array(shards.stored(2))
-    stored["scale"][4] = scale
-    save_vectors(shards.path(2), stored)
-    with pytest.raises(InputError, match=rf"vectors-00002\.npy:4: the vector is {kind}"):
-        shards.take(np.array([24]), unit=False)
