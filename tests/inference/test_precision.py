@@ -3,8 +3,6 @@
 import json
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +22,7 @@ from embeddings.inference.precision import (
     resolve_precision,
 )
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora
+from tests.helpers.processes import run_command
 from tests.helpers.tiny import tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.contextual_models import tiny_modernbert, tiny_nomic, tiny_xlm_roberta
 
@@ -243,7 +242,7 @@ with torch.inference_mode():
 def test_without_products_of_8_bits_pairs_of_the_largest_numbers_do_not_overflow(has_products, is_right) -> None:
     """oneDNN told to do as on a processor without them: 7 bits are right there, and 8 are not."""
     code, environment = OVERFLOW.format(has_products=has_products), {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    run = run_command(["-c", code], env=environment, check=True)
     assert (float(run.stdout) < 1e-3) is is_right
 
 
