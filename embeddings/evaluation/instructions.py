@@ -49,7 +49,7 @@ class Instructions:
         return None if name is None else self.texts[name]
 
     def prompt(self, task: str, kind: str, text: TextSettings) -> str | None:
-        """The prompt of a task for a model with these settings: its instruction behind its examples. None if none."""
+        """The prompt of a task for a model with these settings: its examples, then its instruction; or None."""
         name = self._known(task, kind)
         if name is None:
             return None
@@ -64,7 +64,7 @@ class Instructions:
     def read(cls, source: str) -> Self:
         """A published table by its name, or a JSON file: `{"instructions": {"SciFact": "…", "STS": "…"}}`.
 
-        A file may hold `{"examples": {"SciFact": [{"query": "…", "document": "…"}]}}` beside them.
+        A file may hold `{"examples": {"SciFact": [{"query": "…", "document": "…"}]}}` as well.
 
         Raises:
             OptionError: If there is neither a table nor a file of this name.

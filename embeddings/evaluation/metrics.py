@@ -149,10 +149,3 @@ def _ratio(part_Q: Floats | Ints, whole_Q: Floats | Ints) -> Floats:
     whole = np.asarray(whole_Q, dtype=np.float64)
     ratio_Q: Floats = np.divide(part_Q, whole, out=np.zeros_like(whole), where=whole > 0)
     return ratio_Q
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """The rows of a table as text, cells padded to the width of their column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from embeddings.common.process import logger
-from embeddings.common.text import TextRole
+from embeddings.common.text import TextRole, format_table
 from embeddings.evaluation.folders import (
     ClassificationFolder,
     ClusteringFolder,
@@ -26,7 +26,7 @@ from embeddings.evaluation.folders import (
     read_evaluation_folder,
 )
 from embeddings.evaluation.instructions import TASK_TYPES, task_prompt
-from embeddings.evaluation.metrics import aligned, retrieval_metrics, spearman
+from embeddings.evaluation.metrics import retrieval_metrics, spearman
 from embeddings.evaluation.mteb_library import load_mteb
 from embeddings.inference.context import require_context_size, sample_context
 from embeddings.inference.encoder import check_widths
@@ -173,7 +173,7 @@ def evaluate_folders(
     context_seed: int = 0,
     widths: Sequence[int] | None = None,
 ) -> list[EvaluationResult]:
-    """The scores on every evaluation folder at or below the given ones, in order, at each of `widths` (None: full).
+    """The scores on every evaluation folder at or below `roots`, in order, at each of `widths` (None: full).
 
     All folders are read before the first is scored, so that a mistake in the last one does not cost the work on the
     others. Each contextual score takes its context from its own folder (see `evaluate_folder`).
@@ -214,7 +214,7 @@ def format_results(results: Sequence[EvaluationResult]) -> str:
         scores = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         name = f"{result.name} [{result.dimensions}]" if several else result.name
         rows.append((name, result.kind, scores, f"{result.seconds:.1f}"))
-    return aligned(rows)
+    return format_table(rows, "<")
 
 
 def score_retrieval(

@@ -20,12 +20,12 @@ from mteb.models import ModelMeta
 from mteb.models.model_meta import ScoringFunction
 from tqdm import tqdm
 
+from embeddings.common import text as common_text
 from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.io import atomic_path, remove_abandoned, scratch_folder, write_json, write_text
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
 from embeddings.evaluation.instructions import Instructions
-from embeddings.evaluation.metrics import aligned
 from embeddings.evaluation.mteb_library import quiet
 from embeddings.evaluation.mteb_tasks import KINDS, ContextualTaskEncoder, TaskEncoder
 from embeddings.inference.context import require_context_size
@@ -86,11 +86,11 @@ class TaskResults:
         folder = self.folder / "results" / meta.model_name_as_path() / str(meta.revision)
         return folder if meta.experiment_name is None else folder / "experiments" / meta.experiment_name
 
-    def path(self, task: "AbsTask", width: int, whole: "AbsTask | None" = None) -> Path:
-        """The file of a task's result, or of a part of an aggregate (`whole`)."""
-        return self.place(width) / ("" if whole is None else whole.metadata.name) / f"{task.metadata.name}.json"
+    def path(self, task: "AbsTask", width: int, aggregate: "AbsTask | None" = None) -> Path:
+        """The file of a task's result, or of a part of an aggregate."""
+        return self.place(width) / ("" if aggregate is None else aggregate.metadata.name) / f"{task.metadata.name}.json"
 
-    def find(self, task: "AbsTask", width: int, whole: "AbsTask | None" = None) -> TaskResult | None:
+    def find(self, task: "AbsTask", width: int, aggregate: "AbsTask | None" = None) -> TaskResult | None:
         """The result of a task; None if there is none for these data and this release of mteb.
 
         Languages and splits of the file that are not the task's are left out.
@@ -98,7 +98,7 @@ class TaskResults:
         Raises:
             InputError: If the file is damaged.
         """
-        path = self.path(task, width, whole)
+        path = self.path(task, width, aggregate)
         if not path.is_file():
             return None
         try:
@@ -111,12 +111,12 @@ class TaskResults:
             return None
         return result if task.is_aggregate else result.validate_and_filter_scores(task)
 
-    def write(self, result: TaskResult, task: "AbsTask", width: int, whole: "AbsTask | None" = None) -> None:
+    def write(self, result: TaskResult, task: "AbsTask", width: int, aggregate: "AbsTask | None" = None) -> None:
         """Write the result of a task, or of a part of an aggregate, atomically."""
         meta = self.place(width) / "model_meta.json"
         if not meta.exists():
             write_json(meta, json.loads(json.dumps(self.metas[width].to_dict(), default=str)))
-        with atomic_path(self.path(task, width, whole)) as temporary:
+        with atomic_path(self.path(task, width, aggregate)) as temporary:
             result.to_disk(temporary)
 
 
@@ -163,18 +163,18 @@ def write_table(results: TaskResults, tasks: Sequence["AbsTask"]) -> list[TaskSc
 
 def format_table(scores: Sequence[TaskScore]) -> str:
     """The table as text: a row a task, then the means by type and over all tasks that are finished."""
-    return aligned(_table(scores))
+    return common_text.format_table(_table(scores), "<")
 
 
 def _table(scores: Sequence[TaskScore]) -> list[tuple[str, ...]]:
     """The rows of the table under their header; a mean is over the tasks that are finished at every width."""
-    whole = [score for score in scores if score.complete]
+    finished = [score for score in scores if score.complete]
     widths = list(scores[0].scores)
     names = ["score"] if len(widths) == 1 else [f"score_{width}" for width in widths]
     rows = [("task", "type", "metric", *names)]
     rows += [(score.task, score.kind, score.metric, *map(_cell, score.scores.values())) for score in scores]
-    for kind in [*sorted({score.kind for score in whole}), "all"]:
-        members = [score for score in whole if kind in (score.kind, "all")]
+    for kind in [*sorted({score.kind for score in finished}), "all"]:
+        members = [score for score in finished if kind in (score.kind, "all")]
         if members:
             means = (sum(score.scores[width] or 0.0 for score in members) / len(members) for width in widths)
             rows.append((f"mean of {len(members)}", kind, "", *map(_cell, means)))
@@ -316,19 +316,19 @@ def _run(
     adapted.instruction_prompt = None if table is None else table.prompt(name, task.metadata.type, text)
     if table is not None and adapted.instruction_prompt is None:
         logger.warning("%s: no instruction for this task in %s; using the model's own prompts", name, table.name)
-    whole = task if isinstance(task, AbsTaskAggregate) else None
+    aggregate = task if isinstance(task, AbsTaskAggregate) else None
     for part in _parts(task):
-        left = [width for width in widths if results.find(part, width, whole) is None]
+        left = [width for width in widths if results.find(part, width, aggregate) is None]
         if left:
             with _loaded(part, adapted.encoder.show_progress):
                 for width in left:
                     adapted.width = width
-                    results.write(_evaluate(adapted, part), part, width, whole)
+                    results.write(_evaluate(adapted, part), part, width, aggregate)
     for width in widths:
-        if whole is not None:
-            parts = [results.find(part, width, whole) for part in _parts(task)]
+        if aggregate is not None:
+            parts = [results.find(part, width, aggregate) for part in _parts(task)]
             with quiet():
-                results.write(whole.combine_task_results([part for part in parts if part is not None]), task, width)
+                results.write(aggregate.combine_task_results([part for part in parts if part is not None]), task, width)
         found = results.find(task, width)
         assert found is not None
         logger.info("%s [%d]: %s %.4f", name, width, task.metadata.main_score, found.get_score())

@@ -66,7 +66,7 @@ class Plane(NamedTuple):
         return cls(mean_D, np.where(largest_2[:, None] < 0, -axis_2D, axis_2D), share_2)
 
     def points(self, vector_ND: Vectors) -> npt.NDArray[np.float64]:
-        """Where vectors lie on it, (N, 2)."""
+        """The vectors' coordinates on it, (N, 2)."""
         found: npt.NDArray[np.float64] = (vector_ND - self.mean_D) @ self.axis_2D.T
         return found
 

@@ -223,7 +223,7 @@ def short_class(path: Any) -> str:
 
 
 def method(facts: RunFacts) -> str:
-    """The method, or the module's name where it is none of the library's."""
+    """The method, or the name of a module that is not the library's."""
     path = facts.setting("model.class_path")
     return (
         "a method that its config does not name" if path is None else METHODS.get(short_class(path), short_class(path))

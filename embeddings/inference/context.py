@@ -50,16 +50,16 @@ class ContextDraw:
         return context_of(self.documents, vector_MH, self.seed)
 
 
-def check_same_context(folder: Path, found: Context | None, asked: Context | ContextDraw) -> None:
+def check_same_context(folder: Path, found: Context | None, requested: Context | ContextDraw) -> None:
     """Refuse to search vectors of one context by queries of another.
 
     Raises:
         InputError: If the contexts differ; the message says in what.
     """
-    if found is not None and found.summary() == asked.summary():
+    if found is not None and found.summary() == requested.summary():
         return
     was = "without a context" if found is None else f"with {_describe(found.summary())}"
-    what = f"was encoded {was}, asked for is {_describe(asked.summary())}"
+    what = f"was encoded {was}, asked for is {_describe(requested.summary())}"
     raise InputError(str(folder), what, "leave --context out to search with the folder's own, or encode it again")
 
 
@@ -69,7 +69,7 @@ def sample_rows(num_documents: int, size: int, seed: int = 0) -> npt.NDArray[np.
     Without replacement where the corpus has as many; a smaller one is repeated in full as often as it fits and the rest
     is drawn without replacement: counts of two documents differ by at most one.
 
-    Determinism: the rows depend on the arguments alone.
+    Determinism: the rows depend on the arguments only.
 
     Args:
         num_documents: Documents of the corpus.
@@ -89,9 +89,9 @@ def sample_rows(num_documents: int, size: int, seed: int = 0) -> npt.NDArray[np.
         raise OptionError("context_size", size, "must be >= 1", "leave it out for the model's own size")
     assert num_documents > 0
     generator = numpy_generator(seed, "context", num_documents, size)
-    whole = [generator.permutation(num_documents) for _ in range(size // num_documents)]
+    copies = [generator.permutation(num_documents) for _ in range(size // num_documents)]
     rest = generator.choice(num_documents, size % num_documents, replace=False)
-    return np.concatenate([*whole, rest]).astype(np.int64)
+    return np.concatenate([*copies, rest]).astype(np.int64)
 
 
 def documents_sha256(documents: Iterable[Document]) -> str:
@@ -176,7 +176,7 @@ def sample_context(encoder: Encoder, texts: Sequence[str], size: int | None = No
 
 
 def require_context_size(encoder: Encoder, size: int | None) -> int:
-    """The number of context documents: the one asked for, or as many as the model has slots.
+    """The number of context documents: the requested one, or the number of the model's slots.
 
     Raises:
         OptionError: If the model takes no context, or fewer documents.

@@ -28,7 +28,7 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
     """The documents of a JSONL file, gzipped or not, or of a Parquet file.
 
     A row is `_id`, `title`, `text` as in BEIR, or anything with a `text`: a missing id is the number of the document
-    from 0, a missing title is none.
+    from 0, a missing title is empty.
 
     Args:
         path: The file.
@@ -36,7 +36,7 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
 
     Raises:
         InputError: If the file or a row cannot be used, or an id occurs twice; the message names file and row.
-        OptionError: If a column is given for something else.
+        OptionError: If a column is named for another field.
     """
     for name in columns or ():
         if name not in _FIELDS:
@@ -74,10 +74,10 @@ def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
 
 
 def identifier_field(where: str, fields: Mapping[str, Any], name: str) -> str:
-    """The id in a field of a row, a whole number written as a text.
+    """The id in a field of a row, an integer as text.
 
     Raises:
-        InputError: If the field is missing, empty, or neither a text nor a whole number.
+        InputError: If the field is missing, empty, or neither a text nor an integer.
     """
     if isinstance(fields.get(name), int) and not isinstance(fields[name], bool):
         return str(fields[name])

@@ -44,7 +44,7 @@ class TokenisedTexts(NamedTuple):
 
     Attributes:
         texts: The texts, each once.
-        row_N: For each text given its place among them, (N,) int64; None where none was given twice.
+        row_N: For each input text its row among them, (N,) int64; None where no text occurs twice.
         blocks: Their tokens, a token batch for each 8,192 of them.
     """
 
@@ -91,7 +91,7 @@ class TextPreparation:
 
 
 def unique_texts(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64] | None]:
-    """Each text once, and for each given one its row among them; None where none occurs twice."""
+    """Each text once, and for each input text its row among them; None where no text occurs twice."""
     row_of_text = {text: row for row, text in enumerate(dict.fromkeys(texts))}
     if len(row_of_text) == len(texts):
         return list(row_of_text), None
@@ -160,7 +160,7 @@ class Encoder:
     next block is tokenised while the current one is computed.
 
     Determinism: the same texts give the same bits, whatever was encoded before, with one token budget and one number of
-    threads. Another set of texts or another budget puts a text beside other neighbours, and with other threads the
+    threads. Another set of texts or another budget changes the neighbours of a text, and with other threads the
     libraries may sum in another order: either changes its vector by rounding only.
 
     Args:
@@ -275,7 +275,7 @@ class Encoder:
 
         Args:
             texts: Any number of texts, empty ones too; or what `preparation` made of them, prompt and length included.
-            prompt_name: Which of the model's prompts goes before each text, or a given one (`GivenPrompt`); None for
+            prompt_name: Which of the model's prompts goes before each text, or a literal one (`GivenPrompt`); None for
                 the one named like the role, or none where the model has no such prompt.
             context: What only a contextual model takes: a context that was chosen
                 (see `choose_context`), or its documents, which are encoded again in each call; None for no context.

@@ -31,7 +31,7 @@ class SpannedText(NamedTuple):
     Attributes:
         row: Which of all texts it is.
         text: Prompt and text as one string, which the spans count in.
-        spans: Where each token lies in it, T of them: the first T places of its row of the mini-batch.
+        spans: Position of each token in it, T of them: the first T places of its row of the mini-batch.
     """
 
     row: int
@@ -58,7 +58,7 @@ class SpannedBatch(NamedTuple):
 def spanned_batches(
     embedder: "Embedder", texts: Sequence[str], prompt_name: str | None, role: TextRole, mini_batch_tokens: int
 ) -> Iterator[SpannedBatch]:
-    """Texts behind one of the model's prompts, padded mini-batch by mini-batch, each text once.
+    """Texts with one of the model's prompts, padded mini-batch by mini-batch, each text once.
 
     Args:
         embedder: The model.
@@ -86,7 +86,7 @@ class TokenWeights:
 
     Attributes:
         text: Prompt and text as one string, which the spans count in.
-        spans: Where each token lies in it, T of them.
+        spans: Position of each token in it, T of them.
         weight_T: Weight of each token, (T,) float32: 1 over the text, 0 where a token is not pooled.
         pooled_T: Whether the text settings let a token enter the pooling, (T,) bool: all but the prompt.
     """
@@ -210,7 +210,7 @@ def anchor_shares(
     """The mean shares of the weight over a corpus; every text counts alike, whatever its length.
 
     Only the pooled tokens of a text have a place, so a prompt has none: the first token and the last one
-    (`[CLS]` and `[SEP]` where a model has them), tokens between them that are punctuation alone, and the rest.
+    (`[CLS]` and `[SEP]` where a model has them), tokens between them that consist of punctuation, and the rest.
 
     Args:
         embedder: The model; it is left as found.
@@ -281,7 +281,7 @@ class LatentWeights:
 
     Attributes:
         text: Prompt and text as one string, which the spans count in.
-        spans: Where each pooled token lies in it, T of them; others, such as those of a prompt, attend to nothing.
+        spans: Position of each pooled token in it, T of them; others, such as those of a prompt, attend to nothing.
         weight_ATR: Weight of each latent for each token in each head, (A, T, R) float32: 1 over the latents.
     """
 
@@ -371,11 +371,11 @@ def latent_pooling(embedder: "Embedder") -> "LatentAttentionPooling":
 
 @dataclass(frozen=True, eq=False)
 class ExpertLoads:
-    """How many tokens each expert of each sparse layer was given.
+    """The number of tokens that the router sent to each expert of each sparse layer.
 
     Attributes:
         layers: Indices of the Y sparse layers, from 0.
-        count_YX: Tokens given to each of X experts, (Y, X) int64; each row adds up to `num_tokens` times `top_k`.
+        count_YX: Tokens sent to each of X experts, (Y, X) int64; each row adds up to `num_tokens` times `top_k`.
         top_k: Experts a token, K.
     """
 
@@ -487,8 +487,8 @@ def contextual_shift(encoder: Encoder, texts: Sequence[str], contexts: Sequence[
     Raises:
         OptionError: If there are fewer documents or contexts, or the model takes no context, or none as large.
     """
-    for name, given in (("documents", texts), ("contexts", contexts)):
-        if len(given) < 2:
-            raise OptionError(name, len(given), "must be two or more, to be compared", "give more")
+    for name, items in (("documents", texts), ("contexts", contexts)):
+        if len(items) < 2:
+            raise OptionError(name, len(items), "must be two or more, to be compared", "give more")
     vectors = [unit_rows(encoder.encode(texts, None, context, role="document")) for context in (*contexts, None)]
     return ContextualShift(np.stack(vectors[:-1]), vectors[-1])

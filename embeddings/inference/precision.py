@@ -49,21 +49,21 @@ def resolve_precision(precision: Precision, device: torch.device, weights: Colle
     if precision not in _DTYPES:
         known = ", ".join(_DTYPES)
         raise OptionError("precision", precision, f"must be one of {known}", "leave it out to let the hardware decide")
-    asked = _DTYPES[precision]
-    if asked == torch.int8 and device.type != "cpu":
+    requested = _DTYPES[precision]
+    if requested == torch.int8 and device.type != "cpu":
         raise OptionError("precision", precision, f"runs on a CPU, not on {device.type}", "use bfloat16 there")
-    if asked == torch.int8 and not (platform.machine() in _X86 and _has_onednn()):
+    if requested == torch.int8 and not (platform.machine() in _X86 and _has_onednn()):
         raise OptionError("precision", precision, "is for x86 CPUs and a torch with oneDNN", "use float32 here")
     if len(set(weights)) == 1 and not {torch.float32, torch.float64} & set(weights):
         (only,) = set(weights)
         name = str(only).removeprefix("torch.")
         if only == torch.float16 and device.type == "cpu":
             raise OptionError("model weights", name, "must not be float16 on a CPU", "load them as float32")
-        if asked not in (None, only):
+        if requested not in (None, only):
             raise OptionError("precision", precision, f"must be that of the weights, {name}", "load them as float32")
         return only
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     return torch.bfloat16 if has_native_bfloat16(device) else torch.float32
 
 
@@ -99,7 +99,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class QuantisedInput:
-    """The input that was quantised last, for layers beside each other that read the same tensor (query, key, value).
+    """The last quantised input, for layers that read the same tensor (query, key, value).
 
     It is known again as the same object, read by layers of one module: what a module changes in place between two of
     its layers must not be the input of both.
@@ -183,7 +183,7 @@ class Int8Products:
     Args:
         model: The model, in float32 on a CPU. Later changes of its weights are not seen.
 
-    Memory: a byte for each weight beside the model's own.
+    Memory: one more byte for each weight.
     Precision: products of 8-bit numbers summed in int32, scaled in float32; inputs have 7 bits where the
     CPU has no such products.
     """

@@ -199,7 +199,7 @@ def nearest_signs(
         documents: Packed signs of documents, several arrays (n, B) uint8 that follow one another.
         top_k: Maximum documents of a query.
 
-    Memory: a tile of 16,384 documents and its distances to 32 queries, beside what is found.
+    Memory: a tile of 16,384 documents its distances to 32 queries, and the result.
     Raises:
         OptionError: If `top_k` is not positive.
     """
@@ -275,8 +275,8 @@ class CorpusSearch:
     Args:
         encoder: The model; its `query` prompt goes before each query.
         corpus: A folder that `encode_corpus` wrote with the same model, or a corpus file, which is encoded now.
-        context: What a contextual model reads queries and documents behind, None for a folder's own, and for no context
-            where the corpus is a file. A draw is encoded for a file alone: with a folder's own it is only compared.
+        context: The context of queries and documents of a contextual model, None for a folder's own, and for no context
+            where the corpus is a file. A draw is encoded only for a file; for a folder it is only compared.
         nearest: An index of the folder's vectors; None to compare each query with every document. A corpus file has
             none.
         rescore_multiplier: For a folder of binary vectors, how many are scored again for each document wanted (see

@@ -73,7 +73,7 @@ class VectorFolder:
         """The finished folder at `path`.
 
         Raises:
-            InputError: If no finished encoding lies there.
+            InputError: If there is no finished encoding.
         """
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
         documents, width, size = (
@@ -172,14 +172,14 @@ def encode_corpus(
         encoder: The model.
         corpus: A corpus file (see `read_corpus`).
         output: The folder to write.
-        prompt_name: Name of the model's prompt put before each document, or a given prompt; None for the model's prompt
+        prompt_name: Name of the model's prompt before each document, or a literal prompt; None for the model's prompt
             of the role's name if it has one.
         role: Whose length limit and prompt hold: `query` for a file of queries.
         columns: Column of a field of the file (see `read_corpus`), for fields whose column has another name.
         shard_size: Documents of a shard: what a kill costs at most.
         vector_format: How the vectors' numbers are kept (see `stored_rows`): `int8` takes a quarter of the room, and
             `binary` a 32nd, at some cost in quality.
-        context: What a contextual model reads each document behind (see `choose_context`), None for no context. The
+        context: The context of each document for a contextual model (see `choose_context`), None for no context. The
             folder keeps it, `context.npy` and its documents' ids in the manifest, and a search takes it from there.
         devices: Devices that share the shards, each with a process of its own (see `on_devices`); with fewer than two,
             or a single shard to make, this process computes all.
@@ -277,10 +277,10 @@ def _make_missing(
     devices: Sequence[str],
     tokenizer_workers: int,
 ) -> None:
-    """Make the shards that are not there yet, on as many devices as there are shards."""
+    """Make the missing shards, on at most as many devices as there are shards."""
     devices = devices[: len(missing)]
     preparation = encoder.preparation(make.prompt_name, make.role)
-    # The first shard has nothing that it could be tokenised beside.
+    # The first shard cannot be tokenised while another is computed.
     names = [f"tokeniser {number}" for number in range(min(tokenizer_workers, len(missing) - 1))]
     with ExitStack() as stack:
         items = _texts_of(make, missing, columns)
@@ -319,7 +319,7 @@ def _tokenised(preparation: TextPreparation, item: _ShardTexts) -> _ShardTexts:
 def _write_shard(shards: VectorShards, shard: int, documents: list[Document], stored: npt.NDArray[Any]) -> None:
     lines = (json.dumps({"_id": document.document_id, "text": document.text}) for document in documents)
     write_text(_documents_path(shards.folder, shard), "".join(f"{line}\n" for line in lines))
-    # The vectors come last: where they lie, the shard is whole.
+    # The vectors come last: where they exist, the shard is complete.
     with atomic_path(shards.path(shard)) as temporary:
         save_vectors(temporary, stored)
 

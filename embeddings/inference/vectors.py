@@ -23,7 +23,7 @@ def require_format(vector_format: VectorFormat, embedding_dim: int) -> None:
     """Check that vectors of a width can be kept in a format.
 
     Raises:
-        OptionError: If there is no such format, or the signs do not fill whole bytes.
+        OptionError: If there is no such format, or the signs do not fill bytes.
     """
     if vector_format not in VECTOR_FORMATS:
         raise OptionError("vector_format", vector_format, f"must be one of {', '.join(VECTOR_FORMATS)}", "take float32")
