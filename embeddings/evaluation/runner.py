@@ -238,7 +238,8 @@ def _encode(
 ) -> list[_Vectors]:
     """The vectors that a folder is scored by, (N, D) float32 each: queries and documents, or first and second."""
 
-    def encode(texts: Sequence[str], role: TextRole | None = None) -> _Vectors:
+    def vectors(texts: Sequence[str], role: TextRole | None = None) -> _Vectors:
+        """The vectors of texts, each with the prompt of its role."""
         text = encoder.embedder.text
         if prompt_name is not None and role != "document":
             prompt = text.prompt(prompt_name, "query")
@@ -248,8 +249,8 @@ def _encode(
         return encoder.encode(texts, context=context, role=role or "document", prompt=prompt)
 
     if isinstance(folder, RetrievalFolder):
-        return [encode(folder.queries, "query"), encode(folder.documents, "document")]
-    return np.split(encode([*folder.first, *folder.second]), 2)
+        return [vectors(folder.queries, "query"), vectors(folder.documents, "document")]
+    return np.split(vectors([*folder.first, *folder.second]), 2)
 
 
 def _score_retrieval(folder: RetrievalFolder, vectors: Sequence[_Vectors], device: torch.device) -> RetrievalRun:
