@@ -82,7 +82,7 @@ def test_a_damaged_context_is_one_line(damage, tmp_path):
     (tmp_path / "context.npy").unlink()
     if damage == "changed":
         np.save(tmp_path / "context.npy", VECTORS + 1)
-    with pytest.raises(InputError, match=r"context\.npy: is not the context that these vectors were made with"):
+    with pytest.raises(InputError, match=r"context\.npy: is not the context of these vectors"):
         Context.read(tmp_path)
 
 

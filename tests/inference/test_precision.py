@@ -38,10 +38,10 @@ def processor(tmp_path, monkeypatch):
         path.write_text(content)
         monkeypatch.setattr(precision, "_CPU_INFO", path)
         monkeypatch.setattr(precision.platform, "system", lambda: "Linux")
-        precision._processor_flags.cache_clear()
+        precision._cpu_flags.cache_clear()
 
     yield pretend
-    precision._processor_flags.cache_clear()
+    precision._cpu_flags.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_auto_is_bfloat16_only_where_the_processor_multiplies_it(processor, cont
 
 
 def test_float16_weights_on_a_processor_are_refused():
-    with pytest.raises(OptionError, match="must not be float16 on a processor"):
+    with pytest.raises(OptionError, match="must not be float16 on a CPU"):
         resolve_precision("auto", CPU, {torch.float16})
     assert resolve_precision("auto", torch.device("cuda"), {torch.float16}) == torch.float16
 
@@ -74,7 +74,7 @@ def test_bfloat16_weights_run_in_bfloat16_and_cannot_be_asked_for_float32():
 
 def test_int8_is_for_processors_alone_and_never_chosen():
     assert resolve_precision("int8", CPU, {torch.float32}) == torch.int8
-    with pytest.raises(OptionError, match="precision runs on a processor, not on cuda, got 'int8'; use bfloat16"):
+    with pytest.raises(OptionError, match="precision runs on a CPU, not on cuda, got 'int8'; use bfloat16"):
         resolve_precision("int8", torch.device("cuda"))
     with pytest.raises(OptionError, match="must be that of the weights, bfloat16"):
         resolve_precision("int8", CPU, {torch.bfloat16})
@@ -94,7 +94,7 @@ def test_products_of_8_bits_are_known_by_the_processors_flags(processor, content
     assert has_int8_products() is expected
 
 
-pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="int8 is for x86 processors")
+pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="int8 is for x86 CPUs")
 
 TEXTS = ["how do I pad sequences", "the quick brown fox jumps over the lazy dog", "z", ""]
 
@@ -222,8 +222,6 @@ def test_vectors_lie_near_and_search_goes_by_them(tmp_path) -> None:
         (hits,) = search_corpus(searching, tmp_path / "vectors", [TEXTS[1]], 3)
         assert hits[0].document_id == "1"
 
-
-pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="int8 is for x86 processors")
 
 OVERFLOW = """
 import torch

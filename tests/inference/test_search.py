@@ -208,5 +208,5 @@ def test_a_multiplier_is_refused_where_nothing_is_scored_again(vector_format, co
     if vector_format is not None:
         place = encode_corpus(encoder, corpus, tmp_path / "out", vector_format=vector_format).path
     monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded before it was refused"))
-    with pytest.raises(OptionError, match="rescore_multiplier has no effect but on a folder of binary vectors, got 4"):
+    with pytest.raises(OptionError, match="rescore_multiplier has an effect only on a folder of binary vectors, got 4"):
         CorpusSearch(encoder, place, rescore_multiplier=4)
