@@ -25,7 +25,7 @@ def test_no_file_names_a_path_of_a_machine():
 
 
 # Modules whose distribution has another name.
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "pyyaml", "faiss": "faiss-cpu"}
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "pyyaml", "faiss": "faiss-cpu", "Stemmer": "pystemmer"}
 # What torch brings where it has CUDA.
 BROUGHT_BY_TORCH = {"triton"}
 
