@@ -42,7 +42,7 @@ from embeddings.mining import (
 )
 from embeddings.mining.faiss_library import load_faiss
 from embeddings.mining.features import Bm25Features, VectorFeatures, check_svd_dim
-from embeddings.mining.qrels import JudgedTexts
+from embeddings.mining.qrels import TextQrels
 
 SuspectRows = Literal["refuse", "leave_out", "keep"]
 
@@ -132,7 +132,7 @@ def _load(model: str, encoding: EncodingOptions) -> Encoder:
     return load_encoder(model, encoding.precision)
 
 
-def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> tuple[JudgedTexts, Path]:
+def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> tuple[TextQrels, Path]:
     """The judgments in a qrels file, by text, and the corpus that they are about."""
     if levels != "grades":
         raise OptionError("judgments", str(qrels), "have no effect without --levels grades", "leave them out")
@@ -143,7 +143,7 @@ def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> tuple
     found = data.qrels
     rows = zip(found.query_J.tolist(), found.document_J.tolist(), found.relevance_J.tolist(), strict=True)
     judged = ((data.queries[query], data.documents[document], grade) for query, document, grade in rows)
-    return JudgedTexts.of(judged, str(qrels)), files.corpus
+    return TextQrels.of(judged, str(qrels)), files.corpus
 
 
 def mining_table(report: MiningReport) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         encode_pairs,
         open_pair_vectors,
     )
-    from embeddings.mining.qrels import JudgedTexts
+    from embeddings.mining.qrels import TextQrels
     from embeddings.mining.search import DocumentSearch, ExactSearch, IvfSearch, build_ivf
     from embeddings.mining.vector_index import VectorIndex, build_index, recall_of
 
@@ -39,7 +39,6 @@ __all__ = [
     "FilterReport",
     "FilterRules",
     "IvfSearch",
-    "JudgedTexts",
     "KMeans",
     "LevelRules",
     "MiningReport",
@@ -50,6 +49,7 @@ __all__ = [
     "SearchOptions",
     "ShardedJob",
     "Teachers",
+    "TextQrels",
     "VectorFeatures",
     "VectorIndex",
     "build_index",
@@ -82,7 +82,7 @@ __getattr__ = lazy_names(
         "FilterReport": "filter",
         "FilterRules": "filter",
         "IvfSearch": "search",
-        "JudgedTexts": "qrels",
+        "TextQrels": "qrels",
         "KMeans": "faiss_library",
         "LevelRules": "negatives",
         "MiningReport": "mine",

@@ -35,7 +35,7 @@ _BLOCK = 8192
 # Measured of faiss-cpu 1.15: how often the centroids are held, and what a vector takes beside its numbers.
 _CENTROID_COPIES, _BYTES_A_VECTOR = 4, 24
 # Below this faiss warns that the centroids are of too few vectors.
-_LEAST_VECTORS_A_CLUSTER = 39
+_MIN_VECTORS_PER_CLUSTER = 39
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,9 @@ def cluster_pairs(
     queries and documents lie apart, up to half of the centroids are of [d; q] alone and get no row, so that the others
     get more than cluster_size: the manifest and a warning say how many.
 
-    A kill costs at most one run of k-means or one shard of assignments; the same call goes on there and ends with the
-    same bytes. Tasks of an array share the runs and the shards out; each comes back when all runs are done and its own
-    shards are, and the last one finishes the folder.
+    A kill costs at most one run of k-means or one shard of assignments; the same call resumes there and ends with the
+    same bytes. Tasks of an array share the runs and the shards; each returns when all runs and its own shards are done,
+    and the last one finishes the folder.
 
     Args:
         features: What the rows are clustered by.
@@ -241,7 +241,7 @@ def _make(
 
 
 def _is_finished(job: ShardedJob) -> bool:
-    """Whether any task has finished the job by now."""
+    """Whether any task has finished the job by now (mypy takes a property to be the same twice)."""
     return job.complete
 
 
@@ -288,13 +288,13 @@ def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vect
     num_clusters = settings.resolve_num_clusters(features.num_rows)
     if len(rows) < features.num_rows:
         a_cluster = 2 * len(rows) / num_clusters
-        few = f", fewer than {_LEAST_VECTORS_A_CLUSTER}: more memory_gib takes more of them"
+        few = f", fewer than {_MIN_VECTORS_PER_CLUSTER}: more memory_gib takes more of them"
         logger.warning(
             "k-means is trained on %d of %d rows, %.0f vectors a cluster%s",
             len(rows),
             features.num_rows,
             a_cluster,
-            few if a_cluster < _LEAST_VECTORS_A_CLUSTER else "",
+            few if a_cluster < _MIN_VECTORS_PER_CLUSTER else "",
         )
     vectors = np.empty((2 * len(rows), features.embedding_dim), dtype=np.float32)
     for swapped in (False, True):

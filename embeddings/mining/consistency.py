@@ -67,7 +67,7 @@ class Segments:
 
 
 class GroupedSegments:
-    """The same, cut from each group of records by itself, group after group: no segment holds two languages, say.
+    """Segments cut from each group of records separately, group after group: none holds two languages, say.
 
     Determinism: (row_N, group_N, segment_size, seed) → the members of each segment.
 

@@ -143,7 +143,7 @@ def _parts(record: StoredRow) -> tuple[str, str]:
 
 EQUAL, SIMILAR = 1, 2
 # An evaluation text of fewer different tokens is covered by too many texts that have nothing to do with it.
-LEAST_TOKENS = 4
+MIN_TOKENS = 4
 # The largest error of a sum of float32 shares that should be 1.
 _ROUNDING = 1e-5
 
@@ -183,7 +183,7 @@ class Decontaminator:
     Coverage is the BM25 score of the evaluation text for the training text, over the score that the evaluation text has
     for itself, each token counted once (`BM25.coverage`): the share of the evaluation text's weight that the training
     text holds, from 0 to 1 whatever the length of the texts. Like is compared with like, since a document covers every
-    question that it answers. Evaluation texts of fewer than `LEAST_TOKENS` different tokens are compared for equality
+    question that it answers. Evaluation texts of fewer than `MIN_TOKENS` different tokens are compared for equality
     alone. Negatives are not looked at: to push a text away from a query gives nothing away. A labelled text counts as a
     query, whatever its class.
 
@@ -241,7 +241,7 @@ class Decontaminator:
 
     def _index(self, texts: Sequence[str]) -> BM25 | None:
         """The words of the texts that have enough of them."""
-        long_enough = [text for text in texts if len(set(self._tokenize(text))) >= LEAST_TOKENS]
+        long_enough = [text for text in texts if len(set(self._tokenize(text))) >= MIN_TOKENS]
         return BM25(long_enough, self._tokenize) if long_enough else None
 
 

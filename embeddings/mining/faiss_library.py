@@ -8,19 +8,18 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, require
 from embeddings.common.io import check_vectors
+from embeddings.common.jobs import progress_bar
 
 
 def load_faiss(gpu: bool = False) -> ModuleType:
     """The module faiss.
 
-    The processor's build of faiss takes `gpu=True` without a word and runs on the processor, so the device is checked
-    here, once, before any work.
+    The CPU build of faiss accepts `gpu=True` silently and runs on the CPU, so the device is checked here, once, before
+    any work.
 
     Args:
         gpu: Whether the search is to run on a GPU.
@@ -56,7 +55,7 @@ def new_lists(quantizer: Any, num_lists: int) -> Any:
     return lists
 
 
-def without_missing(score_QK: npt.NDArray[np.float32], row_QK: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+def without_missing(score_QK: NDArray[np.float32], row_QK: NDArray[np.int64]) -> NDArray[np.float32]:
     """Scores, (Q, K), changed in place: -inf where the row is -1, for which faiss gives the least float."""
     score_QK[row_QK < 0] = -np.inf
     return score_QK
@@ -80,8 +79,8 @@ def write_lists(lists: Any, path: Path) -> None:
 def map_lists(path: Path) -> Any:
     """Inverted lists, mapped into memory.
 
-    faiss would start 32 threads at each search that read its lists ahead. They go on reading after the search has
-    returned, when the file may be another; and where it lies in memory already the search takes twice as long for them.
+    faiss would start 32 threads at each search that read its lists ahead. They still read after the search has
+    returned, when the file may have been replaced; and where it is in memory already, they double a search's time.
 
     Raises:
         RuntimeError: If the file holds none, or not all that it says.
@@ -97,7 +96,6 @@ NUM_ITERATIONS, NUM_RUNS = 100, 3
 _SEED_STEP = 15_486_557
 _ITERATIONS_A_CALL = 10
 _DUPLICATE_DECIMALS = 5
-_PROGRESS_DELAY_SECONDS = 2.0
 
 
 class KMeans(NamedTuple):
@@ -194,19 +192,13 @@ def kmeans_run(
         min_points_per_centroid=1,
         gpu=gpu,
     )
-    centroids = _trained(kmeans, vectors, num_iterations // num_a_call, num_a_call, f"k-means, run {run + 1}")
-    return KMeans(np.ascontiguousarray(centroids, dtype=np.float32), float(kmeans.obj[-1]) / len(vectors))
-
-
-def _trained(kmeans: Any, vectors: NDArray[np.float32], num_calls: int, num_a_call: int, title: str) -> Any:
-    """The centroids after so many calls, of so many iterations each."""
     centroids = None
-    with tqdm(total=num_calls * num_a_call, desc=title, unit="iteration", delay=_PROGRESS_DELAY_SECONDS) as bar:
-        for _ in range(num_calls):
+    with progress_bar(num_iterations, f"k-means, run {run + 1}", "iteration") as bar:
+        for _ in range(num_iterations // num_a_call):
             kmeans.train(vectors, init_centroids=centroids)
             centroids = kmeans.centroids
             bar.update(num_a_call)
-    return centroids
+    return KMeans(np.ascontiguousarray(centroids, dtype=np.float32), float(kmeans.obj[-1]) / len(vectors))
 
 
 def check_num_clusters(num_clusters: int, num_vectors: int) -> None:

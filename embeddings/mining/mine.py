@@ -157,7 +157,7 @@ def mine_negatives(
     over the teachers); other columns are left behind. Beside `NAME.parquet` lie `NAME.manifest.json` with the report,
     and the folder `NAME.parquet.work` with vectors and shards, which may be deleted once the file is there.
 
-    A killed run goes on at the first shard that is not whole. The tasks of an array share the shards, and the last of
+    A killed run resumes at the first shard that is not whole. The tasks of an array share the shards, and the last of
     them writes the file: all ways lead to the same bytes, but for the rounding of vectors made on another number of
     threads (see `encode_pairs`). A finished file made from the same inputs is left as it is.
 
@@ -166,11 +166,11 @@ def mine_negatives(
         output: The file to write.
         teachers: The models whose scores decide.
         rules: What makes a candidate a negative.
-        search: How candidates are found; None for the exact search on the processor.
+        search: How candidates are found; None for the exact search on the CPU.
         levels: What gives the negatives levels (see `choose_levels`); None for negatives without.
         corpus: A file of more documents (see `index_pairs`), or None for the source's positives alone.
         vectors: Folder of the vectors, to share them with other jobs of the same source and models; None for one in
-            the folder of work.
+            the work folder.
         shard_size: Records and vectors of a shard: what a kill costs at most.
         task: Which shards are this process's; None for all.
         cache_dir: Folder of converted sources.
@@ -206,12 +206,12 @@ def mine_negatives(
         job = ShardedJob(work, fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
         index = index_pairs(source, folder / "index", corpus)
         _require_documents(index, rules, config.name)
-        kind, judgments = (None, None) if levels is None else (levels.kind, levels.judgments_of(index))
+        kind, qrels = (None, None) if levels is None else (levels.kind, levels.document_qrels(index))
         encoded = _encode(teachers, source, index, folder, shard_size, task)
         searches = [
             _searcher(made, work / f"ivf-{place}", search, rules.seed, task) for place, made in enumerate(encoded)
         ]
-        miner = ShardMiner(index, encoded, searches, rules, kind, judgments)
+        miner = ShardMiner(index, encoded, searches, rules, kind, qrels)
         job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task)
         if job.missing():
             return None

@@ -16,11 +16,11 @@ from embeddings.common.errors import InputError
 from embeddings.common.io import check_vectors
 from embeddings.data.records import Record, record_schema, record_table
 from embeddings.mining.negatives import (
-    Candidates,
     LevelKind,
+    MinedQueries,
     NegativeRules,
     Negatives,
-    QueryFacts,
+    ScoredCandidates,
     choose_levels,
     choose_negatives,
     draw_documents,
@@ -28,12 +28,12 @@ from embeddings.mining.negatives import (
 )
 from embeddings.mining.pair_index import KnownPositives, PairIndex, concatenated_ranges
 from embeddings.mining.pair_vectors import PairVectors
-from embeddings.mining.qrels import DocumentJudgments, QueryJudgments
+from embeddings.mining.qrels import DocumentQrels, QueryQrels
 from embeddings.mining.search import DocumentSearch, Floats, Rows, pair_scores
 
 # Candidates beyond the last rank that make up for the query's own texts. A query with more known positives than this,
 # all of them among its nearest documents, is left with fewer ranks.
-MOST_OWN_TEXTS = 256
+MAX_OWN_TEXTS = 256
 
 
 class MinedShard(NamedTuple):
@@ -65,7 +65,7 @@ class ShardMiner:
         searches: The search over each teacher's documents.
         rules: What makes a candidate a negative.
         levels: What gives the negatives their levels; None for negatives without.
-        judgments: What people judged, for levels by grades; else None.
+        qrels: What people judged, for levels by grades; else None.
     """
 
     index: PairIndex
@@ -73,7 +73,7 @@ class ShardMiner:
     searches: Sequence[DocumentSearch]
     rules: NegativeRules
     levels: LevelKind | None = None
-    judgments: DocumentJudgments | None = None
+    qrels: DocumentQrels | None = None
 
     def mine(self, shard: int) -> MinedShard:
         """The negatives of the queries in a shard of the query vectors.
@@ -88,15 +88,15 @@ class ShardMiner:
         row_Q = np.arange(queries.start, queries.stop)
         hash_Q = np.asarray(self.index.query_hashes[queries.start : queries.stop])
         known = self.index.known_positives(row_Q)
-        judged = None if self.judgments is None else self.judgments.of_queries(hash_Q, known)
+        judged = None if self.qrels is None else self.qrels.of_queries(hash_Q, known)
         if judged is not None:
             known = _with_judged(known, judged)
         most_known = int(np.bincount(known.group_P).max())
-        top_k = min(self.rules.last_rank + 1 + min(most_known, MOST_OWN_TEXTS), self.index.num_documents)
+        top_k = min(self.rules.last_rank + 1 + min(most_known, MAX_OWN_TEXTS), self.index.num_documents)
         found = [search.search(query_QD, top_k) for search, query_QD in zip(self.searches, query_TQD, strict=True)]
         offsets = self.index.positive_offsets[queries.start : queries.stop + 1]
         positive_TP = self._positive_scores(query_TQD, offsets)
-        facts = QueryFacts(
+        facts = MinedQueries(
             number_Q=row_Q,
             hash_Q=hash_Q,
             group_Q=known.group_Q,
@@ -115,7 +115,7 @@ class ShardMiner:
             else:
                 row_QC = _union([top.index_QK for top in found])
                 score_TQC = self._scores(query_TQD, row_QC)
-            candidates = Candidates(row_QC, self.index.document_hashes[row_QC], score_TQC)
+            candidates = ScoredCandidates(row_QC, self.index.document_hashes[row_QC], score_TQC)
             negatives = choose_negatives(candidates, facts, self.rules)
         return MinedShard(
             queries,
@@ -125,14 +125,14 @@ class ShardMiner:
         )
 
     def _leveled(
-        self, query_TQD: Sequence[Floats], rows: Sequence[Rows], facts: QueryFacts, judged: QueryJudgments | None
-    ) -> Candidates:
+        self, query_TQD: Sequence[Floats], rows: Sequence[Rows], facts: MinedQueries, judged: QueryQrels | None
+    ) -> ScoredCandidates:
         """The documents that were found, drawn or judged to be less relevant than the positives."""
         drawn_QR = draw_documents(facts.number_Q, self.index.num_documents, self.rules)
         query_L, row_L, level_L = _of_queries(judged, facts.group_Q)
         row_QC = _union([*rows, drawn_QR, _padded(query_L, row_L, len(facts.number_Q))])
         marked = mark(row_QC, self.index.num_documents, drawn_QR, query_L, row_L, level_L)
-        return Candidates(row_QC, self.index.document_hashes[row_QC], self._scores(query_TQD, row_QC), *marked)
+        return ScoredCandidates(row_QC, self.index.document_hashes[row_QC], self._scores(query_TQD, row_QC), *marked)
 
     def _positive_scores(self, query_TQD: Sequence[Floats], offsets: Rows) -> Floats:
         """Each teacher's scores of the records' own positives, (T, P)."""
@@ -162,14 +162,14 @@ def _union(rows: Sequence[Rows]) -> Rows:
     return row_QC
 
 
-def _with_judged(known: KnownPositives, judged: QueryJudgments) -> KnownPositives:
+def _with_judged(known: KnownPositives, judged: QueryQrels) -> KnownPositives:
     """The known positives and what was judged as relevant as these."""
     return known._replace(
         group_P=np.append(known.group_P, judged.positive_group_P), row_P=np.append(known.row_P, judged.positive_row_P)
     )
 
 
-def _of_queries(judged: QueryJudgments | None, group_Q: Rows) -> tuple[Rows, Rows, npt.NDArray[np.int8]]:
+def _of_queries(judged: QueryQrels | None, group_Q: Rows) -> tuple[Rows, Rows, npt.NDArray[np.int8]]:
     """The query, document and level of each document judged less relevant, (L,) each, query after query."""
     if judged is None:
         return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int8)

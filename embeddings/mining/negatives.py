@@ -12,7 +12,7 @@ from embeddings.common.random import derive_seed
 from embeddings.data.records import NUM_LEVELS
 from embeddings.data.samplers.base import mix_bits
 from embeddings.mining.pair_index import PairIndex
-from embeddings.mining.qrels import IRRELEVANT_LEVEL, DocumentJudgments, JudgedTexts
+from embeddings.mining.qrels import IRRELEVANT_LEVEL, DocumentQrels, TextQrels
 
 Choice = Literal["top", "random"]
 
@@ -78,7 +78,7 @@ class NegativeRules:
         return 7 if self.num_negatives is None else self.num_negatives
 
 
-class Candidates(NamedTuple):
+class ScoredCandidates(NamedTuple):
     """The documents that a search brought for each query, in any order.
 
     Attributes:
@@ -97,7 +97,7 @@ class Candidates(NamedTuple):
     level_QC: Int8s | None = None
 
 
-class QueryFacts(NamedTuple):
+class MinedQueries(NamedTuple):
     """What is known of the queries.
 
     Attributes:
@@ -162,7 +162,7 @@ class Remaining(NamedTuple):
         return int(np.count_nonzero(self.left_QC))
 
 
-def choose_negatives(candidates: Candidates, queries: QueryFacts, rules: NegativeRules) -> Negatives:
+def choose_negatives(candidates: ScoredCandidates, queries: MinedQueries, rules: NegativeRules) -> Negatives:
     """The negatives of each query: what remains of its candidates, the hardest or a random choice of them.
 
     1. A candidate that is known to answer the query (by row or by text) goes, and one that is the query's own text, and
@@ -195,7 +195,7 @@ def choose_negatives(candidates: Candidates, queries: QueryFacts, rules: Negativ
     return Negatives(row_QN, score_QN, found.removed, found.num_left)
 
 
-def remaining(candidates: Candidates, queries: QueryFacts, rules: NegativeRules) -> Remaining:
+def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: NegativeRules) -> Remaining:
     """The candidates of each query by the mean of the teachers' scores, and what the rules leave of them.
 
     See `choose_negatives` for the rules and their order.
@@ -262,14 +262,14 @@ def take(
     )
 
 
-def _by_mean(candidates: Candidates) -> tuple[Int64s, Floats]:
+def _by_mean(candidates: ScoredCandidates) -> tuple[Int64s, Floats]:
     """The order of the candidates by mean score and row, missing ones last, and the means in the given order."""
     mean_QC = candidates.score_TQC.mean(axis=0, dtype=np.float64).astype(np.float32)
     mean_QC[candidates.row_QC < 0] = -np.inf
     return np.lexsort((candidates.row_QC, -mean_QC), axis=1), mean_QC
 
 
-def _is_known(value_QC: Int64s, known_P: Int64s, queries: QueryFacts) -> Mask:
+def _is_known(value_QC: Int64s, known_P: Int64s, queries: MinedQueries) -> Mask:
     """Which values are among those known of their own query."""
     if not len(known_P):
         return np.zeros(value_QC.shape, np.bool_)
@@ -340,7 +340,7 @@ class LevelRules:
     """
 
     kind: LevelKind
-    judged: JudgedTexts | None = None
+    judged: TextQrels | None = None
     judged_in: str = "judgments"
 
     def __post_init__(self) -> None:
@@ -357,25 +357,13 @@ class LevelRules:
         judged = {} if self.judged is None else {"judgments_sha256": self.judged.sha256()}
         return {"kind": self.kind, **judged}
 
-    def judgments_of(self, index: PairIndex) -> DocumentJudgments | None:
+    def document_qrels(self, index: PairIndex) -> DocumentQrels | None:
         """The judgments of a source's queries, for grades.
 
         Raises:
             InputError: If none of them is judged.
         """
-        return None if self.judged is None else DocumentJudgments(self.judged, index, self.judged_in)
-
-
-class LeveledPlaces(NamedTuple):
-    """What is known of the candidates beside their scores, for `Candidates`.
-
-    Attributes:
-        drawn_QC: Which were drawn, (Q, C).
-        level_QC: The level that people's grades give, 0 for none, (Q, C) int8.
-    """
-
-    drawn_QC: Mask
-    level_QC: Int8s
+        return None if self.judged is None else DocumentQrels(self.judged, index, self.judged_in)
 
 
 def require_even_levels(rules: NegativeRules) -> None:
@@ -404,8 +392,8 @@ def draw_documents(number_Q: Int64s, num_documents: int, rules: NegativeRules) -
 
 
 def choose_levels(
-    candidates: Candidates,
-    queries: QueryFacts,
+    candidates: ScoredCandidates,
+    queries: MinedQueries,
     rules: NegativeRules,
     kind: LevelKind,
     judged_Q: npt.NDArray[np.bool_] | None = None,
@@ -427,7 +415,7 @@ def choose_levels(
     that a record has four levels wherever four candidates are left; of fewer, the hardest levels stay empty: what a
     margin leaves is the far end. Where parts cannot be of one size, the easier ones are larger by one.
 
-    `grades`: a document that people judged has the level of its grade (`DocumentJudgments`): 1 for one step below the
+    `grades`: a document that people judged has the level of its grade (`DocumentQrels`): 1 for one step below the
     positive, as MGH's prompt asks of a hard negative, some useful information but less than the positive has (Appendix
     A.1); 2 for further below and relevant still; 3 for irrelevant. What nobody judged is taken for irrelevant, as usual
     in evaluation: one of the window has level 3 and is taken where too few judged ones are left, a drawn one has level
@@ -469,7 +457,7 @@ def _of_each_level(
     found: Remaining,
     left_QC: npt.NDArray[np.bool_],
     level_QC: npt.NDArray[np.int8],
-    queries: QueryFacts,
+    queries: MinedQueries,
     rules: NegativeRules,
     later_QC: npt.NDArray[np.bool_] | None,
 ) -> Negatives:
@@ -490,8 +478,8 @@ def _of_each_level(
 
 def mark(
     row_QC: Int64s, num_documents: int, drawn_QR: Int64s, query_L: Int64s, row_L: Int64s, level_L: Int8s
-) -> LeveledPlaces:
-    """Which candidates of each query were drawn, and the levels of those that were judged.
+) -> tuple[Mask, Int8s]:
+    """Which candidates of each query were drawn, (Q, C), and the levels of those that were judged, 0 for none, (Q, C).
 
     Args:
         row_QC: The candidates, (Q, C) int64; -1 where there is none.
@@ -511,7 +499,7 @@ def mark(
         place_QC = np.minimum(np.searchsorted(key_L[order_L], key_QC), len(key_L) - 1)
         is_judged_QC = key_L[order_L][place_QC] == key_QC
         level_QC[is_judged_QC] = level_L[order_L][place_QC[is_judged_QC]]
-    return LeveledPlaces(drawn_QC, level_QC)
+    return drawn_QC, level_QC
 
 
 def _quarters(left_QC: Mask) -> Int8s:

@@ -281,8 +281,8 @@ def encode_pairs(
 ) -> PairVectors:
     """Encode the queries and documents of a source, shard by shard; what is there already is kept.
 
-    After a kill the same call goes on at the first shard that is not whole, and ends with the same bytes. Each task of
-    an array begins with its own shards and goes on with what others left: every task returns with all vectors there.
+    After a kill the same call resumes at the first shard that is not whole, and ends with the same bytes. Each task of
+    an array begins with its own shards and then makes what others left: every task returns with all vectors made.
     All take the first one's mini-batches, on however many threads: with another number, vectors may be rounded
     differently.
 

@@ -19,7 +19,7 @@ Mask = npt.NDArray[np.bool_]
 IRRELEVANT_LEVEL = 3
 
 
-class JudgedTexts(NamedTuple):
+class TextQrels(NamedTuple):
     """Judged pairs of a query and a document, by the hashes of their texts, each pair once.
 
     Attributes:
@@ -62,7 +62,7 @@ class JudgedTexts(NamedTuple):
         return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in self)).hexdigest()
 
 
-class QueryJudgments(NamedTuple):
+class QueryQrels(NamedTuple):
     """What is judged of some queries; groups are those of `KnownPositives`.
 
     Attributes:
@@ -82,7 +82,7 @@ class QueryJudgments(NamedTuple):
     lower_level_L: Int8s
 
 
-class DocumentJudgments:
+class DocumentQrels:
     """Judgments of a source's queries, by the rows of its documents.
 
     The level of a document says how far below the positives it was judged: 1 for the next lower grade, 2 for a lower
@@ -100,7 +100,7 @@ class DocumentJudgments:
         InputError: If none of the source's queries is judged.
     """
 
-    def __init__(self, judged: JudgedTexts, index: PairIndex, where: str) -> None:
+    def __init__(self, judged: TextQrels, index: PairIndex, where: str) -> None:
         self._num_documents = index.num_documents
         self._scale = np.unique(judged.grade_J[judged.grade_J > 0])
         hash_D, row_D = _rows_of(np.unique(judged.document_hash_J), index)
@@ -115,7 +115,7 @@ class DocumentJudgments:
             fix = "write queries and documents of the records as the judgments' files do"
             raise InputError(where, "judges no document for any query of the source", fix)
 
-    def of_queries(self, hash_Q: Int64s, known: KnownPositives) -> QueryJudgments:
+    def of_queries(self, hash_Q: Int64s, known: KnownPositives) -> QueryQrels:
         """What is judged of some queries.
 
         Args:
@@ -138,7 +138,7 @@ class DocumentJudgments:
         is_positive_j = ~is_known_j & ~is_lower_j
         steps_j = np.searchsorted(self._scale, least_G[group_j]) - np.searchsorted(self._scale, grade_j)
         level_j = np.where(grade_j <= 0, IRRELEVANT_LEVEL, np.minimum(steps_j, IRRELEVANT_LEVEL - 1)).astype(np.int8)
-        return QueryJudgments(
+        return QueryQrels(
             start_G < stop_G,
             group_j[is_positive_j],
             row_j[is_positive_j],

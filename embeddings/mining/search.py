@@ -28,8 +28,8 @@ Rows = npt.NDArray[np.int64]
 TILE_BYTES = 48 << 20
 # faiss on a GPU goes wrong or aborts beyond 65,535 queries in a call, and returns at most 2,048 documents.
 QUERY_CHUNK = 16_384
-GPU_MOST_DOCUMENTS, GPU_SLACK = 2048, 16
-# Pairs whose vectors fit a processor's cache.
+GPU_MAX_DOCUMENTS, GPU_SLACK = 2048, 16
+# Pairs whose vectors fit a CPU cache.
 _PAIR_BLOCK = 512
 # Queries compared with every document of a tile at once, where the slack was not enough.
 _DOUBTFUL_BLOCK = 64
@@ -52,7 +52,7 @@ _BFLOAT16_QUERIES = 512
 _UNIT = 1.01
 
 
-class Scan(Protocol):
+class CoarseSearch(Protocol):
     """The best documents of some queries, tile by tile, by scores that are nearly right."""
 
     def width(self, top_k: int) -> int:
@@ -65,12 +65,12 @@ class Scan(Protocol):
         """The most that a document can truly score whose score here is at most `last_Q`, (Q,)."""
 
 
-class FaissScan:
+class Float32CoarseSearch:
     """Scores in float32 by faiss.
 
     Args:
         faiss: The module.
-        resources: faiss's resources of a GPU, or None for the processor.
+        resources: faiss's resources of a GPU, or None for the CPU.
         query_QD: Unit vectors, (Q, D) float32.
     """
 
@@ -82,7 +82,7 @@ class FaissScan:
         return top_k + 16
 
     def __call__(self, chunk: slice, first_row: int, tile_TD: Floats, top_k: int) -> tuple[Floats, Rows]:
-        """See `Scan`."""
+        """See `CoarseSearch`."""
         query_QD, metric = self._query_QD[chunk], self._faiss.METRIC_INNER_PRODUCT
         if self._resources is not None:
             score_QK, row_QK = self._faiss.knn_gpu(self._resources, query_QD, tile_TD, top_k, metric=metric)
@@ -96,8 +96,8 @@ class FaissScan:
         return last_Q + np.float32(rounding_error(self._query_QD.shape[1]))
 
 
-class Bfloat16Scan:
-    """Scores in bfloat16, which some processors multiply twice as fast as float32.
+class Bfloat16CoarseSearch:
+    """Scores in bfloat16, which some CPUs multiply twice as fast as float32.
 
     With q' and d' the rounded vectors, q d - q' d' = (q - q') d + q' (d - d') is at most |q - q'| + |q'| |d - d'|; the
     two distances are measured, and come to about 0.001 each. The product is rounded once more when it is stored.
@@ -117,11 +117,11 @@ class Bfloat16Scan:
         return 2 * top_k + 16
 
     def __call__(self, chunk: slice, first_row: int, tile_TD: Floats, top_k: int) -> tuple[Floats, Rows]:
-        """See `Scan`."""
+        """See `CoarseSearch`."""
         if first_row != self._tile_row:
             self._take_tile(first_row, tile_TD)
         found = [
-            largest_of_rows(query_QD @ self._tile_DT, top_k)
+            topk_per_row(query_QD @ self._tile_DT, top_k)
             for query_QD in torch.split(self._query_QD[chunk], _BFLOAT16_QUERIES)
         ]
         return np.concatenate([scores for scores, _ in found]), np.concatenate([rows for _, rows in found]) + first_row
@@ -153,7 +153,7 @@ class ExactSearch:
     """The documents of largest inner product of each query, as if all pairs had been scored.
 
     A scan finds more than `top_k` by scores that are nearly right, tile by tile: in bfloat16 by PyTorch where the
-    processor has it, else in float32 by faiss. What it keeps is scored again in float64. A query for which the scan's
+    CPU has it, else in float32 by faiss. What it keeps is scored again in float64. A query for which the scan's
     error bound does not rule out that a document was missed goes through the next scan, from bfloat16 to float32 to the
     comparison with every document in float64.
 
@@ -175,9 +175,9 @@ class ExactSearch:
         self.documents, self.gpu = documents, gpu
         faiss = load_faiss(gpu)
         resources: Any = faiss.StandardGpuResources() if gpu else None
-        self._scans: list[Callable[[Floats], Scan]] = [partial(FaissScan, faiss, resources)]
+        self._scans: list[Callable[[Floats], CoarseSearch]] = [partial(Float32CoarseSearch, faiss, resources)]
         if not gpu and has_native_bfloat16(torch.device("cpu")):
-            self._scans.insert(0, Bfloat16Scan)
+            self._scans.insert(0, Bfloat16CoarseSearch)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
         """The nearest documents of each query.
@@ -210,7 +210,7 @@ class ExactSearch:
         return best
 
     def _scanned(
-        self, scan_of: Callable[[Floats], Scan], query_QD: Floats, top_k: int
+        self, scan_of: Callable[[Floats], CoarseSearch], query_QD: Floats, top_k: int
     ) -> tuple[Floats, Rows, npt.NDArray[np.bool_]]:
         """The best of what a scan keeps, and for which queries it may have missed a better one."""
         scan = scan_of(query_QD)
@@ -248,8 +248,8 @@ def check_search(documents: VectorShards, query_QD: Floats, top_k: int, gpu: boo
     """
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "100 is usual")
-    if gpu and top_k > (most := GPU_MOST_DOCUMENTS - GPU_SLACK):
-        raise OptionError("top_k", top_k, f"must be <= {most} on a GPU", "lower it, or search on the processor")
+    if gpu and top_k > (most := GPU_MAX_DOCUMENTS - GPU_SLACK):
+        raise OptionError("top_k", top_k, f"must be <= {most} on a GPU", "lower it, or search on the CPU")
     if query_QD.shape[1] != documents.embedding_dim:
         raise InputError(
             str(documents.folder),
@@ -351,14 +351,14 @@ def dot_pairs(query_QD: Floats, query_P: Rows, vector_ND: Floats, row_P: Rows) -
 _STRIPES = 16
 
 
-def largest_of_rows(score_QT: Tensor, top_k: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+def topk_per_row(score_QT: Tensor, top_k: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """The `top_k` largest values of each row, in no order.
 
     A row is laid out in stripes, one below the other. The columns whose largest values are the `top_k` largest of all
     columns hold the `top_k` largest values of the row: each of them has one that no other column exceeds.
 
     Args:
-        score_QT: Values, (Q, T) on the processor, without NaN.
+        score_QT: Values, (Q, T) on the CPU, without NaN.
         top_k: How many, 1 to T.
 
     Returns:
@@ -384,7 +384,7 @@ def _of_few(value_QN: npt.NDArray[np.float32], top_k: int) -> tuple[npt.NDArray[
     return np.take_along_axis(value_QN, place_QK, axis=1), place_QK
 
 
-MOST_LISTS = 4096
+MAX_LISTS = 4096
 SAMPLE_PER_LIST = 64
 ITERATIONS = 10
 PROBES = 32
@@ -494,7 +494,7 @@ def build_ivf(
             every 39 documents (fewer are too few to place a centroid, says faiss).
         seed: Seed of the sample and of the k-means.
         gpu: Whether faiss runs on the first GPU.
-        task: Which shards are this process's; it goes on with what the others left.
+        task: Which shards are this process's; it also makes what the others left.
 
     Raises:
         InputError: If a vector is zero, not finite or not of unit length, or the folder was made of other inputs.
@@ -529,7 +529,7 @@ def ivf_sizes(num_documents: int, num_lists: int | None = None, num_probes: int 
         OptionError: If there are more lists than documents or fewer than probes.
     """
     if num_lists is None:
-        num_lists = max(1, min(int(4 * num_documents**0.5), MOST_LISTS, num_documents // 39))
+        num_lists = max(1, min(int(4 * num_documents**0.5), MAX_LISTS, num_documents // 39))
     if not 1 <= num_lists <= num_documents:
         rule = f"must lie in 1 … {num_documents}, the number of documents"
         raise OptionError("num_lists", num_lists, rule, "leave it out for the default")

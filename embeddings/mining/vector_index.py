@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from tqdm import tqdm
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import (
@@ -17,6 +16,7 @@ from embeddings.common.io import (
     check_manifest,
     write_file_manifest,
 )
+from embeddings.common.jobs import progress_bar
 from embeddings.inference.search import TopK, require_top_k, search_top_k
 from embeddings.inference.vector_folder import VectorFolder
 from embeddings.inference.vectors import unit_rows
@@ -36,7 +36,6 @@ _MAKE = "make it with the command index"
 _TAIL_BYTES = 4096
 # Vectors count as unit vectors to a thousandth.
 _UNIT = 1.001
-_PROGRESS_DELAY_SECONDS = 2.0
 
 
 class VectorIndex:
@@ -140,7 +139,7 @@ def build_index(
     lists = new_lists(quantizer, num_lists)
     for vector_ND in _shown(folder, "adding vectors"):
         lists.add(np.ascontiguousarray(vector_ND))
-    # The old manifest goes once the new file is whole, and before it takes the old one's place.
+    # The old manifest is removed once the new file is complete, and before it replaces the old one.
     with atomic_path(path, verify=lambda _: manifest.unlink(missing_ok=True)) as temporary:
         write_lists(lists, temporary)
         of_file = _of_file(temporary, folder)
@@ -193,7 +192,7 @@ def folder_sha256(folder: VectorFolder) -> str:
 
 def _shown(folder: VectorFolder, title: str) -> Iterator[Floats]:
     """The folder's directions, piece by piece, and how far they are read."""
-    with tqdm(desc=title, total=folder.num_documents, unit="vector", delay=_PROGRESS_DELAY_SECONDS) as bar:
+    with progress_bar(folder.num_documents, title, "vector") as bar:
         for vector_ND in folder.directions():
             yield vector_ND
             bar.update(len(vector_ND))

@@ -26,18 +26,18 @@ TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
 
 
 class EndpointError(UserError):
-    """An endpoint that no longer answers. What it has answered is kept; the same line goes on.
+    """An endpoint that no longer answers. What it has answered is kept; the same command resumes.
 
     Args:
         endpoint: Its address.
         what: What happened.
-        fix: The way out, as an imperative.
+        hint: What to do, as an imperative.
     """
 
     exit_code = 74
 
-    def __init__(self, endpoint: str, what: str, fix: str) -> None:
-        super().__init__(f"{endpoint}: {what}; {fix}")
+    def __init__(self, endpoint: str, what: str, hint: str) -> None:
+        super().__init__(f"{endpoint}: {what}; {hint}")
 
 
 class UnansweredError(Exception):
@@ -89,7 +89,7 @@ class Sampling:
     Args:
         model: Its name at the endpoint.
         temperature: Temperature of sampling; None leaves it to the endpoint.
-        max_answer_tokens: Most tokens of an answer.
+        max_answer_tokens: Maximum tokens of an answer.
         token_limit_field: Field of a request that carries this limit; newer models of OpenAI's take
             `max_completion_tokens`.
         json_mode: Whether to ask for a JSON object by the endpoint's own means, where one is wanted.

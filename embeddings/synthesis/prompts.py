@@ -254,7 +254,7 @@ class Templates:
         return self._seeds.get(category.name, "") + self._texts[f"example_{category.name}.txt"].substitute(values)
 
     def drawn(self, category: Category, seed: int, index: int) -> dict[str, str]:
-        """The value of each placeholder of one example, each drawn by itself."""
+        """The value of each placeholder of one example, each drawn separately."""
         choices: Mapping[str, Sequence[str]] = {**category.placeholders, "language": self.languages}
         return {
             name: values[derive_seed(seed, "placeholder", category.name, index, name) % len(values)]

@@ -171,8 +171,8 @@ def _is_json(value: Any) -> bool:
     return isinstance(value, str | int | float | bool | None)
 
 
-# A query of fewer words stands in many documents by itself.
-LEAST_LEAKED_WORDS = 5
+# A query of fewer words occurs in many documents by chance.
+MIN_LEAKED_WORDS = 5
 MAX_TASK_CHARACTERS = 400
 
 # Of scripts without spaces between words each character is a unit, and counts half a word.
@@ -324,15 +324,15 @@ def _require_different(*groups: Sequence[str]) -> None:
 
 def _require_no_leak(query: str, documents: Sequence[str]) -> None:
     for document in documents:
-        if _contains(document, query, LEAST_LEAKED_WORDS):
+        if _contains(document, query, MIN_LEAKED_WORDS):
             raise RejectedAnswer("leaked_query", query)
 
 
-def _contains(text: str, part: str, least_words: float) -> bool:
+def _contains(text: str, part: str, min_words: float) -> bool:
     """Whether a text holds another, word for word, that has so many words at least."""
     units = _UNIT.findall(part.casefold())
     num_words = sum(0.5 if _UNSPACED.match(unit) else 1.0 for unit in units)
-    if not units or num_words < least_words:
+    if not units or num_words < min_words:
         return False
     return f" {' '.join(units)} " in f" {' '.join(_UNIT.findall(text.casefold()))} "
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.mining.negatives import Candidates, LevelRules, NegativeRules, choose_levels, draw_documents, mark
-from embeddings.mining.qrels import JudgedTexts
+from embeddings.mining.negatives import LevelRules, NegativeRules, ScoredCandidates, choose_levels, draw_documents, mark
+from embeddings.mining.qrels import TextQrels
 from tests.mining.test_negatives import one_query, world
 
-JUDGED = JudgedTexts.of([("q", "a", 1), ("q", "b", 0)], "qrels")
+JUDGED = TextQrels.of([("q", "a", 1), ("q", "b", 0)], "qrels")
 
 
 def graded_world(seed, num_teachers):
@@ -148,7 +148,7 @@ def test_a_draw_within_levels_is_of_the_level_and_follows_from_seed_query_and_do
         facts = facts._replace(number_Q=np.array([number]))
         rules = NegativeRules(4, None, choice="random")
         found = choose_levels(candidates, facts, rules, "quantiles").row_QN[0]
-        mixed = Candidates(*(np.ascontiguousarray(part[..., ::-1]) for part in candidates[:3]))
+        mixed = ScoredCandidates(*(np.ascontiguousarray(part[..., ::-1]) for part in candidates[:3]))
         np.testing.assert_array_equal(choose_levels(mixed, facts, rules, "quantiles").row_QN[0], found)
         assert (found // 10).tolist() == [0, 1, 2, 3]
         taken.append(found)
@@ -173,16 +173,16 @@ def test_marks_equal_a_loop():
     drawn = generator.integers(0, 12, (5, 3))
     query, document = np.divmod(generator.permutation(60)[:15], 12)
     level = generator.integers(1, 4, 15).astype(np.int8)
-    found = mark(row, 12, drawn, query, document, level)
+    drawn_QC, level_QC = mark(row, 12, drawn, query, document, level)
     given = {(int(q), int(d)): int(at) for q, d, at in zip(query, document, level, strict=True)}
     for q in range(5):
         for c in range(8):
-            assert found.drawn_QC[q, c] == (row[q, c] in drawn[q])
-            assert found.level_QC[q, c] == given.get((q, int(row[q, c])), 0)
-    assert found.drawn_QC.any()
-    assert found.level_QC.any()
-    none = mark(row, 12, drawn, query[:0], document[:0], level[:0])
-    assert not none.level_QC.any()
+            assert drawn_QC[q, c] == (row[q, c] in drawn[q])
+            assert level_QC[q, c] == given.get((q, int(row[q, c])), 0)
+    assert drawn_QC.any()
+    assert level_QC.any()
+    _, none_QC = mark(row, 12, drawn, query[:0], document[:0], level[:0])
+    assert not none_QC.any()
 
 
 @pytest.mark.parametrize(

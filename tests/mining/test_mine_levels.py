@@ -13,7 +13,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
 from embeddings.data import CurriculumBatchSampler, EmbeddingDataModule, SourceConfig
 from embeddings.mining.negatives import LevelRules, NegativeRules, draw_documents
-from embeddings.mining.qrels import JudgedTexts
+from embeddings.mining.qrels import TextQrels
 from tests.data.rows import write_jsonl
 from tests.mining.teachers import Teacher, in_a_child, know_teachers, unit
 from tests.mining.test_mine import outputs, run
@@ -24,7 +24,7 @@ RULES = NegativeRules(num_negatives=4, margin=0.95, last_rank=8)
 QUANTILES = LevelRules("quantiles")
 # Of query r: answer r + 4 one step below its own, r + 8 further below, r + 12 irrelevant.
 GRADES = {0: 3, 4: 2, 8: 1, 12: 0}
-JUDGED = JudgedTexts.of(
+JUDGED = TextQrels.of(
     [(ROWS[row]["query"], ROWS[(row + step) % 22]["positive"], g) for row in range(21) for step, g in GRADES.items()],
     "qrels",
 )
@@ -151,7 +151,7 @@ def test_what_was_judged_as_good_as_the_positive_is_never_a_negative(mine, tmp_p
     equal = [(row["query"], ROWS[(number + 16) % 22]["positive"], 3) for number, row in enumerate(ROWS)]
     own = [(row["query"], row["positive"], 3) for row in ROWS]
     lower = [(ROWS[0]["query"], STRANGERS[0]["text"], 0)]
-    judged = LevelRules("grades", JudgedTexts.of([*equal, *own, *lower], "qrels"))
+    judged = LevelRules("grades", TextQrels.of([*equal, *own, *lower], "qrels"))
     report = mine(levels=judged, rules=NegativeRules(60, None, last_rank=60))
     for number, row in enumerate(pq.read_table(tmp_path / "mined.parquet").to_pylist()):
         texts = [item["text"] for item in row["negatives"]]
@@ -195,7 +195,7 @@ def test_what_grades_leave_out_needs_a_coarser_level_to_stand_in(mine, tmp_path)
     [
         ({"rules": NegativeRules(7)}, "num_negatives must be a multiple of 4 with levels"),
         (
-            {"levels": LevelRules("grades", JudgedTexts.of([("x", "a", 1), ("x", "b", 0)], "qrels"), "qrels")},
+            {"levels": LevelRules("grades", TextQrels.of([("x", "a", 1), ("x", "b", 0)], "qrels"), "qrels")},
             "qrels: judges no document for any query",
         ),
     ],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.mining.negatives import REASONS, Candidates, NegativeRules, QueryFacts, choose_negatives
+from embeddings.mining.negatives import REASONS, MinedQueries, NegativeRules, ScoredCandidates, choose_negatives
 
 FREE = {"margin": None, "num_negatives": 3}
 
@@ -52,7 +52,7 @@ def loop(candidates, facts, rules):
 
 
 def world(seed, num_teachers=1, queries=6, width=12):
-    """Candidates with many ties, scores of both signs, copies, the queries' own texts, and gaps."""
+    """ScoredCandidates with many ties, scores of both signs, copies, the queries' own texts, and gaps."""
     generator = np.random.default_rng(seed)
     row = np.stack([generator.permutation(30)[:width] for _ in range(queries)])
     text = np.where(row % 7 == 0, 1000, row)
@@ -62,11 +62,11 @@ def world(seed, num_teachers=1, queries=6, width=12):
     known_group = np.sort(generator.integers(0, 3, 8))
     known_row = generator.integers(0, 30, 8)
     positive = (generator.integers(-4, 5, (num_teachers, queries)) / 4).astype(np.float32)
-    facts = QueryFacts(
+    facts = MinedQueries(
         np.arange(queries) + 100, generator.integers(0, 30, queries), group, known_group, known_row,
         np.where(generator.random(8) < 0.5, known_row, 500), positive,
     )  # fmt: skip
-    return Candidates(row, text, scores), facts
+    return ScoredCandidates(row, text, scores), facts
 
 
 def pairs(negatives):
@@ -109,13 +109,13 @@ def one_query(scores, positive, **known):
     """One query whose candidates are documents 0, 1, … with these scores, in one or several teachers' rows."""
     score_TQC = np.atleast_2d(np.array(scores, np.float32))[:, None]
     width = score_TQC.shape[2]
-    facts = QueryFacts(
+    facts = MinedQueries(
         np.array([0]), np.array([known.get("query_hash", -1)]), np.array([0]), np.array([0]),
         np.array([known.get("row", 99)]), np.array([known.get("hash", 99)]),
         np.atleast_1d(np.array(positive, np.float32))[:, None],
     )  # fmt: skip
     texts = np.array([known.get("hashes", range(width))])
-    return Candidates(np.arange(width)[None], texts, score_TQC), facts
+    return ScoredCandidates(np.arange(width)[None], texts, score_TQC), facts
 
 
 def rows(candidates_and_facts, **options):
@@ -170,9 +170,11 @@ def test_a_draw_is_of_the_window_hardest_first_and_follows_from_seed_query_and_d
         assert found == [pair for pair in left if pair in found]
         assert len(found) == min(3, len(left))
     mixed = np.random.default_rng(0).permutation(candidates.row_QC.shape[1])
-    shuffled = Candidates(candidates.row_QC[:, mixed], candidates.hash_QC[:, mixed], candidates.score_TQC[:, :, mixed])
+    shuffled = ScoredCandidates(
+        candidates.row_QC[:, mixed], candidates.hash_QC[:, mixed], candidates.score_TQC[:, :, mixed]
+    )
     np.testing.assert_array_equal(choose_negatives(shuffled, facts, rules).row_QN, drawn.row_QN)
-    last = Candidates(*(part[..., -1:, :] for part in candidates[:3]))
+    last = ScoredCandidates(*(part[..., -1:, :] for part in candidates[:3]))
     alone = facts._replace(
         number_Q=facts.number_Q[-1:], hash_Q=facts.hash_Q[-1:], group_Q=facts.group_Q[-1:],
         positive_score_TQ=facts.positive_score_TQ[:, -1:],

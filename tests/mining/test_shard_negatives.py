@@ -88,7 +88,7 @@ def test_a_query_among_its_own_positives_still_gets_all_ranks(world):
 
 
 def test_known_positives_beyond_the_limit_cost_ranks_and_nothing_else(world, monkeypatch):
-    monkeypatch.setattr(shard_negatives, "MOST_OWN_TEXTS", 0)
+    monkeypatch.setattr(shard_negatives, "MAX_OWN_TEXTS", 0)
     _, miner = world
     mined = miner(NegativeRules(num_negatives=12, margin=None, last_rank=12), Teacher(spread=0.1)).mine(2)
     assert mined.num_candidates == 6 * 13

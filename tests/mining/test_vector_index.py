@@ -206,7 +206,7 @@ def test_the_hash_is_of_vectors_and_manifest_without_versions(folder, tmp_path, 
 
 
 def test_it_is_shown_how_far_vectors_are_added_and_searched(folder, monkeypatch, capsys):
-    monkeypatch.setattr("embeddings.mining.vector_index._PROGRESS_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr("embeddings.common.jobs.PROGRESS_DELAY_SECONDS", 0.0)
     # A shard is read in several pieces.
     monkeypatch.setattr("embeddings.inference.vector_folder.DOCUMENT_TILE", 2)
     every = f"{folder.num_documents}/{folder.num_documents}"

@@ -6,7 +6,7 @@ import pytest
 from embeddings.common import InputError
 from embeddings.mining import qrels as module
 from embeddings.mining.pair_index import index_pairs
-from embeddings.mining.qrels import DocumentJudgments, JudgedTexts
+from embeddings.mining.qrels import DocumentQrels, TextQrels
 from tests.data.rows import write_jsonl
 from tests.mining.test_pair_index import source
 
@@ -48,7 +48,7 @@ def test_levels_and_further_positives_equal_a_loop(block, tmp_path, monkeypatch)
     index = index_pairs(source(tmp_path, ROWS), tmp_path / "index", corpus)
     rows = np.arange(len(ROWS))
     known = index.known_positives(rows)
-    judgments = DocumentJudgments(JudgedTexts.of(JUDGED, "qrels"), index, "qrels")
+    judgments = DocumentQrels(TextQrels.of(JUDGED, "qrels"), index, "qrels")
     judged = judgments.of_queries(np.asarray(index.query_hashes), known)
     positives = {"q0": {"a", "b"}, "q1": {"b", "c"}, "q2": {"nobody judged this"}, "q3": {"d"}}
     expected = loop([row for row in JUDGED if row[1] != "not there"], positives)
@@ -67,11 +67,11 @@ def test_levels_and_further_positives_equal_a_loop(block, tmp_path, monkeypatch)
 
 
 def test_of_a_pair_judged_twice_the_higher_grade_counts_and_order_does_not():
-    first = JudgedTexts.of([("q", "a", 1), ("q", "b", 0), ("q", " a", 2)], "qrels")
-    second = JudgedTexts.of([("q", "a ", 2), ("q", "a", 1), ("q", "b", 0)], "qrels")
+    first = TextQrels.of([("q", "a", 1), ("q", "b", 0), ("q", " a", 2)], "qrels")
+    second = TextQrels.of([("q", "a ", 2), ("q", "a", 1), ("q", "b", 0)], "qrels")
     assert sorted(first.grade_J.tolist()) == [0, 2]
     assert first.sha256() == second.sha256()
-    assert first.sha256() != JudgedTexts.of([("q", "a", 1), ("q", "b", 0)], "qrels").sha256()
+    assert first.sha256() != TextQrels.of([("q", "a", 1), ("q", "b", 0)], "qrels").sha256()
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_of_a_pair_judged_twice_the_higher_grade_counts_and_order_does_not():
 )
 def test_judgments_that_set_nothing_apart_are_refused(judged, says):
     with pytest.raises(InputError, match=says):
-        JudgedTexts.of(judged, "qrels")
+        TextQrels.of(judged, "qrels")
 
 
 @pytest.mark.parametrize("judged", [[("q9", "a", 1), ("q9", "b", 0)], [("q0", "x", 1), ("q0", "y", 0)]])
 def test_judgments_of_other_queries_or_documents_are_refused(judged, tmp_path):
     index = index_pairs(source(tmp_path, ROWS), tmp_path / "index")
     with pytest.raises(InputError, match="qrels: judges no document for any query of the source"):
-        DocumentJudgments(JudgedTexts.of(judged, "qrels"), index, "qrels")
+        DocumentQrels(TextQrels.of(judged, "qrels"), index, "qrels")
