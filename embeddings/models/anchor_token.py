@@ -161,13 +161,8 @@ def fastest_sums(
 def fused_sums(attention: CapturedAttention, is_token_NL: Tensor, axis: Axis = "key", per_head: bool = False) -> Tensor:
     """The sums of logarithms by Triton kernels; arguments, result and gradients of `tiled_sums`.
 
-    A first pass finds each query's log-sum-exp, a second sums log(K exp(score - lse) + 1); both make the scores anew.
-
-    Memory: (N, A, L) and the inputs' own size, forward and backward; no score leaves the chip.
-    Precision: products and sums in float32; those of bfloat16 or float16 inputs are exact, those of float32 never
-        TF32. No atomic additions: the result is the same from run to run.
-    Raises:
-        ImportError: If there is no triton.
+    Memory: (N, A, L) and the inputs' own size; no score leaves the chip. Precision: float32, never TF32. No atomic
+    additions, so the result is the same in every run. Raises ImportError without triton.
     """
     from .anchor_kernels import FusedSums
 

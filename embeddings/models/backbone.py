@@ -118,6 +118,14 @@ def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTo
         OptionError: If the attention cannot be made bidirectional.
     """
     folder = resolve_model(config.name, config.revision)
+    model = load_configured(folder, config)
+    return model, load_tokenizer(folder, model)
+
+
+def load_configured(
+    folder: Path, config: BackboneConfig, auto_class: Any = AutoModel, new_head: bool = False
+) -> PreTrainedModel:
+    """The model of a local folder as a config says, checked to be bidirectional if it is to be; see `load_model`."""
     model = load_model(
         folder,
         DTYPES[config.dtype],
@@ -125,12 +133,14 @@ def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTo
         make_bidirectional=config.bidirectional,
         dropout=config.dropout,
         num_layers=config.num_layers,
+        auto_class=auto_class,
+        new_head=new_head,
     )
     if config.bidirectional:
-        require_bidirectional(model)
+        require_bidirectional(model if auto_class is AutoModel else model._modules[model.base_model_prefix])  # type: ignore[arg-type]
     if config.gradient_checkpointing:
         enable_checkpointing(model)
-    return model, load_tokenizer(folder, model)
+    return model
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
@@ -153,20 +163,11 @@ def load_model(
 ) -> PreTrainedModel:
     """The Hugging Face model of a local folder, without a pooling layer; of an encoder with a decoder, the encoder.
 
-    Args:
-        folder: Where its files lie.
-        dtype: Dtype of the weights, the checkpoint's own if "auto".
-        attn_implementation: As in `BackboneConfig`.
-        make_bidirectional: Whether a decoder's causal mask is turned off.
-        dropout: As in `BackboneConfig`.
-        num_layers: As in `BackboneConfig`.
-        auto_class: What chooses the model's class: `AutoModel`, or one that puts a head on it.
-        new_head: Whether weights that the checkpoint lacks outside the backbone are left random.
-        unused: A list to add the names of tensors to that the model has no use for.
+    Args as in `BackboneConfig`, and: `auto_class` chooses the model's class, `new_head` leaves weights random that the
+    checkpoint lacks outside the backbone, `unused` collects the names of tensors that the model has no use for.
 
     Raises:
-        OptionError: If dropout is asked of a model that has none, more layers than there are, or an attention that
-            cannot be had.
+        OptionError: If dropout, number of layers or attention are impossible for the model.
         InputError: If a file is missing or damaged, or the weights do not fit the config; where some are missing, a
             `MissingWeightsError`.
     """
@@ -273,14 +274,10 @@ def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder, padding on the right, whatever model it is for.
-
-    Args:
-        folder: Where its files lie.
-        kind: What reads them: by default the class that they name.
+    """The tokenizer of a local folder, padding on the right; `kind` reads it, by default the class that its files name.
 
     Raises:
-        InputError: If there is none, it is not whole, or it has neither a pad nor an end-of-sequence token.
+        InputError: If there is none, it is incomplete, or it has neither a pad nor an end-of-sequence token.
     """
     check_tokenizer_files(folder)
     if not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):

@@ -298,13 +298,10 @@ def longest_text(backbone: nn.Module, num_prefix: int) -> int | None:
 
 @torch.no_grad()
 def check_position_free(backbone: nn.Module) -> None:
-    """Check that a backbone reads a context as a set, and a text without one as it always does.
-
-    Runs four tiny forward passes, with a text's own word embeddings as the context.
+    """Check, by four tiny forward passes, that a backbone reads a context as a set and a text alone as always.
 
     Raises:
-        ValueError: If the order of the context changes a state, the context does not, the text alone is read otherwise
-            than by the backbone itself, or positions cannot be left out; the message is the rule that was broken.
+        ValueError: If it does not, or positions cannot be left out; the message is the rule that was broken.
     """
     model = plain_model(backbone)
     attention = model.config._attn_implementation

@@ -198,20 +198,24 @@ class Embedder(nn.Module):
         dropout: float | None = None,
     ) -> Self:
         """The embedder around a backbone that was loaded with this dropout; None for the directory's own."""
-        parts = read_model_directory(folder, backbone, tokenizer)
+        return cls.of_parts(folder, backbone, tokenizer, read_model_directory(folder, backbone, tokenizer))
+
+    @classmethod
+    def of_parts(
+        cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, parts: ModelParts
+    ) -> Self:
+        """The embedder of a directory's parts.
+
+        Raises:
+            InputError: If they do not fit together.
+        """
+        options = {name: getattr(parts, name) for name in ("norm", "head", "normalize", "text", "trained_widths")}
         try:
-            return cls(
-                backbone,
-                tokenizer,
-                parts.pooling,
-                norm=parts.norm,
-                head=parts.head,
-                normalize=parts.normalize,
-                text=parts.text,
-                trained_widths=parts.trained_widths,
-            )
+            return cls(backbone, tokenizer, parts.pooling, **options)
         except OptionError as error:
-            raise InputError(str(folder), f"its parts do not fit: {error}", "export the model again") from error
+            raise InputError(
+                str(folder), f"its parts do not fit: {error}", "take a complete copy of the model"
+            ) from error
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a sentence-transformers directory, atomically; adapters are merged into the written weights.
@@ -219,14 +223,8 @@ class Embedder(nn.Module):
         Raises:
             OptionError: If the pooling has no name in the table.
         """
-        parts = ModelParts(
-            self.pooling,
-            self.head,
-            self.normalize,
-            self.text,
-            trained_widths=self.trained_widths,
-            norm=self.norm,
-        )
+        widths = self.trained_widths
+        parts = ModelParts(self.pooling, self.head, self.normalize, self.text, trained_widths=widths, norm=self.norm)
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
 
 

@@ -26,13 +26,11 @@ from embeddings.common import OptionError
 from embeddings.common.text import one_line
 from embeddings.common.types import positions_in_document
 from embeddings.models.backbone import (
-    DTYPES,
     BackboneConfig,
     check_attention,
     check_flex,
-    enable_checkpointing,
     highest_id,
-    load_model,
+    load_configured,
     load_tokenizer,
     quiet_transformers,
     read_config,
@@ -131,22 +129,8 @@ def load_language_model(
         return new_model(config, auto_class)
     folder = resolve_model(config.name, config.revision)
     _check_kind(read_config(folder), kind)
-    model = load_model(
-        folder,
-        DTYPES[config.dtype],
-        config.attn_implementation,
-        make_bidirectional=config.bidirectional,
-        dropout=config.dropout,
-        num_layers=config.num_layers,
-        auto_class=auto_class,
-        new_head=new_head,
-    )
-    tokenizer = load_tokenizer(folder, model)
-    if config.bidirectional:
-        require_bidirectional(_backbone(model))
-    if config.gradient_checkpointing:
-        enable_checkpointing(model)
-    return model, tokenizer
+    model = load_configured(folder, config, auto_class, new_head)
+    return model, load_tokenizer(folder, model)
 
 
 class LanguageModel(nn.Module):
@@ -258,7 +242,7 @@ def head_logits(model: PreTrainedModel, state_PH: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Check on a tiny text that the head applied to the backbone's states gives the model's own logits.
+    """Check on a tiny text that the head on the backbone's states gives the model's own logits.
 
     Raises:
         OptionError: If it does not, or the model has no backbone of its own.
@@ -325,13 +309,7 @@ def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:
 
 
 def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model with random weights in float32, in evaluation mode, and its tokenizer.
-
-    Determinism: the weights follow from torch's random state.
-
-    Args:
-        scratch: What to make.
-        auto_class: What chooses the model's class, such as `AutoModelForCausalLM`.
+    """A model with random weights in float32, in evaluation mode, and its tokenizer; torch's random state decides.
 
     Raises:
         OptionError: If the settings make no model, or its attention cannot be made bidirectional.
@@ -374,19 +352,11 @@ _ATTENTIONS = ("eager", "sdpa")
 
 
 def document_inputs(model: PreTrainedModel, document_NL: Tensor, causal: bool) -> dict[str, Tensor]:
-    """The mask and the positions with which a model reads each document of a row as if it were alone.
+    """Mask and positions with which a model reads each document of a row as if it were alone.
 
-    Args:
-        model: An encoder, or a decoder with or without its causal mask.
-        document_NL: Which document of its row a token is of, -1 for padding, (N, L) int64. Padding sees padding, so
-            that no row of the mask is empty.
-        causal: Whether a token sees only those before it.
-
-    Returns:
-        `attention_mask`, (N, 1, L, L), bool for sdpa and 0 or the lowest number of the model's dtype for eager;
-        `position_ids`, (N, L) int64, counted from each document's start.
-
-    Memory: L values a token. Source: none of the papers separates packed documents; here it is a choice.
+    `document_NL`, (N, L) int64, says which document of its row a token is of, -1 for padding; padding sees padding, so
+    no row of the mask is empty. Gives `attention_mask`, (N, 1, L, L), bool for sdpa and additive for eager, and
+    `position_ids`, (N, L) int64, counted from each document's start. Memory: L values a token.
     """
     sees_NLL = document_NL[:, :, None] == document_NL[:, None, :]
     if causal:

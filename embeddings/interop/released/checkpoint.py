@@ -192,10 +192,9 @@ class ReleasedWeights:
 
 
 def released_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a published folder, as its tokenizer.json has it where there is one.
+    """The tokenizer of a published folder, from its tokenizer.json where there is one.
 
-    The class that a published tokenizer names may build its own from the vocabulary, which splits some texts otherwise;
-    its config.json may name classes that are not here.
+    The class that a published tokenizer names may rebuild it from the vocabulary and then split some texts otherwise.
 
     Raises:
         InputError: If there is none, or it cannot be read.
@@ -355,12 +354,7 @@ class Imported(NamedTuple):
 
 
 def empty_model(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:
-    """The model of a config without values: names and shapes alone.
-
-    Args:
-        config: What it is made of.
-        auto_class: What chooses the model's class: `AutoModel`, or one that puts a head on it.
-    """
+    """The model of a config without values, names and shapes only; `auto_class` chooses its class."""
     with torch.device("meta"), quiet_transformers():
         model = auto_class.from_config(config)
     assert isinstance(model, PreTrainedModel)
@@ -368,12 +362,7 @@ def empty_model(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreTra
 
 
 def filled_model(empty: PreTrainedModel, state: dict[str, Tensor]) -> PreTrainedModel:
-    """The model that an empty one stands for, in evaluation mode and in the dtype of its first tensor.
-
-    Args:
-        empty: What `empty_model` gave.
-        state: A tensor for each of its names.
-    """
+    """The model of `empty_model` with a tensor for each of its names, in evaluation mode and the first one's dtype."""
     kind: Any = type(empty)
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     with quiet_transformers():
@@ -386,12 +375,7 @@ def filled_model(empty: PreTrainedModel, state: dict[str, Tensor]) -> PreTrained
 def take_parts(
     key_map: KeyMap, weights: ReleasedWeights, parts: Mapping[str, nn.Module]
 ) -> tuple[dict[str, dict[str, Tensor]], KeyReport]:
-    """The tensors of a model in parts, each part's under its own names.
-
-    Args:
-        key_map: Where they lie; our names begin with the part's.
-        weights: The checkpoint's.
-        parts: Modules by name, empty ones or not.
+    """The tensors of a model in parts, each part's under its own names; our names in the map begin with the part's.
 
     Raises:
         InputError: If the checkpoint does not fit; see `KeyMap.take`.

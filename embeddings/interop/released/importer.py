@@ -144,15 +144,10 @@ def check_name(known_as: str | None) -> None:
 
 
 def usage_name(model: Embedder | LanguageModel, source: str, known_as: str | None = None) -> str | None:
-    """Which one of `USAGES` an imported model is; None for none of them.
+    """Which one of `USAGES` an imported model is, None for none.
 
-    No file tells v1.5 from what was trained on from it, so the name decides: the last part of the Hub id or directory,
-    and in the Hub's own cache the repository's. Backbone and width must agree.
-
-    Args:
-        model: What was read.
-        source: Where from: a directory or Hub id.
-        known_as: The model's published name, where the source has another.
+    No file tells v1.5 from a model trained on from it, so the name decides: `known_as`, else the last part of the Hub
+    id or directory, in the Hub's cache the repository's. Backbone and width must agree.
 
     Raises:
         OptionError: If `known_as` is a model of another backbone or width.
@@ -206,7 +201,7 @@ KNOWN = "nvembed, nomic_bert, cde-small, adapters of LLM2Vec, or a sentence-tran
 
 
 def folders_of(folder: Path, base: Sequence[str] = ()) -> list[Path]:
-    """The folders that a checkpoint is read from: its own, and of an adapter those of what it adapts.
+    """The folders that a checkpoint is read from: its own, and for an adapter those of what it adapts.
 
     Raises:
         InputError: If what an adapter adapts cannot be had.
@@ -253,13 +248,7 @@ _LICENCE = re.compile(r"""^license:[ \t]*["']?([A-Za-z0-9][A-Za-z0-9.+-]*)["']?[
 
 
 def stated_licence(folder: Path) -> str | None:
-    """The `license` of the front matter of a folder's `README.md`, as the Hub names it; None where it states none.
-
-    Nothing else of the file is read, and nothing of it is copied. Of several licences none is taken.
-
-    Args:
-        folder: Where the published files lie.
-    """
+    """The `license` in the header of a folder's `README.md`, as the Hub names it; None for none or several."""
     try:
         text = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -90,11 +90,9 @@ def load(folder: Path, base: Sequence[str] = (), assumed: Assumed | None = None)
 
 @torch.no_grad()
 def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
-    """Add an adapter's updates to the weights of a model, in place.
+    """Add an adapter's updates to a model's weights in place: in float32, rounded once to the weight's dtype.
 
-    The report names the weight that each of its tensors went into, and the adapter in front of the tensor.
-
-    Precision: in float32, rounded once to the dtype of the weight.
+    The report names the weight that each tensor went into, and the adapter in front of the tensor.
 
     Raises:
         InputError: If the adapter is incomplete, of another kind, or of another model.
@@ -148,11 +146,7 @@ def _targets(model: PreTrainedModel, config: ReleasedConfig) -> dict[str, nn.Lin
 
 
 def adapter_chain(folder: Path, base: Sequence[str]) -> tuple[list[Path], Path]:
-    """The adapters, the outermost first, and the folder of the decoder.
-
-    Args:
-        folder: The outermost.
-        base: As in `load`.
+    """The adapters, the outermost first, and the folder of the decoder; `base` as in `load`.
 
     Raises:
         InputError: If an adapter does not say what it adapts, or that cannot be had.

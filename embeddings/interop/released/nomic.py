@@ -106,14 +106,10 @@ def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -
 
 
 def longest_text(config: ReleasedConfig) -> int | None:
-    """The longest text in tokens, where `rotary_scaling_factor` asks to turn longer ones more slowly, else None.
+    """The longest text in tokens, where `rotary_scaling_factor` asks to rotate longer ones more slowly, else None.
 
-    The published code then takes the rotary base from the longest text that the process has met, so a vector depends on
-    the texts beside it and before it. Here every text turns as in training, and a longer one is cut: all others have
-    the published vectors.
-
-    Raises:
-        InputError: If a field is missing or damaged.
+    The published code then takes the rotary base from the longest text of the process so far, so a vector depends on
+    other texts. Here every text is rotated as in training, and a longer one is cut.
     """
     if config.fields.get("rotary_scaling_factor") is None:
         return None

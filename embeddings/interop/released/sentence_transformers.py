@@ -43,17 +43,10 @@ def described_embedder(
     prompts: Mapping[str, str],
     longest: int | None = None,
 ) -> Embedder:
-    """The embedding model around a backbone, its pooling and its texts as the folder says.
+    """The embedding model around a backbone, with pooling and texts as the folder says.
 
-    Where the folder says nothing: the mean of all tokens, of unit length, of texts as long as tokenizer and positions
-    allow.
-
-    Args:
-        folder: What was published.
-        backbone: Its backbone.
-        tokenizer: Its tokenizer.
-        prompts: Those that the folder need not name.
-        longest: The maximum number of tokens of a text, whatever the folder says; None where that holds.
+    Where the folder says nothing: the mean of all tokens, unit length, texts as long as tokenizer and positions allow.
+    `prompts` are those that the folder need not name, `longest` a limit of length whatever the folder says.
 
     Raises:
         InputError: If a file is damaged, a module is unknown, or the parts do not fit together.
@@ -68,16 +61,4 @@ def described_embedder(
         lengths = (text.query_max_length, text.document_max_length)
         query, document = (min(length, longest) for length in lengths)
         text = replace(text, query_max_length=query, document_max_length=document)
-    try:
-        return Embedder(
-            backbone,
-            tokenizer,
-            parts.pooling,
-            norm=parts.norm,
-            head=parts.head,
-            normalize=parts.normalize,
-            text=text,
-            trained_widths=parts.trained_widths,
-        )
-    except ValueError as error:
-        raise InputError(str(folder), f"its parts do not fit: {error}", "take a complete copy of the model") from error
+    return Embedder.of_parts(folder, backbone, tokenizer, replace(parts, text=text))

@@ -260,16 +260,7 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def loop_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
-    """The weighted sum over each token's experts, one expert after another: what every other back end must equal.
-
-    Args:
-        token_TH: States, (T, H), in the weights' dtype.
-        routing: Where each token goes.
-        weights: The experts.
-
-    Returns:
-        The sum, (T, H), float32 or better.
-    """
+    """The sum over each token's experts, (T, H), float32 or better, one expert after another: a reference."""
     sum_TH = token_TH.new_zeros(token_TH.shape, dtype=routing.weight_TK.dtype)
     for expert in range(len(weights.w1_XFH)):
         token_t, choice_t = (routing.expert_TK == expert).nonzero(as_tuple=True)
@@ -297,19 +288,10 @@ def grouped_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights) 
 
 
 def sorted_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights, mlps: SortedMlps) -> Tensor:
-    """The same sum over tokens sorted by expert.
+    """The same sum over tokens sorted by expert, (T, H), float32 or better.
 
-    The T K pairs of token and expert are sorted by expert, so that each expert's rows lie together; the MLPs run over
+    The T K pairs of token and expert are sorted by expert, so that each expert's rows are contiguous; `mlps` runs over
     them, and each row is added, weighted, to its token's output.
-
-    Args:
-        token_TH: States, (T, H), in the weights' dtype.
-        routing: Where each token goes.
-        weights: The experts.
-        mlps: What passes each expert's rows through its MLP.
-
-    Returns:
-        The sum, (T, H), float32 or better.
     """
     order_P = routing.expert_TK.flatten().sort(stable=True).indices
     token_P = order_P // routing.expert_TK.shape[1]
@@ -320,14 +302,7 @@ def sorted_experts(token_TH: Tensor, routing: Routing, weights: ExpertWeights, m
 
 
 def grouped_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights, product: GroupedProduct) -> Tensor:
-    """Each expert's MLP over its own rows, by two grouped products, (P, H).
-
-    Args:
-        row_PH: Rows sorted by expert, (P, H).
-        count_X: How many of them each expert has, (X,) int64.
-        weights: The experts.
-        product: What multiplies each expert's rows with its matrix.
-    """
+    """Each expert's MLP over its own rows, (P, H), by two grouped products; `count_X` are the experts' rows."""
     end_X = count_X.cumsum(0).to(torch.int32)
     inner_PF = product(row_PH, weights.w1_XFH.transpose(1, 2), end_X)
     if weights.bias_XF is not None:
@@ -379,26 +354,11 @@ def pass_experts(
     bias_XF: Tensor | None,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Each expert's MLP over its own rows:  o = act(x W1_e^T + b1_e) W2_e.
+    """Each expert's MLP over its own rows, (P, H):  o = act(x W1_e^T + b1_e) W2_e.
 
-    The values of two grouped products, in half the memory for the backward pass and, on a CPU from some hundred
-    rows an expert on, in no more time. Of an expert's inner states, what the activation is given is kept, and the
-    backward pass computes the activation again; the experts' gradients are written where they lie in the gradient of
-    the whole. Autograd over grouped products keeps both sides of the activation, and makes each for all experts at
-    once, in memory that the process has just been handed.
-
-    Args:
-        row_PH: Rows sorted by expert, (P, H).
-        size_X: How many of them each expert has.
-        w1_XFH: Each expert's first matrix, (X, F, H).
-        w2_XFH: Each expert's second matrix, (X, F, H).
-        bias_XF: Each expert's bias after the first matrix, (X, F), or None.
-        activation: What follows it, without parameters of its own: they would get no gradient.
-
-    Returns:
-        The outputs, (P, H), in the rows' dtype.
-
-    Memory for the backward pass: P (F + H) values, beside the matrices.
+    The values of two grouped products, with half the memory for the backward pass: P (F + H) values beside the
+    matrices. It keeps each expert's input of the activation, computes the activation again, and writes gradients in
+    place. `activation` must have no parameters: they would get no gradient.
     """
     output_PH: Tensor = _ExpertPasses.apply(row_PH, w1_XFH, w2_XFH, bias_XF, size_X, activation)  # type: ignore[no-untyped-call]
     return output_PH
