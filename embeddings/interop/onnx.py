@@ -193,14 +193,14 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-# sentence-transformers names graphs so: signed weights of 8 bits, for CPUs that sum their products in 32.
+# The file name that sentence-transformers gives: signed weights of 8 bits, for CPUs that sum their products in 32.
 INT8_GRAPH_FILE = GRAPH_FILE.with_name("model_qint8_avx512_vnni.onnx")
 
 
 def write_int8_onnx(folder: Path) -> float:
     """Write a model directory's graph once more, its weights rounded to 8 bits and its inputs rounded as they come.
 
-    A weight's row has one scale, and the whole input of a layer has one, which onnxruntime finds anew at each call: a
+    Each weight row has one scale. The input of a layer has one too, which onnxruntime computes at each call: a
     text's vector depends a little on the texts beside it.
 
     Args:

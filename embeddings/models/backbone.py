@@ -192,7 +192,7 @@ def load_model(
     try:
         with quiet_transformers():
             model, report = auto_class.from_pretrained(folder, output_loading_info=True, **options)
-    except Exception as error:  # what a config that fits no model meets in transformers is of any kind
+    except Exception as error:  # a config that fits no model raises anything in transformers
         if attn_implementation is not None and "attention" in str(error).lower():
             rule, fix = f"cannot be had: {_first_line(error)}", "set it to sdpa, or install what it needs"
             raise OptionError("backbone.attn_implementation", attn_implementation, rule, fix) from error
@@ -214,7 +214,7 @@ def load_model(
 
 
 def _check_weights(folder: Path) -> None:
-    """Check that the weights are the folder's own, whole and as safetensors, before transformers goes where it is sent.
+    """Check that the weights are the folder's own and safetensors, before transformers follows a reference elsewhere.
 
     Raises:
         InputError: If adapters ask for a model of elsewhere, or an index of shards for other files.
@@ -228,7 +228,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """The config of a local folder's model; no code of the folder runs.
 
     Raises:
-        InputError: If there is none, it is of no architecture that is known here, or it asks for code.
+        InputError: If there is none, its architecture is unknown, or it asks for code.
     """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

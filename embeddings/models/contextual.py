@@ -42,7 +42,7 @@ class ContextualEmbedder(Embedder):
     """Tokens and a context to vectors: CDE's two stages.
 
     The first stage makes one vector of each context document. The second stage reads [J context vectors | S soft-prompt
-    vectors | word embeddings] with attention over all, pools the states of the text's tokens alone, and adds a residual
+    vectors | word embeddings] with attention over all, pools only the states of the text's tokens, and adds a residual
     projection. Context vectors have no position, so their order changes nothing. Queries and documents share the
     weights, the two stages do not.
 
@@ -167,7 +167,7 @@ class ContextualEmbedder(Embedder):
         Args:
             tokens: N texts padded on the right.
             context: Vectors of `embed_context`, (M, H) with M <= J, shared by all texts; missing ones are null
-                vectors, and None is a context of null vectors alone.
+                vectors, and None is a context of only null vectors.
 
         Returns:
             Vectors, (N, D) float32, of unit length if `normalize`.

@@ -25,20 +25,19 @@ class Embedder(nn.Module):
     """Tokens to vectors: backbone, pooling, an optional layer norm, an optional head, unit length.
 
     A new one is in training mode with all its parts, as every new module is (Hugging Face gives a backbone in
-    evaluation mode, which would switch dropout off in silence); `from_pretrained` returns it in evaluation mode.
+    evaluation mode, which would silently switch dropout off); `from_pretrained` returns it in evaluation mode.
 
     Args:
         backbone: A Hugging Face encoder or decoder, adapted by peft or not.
         tokenizer: Its tokenizer, padding on the right.
         pooling: States of a text's tokens to one vector.
-        norm: A layer norm of the pooled vector, (H), or None. With no weights of its own it takes the vector's mean off
-            all its numbers, so that vectors which are cut shorter afterwards were centred as wholes:
-            nomic-embed-text-v1.5 is trained so.
+        norm: A layer norm of the pooled vector, (H), or None. Without weights it centres all dimensions, before
+            vectors are cut: nomic-embed-text-v1.5 is trained so.
         head: A linear layer from the hidden size to the embedding width, D, or None for D = H.
         normalize: Whether vectors have unit length.
         text: Lengths, prompts and special tokens of the texts this model reads.
         trained_widths: Widths that its vectors may be cut to, the widest first, as `MatryoshkaInfoNCE` trained them;
-            none where it was trained on whole vectors, or does not say.
+            empty where it was trained on full vectors, or does not say.
 
     Raises:
         OptionError: If pooling, norm or head do not fit the backbone's hidden size, or the pooling cannot have the
@@ -81,7 +80,7 @@ class Embedder(nn.Module):
         self.normalize = normalize
         self.text = TextSettings() if text is None else text
         self.trained_widths = tuple(trained_widths)
-        # The model under LoRA matrices, where its files hold it as it is here.
+        # The model under LoRA matrices, where its files hold the same weights.
         self.frozen_base: FrozenBase | None = None
         self.embedding_dim = self.hidden_size if head is None else head.out_features
         self.train()

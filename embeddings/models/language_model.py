@@ -137,8 +137,8 @@ class LanguageModel(nn.Module):
     """A Hugging Face model with a language-model head, taken apart into states and logits.
 
     The head is whatever the model's own forward does with its backbone's states (transforms, biases, scales, caps):
-    the same forward runs with the states put in the backbone's place. So logits can be computed of some states alone,
-    for any architecture; a check at start-up compares with the whole forward.
+    the same forward runs with the states put in the backbone's place. So logits can be computed of some states only,
+    for any architecture; a check at start-up compares with the full forward.
 
     Args:
         model: The model.

@@ -57,7 +57,7 @@ class ImportFacts:
     Args:
         source: A directory or Hub id.
         revision: Commit, tag or branch of a Hub id.
-        base: What an adapter was merged into, where the user said it.
+        base: The base that an adapter was merged into, where the user named it.
         family: What kind of checkpoint it was.
         used_as: The published model whose card decides more than the files do.
         num_used: Tensors that were read.

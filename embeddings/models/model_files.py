@@ -96,7 +96,7 @@ def weight_files(folder: Path) -> list[Path]:
     shards = read_json(index).get("weight_map")
     for name in shards.values() if isinstance(shards, dict) else [shards]:
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise InputError(str(index), f"names the shard {shown(name)}", "name .safetensors files beside it alone")
+            raise InputError(str(index), f"names the shard {shown(name)}", "name only .safetensors files beside it")
     return [folder / name for name in sorted(set(shards.values()))]
 
 
@@ -270,10 +270,10 @@ def _refuse_revision(name: str, revision: str | None) -> None:
 
 
 def require_folder_or_nothing(target: str | os.PathLike[str]) -> None:
-    """Refuse to write a model where something else than a folder lies.
+    """Refuse to write a model to a path that is not a folder.
 
     Raises:
-        OptionError: If there is a file, or a folder on the way there is none.
+        OptionError: If the path, or one of its parents, is a file.
     """
     path = Path(target).expanduser()
     for place in (path, *path.parents):
@@ -287,8 +287,8 @@ def require_folder_or_nothing(target: str | os.PathLike[str]) -> None:
 def replaced_folder(target: Path) -> Iterator[Path]:
     """A new folder beside `target` that takes its place on leaving without an error.
 
-    At every moment either the old or the new model is whole on disk. What lay in the old folder and is no part of a
-    model is carried over; where that fails, everything goes back to its place.
+    At every moment either the old or the new model is complete on disk. Other files of the old folder are carried over;
+    where that fails, everything is put back.
     """
     require_folder_or_nothing(target)
     target = target.expanduser().resolve()
@@ -300,7 +300,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     try:
         yield new
         _flush(new)
-        # Of two that write one model at a time the second replaces the first one's, whole.
+        # Of two processes that write the same model the second replaces the first one's.
         lock = target.with_name(f".{target.name}.lock")
         with file_lock(lock):
             try:
@@ -309,7 +309,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
                 lock.unlink(missing_ok=True)
         exchanged = True
     finally:
-        # Where even the way back failed, the only whole copy is in there: leave it.
+        # Where even putting back failed, the only complete copy is in there: leave it.
         if exchanged or not os.path.lexists(old):
             shutil.rmtree(workplace, ignore_errors=True)
 

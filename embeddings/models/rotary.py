@@ -22,7 +22,7 @@ from embeddings.models.language_model import VOCABULARY_STEP, load_language_mode
 from embeddings.models.model_files import replaced_folder, require_folder_or_nothing, resolve_model
 
 KINDS = ("xlm-roberta", "roberta", "bert")
-# Rows that no token has are never predicted: e^-100 is nothing beside any other logit.
+# Padding rows are never predicted: their logit is far below any other.
 _UNUSED_BIAS = -100.0
 _COPIED = (
     "hidden_size",
@@ -119,11 +119,11 @@ def write_rotary_model(
 ) -> Conversion:
     """Write a checkpoint's rotary model as a Hugging Face directory, atomically.
 
-    A model that lay there is replaced once the new one is whole, as in every model directory.
+    An existing model is replaced once the new one is complete, as in every model directory.
 
     Args:
         source: A directory or Hub id of XLM-R, RoBERTa or BERT.
-        output: The directory; `MaskedLMModule` adapts what lies there, `BackboneConfig` takes the encoder alone.
+        output: The directory; `MaskedLMModule` adapts what lies there, `BackboneConfig` takes only the encoder.
         num_positions: As in `to_rotary`; the tokenizer's own limit too.
         rope_theta: As in `to_rotary`.
         keep_head: Whether the language-model head goes along, which the adaptation needs.
@@ -144,7 +144,7 @@ def write_rotary_model(
         if not keep_head:
             raise
         what = "lacks weights of its language-model head or of its encoder"
-        raise InputError(str(folder), what, "set keep_head to false for the encoder alone") from error
+        raise InputError(str(folder), what, "set keep_head to false to convert only the encoder") from error
     rotary = to_rotary(model, num_positions, rope_theta)
     tokenizer.model_max_length = num_positions
     with replaced_folder(Path(output)) as new, quiet_transformers():

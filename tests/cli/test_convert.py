@@ -76,7 +76,11 @@ def test_an_earlier_model_is_replaced_and_the_output_is_no_source(
         ("unknown", [], "config.json: "),
         ("file", [], "is no directory"),
         ("mistral", [], "model has no rotary form here, got 'mistral'; convert one of xlm-roberta, roberta, bert"),
-        ("headless", [], "of its language-model head or of its encoder; set keep_head to false for the encoder alone"),
+        (
+            "headless",
+            [],
+            "of its language-model head or of its encoder; set keep_head to false to convert only the encoder",
+        ),
         ("bert", ["--num-positions", "0"], "num_positions must be >= 1, got 0"),
         ("bert", ["--rope-theta", "1"], "rope_theta must be > 1, got 1"),
         ("bert", ["--keep-head", "perhaps"], "unrecognized arguments: perhaps"),

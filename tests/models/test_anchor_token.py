@@ -96,7 +96,7 @@ def test_the_key_axis_under_a_causal_mask_is_refused_with_its_two_ways_out():
 
 
 @torch.no_grad()
-def test_the_tap_changes_no_state_of_the_backbone_and_its_config_stays():
+def test_the_capture_changes_no_state_of_the_backbone_and_its_config_stays():
     for kind in ("bert", "mistral"):
         with_tap, without = embedder_of(kind), backbone_of(kind)
         arguments = {"input_ids": TOKENS.input_ids_NL, "attention_mask": TOKENS.attention_mask_NL.long()}
@@ -118,9 +118,9 @@ def test_weights_sum_to_one_over_the_pooled_tokens_whatever_the_padding():
                 TOKENS.input_ids_NL, TOKENS.attention_mask_NL, TOKENS.pooling_mask_NL,
             ))
         )  # fmt: skip
-        with embedder.capture.open() as tapped:
+        with embedder.capture.open() as captured:
             embedder.backbone(input_ids=padded.input_ids_NL, attention_mask=padded.attention_mask_NL.long())
-        weight = embedder.pooling.weights(padded.pooling_mask_NL, padded.attention_mask_NL, tapped())
+        weight = embedder.pooling.weights(padded.pooling_mask_NL, padded.attention_mask_NL, captured())
         torch.testing.assert_close(weight.sum(1), torch.ones(4))
         assert weight.masked_select(~padded.pooling_mask_NL).eq(0).all()
         found.append(weight[:, :12])
@@ -190,7 +190,7 @@ def attention(dtype: torch.dtype = torch.float64, is_causal: bool = False, mask:
     return CapturedAttention(query, key, mask, is_causal, 0.5)
 
 
-def looped(tapped, axis, per_head, by_visible):
+def looped(captured, axis, per_head, by_visible):
     """Eq. 3 written out: one text, one head, one query at a time; the softmax is torch's."""
     rows = []
     for text, length in enumerate(IS_TOKEN.sum(1).tolist()):
@@ -199,11 +199,11 @@ def looped(tapped, axis, per_head, by_visible):
         for head in range(6):
             of_head = [torch.zeros((), dtype=torch.float64) for _ in range(7)]
             for j in range(length):
-                sees = [i for i in range(length) if not tapped.is_causal or i <= j]
-                if tapped.mask is not None:
-                    sees = [i for i in sees if tapped.mask[text, 0, j, i]]
-                key = tapped.key_NGLE[text, head // 2]
-                score = torch.stack([tapped.query_NALE[text, head, j] @ key[i] for i in sees]) * tapped.scaling
+                sees = [i for i in range(length) if not captured.is_causal or i <= j]
+                if captured.mask is not None:
+                    sees = [i for i in sees if captured.mask[text, 0, j, i]]
+                key = captured.key_NGLE[text, head // 2]
+                score = torch.stack([captured.query_NALE[text, head, j] @ key[i] for i in sees]) * captured.scaling
                 for i, paid in zip(sees, score.softmax(0), strict=True):
                     place = i if axis == "key" else j
                     of_head[place] = of_head[place] + torch.log(length * paid + 1)
@@ -222,15 +222,15 @@ def test_weights_and_gradients_equal_a_loop_at_every_tile(axis, per_head, by_vis
     mask = None
     if kind == "masked":
         mask = (torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(1)) > 0.4) | torch.eye(7).bool()
-    tapped = attention(is_causal=kind == "causal", mask=mask)
+    captured = attention(is_causal=kind == "causal", mask=mask)
     direction = torch.randn(2, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    expected = looped(tapped, axis, per_head, by_visible)
-    expected_gradients = torch.autograd.grad((expected * direction).sum(), (tapped.query_NALE, tapped.key_NGLE))
+    expected = looped(captured, axis, per_head, by_visible)
+    expected_gradients = torch.autograd.grad((expected * direction).sum(), (captured.query_NALE, captured.key_NGLE))
     for tile in TILES:
         monkeypatch.setattr(weights_module, "TILE_SCORES", tile)
-        found = anchor_weights(tapped, IS_TOKEN, axis, per_head, by_visible)
+        found = anchor_weights(captured, IS_TOKEN, axis, per_head, by_visible)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        gradients = torch.autograd.grad((found * direction).sum(), (tapped.query_NALE, tapped.key_NGLE))
+        gradients = torch.autograd.grad((found * direction).sum(), (captured.query_NALE, captured.key_NGLE))
         torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-12)
 
 
@@ -239,12 +239,12 @@ def test_no_tile_is_larger_than_its_budget_and_texts_without_tokens_weigh_nothin
     sizes = []
     softmax = torch.Tensor.softmax
     monkeypatch.setattr(torch.Tensor, "softmax", lambda self, **o: (sizes.append(self.numel()), softmax(self, **o))[1])
-    tapped = attention()
-    weight = anchor_weights(tapped, torch.zeros(2, 7, dtype=torch.bool))
+    captured = attention()
+    weight = anchor_weights(captured, torch.zeros(2, 7, dtype=torch.bool))
     assert weight.eq(0).all()
     assert len(sizes) == 7
     weight.sum().backward()
-    assert tapped.query_NALE.grad.eq(0).all()
+    assert captured.query_NALE.grad.eq(0).all()
     assert len(sizes) == 14
     # One query of each of 2 texts and 6 heads is the least that a tile can hold.
     assert max(sizes) == 2 * 6 * 7
@@ -258,8 +258,8 @@ def heads_of(*patterns: Tensor) -> CapturedAttention:
     return CapturedAttention(query, key, None, False, 1.0)
 
 
-def shares(tapped: CapturedAttention, **options) -> Tensor:
-    weight = anchor_weights(tapped, torch.ones(1, tapped.query_NALE.shape[2], dtype=torch.bool), **options)[0]
+def shares(captured: CapturedAttention, **options) -> Tensor:
+    weight = anchor_weights(captured, torch.ones(1, captured.query_NALE.shape[2], dtype=torch.bool), **options)[0]
     return weight / weight.sum()
 
 
@@ -299,19 +299,20 @@ def test_the_logarithm_of_a_product_of_heads_does_not_overflow(num_heads):
     length = 600
     keys = torch.zeros(1, num_heads, length, 1)
     keys[:, :, 7] = 100.0
-    tapped = CapturedAttention(torch.ones(1, num_heads, length, 1), keys, None, False, 1.0)
-    weight = anchor_weights(tapped, torch.ones(1, length, dtype=torch.bool))
+    captured = CapturedAttention(torch.ones(1, num_heads, length, 1), keys, None, False, 1.0)
+    weight = anchor_weights(captured, torch.ones(1, length, dtype=torch.bool))
     assert weight.isfinite().all()
     assert float(weight[0, 7]) == pytest.approx(num_heads * length * math.log(length + 1), rel=1e-5)
 
 
 def test_autocast_rounds_neither_weights_nor_gradients():
-    tapped = attention(torch.float32)
+    captured = attention(torch.float32)
     found = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            weight = anchor_weights(tapped, IS_TOKEN)
-            found.append((weight, *torch.autograd.grad(weight.square().sum(), (tapped.query_NALE, tapped.key_NGLE))))
+            weight = anchor_weights(captured, IS_TOKEN)
+            sides = (captured.query_NALE, captured.key_NGLE)
+            found.append((weight, *torch.autograd.grad(weight.square().sum(), sides)))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
@@ -331,9 +332,9 @@ def without_kernels(*_):
     raise RuntimeError("no compiler\nat all")
 
 
-def shifted(tapped, is_token, axis, per_head):
+def shifted(captured, is_token, axis, per_head):
     """Scores that are off by one in a hundred."""
-    return tiled_sums(replace(tapped, scaling=tapped.scaling * 0.99), is_token, axis, per_head)
+    return tiled_sums(replace(captured, scaling=captured.scaling * 0.99), is_token, axis, per_head)
 
 
 class RightForwardWrongBackward(torch.autograd.Function):
@@ -354,10 +355,10 @@ def nan_weights(*problem):
     return tiled_sums(*problem) * torch.nan
 
 
-def test_a_processor_never_takes_the_fused_way(monkeypatch):
+def test_a_cpu_never_takes_the_fused_way(monkeypatch):
     monkeypatch.setattr(anchor_token, "fused_sums", without_kernels)
-    tapped, is_token = anchor_token._trial(KIND[0])
-    torch.testing.assert_close(fastest_sums(tapped, is_token), tiled_sums(tapped, is_token), rtol=0, atol=0)
+    captured, is_token = anchor_token._trial(KIND[0])
+    torch.testing.assert_close(fastest_sums(captured, is_token), tiled_sums(captured, is_token), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", [KIND, (ProblemKind(CPU, torch.bfloat16, 8, 1, True, True, torch.bool), "query")])
@@ -434,12 +435,12 @@ def test_fused_sums_of_long_texts_need_no_memory_of_length_squared(monkeypatch):
         torch.randn(1, 8, length, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
         for _ in range(2)
     ]
-    tapped = CapturedAttention(*sides, None, False, 0.125)
+    captured = CapturedAttention(*sides, None, False, 0.125)
     is_token = torch.ones(1, length, dtype=torch.bool, device="cuda")
-    expected = tiled_sums(tapped, is_token)
+    expected = tiled_sums(captured, is_token)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = fastest_sums(tapped, is_token)
+    found = fastest_sums(captured, is_token)
     found.sum().backward()
     # One head's matrix of scores alone would be 256 MiB.
     assert torch.cuda.max_memory_allocated() - before < 64 * 2**20
@@ -478,16 +479,16 @@ def problem(dtype=torch.float32, num_shared=1, width=20, is_causal=False, has_wi
     return anchor_token._trial(ProblemKind(device, dtype, width, num_shared, is_causal, has_window, mask_dtype))
 
 
-def solved(way, tapped, is_token, axis, per_head=False):
-    weight = way(tapped, is_token, axis, per_head)
+def solved(way, captured, is_token, axis, per_head=False):
+    weight = way(captured, is_token, axis, per_head)
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
-    return weight.detach(), *torch.autograd.grad((weight * direction).sum(), (tapped.query_NALE, tapped.key_NGLE))
+    return weight.detach(), *torch.autograd.grad((weight * direction).sum(), (captured.query_NALE, captured.key_NGLE))
 
 
-def assert_alike(tapped, is_token, axis, limit=2e-6, **options):
+def assert_alike(captured, is_token, axis, limit=2e-6, **options):
     for found, expected in zip(
-        solved(fused_sums, tapped, is_token, axis, **options),
-        solved(tiled_sums, tapped, is_token, axis, **options),
+        solved(fused_sums, captured, is_token, axis, **options),
+        solved(tiled_sums, captured, is_token, axis, **options),
         strict=True,
     ):
         assert found.shape == expected.shape
@@ -507,9 +508,9 @@ def test_a_machine_without_triton_has_no_kernels():
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("interpreter")
 def test_weights_and_gradients_equal_the_tiled_ones(case, axis):
-    tapped, is_token = problem(**CASES[case])
-    assert tapped.query_NALE.shape[2] == LENGTH
-    assert_alike(tapped, is_token, axis)
+    captured, is_token = problem(**CASES[case])
+    assert captured.query_NALE.shape[2] == LENGTH
+    assert_alike(captured, is_token, axis)
 
 
 @pytest.mark.parametrize("axis", ["key", "query"])
@@ -521,24 +522,24 @@ def test_heads_that_share_a_key_and_heads_told_apart(axis):
 @pytest.mark.usefixtures("interpreter")
 def test_half_precision_inputs_are_summed_in_float32():
     """The interpreter knows no bfloat16 arithmetic; the tests marked gpu have it."""
-    tapped, is_token = problem(torch.float16)
-    assert_alike(tapped, is_token, "key", 5e-4)
-    found, expected = (way(tapped, is_token, "key", False) for way in (fused_sums, tiled_sums))
+    captured, is_token = problem(torch.float16)
+    assert_alike(captured, is_token, "key", 5e-4)
+    found, expected = (way(captured, is_token, "key", False) for way in (fused_sums, tiled_sums))
     assert float(((found - expected).norm() / expected.norm()).detach()) <= 2e-6
 
 
 @pytest.mark.usefixtures("interpreter")
 def test_a_text_without_tokens_and_a_query_that_sees_nothing_weigh_nothing():
-    tapped, is_token = problem(mask_dtype=torch.bool)
-    tapped.mask[0, 0, 7] = False
+    captured, is_token = problem(mask_dtype=torch.bool)
+    captured.mask[0, 0, 7] = False
     is_token[1] = False
-    assert_alike(tapped, is_token, "key")
-    assert fused_sums(tapped, is_token, "key", False)[1].eq(0).all()
-    assert fused_sums(tapped, is_token, "query", False)[0, 7] == 0
+    assert_alike(captured, is_token, "key")
+    assert fused_sums(captured, is_token, "key", False)[1].eq(0).all()
+    assert fused_sums(captured, is_token, "query", False)[0, 7] == 0
 
 
 @pytest.mark.usefixtures("interpreter")
 def test_a_mask_over_keys_alone_is_spread_over_heads_and_queries():
-    tapped, is_token = problem()
+    captured, is_token = problem()
     seen = torch.rand(2, 1, 1, LENGTH, generator=torch.Generator().manual_seed(4)) > 0.3
-    assert_alike(CapturedAttention(tapped.query_NALE, tapped.key_NGLE, seen, False, 0.3), is_token, "key")
+    assert_alike(CapturedAttention(captured.query_NALE, captured.key_NGLE, seen, False, 0.3), is_token, "key")

@@ -1,4 +1,4 @@
-"""What a tap reads of a backbone's attention, and when."""
+"""What a capture reads of a backbone's attention, and when."""
 
 import pytest
 import torch
@@ -18,10 +18,10 @@ def run(backbone):
 @torch.no_grad()
 def test_queries_and_keys_are_those_that_the_layers_own_products_make():
     backbone = tiny_bert()
-    tap = AttentionCapture(backbone, (0,))
-    with tap.open() as tapped:
+    capture = AttentionCapture(backbone, (0,))
+    with capture.open() as captured:
         run(backbone)
-        (layer,) = tapped()
+        (layer,) = captured()
     attention = backbone.encoder.layer[0].attention.self
     state = backbone.embeddings(input_ids=IDS)
     assert torch.equal(layer.query_NALE.transpose(1, 2).flatten(2), attention.query(state))
@@ -30,60 +30,60 @@ def test_queries_and_keys_are_those_that_the_layers_own_products_make():
     assert not layer.is_causal
 
 
-def test_a_backbone_has_one_tap():
+def test_a_backbone_has_one_capture():
     backbone = tiny_bert()
     AttentionCapture(backbone, (-1,))
     with pytest.raises(ValueError, match="reads this backbone's attention already"):
         AttentionCapture(backbone, (-1,))
 
 
-def test_a_tap_that_is_detached_leaves_its_layers_to_another_and_comes_back():
+def test_a_capture_that_is_detached_leaves_its_layers_to_another_and_comes_back():
     backbone = tiny_bert()
     before = [(module.config, set(vars(module))) for module in attention_layers(backbone)]
-    tap = AttentionCapture(backbone, (-1, 0))
-    tap.detach()
+    capture = AttentionCapture(backbone, (-1, 0))
+    capture.detach()
     assert all(
         module.config is config and set(vars(module)) == names
         for module, (config, names) in zip(attention_layers(backbone), before, strict=True)
     )
     other = AttentionCapture(backbone, (0,))
     with pytest.raises(ValueError, match="already"):
-        tap.attach()
+        capture.attach()
     other.detach()
-    tap.attach()
-    with tap.open() as tapped:
+    capture.attach()
+    with capture.open() as captured:
         run(backbone)
-        assert len(tapped()) == 2
+        assert len(captured()) == 2
 
 
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 def test_a_causal_backbone_is_told_from_one_that_sees_both_ways(attn):
     for backbone, expected in ((tiny_mistral(), True), (tiny_bert(), False)):
         backbone.set_attn_implementation(attn)
-        tap = AttentionCapture(backbone.train(), (-1,))
-        assert tap.is_causal(backbone) is expected
+        capture = AttentionCapture(backbone.train(), (-1,))
+        assert capture.is_causal(backbone) is expected
         assert all(module.training for module in backbone.modules())
 
 
 def test_attention_that_cannot_be_read_is_refused_by_name():
     backbone = tiny_bert()
-    tap = AttentionCapture(backbone, (-1,))
+    capture = AttentionCapture(backbone, (-1,))
     module = attention_layers(backbone)[-1]
     states = torch.zeros(1, 4, 3, 8)
-    with tap.open(), pytest.raises(ValueError, match="attention with softcap cannot be read"):
+    with capture.open(), pytest.raises(ValueError, match="attention with softcap cannot be read"):
         _captured_attention(module, states, states, states, None, softcap=30.0)
 
 
 @pytest.mark.parametrize("mask", [None, MASK])
 def test_without_a_whole_mask_causality_and_window_are_those_of_the_call(mask, monkeypatch):
     """As flash attention is called: a mask of padding alone, the rest by name."""
-    tap, module = AttentionCapture(tiny_bert(), (-1,)), torch.nn.Module()
-    object.__setattr__(module, "embeddings_capture", (tap, "told"))
+    capture, module = AttentionCapture(tiny_bert(), (-1,)), torch.nn.Module()
+    object.__setattr__(module, "embeddings_capture", (capture, "told"))
     called = []
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "told", lambda *given, **_: called.append(given))
     states = torch.zeros(2, 4, 5, 8)
     noted = []
-    monkeypatch.setattr(tap, "note", lambda _, attention: noted.append(attention))
+    monkeypatch.setattr(capture, "note", lambda _, attention: noted.append(attention))
     for whole in (mask, torch.ones(2, 1, 5, 5, dtype=torch.bool)):
         _captured_attention(module, states, states, states, whole, is_causal=True, sliding_window=3)
     assert (noted[0].mask, noted[0].is_causal, noted[0].window) == (None, True, 3)

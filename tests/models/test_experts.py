@@ -107,7 +107,7 @@ def test_a_back_end_equals_the_written_out_sum(
     found = outcome(by(BACKENDS[backend]), experts, tokens, chosen)
     assert len(found) == 6 + inner_bias
     found_errors = errors(found, outcome(written_out, experts, tokens, chosen))
-    # Of one token it is a single sum that nearly cancels out: 1.8e-6 on some processors.
+    # Of one token it is a single sum that nearly cancels out: 1.8e-6 on some CPUs.
     assert found_errors.pop("weights") <= 3e-6
     assert max(found_errors.values()) <= 1e-6
 
@@ -419,7 +419,7 @@ def test_a_grouped_product_of_megablocks_kind_gives_the_same_sum(monkeypatch: py
     expected = experts(tokens, routing)
     set_expert_backend(experts, "megablocks")
     torch.testing.assert_close(experts(tokens, routing), expected)
-    with pytest.raises(OptionError, match="computes in bfloat16 alone, got 'megablocks in torch"):
+    with pytest.raises(OptionError, match="computes only in bfloat16, got 'megablocks in torch"):
         experts.float()(tokens.float(), routing)
 
 

@@ -49,7 +49,7 @@ def test_the_files_of_weights_are_the_one_there_is_or_the_shards_of_an_index(tmp
     assert weight_files(tmp_path) == [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
     for damaged in ({"a": "../1.safetensors"}, {"a": "1.bin"}, {"a": 1}, ["1.safetensors"], None):
         write_json(index, {"weight_map": damaged})
-        with pytest.raises(InputError, match=r"name \.safetensors files beside it alone"):
+        with pytest.raises(InputError, match=r"name only \.safetensors files beside it"):
             weight_files(tmp_path)
 
 

@@ -32,7 +32,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Assumed:
-    """The numbers that a model needs and no file of its checkpoint states.
+    """The numbers that a model needs but no file of its checkpoint states.
 
     Args:
         given: What the user says they are, by name.
@@ -49,7 +49,7 @@ class Assumed:
         """The number of a name, of the type of the usual one.
 
         Raises:
-            OptionError: If the user's is none above 0, or not whole where the usual one is.
+            OptionError: If the user's is not above 0, or no integer where the usual one is.
         """
         value = self._given.get(name, usual)
         if name in self._given and (not value > 0 or (isinstance(usual, int) and value != int(value))):
@@ -323,7 +323,7 @@ class KeyMap:
         unknown = [name for name in others if not self.leaves(name)]
         if unknown:
             what = f"has {len(unknown)} tensors that {self.family} has no place for, {unknown[0]} first"
-            raise InputError(str(weights.folder), what, "import a checkpoint of this family alone")
+            raise InputError(str(weights.folder), what, "import a checkpoint of only this family")
         return others
 
 
@@ -392,7 +392,7 @@ def take_parts(
 def names_in(model: PreTrainedModel, published: Iterable[str]) -> dict[str, list[str]]:
     """Each published tensor that transformers itself read into a model, and the model's own name of it.
 
-    A checkpoint with a head has the backbone's name in front of its tensors, which the backbone alone has not.
+    A checkpoint with a head has the backbone's name in front of its tensors, which the backbone does not have.
     """
     own, prefix = model.state_dict().keys(), f"{model.base_model_prefix}."
     return {name: [name if name in own else name.removeprefix(prefix)] for name in published}

@@ -116,7 +116,7 @@ class Usage:
 
     Args:
         model_type: What the config of its backbone says here.
-        widths: Widths that it was trained to be cut to, the whole one first.
+        widths: Widths that it was trained to be cut to, the full width first.
         layer_norm: Whether vectors pass a layer norm without weights before they are cut.
     """
 
@@ -125,7 +125,7 @@ class Usage:
     layer_norm: bool = False
 
 
-# v1.5's modules.json has Transformer and Pooling alone; its card goes on with layer norm, cut and unit length.
+# The modules.json of v1.5 has only Transformer and Pooling; its card continues with layer norm, cut and unit length.
 USAGES: Mapping[str, Usage] = {
     "nomic-embed-text-v1.5": Usage(NomicBertConfig.model_type, (768, 512, 256, 128, 64), layer_norm=True),
     "nomic-embed-text-v2-moe": Usage(RotaryMoeConfig.model_type, (768, 256)),

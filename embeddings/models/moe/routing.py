@@ -115,7 +115,7 @@ def routing_metrics(count_YX: Tensor, probability_YX: Tensor, layers: list[int])
 
 
 def relative_entropy(amount_YX: Tensor) -> Tensor:
-    """The entropy of each row's shares over log X, (Y,) float64; 1 where there is one expert alone."""
+    """The entropy of each row's shares over log X, (Y,) float64; 1 where there is one expert."""
     share_YX = amount_YX.double() / amount_YX.sum(dim=1, keepdim=True).clamp(min=1e-12)
     most = math.log(amount_YX.shape[1])
     entropy_Y = torch.special.entr(share_YX).sum(dim=1)
@@ -131,7 +131,7 @@ def set_expert_backend(model: nn.Module, name: BackendName) -> None:
     Args:
         model: A model with sparse layers, or without any.
         name: `grouped_mm`, torch's grouped product over tokens sorted by expert; `loop`, one expert after another, the
-            reference; `megablocks`, the same order as `grouped_mm` with that library's product, bfloat16 on CUDA alone.
+            reference; `megablocks`, the same order as `grouped_mm` with that library's product, only bfloat16 on CUDA.
 
     Raises:
         OptionError: If there is no such back end.
@@ -177,7 +177,7 @@ class MegablocksExperts:
             OptionError: If the states are not bfloat16.
         """
         if token_TH.dtype != torch.bfloat16:
-            rule, fix = "computes in bfloat16 alone", "train with precision bf16-mixed or bf16-true, or use grouped_mm"
+            rule, fix = "computes only in bfloat16", "train with precision bf16-mixed or bf16-true, or use grouped_mm"
             raise OptionError("expert_backend", f"megablocks in {token_TH.dtype}", rule, fix)
         return sorted_experts(token_TH, routing, weights, partial(grouped_mlps, product=self._product))
 

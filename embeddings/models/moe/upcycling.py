@@ -82,7 +82,7 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
 
     Args:
         dense: A rotary encoder without head (see `embeddings.models.rotary`), or a NomicBert; it shares the weights
-            that stay as they are with the result and should not be used on.
+            that stay as they are with the result and should not be used afterwards.
         settings: Which layers, and how.
 
     Returns:
