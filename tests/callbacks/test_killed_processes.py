@@ -179,7 +179,7 @@ def train(folder: Path, writer: DurableCheckpointIO, checkpoint: str | None = No
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("time", [4])
+@pytest.mark.parametrize("time", [pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_kill_at_this_point_loses_an_interval_at_most(
     stage: str, time: int, asynchronous: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]

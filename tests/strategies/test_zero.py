@@ -1,4 +1,4 @@
-"""What ZeRO cannot do is refused, and a gradient that is no number ends the run; the rest is beside all strategies."""
+"""What ZeRO cannot do is refused, and a gradient that is not finite ends the run; the rest is in the tests of all strategies."""
 
 import json
 import logging
