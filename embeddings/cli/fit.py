@@ -22,7 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import embeddings.data
 import embeddings.modules  # noqa: F401 - a class that is loaded may be named without its module
-from embeddings.callbacks.checkpoints import check_checkpoint_room, make_checkpoints_durable
+from embeddings.callbacks.checkpoints import check_checkpoint_room, make_checkpoints_durable, model_checkpoints
 from embeddings.callbacks.export import ExportLanguageModel, ExportModel
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import show_whole_run
@@ -41,6 +41,7 @@ from embeddings.cli.resume import (
 )
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.process import is_first_process
+from embeddings.common.protocols import ChecksRun
 from embeddings.common.text import one_line
 from embeddings.strategies.ranks import set_up_ranks
 
@@ -112,9 +113,8 @@ class TrainerCLI(LightningCLI):
             OSError: If the disk has no room for checkpoints.
         """
         for part in (self.datamodule, self.model, *self.trainer.callbacks):  # type: ignore[attr-defined]
-            check = getattr(part, "check_run", None)
-            if check is not None:
-                check(self.trainer, self.model, self.datamodule)
+            if isinstance(part, ChecksRun):
+                part.check_run(self.trainer, self.model, self.datamodule)
         check_checkpoint_room(self.trainer, self.model, self.config.fit.ckpt_path)
         check_plan(self.datamodule, self.config.fit.ckpt_path)
         logger = run_logger(self.trainer)
@@ -266,7 +266,7 @@ def end_lines(trainer: L.Trainer) -> list[str]:
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     models = [callback.output for callback in callbacks if isinstance(callback, ExportModel)]
     written = models + [callback.output for callback in callbacks if isinstance(callback, ExportLanguageModel)]
-    kept = [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks]
+    kept = [callback.best_model_path for callback in model_checkpoints(trainer)]
     if models:
         following = [f"evaluate --model {models[0]} --data FOLDER", f'search --model {models[0]} --corpus FILE "QUERY"']
     elif written or not any(kept):

@@ -144,3 +144,16 @@ class ContextualStep(ContrastiveStep, Protocol):
     def embed_context(self, tokens: TokenBatch) -> Tensor:
         """The first stage's vectors of all documents of `tokens`, (M, H) float, in their order."""
         ...
+
+
+@runtime_checkable
+class ChecksRun(Protocol):
+    """A module, data module or callback that checks a run before data are read, ranks start or files are written."""
+
+    def check_run(self, trainer: Any, module: Any, data: Any) -> None:
+        """Check this part against the trainer and the other parts.
+
+        Raises:
+            UserError: If the run cannot work; the message says what to change.
+        """
+        ...

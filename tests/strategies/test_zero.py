@@ -1,4 +1,4 @@
-"""What ZeRO cannot do is refused, and a gradient that is not finite ends the run; the rest is in the tests of all strategies."""
+"""What ZeRO refuses, and that a gradient which is not finite ends the run; the rest is in the tests of all strategies."""
 
 import json
 import logging
