@@ -1,8 +1,10 @@
-"""What ZeRO refuses, and that a gradient which is not finite ends the run; the rest is in the tests of all strategies."""
+"""What ZeRO refuses, and that a gradient that is not finite ends a run; the tests of all strategies have the rest."""
 
 import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,6 @@ from embeddings.callbacks import GradCacheCallback
 from embeddings.common import NumericError, UserError
 from embeddings.strategies.zero import full_optimizer_state, set_full_optimizer_state
 from tests.helpers.poison import PoisonBackward
-from tests.helpers.processes import run_command
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.runs import run_config, write_config
 from tests.strategies.cpu_zero import CpuZero
@@ -109,7 +110,8 @@ def test_the_command_line_ends_with_70_and_the_rows(tmp_path: Path) -> None:
         ],
     }
     environment = {**os.environ, "EMBED_IMPORTS": "tests", "DS_ACCELERATOR": "cpu"}
-    ended = run_command(["main.py", "fit", "--config", write_config(tmp_path, config)], env=environment)
+    words = [sys.executable, "main.py", "fit", "--config", write_config(tmp_path, config)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
     assert ended.returncode == 70, ended.stderr[-3000:]
     assert "error: gradient is NaN or infinite at step 1: no update was made" in ended.stderr, ended.stderr
     for rank in (0, 1):
