@@ -10,6 +10,7 @@ from embeddings.callbacks.checkpoints import load_best
 from embeddings.callbacks.run_record import RunRecord, check_output, mark_output
 from embeddings.common import TextSettings, UserError
 from embeddings.common.process import logger
+from embeddings.common.protocols import RunData, run_data
 from embeddings.models import Embedder, LanguageModel
 from embeddings.models.model_card import keeps_card, write_model_card
 from embeddings.models.model_files import replaced_folder
@@ -35,7 +36,7 @@ class _Export(L.Callback):
     def __init__(self, output: str, best: bool, replace: bool) -> None:
         self.output, self.best, self.replace = output, best, replace
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check the place of the directory."""
         replace = self.replace or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         check_output(trainer, self.output, type(self).__name__, replace)
@@ -43,7 +44,7 @@ class _Export(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check the run before training."""
         if stage == "fit":
-            self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
+            self.check_run(trainer, pl_module, run_data(trainer))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the directory."""
@@ -95,12 +96,12 @@ class ExportModel(_Export):
         self.document_max_length = document_max_length
         self._with_lengths(TextSettings())
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check the place, and that the model has positions for the lengths that it is to be written with."""
         super().check_run(trainer, module, data)
-        embedder, text = embedder_of(module, self), getattr(data, "text", None)
-        lengths = self._with_lengths(text if isinstance(text, TextSettings) else embedder.text)
-        embedder.check_lengths(lengths, "ExportModel")
+        embedder = embedder_of(module, self)
+        text = None if data is None else data.text
+        embedder.check_lengths(self._with_lengths(text or embedder.text), "ExportModel")
 
     def _write(self, trainer: L.Trainer, module: L.LightningModule, folder: Path, num_steps: int) -> None:
         embedder, record, output = embedder_of(module, self), RunRecord.of(trainer), Path(self.output).expanduser()
@@ -136,7 +137,7 @@ class ExportLanguageModel(_Export):
     def __init__(self, output: str, best: bool = False, replace: bool = False) -> None:
         super().__init__(output, best, replace)
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check the place and the module."""
         self._language_model(module)
         super().check_run(trainer, module, data)

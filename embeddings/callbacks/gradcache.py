@@ -3,6 +3,7 @@
 import lightning as L
 
 from embeddings.common import ContextualStep, UserError
+from embeddings.common.protocols import RunData, run_data
 from embeddings.training.gradcache import GradCache, GradCacheModule
 from embeddings.training.strategy import training_strategy
 
@@ -41,7 +42,7 @@ class GradCacheCallback(L.Callback):
     ) -> None:
         self.engine = GradCache(mini_batch_tokens, mini_batch_texts, kept_fraction, kept_gib, equal_mini_batches)
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check that module and strategy support GradCache."""
         if not isinstance(module, GradCacheModule):
             name = type(module).__name__
@@ -57,7 +58,7 @@ class GradCacheCallback(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hand the engine to the module."""
-        self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
+        self.check_run(trainer, pl_module, run_data(trainer))
         assert isinstance(pl_module, GradCacheModule)
         self.engine.equal_mini_batches |= training_strategy(trainer.strategy).equal_mini_batches
         pl_module.grad_cache = self.engine

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from embeddings.callbacks.checkpoints import finish_writing, model_checkpoints, write_none_on_exception
 from embeddings.common import OptionError, PreemptedError
 from embeddings.common.distributed import reduce_int
+from embeddings.common.protocols import RunData
 from embeddings.common.signals import answer, stop_request
 
 
@@ -34,7 +35,7 @@ class Preemption(L.Callback):
     def __init__(self) -> None:
         self._is_listener, self._step = False, -1
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check that each rank handles signals itself: a parent that only starts ranks would ignore its own."""
         launcher: Any = trainer.strategy.launcher
         if isinstance(launcher, _MultiProcessingLauncher):

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from embeddings.common import ContrastiveBatch, OptionError, UserError
 from embeddings.common.distributed import full_shape, gather_counts
+from embeddings.common.protocols import RunData
 from embeddings.common.types import Prediction
 from embeddings.models.lora import plain_backbone
 from embeddings.models.moe.upcycling import parameter_counts
@@ -218,7 +219,7 @@ class Throughput(L.Callback):
         self._row_start = self._batch_start = self._busy = 0.0
         self._peak = float("nan")
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check that there is a backbone."""
         if backbone_of(module) is None:
             raise UserError(

@@ -4,6 +4,7 @@ import lightning as L
 
 from embeddings.callbacks.export import embedder_of
 from embeddings.common import OptionError
+from embeddings.common.protocols import RunData, run_data
 from embeddings.evaluation import RetrievalFolder, evaluate_widths, read_retrieval_folder
 from embeddings.inference import Encoder, require_context_size
 from embeddings.training.strategy import training_strategy
@@ -50,7 +51,7 @@ class RetrievalEvaluation(L.Callback):
         self._data: RetrievalFolder | None = None
         self._scored_step = -1
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Read and check the folder."""
         encoder = Encoder(embedder_of(module, self))
         if self.context_size:
@@ -61,7 +62,7 @@ class RetrievalEvaluation(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check the same before training."""
         if stage == "fit":
-            self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
+            self.check_run(trainer, pl_module, run_data(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the untrained model, for the loggers only: Lightning would file these scores at the epoch's end."""

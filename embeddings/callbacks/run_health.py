@@ -13,6 +13,7 @@ from embeddings.callbacks.checkpoints import write_none_on_exception
 from embeddings.common import NumericError, OptionError, UserError
 from embeddings.common.distributed import gather_counts
 from embeddings.common.io import write_json
+from embeddings.common.protocols import RunData, run_data
 from embeddings.models.moe.routing import routing_metrics
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -76,7 +77,8 @@ class RunHealth(L.Callback):
         if not isinstance(exception, NumericError):
             return
         write_none_on_exception(trainer)
-        located: Any = getattr(getattr(trainer, "datamodule", None), "located", list)
+        data = run_data(trainer)
+        located: Any = list if data is None else data.located
         batches = [
             {"batch": read["batch"], "rows": None if read["rows"] is None else located(read["rows"].tolist())}
             for read in self._read
@@ -163,7 +165,7 @@ class RoutingStatistics(L.Callback):
         self.every_n_steps = every_n_steps
         self._logged_step = -1
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check that the module has routing statistics."""
         if not isinstance(module, RoutedModule) or not module.moe_layers or module.load_balancing is None:
             name = type(module).__name__
@@ -174,7 +176,7 @@ class RoutingStatistics(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check the same before training."""
         if stage == "fit":
-            self.check_run(trainer, pl_module, getattr(trainer, "datamodule", None))
+            self.check_run(trainer, pl_module, run_data(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin at the step that the run has reached."""

@@ -28,6 +28,7 @@ from embeddings.common import OptionError, PreemptedError, UserError
 from embeddings.common.distributed import full_shape
 from embeddings.common.io import METRICS_FILE, package_versions, read_metrics, row_steps_made, write_json, write_text
 from embeddings.common.process import device_name
+from embeddings.common.protocols import run_data
 from embeddings.models.model_card import TrainingFacts
 from embeddings.models.model_files import require_folder_or_nothing
 from embeddings.models.moe.upcycling import parameter_counts
@@ -65,7 +66,7 @@ class RunRecord(SaveConfigCallback):
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write `run.json` beside `config.yaml`, on rank 0."""
-        previous = self._previous(trainer)
+        previous, data = self._previous(trainer), run_data(trainer)
         earlier = [*previous.pop("earlier", []), previous] if previous else []
         self._record = {
             "id": previous.get("id") or uuid.uuid4().hex,
@@ -81,7 +82,7 @@ class RunRecord(SaveConfigCallback):
                 **parameter_counts(pl_module)._asdict(),
                 "trained": sum(full_shape(weight).numel() for weight in pl_module.parameters() if weight.requires_grad),
             },
-            "source_rows": getattr(getattr(trainer, "datamodule", None), "source_rows", {}),
+            "source_rows": {} if data is None else data.source_rows,
             "earlier": earlier,
         }
         write_json(self.log_dir / "run.json", self._record)

@@ -41,7 +41,7 @@ from embeddings.cli.resume import (
 )
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.process import is_first_process
-from embeddings.common.protocols import ChecksRun
+from embeddings.common.protocols import ChecksRun, RunData
 from embeddings.common.text import one_line
 from embeddings.strategies.ranks import set_up_ranks
 
@@ -112,9 +112,10 @@ class TrainerCLI(LightningCLI):
             UserError: If a part refuses it, or another process writes to the folder of the run that is resumed.
             OSError: If the disk has no room for checkpoints.
         """
+        data = self.datamodule if isinstance(self.datamodule, RunData) else None
         for part in (self.datamodule, self.model, *self.trainer.callbacks):  # type: ignore[attr-defined]
             if isinstance(part, ChecksRun):
-                part.check_run(self.trainer, self.model, self.datamodule)
+                part.check_run(self.trainer, self.model, data)
         check_checkpoint_room(self.trainer, self.model, self.config.fit.ckpt_path)
         check_plan(self.datamodule, self.config.fit.ckpt_path)
         logger = run_logger(self.trainer)

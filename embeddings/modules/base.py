@@ -34,6 +34,7 @@ from embeddings.common import (
 )
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.distributed import reduce_int
+from embeddings.common.protocols import RunData, run_data
 from embeddings.common.random import derive_seed, run_seed
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import accumulated_batches, batches_since_step, run_steps
@@ -93,7 +94,7 @@ class BaseModule(L.LightningModule):
     def lr(self, rate: float) -> None:
         self._found_rate = rate
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check optimiser and schedule against the trainer and the data.
 
         Raises:
@@ -108,7 +109,7 @@ class BaseModule(L.LightningModule):
 
     def prepare_data(self) -> None:
         """Check the run, and the schedule against the length of the data, before any file of the run is written."""
-        self.check_run(self.trainer, self, getattr(self.trainer, "datamodule", None))
+        self.check_run(self.trainer, self, run_data(self.trainer))
         self._check_schedule(self.trainer, self._trainer_steps())
 
     def configure_model(self) -> None:
@@ -314,8 +315,8 @@ class BaseModule(L.LightningModule):
 
     def _trainer_steps(self) -> int | None:
         """Optimiser steps of the run, None where the trainer has no limit."""
-        batches = getattr(getattr(self.trainer, "datamodule", None), "batches_per_epoch", None)
-        return run_steps(self.trainer, batches)
+        data = run_data(self.trainer)
+        return run_steps(self.trainer, None if data is None else data.batches_per_epoch)
 
 
 class ContrastiveModule(BaseModule):
@@ -370,7 +371,7 @@ class ContrastiveModule(BaseModule):
         """How the model reads its texts."""
         return self.embedder.text
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check loss, lengths, optimiser and schedule against the trainer and the data.
 
         Raises:
@@ -378,12 +379,11 @@ class ContrastiveModule(BaseModule):
                 text is longer than the backbone has positions, or the schedule does not fit the run.
             InputError: If the optimiser refuses its options.
         """
-        if self.loss.false_negative_filter is not None and not getattr(data, "has_surrogates", False):
+        if self.loss.false_negative_filter is not None and (data is None or not data.has_surrogates):
             raise without_surrogates()
         self.loss.check_width(self.embedder.embedding_dim)
-        text = getattr(data, "text", None)
-        if isinstance(text, TextSettings):
-            self.embedder.check_lengths(text)
+        if data is not None and data.text is not None:
+            self.embedder.check_lengths(data.text)
         super().check_run(trainer, module, data)
 
     def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
@@ -395,9 +395,9 @@ class ContrastiveModule(BaseModule):
 
         Settings that the data module leaves open stay, such as the pooling rule of an imported model.
         """
-        text = getattr(getattr(self.trainer, "datamodule", None), "text", None)
-        if isinstance(text, TextSettings):
-            self.embedder.text = text.following(self.embedder.text)
+        data = run_data(self.trainer)
+        if data is not None and data.text is not None:
+            self.embedder.text = data.text.following(self.embedder.text)
 
     def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
         """Vectors of all texts in their order, (N, D) float32, unit norm where the embedder normalises."""

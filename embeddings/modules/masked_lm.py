@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import LossOutput, OptionError
 from embeddings.common.distributed import gather_counts
+from embeddings.common.protocols import RunData
 from embeddings.common.random import run_seed
 from embeddings.common.types import Prediction
 from embeddings.losses.prediction import token_cross_entropy
@@ -105,16 +106,15 @@ class MaskedLMModule(BaseModule):
         """The model's tokenizer, which the data module uses."""
         return self.language_model.tokenizer
 
-    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check the length of the rows, the optimiser and the schedule.
 
         Raises:
             OptionError: If the rows are longer than the model's positions, or the schedule does not fit the run.
             InputError: If the optimiser refuses its options.
         """
-        row_length = getattr(data, "row_length", None)
-        if isinstance(row_length, int):
-            self._check_row_length(row_length)
+        if data is not None and data.row_length is not None:
+            self._check_row_length(data.row_length)
         super().check_run(trainer, module, data)
 
     def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
