@@ -208,7 +208,7 @@ def test_validation_hides_the_same_tokens_each_time_and_counts_every_target_once
     rows = data._validation_rows
     assert len(rows) > 8
     assert len(rows) % 8 != 0
-    entries = [rows[PlanEntry(row, row)] for row in range(len(rows))]
+    entries = rows.__getitems__([PlanEntry(row, row) for row in range(len(rows))])
     whole = data._collator()(entries)
     assert isinstance(whole, Prediction)
     with torch.no_grad():
