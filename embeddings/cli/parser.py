@@ -71,12 +71,16 @@ class OneLineParser(ArgumentParser):
 
     def validate(self, namespace: Namespace, skip_unset: bool = True, **kwargs: Any) -> None:
         """Check all values, null among them, which jsonargparse passes over, but for positions that are left out."""
-        super().validate(namespace, **kwargs)  # names what is missing
         checked = namespace.clone()
         for action in self._actions:
             if action.nargs == "?" and not action.option_strings and checked.get(action.dest) is None:
                 del checked[action.dest]
-        super().validate(checked, skip_unset=False, **kwargs)
+        try:
+            super().validate(checked, skip_unset=False, **kwargs)
+        except Exception:
+            # Names what is missing, if anything is. Not before: each class in a class would be checked twice as often.
+            super().validate(namespace, **kwargs)
+            raise
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
