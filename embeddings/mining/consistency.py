@@ -4,7 +4,6 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from embeddings.common.errors import OptionError
-from embeddings.common.io import atomic_path, check_manifest
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array
+from embeddings.common.io import check_manifest
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array, write_array
 from embeddings.common.random import derive_seed
 from embeddings.data.samplers.base import KeyedPermutation
 from embeddings.inference.vectors import VectorShards
@@ -34,68 +33,52 @@ _QUERY_TILE, _DOCUMENT_TILE = 2048, 16384
 _Int64s = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
 class Segments:
-    """The records to be compared with each other, in segments of nearly one size.
+    """The records to be compared with each other, in segments of nearly one size, none of which holds two groups.
 
-    A segment holds what a keyed permutation of the records puts side by side, so that neighbours in the file, which are
-    often of one page or one user, hardly ever share one: rivals are random, and as hard as the segment is large.
+    A segment holds what a keyed permutation of a group's records puts side by side, so that neighbours in the file,
+    which are often of one page or one user, hardly ever share one: rivals are random, and as hard as the segment is
+    large.
 
-    Determinism: (row_N, segment_size, seed) → the members of each segment, found without those of the others.
-
-    Args:
-        row_N: Rows of the source to compare, in order, (n,).
-        segment_size: Most records of a segment. The segments are as equal as can be, so no small one is left over.
-        seed: Key of the permutation.
-    """
-
-    row_N: npt.NDArray[np.uint32]
-    segment_size: int
-    seed: int
-
-    def __len__(self) -> int:
-        """Number of segments."""
-        return -(-len(self.row_N) // self.segment_size)
-
-    def members(self, segment: int) -> _Int64s:
-        """The rows of a segment, in order."""
-        total = len(self.row_N)
-        start, stop = segment * total // len(self), (segment + 1) * total // len(self)
-        order = KeyedPermutation(total, derive_seed(self.seed, "segments"))
-        positions: _Int64s = np.sort(order(np.arange(start, stop, dtype=np.int64)))
-        return self.row_N[positions].astype(np.int64)
-
-
-class GroupedSegments:
-    """Segments cut from each group of records separately, group after group: none holds two languages, say.
-
-    Determinism: (row_N, group_N, segment_size, seed) → the members of each segment.
+    Determinism: (row_N, segment_size, seed, group_N) → the members of each segment, found without those of the others.
 
     Args:
         row_N: Rows of the source to compare, in order, (n,).
-        group_N: The group of each, (n,) uint16. A small group makes one small segment, with few rivals.
-        segment_size: Most records of a segment.
+        segment_size: Maximum records of a segment. The segments of a group are as equal as can be.
         seed: Key of the permutations.
+        group_N: The group of each, (n,) uint16, such as its language; None for one group. A small group makes one small
+            segment, with few rivals.
     """
 
     def __init__(
-        self, row_N: npt.NDArray[np.uint32], group_N: npt.NDArray[np.uint16], segment_size: int, seed: int
+        self,
+        row_N: npt.NDArray[np.uint32],
+        segment_size: int,
+        seed: int,
+        group_N: npt.NDArray[np.uint16] | None = None,
     ) -> None:
-        self.row_N = row_N
-        order_N = np.argsort(group_N, kind="stable")
-        starts = np.flatnonzero(np.diff(group_N[order_N])) + 1
-        parts = np.split(row_N[order_N], starts) if len(row_N) else []
-        self._parts = [Segments(part_n, segment_size, seed) for part_n in parts]
-        self._stops = list(accumulate(map(len, self._parts)))
+        self.row_N, self._seed = row_N, seed
+        parts = [row_N]
+        if group_N is not None:
+            order_N = np.argsort(group_N, kind="stable")
+            parts = np.split(row_N[order_N], np.flatnonzero(np.diff(group_N[order_N])) + 1)
+        self._parts = [part_n for part_n in parts if len(part_n)]
+        self._counts = [-(-len(part_n) // segment_size) for part_n in self._parts]
+        self._stops = list(accumulate(self._counts))
 
     def __len__(self) -> int:
         """Number of segments."""
-        return self._stops[-1] if self._stops else 0
+        return sum(self._counts)
 
     def members(self, segment: int) -> _Int64s:
         """The rows of a segment, in order."""
-        part = bisect_right(self._stops, segment)
-        return self._parts[part].members(segment - (self._stops[part - 1] if part else 0))
+        place = bisect_right(self._stops, segment)
+        row_n, count = self._parts[place], self._counts[place]
+        number, total = segment - (self._stops[place] - count), len(row_n)
+        start, stop = number * total // count, (number + 1) * total // count
+        order = KeyedPermutation(total, derive_seed(self._seed, "segments"))
+        positions: _Int64s = np.sort(order(np.arange(start, stop, dtype=np.int64)))
+        return row_n[positions].astype(np.int64)
 
 
 def rank_pairs(
@@ -147,10 +130,8 @@ def rank_pairs(
     num_rows = vectors.num_queries
     is_considered_N = np.ones(num_rows, dtype=np.bool_) if is_considered_N is None else is_considered_N
     row_N = np.flatnonzero(is_considered_N).astype(np.uint32)
-    segments: Segments | GroupedSegments = Segments(row_N, segment_size, seed)
-    if group_N is not None:
-        segments = GroupedSegments(row_N, group_N[row_N], segment_size, seed)
     group_n = None if group_N is None else group_N[row_N]
+    segments = Segments(row_N, segment_size, seed, group_n)
     fields = {**_manifest_fields(vectors, segments, group_n), "segment_size": segment_size, "seed": seed}
     job = ShardedJob(folder, fields, len(segments), stem="segment")
     job.run(partial(_write_ranks, vectors, segments, torch.device(device)), task, take_over=True)
@@ -160,7 +141,7 @@ def rank_pairs(
 
 
 def _manifest_fields(
-    vectors: PairVectors, segments: Segments | GroupedSegments, group_n: npt.NDArray[np.uint16] | None
+    vectors: PairVectors, segments: Segments, group_n: npt.NDArray[np.uint16] | None
 ) -> dict[str, Any]:
     """What decides the ranks, but for how segments are drawn; `group_n` is the group of each record that takes part."""
     made = check_manifest(vectors.document_shards.folder, {})
@@ -271,17 +252,14 @@ def _tiles(shards: VectorShards, row_M: _Int64s) -> Iterator[tuple[int, Tensor]]
         yield start, torch.from_numpy(shards.take(row_M[start : start + _DOCUMENT_TILE]))
 
 
-def _write_ranks(
-    vectors: PairVectors, segments: Segments | GroupedSegments, device: torch.device, segment: int, path: Path
-) -> None:
+def _write_ranks(vectors: PairVectors, segments: Segments, device: torch.device, segment: int, path: Path) -> None:
     save_array(path, segment_ranks(vectors, segments.members(segment), device))
 
 
-def _join(job: ShardedJob, segments: Segments | GroupedSegments, num_rows: int) -> dict[str, int]:
+def _join(job: ShardedJob, segments: Segments, num_rows: int) -> dict[str, int]:
     """Write the ranks of all segments as one array; returns how many records were ranked."""
     rank_N = np.full(num_rows, NOT_RANKED, dtype=np.int32)
     for segment in range(job.num_shards):
         rank_N[segments.members(segment)] = load_shard(job.path(segment))
-    with atomic_path(job.folder / RANKS) as temporary:
-        save_array(temporary, rank_N)
+    write_array(job.folder / RANKS, rank_N)
     return {"num_ranked": len(segments.row_N)}

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError, jobs
@@ -19,7 +18,6 @@ from embeddings.common.jobs import (
     load_shard,
     manifest_path,
     require_shard_size,
-    save_array,
     shard_rows,
 )
 from tests.helpers.processes import run_command
@@ -247,10 +245,6 @@ def test_a_killed_process_leaves_whole_shards_and_its_locks_die_with_it(tmp_path
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
 
-def test_the_manifest_lies_beside_the_file(tmp_path):
-    assert manifest_path(tmp_path / "kept.parquet") == tmp_path / "kept.manifest.json"
-
-
 def test_a_file_is_finished_where_its_manifest_and_content_fit(tmp_path):
     output, fields = tmp_path / "a.parquet", {"seed": 1, "rules": {"top_k": 2}}
     write_file_manifest(manifest_path(output), fields)
@@ -300,24 +294,12 @@ def test_a_folder_that_was_empty_is_emptied_again(tmp_path):
     assert list(tmp_path.rglob("*")) == [folder]
 
 
-def test_folders_stay_where_all_went_well(tmp_path):
-    with discard_on_user_error(tmp_path / "new"):
-        (tmp_path / "new").mkdir()
-    assert (tmp_path / "new").is_dir()
-
-
 @pytest.mark.parametrize(("num_rows", "shard_size"), [(1, 1), (5, 2), (6, 2), (3, 100)])
 def test_shards_cover_all_rows_in_order(num_rows, shard_size):
     num_shards = -(-num_rows // shard_size)
     covered = [row for shard in range(num_shards) for row in shard_rows(shard, shard_size, num_rows)]
     assert covered == list(range(num_rows))
     assert all(shard_rows(shard, shard_size, num_rows) for shard in range(num_shards))
-
-
-def test_an_array_comes_back_from_exactly_the_path_it_was_written_to(tmp_path):
-    reason_N = np.array([0, 2, 1], dtype=np.uint8)
-    save_array(tmp_path / "no_suffix", reason_N)
-    assert load_shard(tmp_path / "no_suffix").tolist() == [0, 2, 1]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not an array"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.jobs import ArrayTask, require_free
+from embeddings.common.jobs import ArrayTask
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity
 from embeddings.mining import clusters
 from embeddings.mining.clusters import ClusterSettings, cluster_pairs
@@ -107,17 +107,6 @@ def many_vectors(folder, num_rows, width):
     source = topic_source(folder, num_rows)
     queries, documents = unit_vectors(num_rows, width), unit_vectors(num_rows + 1, width, seed=1)
     return made_vectors(folder / "vectors", source, queries, documents, shard_size=4096), source
-
-
-def test_memory_that_holds_all_rows_changes_nothing(features, source, tmp_path):
-    cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
-    row_bytes = 2 * (4 * 16 + 24)
-    fits = (4 * 5 * 16 * 4 + 60 * row_bytes) / 2**30
-    cluster_pairs(features, source, tmp_path / "fits", replace(SETTINGS, memory_gib=fits))
-    assert content(tmp_path / "fits") == content(tmp_path / "whole")
-    cluster_pairs(features, source, tmp_path / "few", replace(SETTINGS, memory_gib=fits - row_bytes / 2**30))
-    manifest = json.loads((tmp_path / "few" / "manifest.json").read_text())
-    assert (manifest["max_training_rows"], manifest["num_rows"]) == (59, 60)
 
 
 def test_a_sampled_job_is_resumed_with_the_same_bytes(features, source, tmp_path, monkeypatch, caplog):
@@ -222,39 +211,6 @@ def _note_rows(folder, vectors):
         path.write_text(json.dumps({**json.loads(path.read_text()), **vectors.index.key, **sizes}))
 
 
-@pytest.mark.parametrize("name", ["_save", "neighbour_lists", "write_cluster_files", "rmtree"])
-def test_an_interrupt_at_any_point_loses_nothing(name, features, source, tmp_path, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
-    with monkeypatch.context() as patch:
-        patch.setattr(clusters.shutil if name == "rmtree" else clusters, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            cluster_pairs(features, source, tmp_path / "out", SETTINGS)
-    cluster_pairs(features, source, tmp_path / "out", SETTINGS)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
-
-
-def test_what_was_made_before_a_kill_is_not_made_again(features, source, tmp_path, monkeypatch):
-    assigned = []
-    assign = clusters.nearest_centroids
-
-    def killed(vectors, *args):
-        if len(assigned) == 2:
-            raise KeyboardInterrupt
-        assigned.append(len(vectors))
-        return assign(vectors, *args)
-
-    monkeypatch.setattr(clusters, "nearest_centroids", killed)
-    with pytest.raises(KeyboardInterrupt):
-        cluster_pairs(features, source, tmp_path / "out", SETTINGS)
-    monkeypatch.setattr(clusters, "nearest_centroids", lambda *args: (assigned.append(0), assign(*args))[1])
-    monkeypatch.setattr(clusters, "kmeans_run", None)
-    assert cluster_pairs(features, source, tmp_path / "out", SETTINGS) is not None
-    assert assigned == [16, 16, 0, 0]
-
-
 def test_tasks_of_an_array_make_the_folder_of_one_process(features, source, tmp_path):
     cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
     found = [cluster_pairs(features, source, tmp_path / "parts", SETTINGS, ArrayTask(index, 3)) for index in (2, 0, 1)]
@@ -354,14 +310,6 @@ def test_impossible_settings_are_refused_and_write_nothing(options, message, fea
 def test_too_many_rows_for_the_format_are_refused():
     with pytest.raises(OptionError, match="must have at most 4294967296 rows"):
         ClusterSettings().resolve_num_clusters(2**32 + 1)
-
-
-def test_a_folder_with_something_else_in_it_is_refused(tmp_path):
-    require_free(tmp_path / "new")
-    (tmp_path / "notes.txt").write_text("mine")
-    for place in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(InputError, match="something else lies there already"):
-            require_free(place)
 
 
 def test_rows_that_are_all_alike_are_told_of(source, tmp_path, caplog):

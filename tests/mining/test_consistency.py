@@ -2,16 +2,15 @@
 
 import numpy as np
 import pytest
-import torch
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import InputError
 from embeddings.common.io import write_manifest
 from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.inference.vectors import VectorShards, save_vectors, unit_rows
 from embeddings.mining import consistency
-from embeddings.mining.consistency import NOT_RANKED, GroupedSegments, Segments, rank_pairs, require_segment_size
+from embeddings.mining.consistency import NOT_RANKED, Segments, rank_pairs
 from embeddings.mining.pair_index import index_pairs
 from embeddings.mining.pair_vectors import PairVectors
 from tests.data.rows import write_jsonl
@@ -88,13 +87,6 @@ def test_records_that_take_no_part_are_nobodys_rivals(tmp_path):
     assert (found[~part_N] == NOT_RANKED).all()
     expected = loop_ranks(np.flatnonzero(part_N).tolist(), query_ND, vector_of)
     assert {row: int(found[row]) for row in expected} == expected
-
-
-def test_a_text_that_is_its_own_document_elsewhere_is_no_rival(tmp_path):
-    rows = [{"query": f"q {row}", "positive": "one text"} for row in range(4)]
-    rows.append({"query": "q 4", "positive": "  one text\n"})
-    vectors = pair_vectors(tmp_path, rows, np.eye(5, WIDTH) + 0.1, lambda _: np.ones(WIDTH))
-    assert rank_pairs(vectors, tmp_path / "work").tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("segment_size", [2, 4])
@@ -192,20 +184,13 @@ def test_neighbours_share_a_segment_as_seldom_as_strangers_and_another_seed_part
 )
 def test_a_segment_holds_one_group_and_every_row_is_in_one(groups, segment_size, sizes):
     row_N = np.arange(100, 100 + len(groups), dtype=np.uint32)
-    segments = GroupedSegments(row_N, np.array(groups, np.uint16), segment_size, seed=0)
+    segments = Segments(row_N, segment_size, 0, np.array(groups, np.uint16))
     members = [segments.members(segment).tolist() for segment in range(len(segments))]
     assert sorted(map(len, members)) == sorted(sizes)
     assert sorted(row for rows in members for row in rows) == row_N.tolist()
     for rows in members:
         assert rows == sorted(rows)
         assert len({groups[row - 100] for row in rows}) == 1
-
-
-def test_one_group_is_cut_as_the_source_is():
-    row_N = np.arange(20, dtype=np.uint32)
-    plain, grouped = Segments(row_N, 7, seed=3), GroupedSegments(row_N, np.full(20, 5, np.uint16), 7, seed=3)
-    assert len(plain) == len(grouped) == 3
-    assert all((plain.members(segment) == grouped.members(segment)).all() for segment in range(3))
 
 
 @pytest.mark.parametrize("considered", [None, np.arange(NUM_ROWS) % 7 != 0])
@@ -222,25 +207,3 @@ def test_only_records_of_one_group_are_rivals(considered, tmp_path):
     assert found.tolist() != whole.tolist()
     with pytest.raises(InputError, match="field 'groups_sha256'"):
         rank_pairs(vectors, tmp_path / "work", is_considered_N=considered)
-
-
-def test_tasks_share_the_segments_of_all_groups(tmp_path):
-    vectors, *_ = rounded_vectors(tmp_path)
-    options = {"group_N": (np.arange(NUM_ROWS) % 4).astype(np.uint16), "segment_size": 5}
-    whole = rank_pairs(vectors, tmp_path / "whole", **options).tolist()
-    for index in (1, 0):
-        parts = rank_pairs(vectors, tmp_path / "parts", **options, task=ArrayTask(index, 2))
-    assert parts.tolist() == whole
-    for path in (tmp_path / "whole").glob("*.npy"):
-        assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes()
-
-
-def test_a_segment_of_one_is_refused():
-    with pytest.raises(OptionError, match="segment_size must be >= 2, got 1"):
-        require_segment_size(1)
-
-
-def test_the_device_is_where_products_are_made(tmp_path):
-    vectors, *_ = rounded_vectors(tmp_path)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        rank_pairs(vectors, tmp_path / "work", device=torch.device("meta"))

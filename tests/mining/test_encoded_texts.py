@@ -54,14 +54,6 @@ def test_each_text_finds_the_first_of_its_vectors(part, block, encoder, encoded,
     assert found.fill(vectors[:2], range(3, 5)).tolist() == []
 
 
-def test_what_was_found_is_kept(encoder, encoded, tmp_path, monkeypatch):
-    folder = EncodedFolder.open(encoded.path, "document", None, model(encoder))
-    hashes = np.array([text_hash(TEXTS[3])])
-    folder.find(hashes, tmp_path / "rows.npy")
-    monkeypatch.setattr(encoded_texts, "_write_rows", lambda *_: pytest.fail("looked again"))
-    assert folder.find(hashes, tmp_path / "rows.npy").row_N.tolist() == [3]
-
-
 def test_a_folder_of_other_texts_is_refused_and_leaves_nothing(encoder, encoded, tmp_path):
     folder = EncodedFolder.open(encoded.path, "document", None, model(encoder))
     with pytest.raises(InputError, match=r"vectors: holds none of the 2 texts .*; name a folder of these"):

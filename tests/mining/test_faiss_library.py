@@ -9,26 +9,17 @@ import pytest
 from embeddings.common import InputError, MissingExtraError, OptionError
 from embeddings.mining import faiss_library as centroids
 from embeddings.mining.faiss_library import (
-    faiss_version,
     kmeans_run,
     load_faiss,
     map_lists,
     nearest_centroids,
     neighbour_lists,
     new_lists,
-    num_duplicates,
     spherical_kmeans,
-    without_missing,
     write_lists,
 )
 from tests.data.cluster_folders import nearest_lists, unit_vectors
 from tests.helpers.processes import run_command
-
-
-def test_the_processors_faiss_is_loaded():
-    faiss = load_faiss()
-    assert faiss.IndexFlatIP(4).d == 4
-    assert faiss_version() == faiss.__version__
 
 
 @pytest.mark.parametrize(("gpu", "extra"), [(False, "cpu"), (True, "gpu")])
@@ -51,16 +42,6 @@ def test_a_gpu_is_refused_where_the_machine_has_none(monkeypatch):
         load_faiss(gpu=True)
     build.get_num_gpus = lambda: 1
     assert load_faiss(gpu=True) is build
-
-
-def test_new_lists_take_vectors_and_what_they_do_not_find_scores_minus_infinity():
-    quantizer = load_faiss().IndexFlatIP(2)
-    quantizer.add(np.eye(2, dtype=np.float32))
-    lists = new_lists(quantizer, 2)
-    lists.add(np.eye(2, dtype=np.float32))
-    score_QK, row_QK = lists.search(np.array([[1.0, 0.5]], np.float32), 2)
-    assert row_QK.tolist() == [[0, -1]]
-    assert without_missing(score_QK, row_QK).tolist() == [[1.0, -np.inf]]
 
 
 def test_lists_that_do_not_fit_end_in_an_os_error(tmp_path):
@@ -169,23 +150,11 @@ def test_centroids_are_unit_vectors_and_one_seed_gives_the_same_bits():
     assert first.objective == again.objective
 
 
-@pytest.mark.parametrize("seed", [-1, 2**31, 2**63])
-def test_any_integer_is_a_seed(seed):
-    assert kmeans_run(unit_vectors(20), 3, 2, 3, seed).centroids.shape == (3, 8)
-
-
 def test_a_cluster_for_each_vector_is_that_vector():
     vectors = unit_vectors(7)
     found = kmeans_run(vectors, 7)
     assert sorted(map(tuple, found.centroids)) == sorted(map(tuple, vectors))
     assert found.objective == 1.0
-
-
-def test_centroids_of_vectors_that_are_all_the_same_are_copies():
-    same = np.tile(unit_vectors(1), (1000, 1))
-    found = kmeans_run(same, 50, num_iterations=10)
-    assert num_duplicates(found.centroids) >= 25
-    assert num_duplicates(unit_vectors(50)) == 0
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite"), (np.inf, "not finite")])
@@ -224,11 +193,6 @@ def test_the_nearest_centroid_is_that_of_brute_force(block, monkeypatch):
     found = nearest_centroids(vectors, means)
     assert found.dtype == np.int32
     assert found.tolist() == (vectors @ means.T).argmax(axis=1).tolist()
-
-
-def test_widths_that_differ_are_refused():
-    with pytest.raises(InputError, match="vectors of width 8 do not go with centroids of width 6"):
-        nearest_centroids(unit_vectors(5), unit_vectors(5, 6))
 
 
 @pytest.mark.parametrize(

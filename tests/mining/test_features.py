@@ -16,7 +16,6 @@ from embeddings.mining.features import (
     VectorFeatures,
     _bm25_weights,
     _term_counts,
-    sample_rows,
     unit_features,
 )
 from tests.data.cluster_folders import unit_vectors
@@ -79,14 +78,6 @@ def test_axes_of_a_sample_serve_all_rows(tmp_path, monkeypatch):
     assert one.tobytes() == again.tobytes() != other.tobytes()
 
 
-def test_what_decides_the_features_is_named(tmp_path):
-    vectors = made_vectors(tmp_path, topic_source(tmp_path))
-    fields = VectorFeatures(vectors, 4).fields
-    assert fields["features"] == "vectors"
-    assert fields["svd_dim"] == 4
-    assert fields["query_model_sha256"] == fields["document_model_sha256"] == "none"
-
-
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "zero"), (np.nan, "not finite")])
 def test_a_row_without_direction_is_named(value, kind, tmp_path):
     source = topic_source(tmp_path)
@@ -105,15 +96,6 @@ def test_a_row_without_direction_is_named(value, kind, tmp_path):
 def test_an_impossible_width_is_refused(svd_dim, tmp_path):
     with pytest.raises(OptionError, match=r"svd_dim must lie in 1 … 16, twice the vectors' width, got"):
         VectorFeatures(made_vectors(tmp_path, topic_source(tmp_path)), svd_dim)
-
-
-def test_a_sample_is_ascending_and_without_repeats():
-    assert sample_rows(5, 5, 0).tolist() == [0, 1, 2, 3, 4]
-    drawn = sample_rows(1000, 10, 3)
-    assert drawn.tolist() == sorted(set(drawn.tolist()))
-    assert drawn.tolist() != sample_rows(1000, 10, 4).tolist()
-    unit = unit_features(np.array([[3.0, 4.0]], np.float32), np.array([0]))
-    np.testing.assert_allclose(unit, [[0.6, 0.8]], rtol=1e-6)
 
 
 def fitted_words(source, **options):

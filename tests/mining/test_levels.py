@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import OptionError
-from embeddings.mining.negatives import LevelRules, NegativeRules, ScoredCandidates, choose_levels, draw_documents, mark
+from embeddings.mining.negatives import LevelRules, NegativeRules, ScoredCandidates, choose_levels, draw_documents
 from embeddings.mining.qrels import TextQrels
 from tests.mining.test_negatives import one_query, world
 
@@ -164,25 +164,6 @@ def test_documents_are_drawn_by_row_alone_and_evenly():
     assert draw_documents(np.arange(2), 1000, rules).shape == (2, 50)
     other = draw_documents(np.arange(400), 20, NegativeRules(4, first_rank=11, last_rank=60, seed=4))
     assert (other != drawn).mean() > 0.9
-
-
-def test_marks_equal_a_loop():
-    generator = np.random.default_rng(0)
-    row = np.stack([generator.permutation(12)[:8] for _ in range(5)])
-    row[generator.random(row.shape) < 0.2] = -1
-    drawn = generator.integers(0, 12, (5, 3))
-    query, document = np.divmod(generator.permutation(60)[:15], 12)
-    level = generator.integers(1, 4, 15).astype(np.int8)
-    drawn_QC, level_QC = mark(row, 12, drawn, query, document, level)
-    given = {(int(q), int(d)): int(at) for q, d, at in zip(query, document, level, strict=True)}
-    for q in range(5):
-        for c in range(8):
-            assert drawn_QC[q, c] == (row[q, c] in drawn[q])
-            assert level_QC[q, c] == given.get((q, int(row[q, c])), 0)
-    assert drawn_QC.any()
-    assert level_QC.any()
-    _, none_QC = mark(row, 12, drawn, query[:0], document[:0], level[:0])
-    assert not none_QC.any()
 
 
 @pytest.mark.parametrize(

@@ -112,16 +112,6 @@ def test_shard_sizes_tasks_and_kept_vectors_change_no_record(tmp_path):
         assert pq.read_table(tmp_path / f"{size}.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
 
 
-def test_tasks_on_other_numbers_of_threads_share_the_work_of_the_first(tmp_path):
-    run(tmp_path, "whole.parquet")
-    few, many = Teacher, partial(Teacher, mini_batch_tokens=512)
-    for index, load in ((1, few), (0, many), (2, many)):
-        run(tmp_path, "parts.parquet", task=ArrayTask(index, 3), load=load)
-    assert outputs(tmp_path, "parts.parquet") == outputs(tmp_path, "whole.parquet")
-    assert run(tmp_path, "parts.parquet", load=many) == run(tmp_path, "parts.parquet", load=few)
-    assert json.loads((tmp_path / "parts.manifest.json").read_text())["mini_batch_tokens"] == [64]
-
-
 def test_a_finished_file_is_left_and_another_input_refused_by_name(tmp_path):
     first = run(tmp_path, "mined.parquet")
     before = outputs(tmp_path, "mined.parquet")
@@ -139,13 +129,6 @@ def test_a_finished_file_is_left_and_another_input_refused_by_name(tmp_path):
     (tmp_path / "mined.parquet").write_bytes(before[0][:-1])
     with pytest.raises(InputError, match="is not the file that its manifest describes"):
         run(tmp_path, "mined.parquet")
-
-
-def test_another_file_in_the_way_is_left_alone(tmp_path):
-    (tmp_path / "mined.parquet").write_text("mine")
-    with pytest.raises(InputError, match="something else lies there already"):
-        run(tmp_path, "mined.parquet")
-    assert (tmp_path / "mined.parquet").read_text() == "mine"
 
 
 def test_a_run_killed_at_its_renames_ends_with_the_same_bytes(tmp_path):
@@ -233,13 +216,6 @@ def test_too_few_documents_leave_nothing_behind(tmp_path):
     with pytest.raises(InputError, match="holds 22 different documents, too few for 22 negatives"):
         run(tmp_path, "deep/mined.parquet", rules=NegativeRules(22, None), vectors=tmp_path / "vectors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["22-pairs.jsonl", "cache"]
-
-
-def test_labelled_texts_are_no_pairs(tmp_path):
-    path = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
-    config = SourceConfig("texts", str(path), conversion="class_by_label")
-    with pytest.raises(OptionError, match="holds no records to mine for"):
-        mine_negatives(config, tmp_path / "mined.parquet", Teachers(["teacher"], Teacher), RULES)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Mining with levels ends with the same file whoever made its shards, and a curriculum takes the file as it is."""
 
 import json
-import os
-import signal
 from functools import partial
 
 import numpy as np
@@ -15,7 +13,7 @@ from embeddings.data import CurriculumBatchSampler, EmbeddingDataModule, SourceC
 from embeddings.mining.negatives import LevelRules, NegativeRules, draw_documents
 from embeddings.mining.qrels import TextQrels
 from tests.data.rows import write_jsonl
-from tests.mining.teachers import Teacher, in_a_child, know_teachers, unit
+from tests.mining.teachers import Teacher, know_teachers, unit
 from tests.mining.test_mine import outputs, run
 
 ROWS = [{"query": f"t{row % 4} question {row}", "positive": f"t{row % 4} answer {row}"} for row in range(22)]
@@ -100,33 +98,6 @@ def test_shard_sizes_and_tasks_change_no_record_and_a_finished_file_is_left(mine
     for levels in (None, LevelRules("grades", JUDGED)):
         with pytest.raises(InputError, match="field 'levels'"):
             mine("whole.parquet", levels=levels)
-
-
-def test_a_run_killed_at_its_renames_ends_with_the_same_bytes(mine, tmp_path):
-    options = {"shard_size": 11, "levels": LevelRules("grades", JUDGED)}
-    mine("whole.parquet", **options)
-    replace = os.replace
-
-    def killed_at(count):
-        """Kill this process before its `count`-th rename of a file into its place."""
-        calls = []
-
-        def counted(*arguments):
-            calls.append(arguments)
-            if len(calls) == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-            replace(*arguments)
-
-        os.replace = counted
-        mine("killed.parquet", **options)
-
-    statuses = []
-    while not statuses or (statuses[-1] != 0 and len(statuses) < 30):
-        statuses.append(in_a_child(partial(killed_at, 4)))
-    assert statuses[-1] == 0
-    assert set(statuses[:-1]) == {-signal.SIGKILL}
-    assert len(statuses) > 3
-    assert outputs(tmp_path, "killed.parquet") == outputs(tmp_path, "whole.parquet")
 
 
 def test_grades_give_the_levels_and_the_report_counts_what_lacks(mine, tmp_path, caplog):

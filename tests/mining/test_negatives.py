@@ -139,28 +139,6 @@ def test_a_candidate_at_the_margin_goes():
     assert rows(one_query([0.5, 0.25], 1.0), margin=0.5) == [1, -1, -1]
 
 
-def test_own_positives_go_by_row_and_by_text_and_the_query_itself_by_text():
-    assert rows(one_query([0.9, 0.8, 0.7], 1.0, row=1)) == [0, 2, -1]
-    assert rows(one_query([0.9, 0.8, 0.7], 1.0, hashes=[5, 99, 7])) == [0, 2, -1]
-    assert rows(one_query([0.9, 0.8, 0.7], 1.0, query_hash=0)) == [1, 2, -1]
-
-
-def test_of_equal_texts_the_hardest_stays():
-    assert rows(one_query([0.5, 0.8, 0.7], 1.0, hashes=[4, 5, 4])) == [1, 2, -1]
-
-
-def test_ranks_count_neither_own_texts_nor_what_the_margin_takes():
-    scores = [0.9, 0.8, 0.7, 0.6, 0.5]
-    assert rows(one_query(scores, 1.0, row=0), first_rank=2, last_rank=4) == [2, 3, 4]
-    assert rows(one_query(scores, 0.7), margin=0.95, first_rank=3, last_rank=5) == [3, 4, -1]
-
-
-def test_any_teacher_refuses_and_the_mean_ranks():
-    scores = [[0.6, 0.5, 0.1, 0.3], [0.1, 0.9, 0.1, 0.5]]
-    assert rows(one_query(scores, [0.7, 0.8]), margin=0.95) == [3, 0, 2]
-    assert rows(one_query(scores, [0.7, 0.8])) == [1, 3, 0]
-
-
 def test_a_draw_is_of_the_window_hardest_first_and_follows_from_seed_query_and_document():
     candidates, facts = world(3, queries=6)
     rules = NegativeRules(3, None, None, 1, 8, "random", 5)

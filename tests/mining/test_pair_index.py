@@ -10,7 +10,7 @@ from embeddings.common.io import text_hash
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import open_cached
 from embeddings.mining import pair_index
-from embeddings.mining.pair_index import concatenated_ranges, equal_hashes, index_pairs
+from embeddings.mining.pair_index import equal_hashes, index_pairs
 from tests.data.rows import labelled, write_jsonl
 
 ROWS = [
@@ -120,12 +120,6 @@ def test_equal_hashes_are_neighbours_in_one_part_whatever_its_size(part):
             groups.setdefault(hashes[entry], []).append(entry)
     assert parts > 1 or part == 1000
     assert sorted(groups.values()) == sorted(np.flatnonzero(hashes == value).tolist() for value in set(hashes))
-
-
-def test_ranges_follow_one_another():
-    found = concatenated_ranges(np.array([4, 2, 9, 0]), np.array([6, 2, 10, 3]))
-    assert found.tolist() == [4, 5, 9, 0, 1, 2]
-    assert concatenated_ranges(np.array([3]), np.array([3])).tolist() == []
 
 
 @pytest.mark.parametrize("rows", [range(4), range(1, 2), range(2, 4)])

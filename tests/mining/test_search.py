@@ -6,7 +6,6 @@ import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
-from embeddings.inference.vectors import save_vectors
 from embeddings.mining import search as ivf
 from embeddings.mining import search as knn
 from embeddings.mining.faiss_library import load_faiss
@@ -15,10 +14,8 @@ from embeddings.mining.search import (
     ExactSearch,
     Float32CoarseSearch,
     build_ivf,
-    pair_scores,
     rounding_error,
     sample_rows,
-    tiles,
     topk_per_row,
 )
 from tests.mining.vectors import brute_force, shards, unit_vectors
@@ -77,16 +74,6 @@ def test_both_scans_lead_to_the_same_bits_without_a_second_look_at_most_queries(
     np.testing.assert_array_equal(np.take_along_axis(all_scores, found.index_QK, axis=1), found.score_QK)
 
 
-def test_a_query_alone_has_the_scores_it_has_among_others(tmp_path):
-    documents, queries = unit_vectors(300, 33), unit_vectors(65, 33, seed=1)
-    search = ExactSearch(shards(tmp_path, documents, 128))
-    together = search.search(queries, 10)
-    for query in (0, 31, 64):
-        alone = search.search(queries[query : query + 1], 10)
-        np.testing.assert_array_equal(alone.score_QK[0], together.score_QK[query])
-        np.testing.assert_array_equal(alone.index_QK[0], together.index_QK[query])
-
-
 def test_more_queries_than_a_call_of_faiss_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(knn, "QUERY_CHUNK", 3)
     documents, queries = unit_vectors(40), unit_vectors(8, seed=1)
@@ -117,24 +104,6 @@ def test_a_gpu_is_asked_in_its_own_call(tmp_path, monkeypatch):
         search.search(queries, 2033)
 
 
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_tiles_hold_all_rows_once_in_order(size, tmp_path, monkeypatch):
-    monkeypatch.setattr(knn, "TILE_BYTES", 32 * size)
-    documents = unit_vectors(11)
-    found = [(first, tile.copy()) for first, tile in tiles(shards(tmp_path, documents, 4))]
-    assert [first for first, _ in found] == list(range(0, 11, size))
-    np.testing.assert_array_equal(np.concatenate([tile for _, tile in found]), documents)
-
-
-def test_pairs_are_scored_in_the_order_given(tmp_path):
-    documents, queries = unit_vectors(30), unit_vectors(4, seed=1)
-    generator = np.random.default_rng(0)
-    query, row = generator.integers(0, 4, 1200), generator.integers(0, 30, 1200)
-    expected = np.einsum("pd,pd->p", queries[query].astype(np.float64), documents[row]).astype(np.float32)
-    np.testing.assert_array_equal(pair_scores(queries, query, row, shards(tmp_path, documents, 7)), expected)
-    assert pair_scores(queries, query[:0], row[:0], shards(tmp_path, documents, 7)).shape == (0,)
-
-
 @pytest.mark.parametrize(
     ("value", "kind"), [(0, "zero"), (np.nan, "not finite"), (np.inf, "not finite"), (2, "of length")]
 )
@@ -153,13 +122,6 @@ def test_queries_that_do_not_fit_are_refused(tmp_path):
         search.search(unit_vectors(2) * np.array([[1], [0]], np.float32), 3)
     with pytest.raises(OptionError, match="top_k must be >= 1"):
         search.search(unit_vectors(2), 0)
-
-
-def test_an_empty_shard_is_refused(tmp_path):
-    documents = shards(tmp_path, unit_vectors(10), 4)
-    save_vectors(documents.path(1), np.empty((0, 8), np.float32))
-    with pytest.raises(InputError, match=r"vectors-00001\.npy"):
-        ExactSearch(documents).search(unit_vectors(2), 3)
 
 
 SCANS = {"float32": lambda queries: Float32CoarseSearch(load_faiss(), None, queries), "bfloat16": Bfloat16CoarseSearch}
@@ -184,20 +146,6 @@ def test_no_document_scores_above_the_bound_of_its_score(name, width):
     assert max(looseness) < (0.02 if name == "bfloat16" else 3 * rounding_error(width))
 
 
-@pytest.mark.parametrize("name", SCANS)
-def test_a_tile_gives_its_best_documents_for_each_chunk(name):
-    queries, documents = unit_vectors(9, 32), unit_vectors(200, 32, seed=1)
-    scan = SCANS[name](queries)
-    for chunk in (slice(0, 4), slice(4, 9)):
-        scores, rows = scan(chunk, 1000, documents, 30)
-        exact = queries[chunk] @ documents.T
-        best = np.sort(exact, axis=1)[:, -20]
-        for query, found in enumerate(rows - 1000):
-            assert set(np.flatnonzero(exact[query] > best[query] + 0.01)) <= set(found.tolist())
-            np.testing.assert_allclose(scores[query], exact[query][found], atol=0.01)
-    assert scan.width(10) > 10
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 5, 16, 47, 160, 1000, 1003])
 @pytest.mark.parametrize("top_k", [1, 4, 30])
@@ -209,24 +157,6 @@ def test_the_largest_values_and_their_places(dtype, width, top_k):
     assert torch.equal(values.sort(descending=True).values, score_QT.float().sort(descending=True).values[:, :top_k])
     assert torch.equal(score_QT.float().gather(1, places), values)
     assert all(len(set(row)) == top_k for row in places.tolist())
-
-
-@pytest.mark.parametrize("order", ["rising", "falling", "equal", "one column", "the rest"])
-def test_wherever_the_largest_lie(order):
-    width, top_k = 16 * 40 + 7, 9
-    score_T = torch.arange(float(width))
-    if order == "falling":
-        score_T = score_T.flip(0)
-    elif order == "equal":
-        score_T = torch.zeros(width)
-    elif order == "one column":
-        score_T[3 : 16 * 40 : 40] += 1000
-    elif order == "the rest":
-        score_T[-7:] += 1000
-    values, places = topk_per_row(score_T[None], top_k)
-    assert sorted(values[0].tolist()) == score_T.sort().values[-top_k:].tolist()
-    assert score_T[torch.as_tensor(places[0])].tolist() == values[0].tolist()
-    assert len(set(places[0].tolist())) == top_k
 
 
 def clustered(count, seed=0, width=16, centres=20):
@@ -299,13 +229,6 @@ def test_impossible_numbers_are_refused_before_anything_is_written(options, says
     with pytest.raises(OptionError, match=says):
         build_ivf(shards(tmp_path / "documents", clustered(30), 8), tmp_path / "ivf", **options)
     assert not (tmp_path / "ivf").exists()
-
-
-def test_a_vector_without_direction_is_named_before_the_training(tmp_path):
-    vectors = clustered(30)
-    vectors[9] = 0
-    with pytest.raises(InputError, match=r"vectors-00001\.npy:1: the vector is zero"):
-        build_ivf(shards(tmp_path / "documents", vectors, 8), tmp_path / "ivf", num_lists=4)
 
 
 def test_a_vector_without_direction_is_named_even_if_it_is_in_no_sample(tmp_path):

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import re
 import resource
 import shutil
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from embeddings.common import InputError, OptionError
+from embeddings.common import InputError
 from embeddings.inference.search import search_top_k
 from embeddings.inference.vector_folder import VectorFolder
 from embeddings.inference.vectors import save_vectors, stored_rows, unit_rows
@@ -122,24 +121,6 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
         Index.open(folder)
 
 
-def test_an_index_without_its_manifest_or_with_an_odd_one_is_refused(folder, vectors):
-    build_index(folder, num_lists=8)
-    path = folder.path / MANIFEST_FILE
-    fields = json.loads(path.read_text())
-    for field, value, says in (
-        ("num_probes", 0, "field 'num_probes' is 0, expected a whole number >= 1; make it with the command index"),
-        ("kind", 3, "field 'kind' is 3, expected 'ivf index'; make it with the command index"),
-    ):
-        path.write_text(json.dumps({**fields, field: value}))
-        with pytest.raises(InputError, match=says):
-            Index.open(folder)
-    path.write_text(json.dumps({**fields, "num_probes": 10**30}))
-    assert Index.open(folder).num_probes == 8
-    path.unlink()
-    with pytest.raises(InputError, match="no manifest lies beside this output; make it with the command index"):
-        Index.open(folder)
-
-
 def test_damage_inside_the_file_is_refused_when_it_is_opened_or_where_it_is_found(folder, vectors):
     build_index(folder, num_lists=8, num_probes=8)
     path, rng = folder.path / INDEX_FILE, np.random.default_rng(0)
@@ -203,30 +184,6 @@ def test_the_hash_is_of_vectors_and_manifest_without_versions(folder, tmp_path, 
     assert folder_sha256(folder) == first
     (folder.path / "manifest.json").write_text(json.dumps({**manifest, "corpus_sha256": "other"}))
     assert folder_sha256(folder) != first
-
-
-def test_it_is_shown_how_far_vectors_are_added_and_searched(folder, monkeypatch, capsys):
-    monkeypatch.setattr("embeddings.common.jobs.PROGRESS_DELAY_SECONDS", 0.0)
-    # A shard is read in several pieces.
-    monkeypatch.setattr("embeddings.inference.vector_folder.DOCUMENT_TILE", 2)
-    every = f"{folder.num_documents}/{folder.num_documents}"
-    index = build_index(folder)
-    assert re.search(f"adding vectors: 100%.* {every} ", capsys.readouterr().err)
-    recall_of(index, folder)
-    assert re.search(f"measuring recall: 100%.* {every} ", capsys.readouterr().err)
-
-
-def test_sizes_that_cannot_be_are_refused_and_nothing_is_written(folder):
-    before = sorted(folder.path.iterdir())
-    for options, says in (
-        ({"num_lists": 601}, "num_lists must lie in 1 … 600"),
-        ({"num_lists": 4, "num_probes": 5}, "num_probes must lie in 1 … 4"),
-    ):
-        with pytest.raises(OptionError, match=says):
-            build_index(folder, **options)
-    assert sorted(folder.path.iterdir()) == before
-    with pytest.raises(OptionError, match="top_k must be >= 1"):
-        build_index(folder).search(unit_vectors(1), 0)
 
 
 def test_a_single_vector_has_an_index(tmp_path):

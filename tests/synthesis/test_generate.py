@@ -374,13 +374,6 @@ def test_a_model_without_any_task_is_the_users_to_mend(tmp_path):
         list_tasks(tmp_path, FakeClient(lambda prompt, seed, count: Reply("")), 5)
 
 
-def test_a_budget_ends_the_list(tmp_path):
-    client = lists_of(20)
-    client.sampling = Sampling("m", max_answer_tokens=200)
-    assert list_tasks(tmp_path, client, 400, Budget(token_budget=2000)).tasks
-    assert 0 < len(client.asked) < 20
-
-
 def test_a_task_file_comes_back_by_category(tmp_path):
     tasks = {category.name: [f"{category.name} {n} é" for n in range(2)] for category in MGH.categories}
     path = tmp_path / "tasks.jsonl"
@@ -456,15 +449,6 @@ def test_a_row_without_a_usable_answer_is_left_out_and_listed(tmp_path, source):
     assert (report.num_records, report.num_given_up) == ({"records.jsonl": 5}, 1)
     lines = [json.loads(line) for line in (tmp_path / "job" / "rejected.jsonl").read_text().splitlines()]
     assert [(line["id"], line["attempt"]) for line in lines] == [("row-2", 0), ("row-2", 1)]
-
-
-def test_a_second_run_asks_nothing_and_gives_the_same(tmp_path, source):
-    report = regenerate(tmp_path / "job", source, FakeClient(answers_badly))
-    client = FakeClient(answers_badly)
-    assert regenerate(tmp_path / "job", source, client) == report
-    assert client.asked == []
-    regenerate(tmp_path / "again", source, FakeClient(answers_badly, shuffled=True))
-    assert contents(tmp_path / "again") == contents(tmp_path / "job")
 
 
 def test_other_pairs_do_not_go_on_in_the_same_folder(tmp_path, source):

@@ -142,13 +142,6 @@ def says(**value):
     return Reply(json.dumps(value))
 
 
-def test_a_good_answer_is_asked_for_once(tmp_path):
-    client = FakeClient(lambda prompt, seed, count: says(query=prompt))
-    outcome = rounds(tmp_path, client, items_of_one_file(6))
-    assert outcome.attempts == dict.fromkeys(range(6), 0)
-    assert (outcome.rejections, outcome.repairs, len(client.asked)) == ([], {}, 6)
-
-
 def test_what_is_rejected_is_asked_again_with_another_seed_up_to_the_limit(tmp_path):
     seeds = {}
 

@@ -149,9 +149,3 @@ def test_a_prompt_names_every_field_that_its_answer_is_read_by(method, category)
     assert asked == [category.query_field, category.positive_field, *category.negative_fields]
     levels = re.findall(r'"similarity_level": "(\w+)"', prompt)
     assert levels == (list(LEVELS) if category.graded else [])
-
-
-def test_mgh_has_four_levels_and_nv_embed_none():
-    assert LEVELS == ("high", "medium", "medium", "low")
-    assert all(category.graded for category in MGH.categories)
-    assert not any(category.graded for category in NV_EMBED.categories)

@@ -249,13 +249,6 @@ def test_a_stopped_job_keeps_nobody_waiting():
     assert turns(pace, clock, 1) == [0]
 
 
-@pytest.mark.parametrize("name", ["requests_per_minute", "tokens_per_minute"])
-@pytest.mark.parametrize("rate", [0, -1, float("nan")])
-def test_a_rate_that_is_none_is_refused(name, rate):
-    with pytest.raises(OptionError, match=f"{name} must be > 0"):
-        Limits(**{name: rate})
-
-
 FULL = Answer('two\nlines, half a character \ud800, "quotes"', "stop", None, 11, 5)
 REFUSED = Answer(None, None, "status 400: no", None, None)
 
