@@ -105,7 +105,7 @@ def rank_pairs(
         is_considered_N: Which records take part, (rows,); None for all. The others are nobody's rivals.
         group_N: The group of each record, (rows,), such as its language: only records of one group share a segment.
             None for one group.
-        segment_size: Most records of a segment.
+        segment_size: Maximum records of a segment.
         seed: Seed of what records share a segment (`Segments`).
         device: Where vectors are multiplied.
         task: Which segments are this process's; None for all.

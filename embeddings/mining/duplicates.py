@@ -52,7 +52,7 @@ def find_duplicates(
     Args:
         source: A converted source of pairs, or of labelled texts.
         folder: The folder to work in.
-        near_duplicates: Least Jaccard similarity of near-copies, 0.5 to 1; None for copies alone.
+        near_duplicates: Minimum Jaccard similarity of near-copies, 0.5 to 1; None for copies alone.
         shingle: What near-copies are compared by: runs of 3 words, or of 5 characters.
         shard_size: Records of a shard.
         task: Which shards are this process's; None for all.
@@ -189,7 +189,7 @@ class Decontaminator:
 
     Args:
         evaluation: The evaluation texts, which stay in memory with an index of their words.
-        bm25_threshold: Least coverage of a similar text, above 0 and up to 1; None for equality alone.
+        bm25_threshold: Minimum coverage of a similar text, above 0 and up to 1; None for equality alone.
 
     Guarantees: a text that differs from every evaluation text is called equal to one by a collision of 64-bit hashes
         only. A text equal to an evaluation text of enough tokens is also similar to it, at every threshold.

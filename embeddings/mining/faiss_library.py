@@ -263,9 +263,9 @@ def neighbour_lists(
 
     Args:
         centroids: Unit vectors, (k, d) float32.
-        num_neighbours: Most neighbours of a centroid.
+        num_neighbours: Maximum neighbours of a centroid.
         gpu: Whether faiss runs on the GPUs.
-        max_exact: Most centroids that are all compared with each other.
+        max_exact: Maximum centroids that are all compared with each other.
 
     Returns:
         (k, n) int32, n the smaller of `num_neighbours` and k - 1.

@@ -60,7 +60,7 @@ class FilterRules:
     Args:
         remove_copies: Whether a record with the query and positives of an earlier one goes. Not what you want where
             the negatives of one pair are spread over several records.
-        near_duplicates: Least Jaccard similarity of query and of positives of a near-copy, 0.5 to 1; None for no rule.
+        near_duplicates: Minimum Jaccard similarity of query and positives of a near-copy, 0.5 to 1; None for no rule.
         shingle: What near-copies are compared by: runs of words, or of characters.
         top_k: A pair is consistent if its document is among this many of the segment's documents nearest to its query;
             Nomic uses 2. None for 2 where a model is given, else for no rule.
@@ -129,7 +129,7 @@ def filter_pairs(
 
     The file is a source again (`query`, `positive`, `negatives` with levels where they have some, `instruction`,
     `label`, `score`, `id`, `language`; of labelled texts `text` and `label`; other columns are left behind). Beside
-    `NAME.parquet` lies `NAME.manifest.json`, and the folder `NAME.parquet.work`, which may be deleted once the file is
+    `NAME.parquet` are `NAME.manifest.json` and the folder `NAME.parquet.work`, which may be deleted once the file is
     there: keys and vectors in shards, `languages.npy` where segments are cut by language, and `reasons.npy`, which
     holds for each record the number of the rule that took it out, from 1, and 0 for none.
 
@@ -339,7 +339,7 @@ def _write(
             count = write_labelled_texts(temporary, _kept_texts(source, reason_N))
         assert count == report.num_kept
         facts = {"removed": report.removed, "num_kept": count, "output_sha256": file_sha256(temporary)}
-        # The file comes last: where it lies, its manifest does too.
+        # The file comes last: where it is, its manifest is too.
         write_file_manifest(manifest_path(report.output), {**fields, **facts})
 
 

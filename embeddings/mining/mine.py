@@ -339,7 +339,7 @@ def _merge(
         }
         budgets = [check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors]
         made_of = {"mini_batch_tokens": budgets, "output_sha256": file_sha256(temporary)}
-        # The file comes last: where it lies, its manifest does too.
+        # The file comes last: where it is, its manifest is too.
         write_file_manifest(manifest_path(output), {**fields, **facts, **made_of})
     report = MiningReport(output, **facts)
     for count, what in (

@@ -48,7 +48,7 @@ class PairIndex:
     Everything stays on disk.
 
     Attributes:
-        folder: Where the index lies.
+        folder: The index's folder.
         source: The source.
         num_queries: Rows of the source.
         num_documents: Different texts.
@@ -146,7 +146,7 @@ def index_pairs(
 
     Args:
         source: A converted source whose rows hold positives.
-        folder: The folder to make, whole or not at all.
+        folder: The folder to make, atomically.
         corpus: A file of more documents (`text`, and `title` where there is one), or None. Its empty texts are left
             out.
         negatives: Whether the rows' negatives are documents too, after the positives and before the corpus.

@@ -31,7 +31,7 @@ _FOLDERS: dict[TextRole, str] = {"query": "queries", "document": "documents"}
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Folders that `encode` wrote: a text that lies in one of them is not encoded again.
+    """Folders that `encode` wrote: a text found in one of them is not encoded again.
 
     Args:
         queries: Vectors of queries (`encode --role query`), or None.
@@ -111,7 +111,7 @@ class FoundVectors:
 
     Attributes:
         folder: The folder that `encode` wrote.
-        row_N: Where each text's vector lies in it, -1 where it has none, (N,) int64, memory-mapped.
+        row_N: Row of each text's vector in it, -1 where it has none, (N,) int64, memory-mapped.
     """
 
     folder: VectorFolder
@@ -152,7 +152,7 @@ class EncodedFolder:
         """The folder at `path`.
 
         Args:
-            path: Where it lies.
+            path: The folder.
             role: Whose length limit and prompt its texts must have been encoded with.
             prompt_name: The prompt as it was chosen, None for the role's own.
             model: What its manifest must say of the model: hash, precision and width.
@@ -171,7 +171,7 @@ class EncodedFolder:
         return cls(vectors, identity)
 
     def find(self, hash_N: Int64s, rows_path: Path) -> FoundVectors:
-        """Find texts by their hashes; what was found before lies at `rows_path`.
+        """Find texts by their hashes; what was found before is kept at `rows_path`.
 
         Args:
             hash_N: `text_hash` of each text, (N,) int64; texts may repeat.
@@ -191,7 +191,7 @@ class EncodedFolder:
 
 
 def _write_rows(folder: VectorFolder, hash_N: Int64s, rows_path: Path) -> None:
-    """Write where each text's vector lies in the folder; of texts that lie there several times, the first."""
+    """Write the row of each text's vector in the folder; of texts that occur there several times, the first."""
     scratch, num_texts, num_found = rows_path.with_name(f".{rows_path.name}.hashes.tmp"), len(hash_N), 0
     with open(scratch, "wb") as file:
         for start in range(0, num_texts, BLOCK):
@@ -297,7 +297,7 @@ def encode_pairs(
             instruction takes the place of `{instruction}`; None for the model's `query` prompt if it has one.
         document_prompt_name: The same for documents, which have no instruction.
         shard_size: Vectors of a shard: what a kill costs at most.
-        encoded: Folders that `encode` wrote with the same model: a text that lies there keeps that vector.
+        encoded: Folders that `encode` wrote with the same model: a text found there keeps that vector.
         task: Which shards are this process's; None for all.
 
     Raises:

@@ -405,7 +405,7 @@ class IvfSearch:
     Args:
         documents: Unit vectors.
         centroid_CD: Centroids of the lists, (C, D) float32, unit norm.
-        lists: Where `list-<i>.npy` lies for each shard of the documents, (n,) int32.
+        lists: Folder of `list-<i>.npy` for each shard of the documents, (n,) int32.
         num_probes: Lists searched for a query.
         gpu: Whether faiss runs on the first GPU.
 

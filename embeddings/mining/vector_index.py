@@ -110,7 +110,7 @@ class VectorIndex:
 def build_index(
     folder: VectorFolder, *, num_lists: int | None = None, num_probes: int | None = None, seed: int = 0
 ) -> VectorIndex:
-    """Make the index of a folder's vectors, beside them; one that lies there is replaced.
+    """Make the index of a folder's vectors, beside them; an older one is replaced.
 
     Args:
         folder: What `encode_corpus` wrote.

@@ -235,7 +235,7 @@ def _answer_of(content: bytes) -> Answer:
 
 
 def _seconds(header: str | None) -> float | None:
-    """The seconds of a `Retry-After` header; None for a date, and for what is none of both."""
+    """The seconds of a `Retry-After` header; None for a date or anything else."""
     try:
         seconds = float(header or "")
     except ValueError:

@@ -232,7 +232,7 @@ class Journal:
         self.num_answers += answer.refused is None
 
     def _read(self) -> None:
-        """Note where each answer lies, and cut off what a kill left behind the last complete one."""
+        """Note the place of each answer, and cut off what a kill left behind the last complete one."""
         place = 0
         for number, line in enumerate(self._reader, start=1):
             try:

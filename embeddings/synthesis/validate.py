@@ -390,7 +390,7 @@ def check_levels(paths: Sequence[Path], encoder: TextEncoder, max_records: int =
     Args:
         paths: Files of records with levels.
         encoder: The judge, best one that was not trained on such data.
-        max_records: Most records looked at, spread evenly over all.
+        max_records: Maximum records looked at, spread evenly over all.
 
     Raises:
         InputError: If a file cannot be read, or no record has a negative of every level.
