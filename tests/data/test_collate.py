@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from embeddings.common import ContrastiveBatch, OptionError, TextSettings, TokenBatch
+from embeddings.common import OptionError, TextSettings, TokenBatch
 from embeddings.common.io import text_hash
 from embeddings.common.random import derive_seed
 from embeddings.data.records import Example, Negative
@@ -123,26 +123,6 @@ def test_every_field_is_what_its_description_says() -> None:
     assert len(batch) == 3
 
 
-def test_types_are_those_of_the_contract() -> None:
-    batch = make(7)(examples())
-    for name in ContrastiveBatch.__dataclass_fields__:
-        value = getattr(batch, name)
-        if isinstance(value, torch.Tensor):
-            assert value.dtype == (torch.bool if name == "in_batch_B" else torch.int64), name
-
-
-def test_without_negatives_the_candidates_are_the_positives() -> None:
-    batch = make(0)(examples())
-    assert len(batch.candidate) == 3
-    assert batch.owner_C.tolist() == [0, 1, 2]
-
-
-def test_a_single_example_makes_a_batch() -> None:
-    batch = make(7)(examples()[2:])
-    assert len(batch.query) == len(batch.candidate) == 1
-    assert batch.known_positive_hash_BP.shape == (1, 2)
-
-
 def test_the_draw_key_alone_chooses_the_positive_and_every_one_is_chosen() -> None:
     positives = ("the fox", "a dog", "lazy dog")
     drawn = [Example(row=0, draw=draw, source=0, query="q", positives=positives) for draw in range(60)]
@@ -157,11 +137,6 @@ def test_an_example_without_a_prompt_gets_the_settings_prompt_of_its_role() -> N
     assert texts_of(batch.query) == ["search _ query : fox", "search _ query : sum", "search _ query : pad"]
     assert texts_of(batch.candidate)[0] == "a : the fox"
     assert texts_of(batch.candidate)[1].startswith("search _ document : ")
-
-
-def test_a_negative_number_of_negatives_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"data\.num_negatives must be >= 0, got -1"):
-        make(-1)
 
 
 def test_a_batch_names_the_level_of_its_examples() -> None:

@@ -7,12 +7,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from torch.utils.data import DataLoader
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.data import Example, Mixture, Negative, PlanEntry, SourceConfig, open_source
 from embeddings.data.checks import warn_of_unused_columns
-from embeddings.data.dataset import ClassExamples, LabelTexts, places_of_level, stored_texts
+from embeddings.data.dataset import ClassExamples, LabelTexts, places_of_level
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.store import ClassIndex, write_class_index
 from embeddings.data.table import StoredRow, Table, write_table
@@ -67,10 +66,6 @@ def test_the_template_of_the_text_settings_frames_every_instruction(tmp_path):
     assert [source[PlanEntry(row, 0)].query_prompt for row in (0, 1)] == ["[INST] mend ", "[INST] find "]
 
 
-def test_documents_carry_no_prompt_of_an_ordinary_source(tmp_path):
-    assert dataset(tmp_path, pairs(1), instruction="find")[PlanEntry(0, 0)].document_prompt == ""
-
-
 def test_examples_of_a_class_change_with_the_draw_key_alone(tmp_path):
     source = dataset(tmp_path, labelled(20, 20, 20), conversion="class_by_example", num_negatives=3)
     first = [source[PlanEntry(row, 1)] for row in range(60)]
@@ -86,24 +81,12 @@ def test_examples_of_a_class_change_with_the_draw_key_alone(tmp_path):
         assert example.label not in example.negative_labels
 
 
-def test_seven_negatives_are_drawn_where_nothing_is_said(tmp_path):
-    source = dataset(tmp_path, labelled(9, 9), conversion="class_by_example")
-    assert len(source[PlanEntry(0, 0)].negatives) == 7
-
-
 def test_labels_written_as_numbers_become_their_texts(tmp_path):
     rows = [{"text": f"t{i}", "label": i % 2} for i in range(4)]
     source = dataset(tmp_path, rows, conversion="binary_by_label", label_texts={0: "harmless", "1": "toxic"})
     example = source[PlanEntry(1, 0)]
     assert (example.positives, example.negatives) == (("toxic",), (Negative("harmless"),))
     assert (example.label, example.negative_labels) == (1, (0,))
-
-
-def test_labels_that_are_words_are_their_own_texts(tmp_path):
-    source = dataset(tmp_path, labelled(1, 1, 1), conversion="class_by_label", num_negatives=7)
-    example = source[PlanEntry(2, 0)]
-    assert example.positives == ("class c",)
-    assert {negative.text for negative in example.negatives} == {"class a", "class b"}
 
 
 @pytest.mark.parametrize(
@@ -144,14 +127,6 @@ def test_max_rows_takes_one_row_of_each_stretch(tmp_path, max_rows):
     assert len(found) == len(set(found)) == count
     for row, index in enumerate(found):
         assert row * 100 // count <= index < (row + 1) * 100 // count
-
-
-def test_another_seed_takes_other_rows(tmp_path):
-    chosen = []
-    for seed in (0, 0, 1):
-        source = dataset(tmp_path, pairs(100), max_rows=20, seed=seed)
-        chosen.append([source[PlanEntry(row, 0)].query for row in range(20)])
-    assert chosen[0] == chosen[1] != chosen[2]
 
 
 def test_positives_come_from_the_whole_source_though_max_rows_leaves_one_query_of_a_class(tmp_path):
@@ -269,12 +244,6 @@ def class_examples(folder, texts_by_class, num_negatives):
     return ClassExamples(Table(folder), ClassIndex(folder), num_negatives), rows
 
 
-def test_stored_candidates_are_the_rows_own():
-    stored = StoredRow("q", ["a", "b"], ["n", "m"], [1, 2], 3)
-    found = stored_texts(stored, 0, draw=5)
-    assert found == (("a", "b"), (Negative("n", 1), Negative("m", 2)), ())
-
-
 @pytest.mark.parametrize("num_negatives", [1, 7, 100])
 def test_class_examples_are_what_a_loop_over_all_rows_allows(tmp_path, num_negatives):
     texts = [[f"{label} {i}" for i in range(size)] for label, size in enumerate((2, 9, 5))]
@@ -310,16 +279,6 @@ def test_the_query_is_never_its_own_positive_even_where_its_text_is_repeated(tmp
     index = next(i for i, row in enumerate(rows) if row.query == "same")
     for draw in range(50):
         assert rule(rows[index], index, draw).positives == ("different",)
-
-
-def test_no_negative_repeats_the_query_the_positive_or_another_negative(tmp_path):
-    rule, rows = class_examples(tmp_path, [["x", "y"], ["x", "y", "z", "z", "z", "w"]], 4)
-    index = next(i for i, row in enumerate(rows) if row.query == "x" and row.label == 0)
-    for draw in range(50):
-        found = rule(rows[index], index, draw)
-        assert found.positives == ("y",)
-        assert sorted(negative.text for negative in found.negatives) == ["w", "z"]
-        assert found.negative_labels == (1, 1)
 
 
 @pytest.mark.parametrize(("num_texts", "num_negatives"), [(2, 7), (5, 3), (5, 4), (20, 7)])
@@ -424,37 +383,8 @@ def test_a_batch_is_its_entries_one_by_one_in_their_order(mixture, monkeypatch):
     assert sorted(calls) == [1, 3, 4]
 
 
-@pytest.mark.parametrize("row", [-1, 12])
-def test_a_row_outside_the_mixture_is_refused(mixture, row):
-    with pytest.raises(IndexError, match=f"row {row} of 12"):
-        mixture[PlanEntry(row, 0)]
-
-
 def test_no_source_and_two_of_one_name_are_refused(mixture):
     with pytest.raises(OptionError, match=r"data\.sources must not be empty"):
         Mixture([])
     with pytest.raises(OptionError, match=r"data\.sources must have different names, got 'one'"):
         Mixture([mixture.sources[0], mixture.sources[0]])
-
-
-def test_workers_give_the_examples_that_the_main_process_gives(mixture):
-    entries = [PlanEntry(row, 100 + row) for row in range(12)]
-    expected = [mixture[entry] for entry in entries]
-    loader = DataLoader(
-        mixture,
-        batch_sampler=[entries[:5], entries[5:]],
-        num_workers=2,
-        collate_fn=list,
-    )
-    assert [example for batch in loader for example in batch] == expected
-
-
-def test_a_mixture_is_pickled_without_its_data(mixture):
-    assert pickle.loads(pickle.dumps(mixture))[PlanEntry(5, 1)] == mixture[PlanEntry(5, 1)]
-
-
-def test_the_rule_of_levels_reaches_the_row(tmp_path):
-    mixture = Mixture([dataset(tmp_path, pairs(2), name="plain"), dataset(tmp_path, graded(2), name="graded")])
-    example = mixture[PlanEntry(3, 7, LevelRule(2))]
-    assert (example.level, [negative.level for negative in example.negatives]) == (2, [2])
-    assert len(mixture[PlanEntry(3, 7)].negatives) == 4

@@ -119,14 +119,6 @@ def test_keys_do_not_depend_on_the_process_or_on_the_other_texts():
     assert finished.stdout.strip() == str(keys.tolist())
 
 
-def test_lower_thresholds_take_more_keys():
-    counts = [NearDuplicates(threshold, num_parts=2).num_keys for threshold in (0.5, 0.7, 0.8, 0.9, 1.0)]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[2] == 16
-    assert counts[-1] == 1
-    assert NearDuplicates(0.7).num_keys == 20
-
-
 @pytest.mark.parametrize("threshold", [0.0, 0.49, 1.01, float("nan"), -1.0])
 def test_a_threshold_out_of_its_range_is_refused(threshold):
     with pytest.raises(OptionError, match=f"must lie between {LEAST_THRESHOLD} and 1"):
@@ -155,10 +147,3 @@ def test_rows_are_compared_where_they_share_a_key_and_with_kept_rows_alone(num_c
     assert 0 < sum(found) < 60
     assert len(asked) == len(set(asked))
     assert all(one < other and not found[one] for one, other in asked)
-
-
-@pytest.mark.parametrize("num_rows", [0, 1, 2])
-def test_few_rows_and_rows_that_share_nothing_are_no_copies(num_rows):
-    column = np.arange(num_rows, dtype=np.uint32)
-    assert mark_copies([column], num_rows, lambda *_: True).tolist() == [False] * num_rows
-    assert mark_copies([column * 0], num_rows, lambda *_: True).tolist() == [row > 0 for row in range(num_rows)]

@@ -1,7 +1,6 @@
 """Records that are written and read again are the records."""
 
 import math
-import pickle
 
 import pytest
 
@@ -9,7 +8,6 @@ from embeddings.common import InputError
 from embeddings.data import SourceConfig
 from embeddings.data.records import (
     RECORD_FIELDS,
-    Example,
     Negative,
     Record,
     has_levels,
@@ -20,7 +18,6 @@ from embeddings.data.records import (
     parse_scored_pair,
     write_records,
 )
-from embeddings.data.samplers.base import PlanEntry
 from embeddings.data.sources import open_reader
 from embeddings.data.store import open_cached
 from tests.data.rows import pairs, write_jsonl
@@ -139,27 +136,9 @@ def test_a_mapped_field_that_is_missing_is_refused_even_where_it_is_optional():
         parse_record(GOOD, {"negatives": "bad"}, "f:1")
 
 
-def test_a_row_of_very_many_columns_still_makes_one_short_line():
-    with pytest.raises(InputError) as error:
-        parse_record({f"column {i}": i for i in range(1000)}, {}, "f:1")
-    assert len(str(error.value)) <= 200
-
-
 def test_labelled_texts_and_scored_pairs_hold_their_fields():
     assert parse_labelled_text({"text": "t", "label": 0, "x": 1}, {}, "f:1") == ("t", "0")
     assert parse_scored_pair({"a": "s", "sentence2": "t", "score": 4}, {"sentence1": "a"}, "f:1") == ("s", "t", 4.0)
-
-
-@pytest.mark.parametrize("row", [{"text": "t"}, {"label": "l"}, {"text": "t", "label": None}, {"text": "", "label": 1}])
-def test_labelled_texts_need_both_fields(row):
-    with pytest.raises(InputError, match=r"^f:1: "):
-        parse_labelled_text(row, {}, "f:1")
-
-
-@pytest.mark.parametrize("change", [{"score": None}, {"score": math.nan}, {"sentence1": ""}, {"sentence2": None}])
-def test_scored_pairs_need_every_field(change):
-    with pytest.raises(InputError, match=r"^f:1: "):
-        parse_scored_pair({"sentence1": "s", "sentence2": "t", "score": 1.0, **change}, {}, "f:1")
 
 
 def test_one_class_has_one_key_however_it_is_written():
@@ -200,18 +179,3 @@ def test_negatives_of_which_some_have_levels_are_refused(order, tmp_path):
     cached = open_cached(SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows))), tmp_path / "cache")
     with pytest.raises(InputError, match="mine: some negatives have a level and others have none; give all of them"):
         has_levels(cached.table, "mine")
-
-
-def test_an_example_has_nothing_but_a_query_and_positives_by_default():
-    example = Example(row=3, draw=5, source=0, query="q", positives=("p",))
-    assert (example.negatives, example.label, example.negative_labels) == ((), -1, ())
-    assert (example.query_prompt, example.document_prompt, example.in_batch_negatives) == ("", "", True)
-
-
-def test_a_negative_without_a_level_has_level_zero():
-    assert Negative("text") == ("text", 0)
-
-
-@pytest.mark.parametrize("value", [PlanEntry(1, 2), Negative("a", 3), Example(0, 1, 2, "q", ("p",), (Negative("n"),))])
-def test_what_crosses_to_a_worker_comes_back_equal(value):
-    assert pickle.loads(pickle.dumps(value)) == value

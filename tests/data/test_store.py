@@ -19,7 +19,6 @@ from embeddings.data.store import (
     cache_folder,
     convert_rows,
     hash_file,
-    layout,
     open_cached,
     read_languages,
     read_records,
@@ -27,7 +26,7 @@ from embeddings.data.store import (
     remember_hash,
     write_class_index,
 )
-from embeddings.data.table import ROWS_FILE, StoredRow
+from embeddings.data.table import StoredRow
 from tests.data.rows import labelled, pairs, write_jsonl
 from tests.helpers.processes import Command
 
@@ -79,12 +78,6 @@ def test_a_source_is_converted_once_for_each_content(tmp_path, parsed):
     assert len(folders(root)) == 2
 
 
-def test_a_copy_of_a_file_is_the_same_content(tmp_path, parsed):
-    for name in ("a.jsonl", "b.jsonl"):
-        open_cached(SourceConfig("a", str(write_jsonl(tmp_path / name, pairs(5)))), tmp_path / "cache")
-    assert len(parsed) == 5
-
-
 @pytest.mark.parametrize(
     ("first", "second", "conversions_done"),
     [
@@ -101,14 +94,6 @@ def test_the_key_holds_what_changes_the_stored_rows_and_nothing_else(tmp_path, f
     for options in (first, second):
         open_cached(SourceConfig("a", str(path), **options), tmp_path / "cache")
     assert len(folders(tmp_path / "cache")) == conversions_done
-
-
-def test_files_are_read_in_the_order_of_the_path(tmp_path):
-    for name in "ab":
-        write_jsonl(tmp_path / f"{name}.jsonl.gz", pairs(2, name))
-    config = SourceConfig("a", [f"{tmp_path}/b.jsonl.gz", f"{tmp_path}/a.jsonl.gz"])
-    table = open_cached(config, tmp_path / "cache").table
-    assert [table.query(i) for i in range(4)] == ["bquery 0", "bquery 1", "aquery 0", "aquery 1"]
 
 
 def test_a_bad_row_leaves_no_conversion_behind(tmp_path):
@@ -160,14 +145,6 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path):
         open_cached(config, tmp_path / "cache")
 
 
-def test_data_that_does_not_fit_the_manifest_is_refused(tmp_path):
-    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))))
-    data = open_cached(config, tmp_path / "cache").folder / ROWS_FILE
-    data.write_bytes(data.read_bytes()[:-100])
-    with pytest.raises(InputError, match="the converted data is damaged; delete the folder"):
-        open_cached(config, tmp_path / "cache")
-
-
 def test_the_cache_lies_where_the_argument_or_the_environment_says(tmp_path, monkeypatch):
     monkeypatch.setenv("EMBED_CACHE", str(tmp_path))
     assert cache_folder("here").name == "here"
@@ -197,15 +174,6 @@ def test_suspect_rows_are_refused_and_nothing_written_or_counted_in_one_warning_
             f"source mine: in 1 rows, which are {done}, a negative is also a positive",
             f"source mine: in 1 rows, which are {done}, a positive is the query itself",
         ]
-
-
-def test_a_long_conversion_shows_how_far_it_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(store, "_PROGRESS_DELAY_SECONDS", 0.0)
-    path = write_jsonl(tmp_path / "a.jsonl.gz", pairs(3000))
-    open_cached(SourceConfig("mine", str(path)), tmp_path / "cache")
-    shown = capsys.readouterr().err
-    assert "converting mine" in shown
-    assert "100%" in shown
 
 
 @pytest.mark.parametrize("policy", ["leave_out", "keep"])
@@ -287,12 +255,6 @@ SUSPECTS = {
 SOUND = {"query": "q", "positive": "a", "negatives": ["b"]}
 
 
-@pytest.mark.parametrize(("suspicion", "row"), SUSPECTS.items(), ids=SUSPECTS)
-def test_a_suspect_row_is_refused_by_its_place_with_the_way_out(suspicion, row):
-    with pytest.raises(InputError, match=rf"^a\.jsonl:2: {suspicion}.*suspect_rows: leave_out"):
-        convert("pairs", [SOUND, row])
-
-
 def test_suspect_rows_are_left_out_or_kept_when_asked_and_counted():
     rows = [SOUND, *SUSPECTS.values(), SUSPECTS["a positive is the query itself"]]
     kept, facts = convert("pairs", rows, suspect_rows="keep")
@@ -305,21 +267,11 @@ def test_suspect_rows_are_left_out_or_kept_when_asked_and_counted():
         convert("pairs", rows[1:], suspect_rows="leave_out")
 
 
-def test_a_record_keeps_its_own_instruction():
-    rows, _ = convert("pairs", [{**SOUND, "instruction": "find the rest"}, SOUND])
-    assert [row.instruction for row in rows] == ["find the rest", ""]
-
-
 def test_a_class_with_one_text_is_remembered_with_its_first_row():
     texts = [("one", "x"), ("two", "y"), (" one ", "x"), ("three", "y"), ("only", "z")]
     rows, facts = convert("class_by_example", [{"text": text, "label": label} for text, label in texts])
     assert [row.label for row in rows] == [0, 1, 0, 1, 2]
     assert facts.lone_class == ["x", "a.jsonl:1"]
-
-
-def test_classes_with_two_texts_leave_no_lone_class():
-    rows = [{"text": f"{i}", "label": i % 2} for i in range(4)]
-    assert convert("class_by_example", rows)[1].lone_class is None
 
 
 def test_a_pair_that_people_found_similar_goes_both_ways_and_others_are_left_out():
@@ -337,16 +289,6 @@ def test_a_scale_on_which_no_pair_is_similar_is_refused_with_its_highest_score()
     rows = [{"sentence1": "a", "sentence2": "b", "score": score} for score in (0.3, 0.9)]
     with pytest.raises(InputError, match=r"source 'mine': no pair reaches the score 4 \(the highest is 0\.9\)"):
         convert("sts", rows)
-
-
-def test_a_bad_row_is_named():
-    with pytest.raises(InputError, match=r"^a\.jsonl:2: label is null"):
-        convert("class_by_label", [{"text": "t", "label": "l"}, {"text": "t", "label": None}])
-
-
-def test_conversions_of_labelled_texts_share_one_layout():
-    assert {layout(name) for name in ("class_by_example", "class_by_label", "binary_by_label")} == {"labelled"}
-    assert (layout("pairs"), layout("sts")) == ("records", "scored")
 
 
 @pytest.mark.parametrize("labels", [[0], [0, 1], [1, 0, 2, 0, 1, 0], [3, 3, 0, 2, 2, 1, 3]])
@@ -403,23 +345,6 @@ def test_a_remembered_file_is_not_read_again_until_it_changes(tmp_path, reads):
     assert len(reads) == 2
 
 
-def test_a_file_that_was_not_remembered_writes_nothing(tmp_path):
-    (tmp_path / "a").write_bytes(b"one")
-    assert hash_file(tmp_path / "a", tmp_path / "memory").is_current()
-    assert os.listdir(tmp_path) == ["a"]
-
-
-def test_a_memory_that_cannot_be_written_is_no_error(tmp_path):
-    (tmp_path / "a").write_bytes(b"one")
-    (tmp_path / "memory").write_bytes(b"a file, no folder")
-    remember_hash(hash_file(tmp_path / "a", tmp_path / "none"), tmp_path / "memory")
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(InputError, match="cannot be read"):
-        hash_file(tmp_path / "gone", tmp_path)
-
-
 def in_languages(*names):
     rows = zip(pairs(len(names)), names, strict=True)
     return [row if name is None else {**row, "language": name} for row, name in rows]
@@ -432,17 +357,6 @@ def read(folder, rows, **options):
 
 def test_languages_are_numbered_by_first_appearance(tmp_path):
     assert read(tmp_path, in_languages("de", "fr", "de", "DE", "fr")) == [0, 1, 0, 2, 1]
-
-
-def test_a_language_may_have_a_column_of_another_name(tmp_path):
-    rows = [{**row, "lang": "sw"} for row in pairs(2)]
-    assert read(tmp_path, rows, columns={"language": "lang"}) == [0, 0]
-
-
-def test_records_left_out_as_suspect_shift_no_row(tmp_path):
-    rows = in_languages("de", "fr", "sw")
-    rows[1]["positive"] = rows[1]["query"]
-    assert read(tmp_path, rows, suspect_rows="leave_out") == [0, 1]
 
 
 def test_a_record_without_a_language_is_named(tmp_path):

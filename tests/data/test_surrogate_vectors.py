@@ -10,7 +10,6 @@ import torch
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import CHECKED, text_hash, write_manifest
 from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfig, SourceDataset, surrogate_vectors
-from embeddings.data.samplers.base import LevelRule
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import ContrastiveCollator, TextSettings, TextTokenizer
 from embeddings.losses import InfoNCE, SurrogateFilter
@@ -96,22 +95,6 @@ def test_hard_negatives_have_the_vectors_of_their_texts_as_many_as_are_drawn(tmp
     assert source[PlanEntry(0, 0)].surrogate_negatives(7).shape == (0, 4)
 
 
-@pytest.mark.parametrize("cumulative", [False, True])
-def test_the_negatives_of_a_level_have_their_own_vectors(tmp_path, cumulative):
-    negatives = [{"text": f"n {level}{name}", "level": level} for level in (1, 2, 3) for name in "ab"]
-    plain = dataset(tmp_path, [{"query": "query", "positive": "positive", "negatives": negatives}])
-    source = with_vectors(plain, write_surrogates(tmp_path / "s", plain.cached, negatives=True))
-    # Documents: the positive, then the negatives in their order.
-    number = {negative["text"]: 1 + place for place, negative in enumerate(negatives)}
-    for draw in range(5):
-        example = source[PlanEntry(0, draw, LevelRule(2, cumulative))]
-        texts = [negative.text for negative in example.negatives]
-        assert len(texts) == (4 if cumulative else 2)
-        for count in (1, 2, 4):
-            found = number_of(example.surrogate_negatives(count)).tolist()
-            assert found == [number[text] for text in texts[:count]]
-
-
 def test_the_filter_takes_out_other_queries_hard_negatives_and_spares_a_querys_own(tmp_path):
     rows = [
         {"query": "query 0", "positive": "positive 0", "negatives": ["copy of 1", "own copy of 0"]},
@@ -165,13 +148,6 @@ def test_a_batch_carries_the_vectors_of_queries_and_drawn_positives(plain, tmp_p
     assert drawn == {"positive 5", "positive 2", "positive 1"}
 
 
-def test_without_surrogates_a_batch_has_none(plain):
-    assert Mixture([plain]).surrogate_width is None
-    batch = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 1)([plain[PlanEntry(0, 0)]])
-    assert batch.surrogate_query_BS is None
-    assert batch.surrogate_candidate_CS is None
-
-
 def test_vectors_of_another_source_are_refused(plain, tmp_path):
     other = dataset(tmp_path, pairs(8), name="other")
     folder = write_surrogates(tmp_path / "s", other.cached)
@@ -184,14 +160,6 @@ def test_an_encoding_that_is_not_complete_is_refused(plain, tmp_path):
     manifest = folder / "documents" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))
     with pytest.raises(InputError, match="field 'complete' is False"):
-        with_vectors(plain, folder)
-
-
-@pytest.mark.parametrize("name", ["queries/vectors-00001.npy", "documents/vectors-00000.npy"])
-def test_a_missing_shard_is_found_at_the_start(name, plain, tmp_path):
-    folder = write_surrogates(tmp_path / "s", plain.cached)
-    (folder / name).unlink()
-    with pytest.raises(InputError, match=f"{name}: is missing or damaged; encode"):
         with_vectors(plain, folder)
 
 
@@ -259,8 +227,3 @@ def test_sources_of_different_widths_are_refused(plain, tmp_path):
     narrow = with_vectors(plain, write_surrogates(tmp_path / "s", plain.cached))
     with pytest.raises(OptionError, match=r"must be of one width in all sources, found \[4, 5\]"):
         Mixture([narrow, wide])
-
-
-def test_classes_have_no_surrogates():
-    with pytest.raises(OptionError, match="surrogate_vectors has no effect on conversion class_by_example"):
-        SourceConfig("a", "b.jsonl", conversion="class_by_example", surrogate_vectors="v")

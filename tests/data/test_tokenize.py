@@ -1,12 +1,11 @@
 """Which tokens are pooled, against the characters each token stands for, in each family of tokenizers."""
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from embeddings.common import OptionError, TextSettings, TokenBatch
@@ -113,15 +112,6 @@ def test_pooled_are_the_tokens_that_cover_the_text_and_the_special_tokens_after_
     assert num_pooled > 2 * len(SAMPLES)
 
 
-@pytest.mark.parametrize("text", ["how do I pad", "Ünïcödé x", "don't", "fox 7 sums", "привет мир"])
-def test_instructions_never_change_which_tokens_are_pooled(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    prompts = [p for p in PROMPTS if p.endswith((" ", "\n"))]
-    assert len(prompts) >= 3
-    pooled = pooled_ids(make(tokenizer)([text] * len(prompts), "query", prompts))
-    assert len(pooled[0]) >= 2
-    assert all(ids == pooled[0] for ids in pooled)
-
-
 @pytest.mark.parametrize("family", ["bpe", "sentencepiece"])
 @pytest.mark.parametrize("prompt", [p for p in PROMPTS if p.endswith(" ")])
 def test_the_pooled_tokens_spell_the_text(family: str, prompt: str) -> None:
@@ -131,19 +121,6 @@ def test_the_pooled_tokens_spell_the_text(family: str, prompt: str) -> None:
     assert len(pooled) >= 14
     for text, ids in zip(texts, pooled, strict=True):
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() == text.strip()
-
-
-def test_a_lone_space_piece_is_the_prompts_and_a_joined_space_is_the_texts() -> None:
-    backend = Backend(models.WordLevel({"[UNK]": 0, "▁": 1, "Q:": 2, "7": 3, "▁how": 4, "▁Q:": 5}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Metaspace(prepend_scheme="never"), pre_tokenizers.Digits(individual_digits=True)]
-    )
-    backend.decoder = decoders.Metaspace()
-    tokenize = make(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[UNK]"))
-    assert rows_of(tokenize(["7", "how"], "query", "Q: ")) == [
-        ([2, 1, 3], [False, False, True]),
-        ([2, 4], [False, True]),
-    ]
 
 
 def test_a_character_split_over_tokens_is_pooled_whole_or_not_at_all() -> None:
@@ -194,12 +171,6 @@ def test_truncation_keeps_the_start_and_the_closing_special_token(
     assert ids[:-1] == whole[: length - 1]
 
 
-def test_queries_and_documents_have_their_own_lengths() -> None:
-    tokenize = make(wordpiece_tokenizer(), query_max_length=5, document_max_length=7)
-    text = "the quick brown fox jumps over the lazy dog"
-    assert [tokenize([text], role).num_tokens for role in ("query", "document", "query")] == [5, 7, 5]
-
-
 def test_a_text_of_which_nothing_is_left_still_pools_one_token() -> None:
     backend = Backend(models.WordLevel({"[UNK]": 0, "p": 1, "x": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
@@ -213,24 +184,6 @@ def test_an_empty_text_is_one_end_of_sequence_token_where_the_tokenizer_adds_non
     assert rows_of(make(tokenizer, append_eos=True)([""], "document"))[0] == ([tokenizer.eos_token_id], [True])
 
 
-def test_no_text_pools_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
-    for settings in ({}, {"query_max_length": 6}, {"pool_prompt": True}):
-        for prompt in ("", "q "):
-            tokens = make(tokenizer, **settings)(SAMPLES, "query", prompt)
-            assert tokens.padded().pooling_mask_NL.any(1).all()
-
-
-def test_no_texts_make_an_empty_batch(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokens = make(tokenizer)([], "query", [])
-    assert len(tokens) == tokens.num_tokens == 0
-
-
-def test_eos_is_not_added_twice() -> None:
-    tokenizer = roberta_tokenizer()
-    ids, _ = rows_of(make(tokenizer, append_eos=True)(["the fox"], "query"))[0]
-    assert ids.count(tokenizer.eos_token_id) == 1
-
-
 def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter() -> None:
     tokenizer = wordpiece_tokenizer()
     before = tokenizer.backend_tokenizer.to_str()
@@ -239,12 +192,6 @@ def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter()
     during = tokenizer.backend_tokenizer.to_str()
     assert tokenize(["the quick brown fox jumps"], "query").num_tokens == 5
     assert tokenizer.backend_tokenizer.to_str() == during != before
-
-
-def test_a_pickled_tokenizer_gives_the_same_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenize = make(tokenizer)
-    again = pickle.loads(pickle.dumps(tokenize))
-    assert rows_of(again(SAMPLES, "query", "q: ")) == rows_of(tokenize(SAMPLES, "query", "q: "))
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -278,11 +225,6 @@ def test_spans_are_of_the_same_tokens_as_ids_are_given(tokenizer: PreTrainedToke
         own = tokenizer(prompt + text, return_offsets_mapping=True)["offset_mapping"]
         assert [(span.start, span.end) for span in row] == own + [(0, 0)] * (len(row) - len(own))
     assert all(span.is_special == (span.end == 0) for row in spans for span in row)
-
-
-def test_a_text_of_no_token_has_the_span_of_its_stand_in() -> None:
-    made = make(bpe_tokenizer())
-    assert [(span.token, span.is_special) for span in made.spans([""], "document")[0]] == [("<|endoftext|>", True)]
 
 
 def test_a_suffix_stands_behind_every_text_and_is_pooled() -> None:

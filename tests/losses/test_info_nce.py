@@ -45,14 +45,6 @@ def vectors(batch: ContrastiveBatch, dtype: torch.dtype = torch.float64, width: 
     return [torch.randn(count, width, generator=generator).to(dtype).requires_grad_() for count in counts]
 
 
-def test_two_orthogonal_pairs_give_the_number_by_hand() -> None:
-    batch = batch_of([Record([1], [2]), Record([3], [4])])
-    output = InfoNCE(temperature=1.0)(torch.eye(2), torch.eye(2), batch)
-    assert output.loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
-    assert output.terms["accuracy"].item() == 1
-    assert output.terms["positive_score"].item() == pytest.approx(1)
-
-
 def test_a_positive_that_others_outscore_or_equal_counts_as_wrong() -> None:
     batch = batch_of([Record([1], [2]), Record([3], [4]), Record([5], [6])])
     query = torch.eye(3)
@@ -246,11 +238,6 @@ def test_an_impossible_temperature_is_refused(temperature: float) -> None:
         InfoNCE(temperature=temperature)
 
 
-def test_an_impossible_tile_size_is_refused() -> None:
-    with pytest.raises(OptionError, match="tile_size must be >= 1, got 0"):
-        InfoNCE(tile_size=0)
-
-
 WIDTHS = (6, 3, 1)
 WEIGHTS = (1.0, 2.0, 0.5)
 
@@ -379,8 +366,3 @@ def test_widths_must_fit_the_vectors_and_cover_those_of_the_model() -> None:
         loss.check_width(6)
     with pytest.raises(OptionError, match=r"leave the last of the model's 9 dimensions untrained, got \[4, 8\]; add 9"):
         loss.check_width(9)
-
-
-def test_the_default_is_the_papers() -> None:
-    assert MatryoshkaInfoNCE().widths == (768, 256)
-    assert MatryoshkaInfoNCE().weights == (0.5, 0.5)

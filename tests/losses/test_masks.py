@@ -71,16 +71,6 @@ def tangled_records() -> list[Record]:
     return records
 
 
-def test_other_queries_positives_and_all_hard_negatives_are_negatives() -> None:
-    records = [Record([1], [2], [[3]]), Record([4], [5], [[6]])]
-    assert negatives(records) == [[False, True, True, True], [True, False, True, True]]
-
-
-def test_a_source_without_in_batch_negatives_has_only_its_own() -> None:
-    records = [Record([1], [2], [[3]], in_batch=False), Record([4], [5], [[6]])]
-    assert negatives(records) == [[False, False, True, False], [True, False, True, True]]
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -94,20 +84,6 @@ def test_a_source_without_in_batch_negatives_has_only_its_own() -> None:
 def test_a_candidate_that_may_answer_is_no_negative(other: Record) -> None:
     first = Record([1], [2], known=[[7]], source=3, label=8)
     assert negatives([first, other])[0] == [False, False]
-
-
-@pytest.mark.parametrize(("source", "label"), [(4, 8), (3, 9), (3, -1)])
-def test_another_label_or_another_source_stays_a_negative(source: int, label: int) -> None:
-    records = [Record([1], [2], source=3, label=8), Record([4], [5], source=source, label=label)]
-    assert negatives(records)[0] == [False, True]
-
-
-def test_texts_without_a_label_are_not_of_one_class() -> None:
-    assert negatives([Record([1], [2]), Record([4], [5])])[0] == [False, True]
-
-
-def test_a_hard_negative_that_is_the_positive_again_is_no_negative() -> None:
-    assert negatives([Record([1], [2], [[2], [3]])]) == [[False, False, True]]
 
 
 @pytest.mark.parametrize("compared", SWITCHES)

@@ -5,7 +5,6 @@ import gzip
 import json
 import logging
 import random
-import re
 import sys
 from dataclasses import astuple
 from pathlib import Path
@@ -22,14 +21,12 @@ from embeddings.data.docstrings import (
 )
 from embeddings.data.docstrings.corpus import (
     BOILERPLATE_FUNCTIONS,
-    NEAR_DUPLICATE_JACCARD,
     DocstringSplit,
     EvaluationSet,
     Removed,
     SplitSizes,
     deduplicate,
     namespace_negatives,
-    near_duplicates,
     normalised_query,
     split_functions,
 )
@@ -107,12 +104,6 @@ def test_no_document_or_copy_of_one_is_on_both_sides(packages: Path) -> None:
     assert gc.isenabled()
 
 
-def test_the_same_inputs_give_the_same_bytes_and_another_seed_others(packages: Path) -> None:
-    first, again, other = (prepared(packages / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
-    assert files(first.folder) == files(again.folder)
-    assert files(first.folder)["train.jsonl.gz"] != files(other.folder)["train.jsonl.gz"]
-
-
 def test_the_order_and_repetition_of_packages_change_nothing(packages: Path) -> None:
     first = prepared(packages / "a")
     again = prepared(packages / "b", packages=["beta_x", "alpha_x", "beta_x"])
@@ -130,13 +121,6 @@ def test_a_second_run_recognises_finished_output_and_says_so(packages: Path, cap
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")} == before
     assert not prepared(packages / "out", force=True).reused
     assert not prepared(packages / "out", seed=1).reused
-
-
-def test_a_changed_source_makes_the_corpus_again(packages: Path) -> None:
-    prepared(packages / "out")
-    with open(packages / "site" / "alpha_x" / "code.py", "a") as file:
-        file.write("\n# changed\n")
-    assert not prepared(packages / "out").reused
 
 
 @pytest.mark.parametrize(
@@ -209,15 +193,6 @@ def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_p
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
-def test_writing_twice_gives_the_same_bytes_and_replaces_the_earlier_corpus(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "out", SPLIT, FIELDS)
-    first = contents(tmp_path / "out")
-    (tmp_path / "out" / "left_over").write_text("x")
-    write_corpus(tmp_path / "out", SPLIT, FIELDS)
-    assert contents(tmp_path / "out") == first
-    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
-
-
 def test_a_job_that_ends_early_leaves_the_earlier_corpus_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,14 +237,6 @@ def test_an_output_that_holds_something_else_is_refused_and_left_alone(tmp_path:
     assert contents(tmp_path) == before
 
 
-def test_an_absent_an_empty_and_an_earlier_output_are_accepted(tmp_path: Path) -> None:
-    check_output(tmp_path / "absent")
-    (tmp_path / "empty").mkdir()
-    check_output(tmp_path / "empty")
-    write_corpus(tmp_path / "out", SPLIT, FIELDS)
-    check_output(tmp_path / "out")
-
-
 SIZES = SplitSizes(
     validation_documents=2,
     validation_queries=1,
@@ -304,21 +271,6 @@ def test_the_split_depends_on_the_seed_and_not_on_the_order() -> None:
     assert split_functions(given, {"held"}, SIZES, 0) != split_functions(given, {"held"}, SIZES, 1)
 
 
-def test_a_small_held_out_package_is_taken_whole() -> None:
-    split = split_functions(functions("a", 9) + functions("held", 1), {"held"}, SIZES, 0)
-    assert len(split.train) == 1
-    assert split.held_out.documents == split.held_out.queries == functions("held", 1)
-
-
-def test_empty_parts_are_refused() -> None:
-    with pytest.raises(OptionError, match="held_out_packages must have documented functions"):
-        split_functions(functions("a", 10), {"held"}, SIZES, 0)
-    with pytest.raises(
-        OptionError, match=r"num_validation_documents \+ num_in_domain_documents must leave functions to train on"
-    ):
-        split_functions(functions("a", 8) + functions("held", 1), {"held"}, SIZES, 0)
-
-
 def function(name: str, package: str, module: str) -> DocumentedFunction:
     return DocumentedFunction(f"{module}.{name}", package, module, f"query of {name}", f"{module}.{name}")
 
@@ -351,16 +303,6 @@ def test_each_level_holds_what_it_says_hardest_first() -> None:
     assert checked > 3.5 * len(FUNCTIONS)
 
 
-def test_the_draws_follow_from_the_seed() -> None:
-    assert namespace_negatives(FUNCTIONS, 1) == namespace_negatives(FUNCTIONS, 1)
-    assert namespace_negatives(FUNCTIONS, 1) != namespace_negatives(FUNCTIONS, 2)
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_a_function_without_neighbours_has_no_negatives(count: int) -> None:
-    assert namespace_negatives(FUNCTIONS[:count], 0) == [()] * count
-
-
 def coded(name: str, query: str, body: str) -> DocumentedFunction:
     return DocumentedFunction(f"p.m.{name}", "p", "p.m", query, f"p.m.{name}\n{body}")
 
@@ -368,14 +310,6 @@ def coded(name: str, query: str, body: str) -> DocumentedFunction:
 def words(seed: int, count: int = 60) -> str:
     generator = random.Random(seed)
     return " ".join(f"w{generator.randrange(10_000)}" for _ in range(count))
-
-
-def jaccard(first: str, second: str) -> float:
-    grams = [
-        {tuple(text[i : i + 3]) for i in range(len(text) - 3 + 1)}
-        for text in (re.findall(r"\w+", first), re.findall(r"\w+", second))
-    ]
-    return len(grams[0] & grams[1]) / len(grams[0] | grams[1])
 
 
 def test_each_rule_takes_out_what_it_names() -> None:
@@ -399,18 +333,6 @@ def test_each_rule_takes_out_what_it_names() -> None:
     assert len(kept) + sum(astuple(removed)) == len(functions)
 
 
-def test_nothing_and_one_function_pass_through() -> None:
-    assert deduplicate([])[0] == []
-    only = coded("one", "Add all the numbers", "x")
-    assert deduplicate([only])[0] == [only]
-
-
-def test_the_earlier_of_two_copies_stays() -> None:
-    first, second = coded("one", "Add all the numbers", words(1)), coded("two", "Sort all the names", words(1))
-    assert deduplicate([first, second])[0] == [first]
-    assert deduplicate([second, first])[0] == [second]
-
-
 @pytest.mark.parametrize(
     ("first", "second", "same"),
     [
@@ -422,27 +344,3 @@ def test_the_earlier_of_two_copies_stays() -> None:
 )
 def test_queries_are_one_when_only_grammar_differs(first: str, second: str, same: bool) -> None:
     assert (normalised_query(first) == normalised_query(second)) == same
-
-
-def test_near_duplicates_are_those_that_a_loop_over_all_pairs_finds() -> None:
-    generator = random.Random(0)
-    texts: list[str] = []
-    for seed in range(40):
-        base = words(seed).split()
-        for changes in (0, 2, 3, 4, 6):
-            changed = list(base)
-            for position in generator.sample(range(len(base)), changes):
-                changed[position] = f"new{generator.randrange(10_000)}"
-            texts.append(" ".join(changed))
-    expected: list[bool] = []
-    for index, text in enumerate(texts):
-        earlier = [other for other, copy in zip(texts[:index], expected, strict=True) if not copy]
-        expected.append(any(jaccard(text, other) >= NEAR_DUPLICATE_JACCARD for other in earlier))
-    assert near_duplicates(texts) == expected
-    assert 40 < sum(expected) < 160
-
-
-@pytest.mark.parametrize("text", ["", "one", "one two", "one two three", "one two three four"])
-def test_short_texts_are_near_duplicates_of_themselves_alone(text: str) -> None:
-    assert near_duplicates([text, "quite another text of six words", text]) == [False, False, True]
-    assert near_duplicates([text]) == [False]

@@ -1,7 +1,6 @@
 """Ranks, epochs and resuming, on a sampler simple enough to check by eye."""
 
 import math
-import time
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 from lightning import LightningModule, Trainer
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from embeddings.common import OptionError
-from embeddings.common.random import derive_seed
 from embeddings.data.samplers.base import (
     PLAN_VERSION,
     BatchSampler,
@@ -62,14 +58,6 @@ def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks() -> None
     assert all(isinstance(entry, PlanEntry) for entry in whole[0])
 
 
-def test_draw_keys_differ_by_seed_epoch_and_position_and_are_not_negative() -> None:
-    sampler, other = CountingSampler(64, seed=1), CountingSampler(64, seed=2)
-    keys = np.concatenate([sampler.draw_keys(0, 0), sampler.draw_keys(0, 1), sampler.draw_keys(1, 0)])
-    keys = np.concatenate([keys, other.draw_keys(0, 0)])
-    assert len(np.unique(keys)) == 256
-    assert keys.min() >= 0
-
-
 def test_iteration_begins_at_the_start_and_the_length_stays_that_of_the_epoch() -> None:
     sampler = CountingSampler(2)
     sampler.start = 2
@@ -95,13 +83,6 @@ def test_a_resumed_plan_goes_forward_only() -> None:
     assert rows_of(sampler)[0] == [18, 19]
 
 
-def test_the_epoch_is_set_by_the_call_that_lightning_makes() -> None:
-    sampler = CountingSampler(2)
-    loader = DataLoader(range(100), batch_sampler=sampler, collate_fn=list)
-    _set_sampler_epoch(loader, 4)
-    assert sampler.epoch == 4
-
-
 def test_the_place_is_that_of_the_process_group_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = CountingSampler(2)
     assert sampler.place == (0, 1)
@@ -111,13 +92,6 @@ def test_the_place_is_that_of_the_process_group_once_there_is_one(monkeypatch: p
     assert rows_of(sampler)[0] == [2, 3]
 
 
-def test_impossible_numbers_are_refused_in_one_line() -> None:
-    with pytest.raises(OptionError, match=r"data\.batch_size must be >= 1, got 0"):
-        CountingSampler(0)
-    with pytest.raises(OptionError, match="goes with num_replicas"):
-        CountingSampler(1, rank=0)
-
-
 def test_whole_batches_are_counted_and_refused_where_no_source_fills_one() -> None:
     sampler = CountingSampler(2, num_replicas=2, rank=1)
     assert sampler.whole_batches([4, 7, 3, 8], 4) == [1, 1, 0, 2]
@@ -125,17 +99,6 @@ def test_whole_batches_are_counted_and_refused_where_no_source_fills_one() -> No
         sampler.whole_batches([1, 3], 4)
     with pytest.raises(OptionError, match="the 1 rows of the largest source, got 2"):
         sampler.whole_batches([1], 2)
-
-
-def test_sources_that_fill_no_batch_are_named_in_one_line() -> None:
-    sampler = CountingSampler(2)
-    assert sampler.left_out([4, 5], ["a", "b"], 4) == sampler.remarks() == []
-    (line,) = sampler.left_out([4, 3, 9, 1], ["a", "b", "c", "d"], 4)
-    assert line == "sources with fewer rows than a batch of 4 are not trained on: b (3), d (1)"
-
-
-def test_a_sampler_that_keeps_nothing_beside_the_sources_suits_any() -> None:
-    assert CountingSampler(4).check_sources(["a", "b"]) is None
 
 
 def test_a_saved_plan_is_the_same_or_refused_by_the_first_field_that_differs() -> None:
@@ -156,14 +119,6 @@ def test_every_value_comes_exactly_once(n: int, key: int) -> None:
     values = KeyedPermutation(n, key)(np.arange(n))
     assert values.dtype == np.int64
     assert np.array_equal(np.sort(values), np.arange(n))
-
-
-def test_a_position_is_found_without_the_ones_before_it() -> None:
-    order = KeyedPermutation(1000, 7)
-    whole = order(np.arange(1000))
-    positions = np.array([999, 0, 500, 500, 3])
-    assert np.array_equal(order(positions), whole[positions])
-    assert len(order(np.arange(0))) == 0
 
 
 def test_keys_decide_the_order_and_nothing_else_does() -> None:
@@ -200,24 +155,6 @@ def test_all_orders_of_a_few_values_are_equally_likely(n: int) -> None:
     assert chi_square < num_orders + 5 * math.sqrt(2 * num_orders)
 
 
-def test_neighbours_land_a_third_of_the_range_apart() -> None:
-    n = 100_003
-    values = KeyedPermutation(n, 3)(np.arange(n))
-    assert np.abs(np.diff(values)).mean() / n == pytest.approx(1 / 3, abs=0.01)
-    assert abs(np.corrcoef(np.arange(n), values)[0, 1]) < 0.02
-
-
-def test_a_huge_range_is_entered_anywhere_at_once() -> None:
-    order = KeyedPermutation(2**40 + 1, 9)
-    positions = np.arange(2**39, 2**39 + 4096)
-    started = time.perf_counter()
-    values = order(positions)
-    assert time.perf_counter() - started < 0.5
-    assert len(np.unique(values)) == 4096
-    assert values.min() >= 0
-    assert values.max() <= 2**40
-
-
 def test_mixing_bits_loses_no_value() -> None:
     values = np.arange(100_000, dtype=np.uint64)
     assert len(np.unique(mix_bits(values))) == len(values)
@@ -231,19 +168,6 @@ def test_a_sorted_permutation_is_a_random_order_of_its_key(n: int) -> None:
     if n == 1000:
         assert (orders[0] == orders[2]).sum() < 12
     assert sorted_permutation(5, 42).tolist() == [3, 1, 2, 0, 4]
-
-
-def test_all_sorted_orders_of_four_values_are_equally_likely() -> None:
-    seen = Counter(tuple(sorted_permutation(4, derive_seed(0, key)).tolist()) for key in range(15 * 24))
-    assert len(seen) == 24
-    assert sum((count - 15) ** 2 / 15 for count in seen.values()) < 24 + 5 * math.sqrt(2 * 24)
-
-
-def test_parts_are_sizes_equal_or_given() -> None:
-    assert list(source_parts([40, 7])) == [40, 7]
-    assert list(source_parts([40, 7], [2.0, 2.0])) == [40, 7]
-    assert list(source_parts([40, 7], proportions="uniform")) == [1, 1]
-    assert list(source_parts([40, 7], [0.5, 3.0], "given")) == [0.5, 3.0]
 
 
 def test_the_temperature_is_the_exponent_of_the_sizes() -> None:

@@ -1,7 +1,7 @@
 """The laws of a batch sampler, and what only clustered batches promise."""
 
 import tracemalloc
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
 
 from embeddings.common import BatchNeeds, InputError, OptionError
 from embeddings.data.datamodule import EmbeddingDataModule
 from embeddings.data.samplers import ClusteredBatchSampler, SourceIdentity, clustered
-from embeddings.data.samplers.base import PlanEntry
 from embeddings.data.samplers.clustered import PackedClusters, nearest_order, random_order
 from embeddings.data.sources import SourceConfig
 from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
@@ -67,18 +64,6 @@ def source_of(row: int) -> str:
     return NAMES[int(np.searchsorted(np.cumsum(list(SIZES.values())), row, side="right"))]
 
 
-@pytest.mark.parametrize("order", ["nearest", "random"])
-@pytest.mark.parametrize("epoch", [0, 1, 5])
-def test_ranks_are_disjoint_and_together_the_plan_of_one_process(make: Maker, order: str, epoch: int) -> None:
-    whole = rows_of(make(6, order=order), epoch)
-    ranks = [rows_of(make(2, order=order, num_replicas=3, rank=rank), epoch) for rank in range(3)]
-    assert len(whole) == 90 // 6 + 31 // 6 + 12 // 6
-    for step, batch in enumerate(whole):
-        assert batch == list(chain(*(rank[step] for rank in ranks)))
-    seen = [set(chain(*rank)) for rank in ranks]
-    assert sum(map(len, seen)) == len(set.union(*seen)) == 90 + 30 + 12
-
-
 OWN: dict[str, Any] = {"across_ranks": "own_blocks", "num_replicas": 3}
 
 
@@ -98,45 +83,6 @@ def test_ranks_with_blocks_of_their_own_take_the_blocks_of_one_process_in_turn(
     assert all(len({source_of(row) for row in batch}) == 1 for rank in ranks for batch in rank)
     mixed = [{source_of(row) for rank in ranks for row in rank[step]} for step in range(len(ranks[0]))]
     assert max(map(len, mixed)) > 1
-
-
-def test_blocks_of_their_own_follow_from_seed_epoch_and_step_alone(make: Maker) -> None:
-    whole = rows_of(make(4, rank=1, **OWN), 2)
-    assert whole == rows_of(make(4, rank=1, **OWN), 2) != rows_of(make(4, rank=1, **OWN), 3)
-    assert whole != rows_of(make(4, rank=1, seed=1, **OWN), 2)
-    for step in (len(whole) - 1, 0, 5):
-        sampler = make(4, rank=1, **OWN)
-        sampler.resume(2, step)
-        assert [entry.row for entry in next(iter(sampler))] == whole[step]
-    plain, forked = (
-        list(DataLoader(RowEcho(), batch_sampler=make(4, rank=1, **OWN), collate_fn=list, num_workers=workers))
-        for workers in (0, 2)
-    )
-    assert plain == forked
-    loader = DataLoader(RowEcho(), batch_sampler=make(4, rank=1, **OWN), collate_fn=list)
-    _set_sampler_epoch(loader, 1)
-    assert [[entry[0] for entry in batch] for batch in loader] == rows_of(make(4, rank=1, **OWN), 1)
-
-
-def test_blocks_of_their_own_leave_out_less_than_a_block_of_each_source_and_a_block_a_rank(make: Maker) -> None:
-    left_out = set()
-    for epoch in range(6):
-        rows = set(chain(*(chain(*rows_of(make(4, rank=rank, **OWN), epoch)) for rank in range(3))))
-        left_out.add(frozenset(range(133)) - rows)
-        assert 133 - len(rows) < 3 * 4 + 2 * 4
-    assert len(left_out) == 6
-
-
-def test_a_ranks_own_block_is_of_fewer_clusters_apart_than_its_part_of_one_block(make: Maker) -> None:
-    """What the two ways differ in: how near to each other the rows of the other ranks are."""
-    clusters = cluster_of("first")
-
-    def clusters_of_a_step(across_ranks: str) -> float:
-        options = {"names": ["first"], "num_replicas": 3, "across_ranks": across_ranks}
-        ranks = [rows_of(make(5, rank=rank, **options)) for rank in range(3)]
-        return float(np.mean([len({clusters[row] for rank in ranks for row in rank[step]}) for step in range(6)]))
-
-    assert clusters_of_a_step("own_blocks") > clusters_of_a_step("one_block") + 0.5
 
 
 def test_the_modules_loss_chooses_between_the_two_ways(make: Maker) -> None:
@@ -171,33 +117,6 @@ def test_a_source_that_fills_no_block_is_left_out_and_named(make: Maker) -> None
     assert "third" in {source_of(row) for rank in range(3) for row in chain(*rows_of(make(5, rank=rank, **OWN)))}
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 5, 12])
-def test_the_length_is_exact_and_every_batch_is_full(make: Maker, batch_size: int) -> None:
-    sampler = make(batch_size)
-    batches = rows_of(sampler)
-    assert len(sampler) == len(batches) == sum(size // batch_size for size in SIZES.values())
-    assert all(len(batch) == batch_size for batch in batches)
-
-
-@pytest.mark.parametrize("order", ["nearest", "random"])
-def test_an_epoch_holds_no_row_twice_and_leaves_out_less_than_a_batch_of_each_source(make: Maker, order: str) -> None:
-    left_out = set()
-    for epoch in range(8):
-        rows = list(chain(*rows_of(make(8, order=order), epoch)))
-        assert len(rows) == len(set(rows))
-        missing = frozenset(range(133)) - set(rows)
-        assert [sum(source_of(row) == name for row in missing) for name in NAMES] == [90 % 8, 31 % 8, 12 % 8]
-        left_out.add(missing)
-    assert len(left_out) == 8
-
-
-@pytest.mark.parametrize("order", ["nearest", "random"])
-def test_seed_and_epoch_decide_the_batches(make: Maker, order: str) -> None:
-    assert list(make(seed=3, order=order)) == list(make(seed=3, order=order))
-    assert rows_of(make(seed=3, order=order)) != rows_of(make(seed=4, order=order))
-    assert rows_of(make(seed=3, order=order), 0) != rows_of(make(seed=3, order=order), 1)
-
-
 @pytest.mark.parametrize("order", ["nearest", "random"])
 def test_sources_with_the_same_clusters_are_packed_each_in_its_own_way(
     root: Path, order: Literal["nearest", "random"]
@@ -219,38 +138,6 @@ def test_another_batch_size_is_packed_anew(make: Maker) -> None:
     assert rows_of(sampler) == rows_of(make(6))
 
 
-def test_any_batch_is_found_without_the_ones_before_it(make: Maker) -> None:
-    whole = rows_of(make(), 2)
-    for step in (len(whole) - 1, 0, 7):
-        sampler = make()
-        sampler.set_epoch(2)
-        sampler.start = step
-        assert [entry.row for entry in next(iter(sampler))] == whole[step]
-
-
-def test_epochs_may_be_asked_for_in_any_order(make: Maker) -> None:
-    sampler = make()
-    mixed = [sampler.global_batch(epoch, 3)[0].tolist() for epoch in (1, 0, 1, 2, 0)]
-    assert mixed[0] == mixed[2] != mixed[1] == mixed[4] != mixed[3]
-
-
-def test_the_next_epoch_differs_through_the_call_that_lightning_makes(make: Maker) -> None:
-    loader = DataLoader(RowEcho(), batch_sampler=make(), collate_fn=list)
-    first = list(loader)
-    _set_sampler_epoch(loader, 1)
-    assert first != list(loader)
-    _set_sampler_epoch(loader, 0)
-    assert list(loader) == first
-
-
-def test_the_number_of_workers_changes_nothing(make: Maker) -> None:
-    plain, forked = (
-        list(DataLoader(RowEcho(), batch_sampler=make(9), collate_fn=list, num_workers=workers)) for workers in (0, 2)
-    )
-    assert len(plain) == 14
-    assert plain == forked
-
-
 def test_sources_never_share_a_batch_and_their_batches_are_mixed(make: Maker) -> None:
     batches = [{source_of(row) for row in batch} for batch in rows_of(make(3))]
     assert all(len(sources) == 1 for sources in batches)
@@ -270,16 +157,6 @@ def test_a_clusters_rows_share_batches(make: Maker, order: str) -> None:
         sizes = np.bincount(cluster_of("first"))
         # The skipped stretch can cut a cluster once more.
         assert all(len(steps) <= -(-sizes[cluster] // 15) + 1 for cluster, steps in batches_of_cluster.items())
-
-
-def test_a_ranks_slice_is_of_few_clusters(make: Maker) -> None:
-    clusters = cluster_of("first")
-    whole = rows_of(make(16, names=["first"]), 0)
-    ranks = [rows_of(make(4, names=["first"], num_replicas=4, rank=rank), 0) for rank in range(4)]
-    for step, batch in enumerate(whole):
-        parts = sum(len({clusters[row] for row in rank[step]}) for rank in ranks)
-        # Each of the three cuts can split one cluster.
-        assert parts <= len({clusters[row] for row in batch}) + 3
 
 
 def test_batches_of_a_tour_are_of_clusters_nearer_to_each_other_than_by_chance(tmp_path: Path) -> None:
@@ -340,10 +217,6 @@ def test_impossible_options_are_refused_in_one_line(make: Maker, options: dict[s
     assert "\n" not in str(raised.value)
 
 
-def test_equal_weights_are_no_choice(make: Maker) -> None:
-    assert list(make(weights=[1.0, 1.0, 1.0])) == list(make())
-
-
 def test_clusters_of_another_data_set_are_refused_in_one_line(make: Maker, root: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="another data set than source 'second' is now; run `cluster`") as raised:
         make(clusters={name: str(root / ("first" if name == "second" else name)) for name in NAMES})
@@ -364,13 +237,6 @@ def test_clusters_are_looked_for_by_the_names_of_the_sources_before_these_are_re
     sampler.clusters = {"first": str(root / "first")}
     with pytest.raises(OptionError, match="must name the clusters of source 'second'"):
         sampler.check_sources(NAMES)
-
-
-class RowEcho:
-    """A data set that answers with what it was asked for."""
-
-    def __getitems__(self, entries: list[PlanEntry]) -> list[tuple[int, int]]:
-        return [tuple(entry) for entry in entries]
 
 
 @pytest.fixture
@@ -505,14 +371,6 @@ def test_with_every_neighbour_listed_the_tour_is_the_exact_one() -> None:
     assert order.tolist() == exact_tour(centroids, int(order[0]))
 
 
-def test_where_the_sample_holds_all_that_are_left_short_lists_cost_nothing() -> None:
-    """On a line of clusters the second look finds the next one or there is none near."""
-    angles = np.linspace(0.0, 1.5, 40)
-    centroids = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-    order = nearest_order(centroids, nearest_lists(centroids, 2), key=3)
-    assert order.tolist() == exact_tour(centroids, int(order[0]))
-
-
 @pytest.mark.parametrize(("num_neighbours", "bound"), [(32, 1.003), (16, 1.006), (8, 1.015)])
 def test_the_tour_is_hardly_longer_than_the_exact_greedy_one(
     num_neighbours: int, bound: float, topics: tuple[NDArray[np.float32], NDArray[np.int32]]
@@ -599,18 +457,6 @@ def test_a_big_cluster_is_split_at_random_rows_and_a_small_one_shares() -> None:
     assert len({tuple(first) for first, _ in splits}) > 5
 
 
-def test_clusters_in_a_batch_follow_each_other_in_the_order() -> None:
-    sizes = np.random.default_rng(0).integers(0, 9, 300).tolist()
-    order = random_order(300, 1).tolist()
-    clusters = packed(sizes, batch_size=32, key=1, order=order)
-    filled = [cluster for cluster in order if sizes[cluster]]
-    for batch in batches_of(clusters):
-        places = sorted({filled.index(row // 1000) for row in batch})
-        assert places == list(range(places[0], places[-1] + 1))
-        whole = Counter(row // 1000 for row in batch)
-        assert all(whole[filled[place]] == sizes[filled[place]] for place in places[1:-1])
-
-
 def test_the_rows_left_out_are_few_and_differ_from_key_to_key() -> None:
     sizes = [5] * 7
     everything = {1000 * cluster + row for cluster in range(7) for row in range(5)}
@@ -619,11 +465,6 @@ def test_the_rows_left_out_are_few_and_differ_from_key_to_key() -> None:
     assert {len(rows) for rows in left_out} == {3}
     assert len(set(left_out)) > 5
     assert len(set.union(*(set(rows) for rows in left_out))) > 9
-
-
-def test_rows_of_a_batch_come_cluster_after_cluster() -> None:
-    batch = packed([4, 3, 5], 12, order=[2, 0, 1]).batch(0)
-    assert [row // 1000 for row in batch.tolist()] == [2] * 5 + [0] * 4 + [1] * 3
 
 
 def test_rows_past_two_to_the_thirty_first_stay_positive() -> None:

@@ -5,22 +5,20 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonargparse import ArgumentParser
 from lightning import LightningDataModule
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from embeddings.common import BatchNeeds, ContrastiveBatch, InputError, OptionError
 from embeddings.common.io import text_hash
-from embeddings.data import EmbeddingDataModule, ResumableLoader, SourceConfig
+from embeddings.data import EmbeddingDataModule, SourceConfig
 from embeddings.data.samplers import (
     BlendedBatchSampler,
     ClusteredBatchSampler,
@@ -85,93 +83,11 @@ def entries_of(sampler: CurriculumBatchSampler | BlendedBatchSampler, epoch: int
     return list(sampler)
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 2])
-def test_ranks_are_disjoint_of_one_level_and_together_the_plan_of_one_process(make: Maker, epoch: int) -> None:
-    whole = entries_of(make(6), epoch)
-    ranks = [entries_of(make(2, num_replicas=3, rank=rank), epoch) for rank in range(3)]
-    assert len(whole) >= 40 // 6 + 31 // 6
-    for step, batch in enumerate(whole):
-        assert batch == list(chain(*(rank[step] for rank in ranks)))
-        assert len({entry.rule for entry in batch}) == 1
-    rows = [{entry.row for batch in rank for entry in batch} for rank in ranks]
-    assert sum(map(len, rows)) == len(set.union(*rows)) == 6 * len(whole)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 5, 31])
-def test_the_length_is_exact_and_every_batch_is_full(make: Maker, batch_size: int) -> None:
-    sampler = make(batch_size)
-    batches = entries_of(sampler)
-    assert len(sampler) == len(batches) == len(sampler.inner) > 0
-    assert all(len(batch) == batch_size for batch in batches)
-
-
 def test_the_rows_are_those_of_the_other_sampler(make: Maker) -> None:
     sampler = make(seed=3)
     for epoch in (0, 2):
         plain = entries_of(sampler.inner, epoch)
         assert [[entry._replace(rule=None) for entry in batch] for batch in entries_of(sampler, epoch)] == plain
-
-
-def test_seed_and_epoch_decide_the_batches(make: Maker) -> None:
-    assert entries_of(make(seed=3, order="random")) == entries_of(make(seed=3, order="random"))
-    assert entries_of(make(seed=3)) != entries_of(make(seed=4))
-    assert entries_of(make(seed=3), 0) != entries_of(make(seed=3), 1)
-
-
-def test_the_next_epoch_differs_through_the_call_that_lightning_makes(make: Maker) -> None:
-    loader = DataLoader(RowEcho(), batch_sampler=make(), collate_fn=list)
-    first = list(loader)
-    _set_sampler_epoch(loader, 1)
-    assert first != list(loader)
-    _set_sampler_epoch(loader, 0)
-    assert list(loader) == first
-
-
-def test_the_number_of_workers_changes_nothing(make: Maker) -> None:
-    plain, forked = (
-        list(DataLoader(RowEcho(), batch_sampler=make(9), collate_fn=list, num_workers=workers)) for workers in (0, 2)
-    )
-    assert len(plain) == 7
-    assert plain == forked
-
-
-@pytest.mark.parametrize("order", ["coarse_to_fine", "reverse", "random", "cumulative"])
-def test_any_batch_is_found_without_the_ones_before_it(make: Maker, order: str) -> None:
-    whole = entries_of(make(order=order), 2)
-    for step in (len(whole) - 1, 0, 7):
-        sampler = make(order=order)
-        sampler.set_epoch(2)
-        sampler.start = step
-        assert next(iter(sampler)) == whole[step]
-
-
-@pytest.mark.parametrize("stops", [[1, 2, 2], [17, 1, 5], [13, 4, 30]])
-def test_three_resumes_give_the_batches_of_one_run(make: Maker, stops: list[int]) -> None:
-    def loader() -> ResumableLoader:
-        return ResumableLoader(RowEcho(), make(order="random"), list)
-
-    seen, state = [], None
-    for stop in stops:
-        part = loader()
-        if state is not None:
-            part.load_state_dict(state)
-        while stop:
-            for batch in part:
-                seen.append(batch)
-                stop -= 1
-                if not stop:
-                    break
-        state = part.state_dict()
-    whole = loader()
-    assert seen == [batch for _ in range(4) for batch in whole][: len(seen)]
-    assert len(seen) == sum(stops)
-
-
-def test_what_the_plan_depends_on_is_plain_and_does_not_name_the_rank(make: Maker) -> None:
-    first, second = (make(2, num_replicas=2, rank=rank).plan_fields() for rank in (0, 1))
-    assert first == second == make(4).plan_fields()
-    assert all(isinstance(value, int | str) for value in first.values())
-    assert first["sampler"] == f"CurriculumBatchSampler of {type(make().inner).__name__}"
 
 
 @pytest.mark.parametrize(
@@ -185,21 +101,20 @@ def test_what_the_plan_depends_on_is_plain_and_does_not_name_the_rank(make: Make
     ],
 )
 def test_a_run_under_another_curriculum_does_not_resume(make: Maker, change: dict[str, Any]) -> None:
-    state = ResumableLoader(RowEcho(), make(), list).state_dict()
     with pytest.raises(OptionError, match="as in the checkpoint"):
-        ResumableLoader(RowEcho(), make(**change), list).load_state_dict(state)
+        make(**change).check_same_plan(make().plan_fields())
 
 
 def test_a_run_that_counts_other_steps_does_not_resume() -> None:
-    def loader(**run: Any) -> ResumableLoader:
+    def plan(**run: Any) -> CurriculumBatchSampler:
         sampler = CurriculumBatchSampler([40], 4)
         sampler.set_run(RunLength(**{"batches_per_epoch": 10, "total_steps": 20, **run}))
-        return ResumableLoader(RowEcho(), sampler, list)
+        return sampler
 
     for name, value in (("accumulate_grad_batches", 2), ("total_steps", 30), ("batches_per_epoch", 8)):
         with pytest.raises(OptionError, match=f"data {name} must be .* as in the checkpoint"):
-            loader(**{name: value}).load_state_dict(loader().state_dict())
-    loader().load_state_dict(loader().state_dict())
+            plan(**{name: value}).check_same_plan(plan().plan_fields())
+    plan().check_same_plan(plan().plan_fields())
 
 
 def rules(run: RunLength, epochs: int, **options: Any) -> list[LevelRule]:
@@ -275,13 +190,6 @@ def test_a_fixed_level_needs_no_length_and_a_trial_run_not_every_level() -> None
         assert sampler.level_rule(3, 0) == LevelRule(2)
     CurriculumBatchSampler([40], 4).set_run(RunLength(1, 1, 1, is_trial=True))
     CurriculumBatchSampler([40], 4, total_steps=4).set_run(RunLength(10))
-
-
-class RowEcho:
-    """A data set that answers with what it was asked for."""
-
-    def __getitems__(self, entries: list[PlanEntry]) -> list[tuple[Any, ...]]:
-        return [tuple(entry) for entry in entries]
 
 
 def test_the_other_samplers_files_are_checked_first_of_all(clusters: str) -> None:
@@ -556,26 +464,6 @@ def test_fractions_are_the_decimals_that_they_are_written_as() -> None:
             assert ends == [(2 * total * sum(tenths[: i + 1]) + 10) // 20 for i in range(4)]
 
 
-def test_a_level_without_a_share_is_left_out() -> None:
-    assert levels(8, fractions=(0.5, 0, 0.5, 0)) == [4, 4, 4, 4, 2, 2, 2, 2]
-    assert levels(4, fractions=(0, 0, 0, 1)) == [1, 1, 1, 1]
-    assert level_of(99, 8, fractions=(0.5, 0, 0.5, 0)) == 2
-
-
-def test_reverse_goes_from_hard_to_easy_with_each_levels_own_share() -> None:
-    assert levels(8, order="reverse") == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert levels(10, order="reverse", fractions=(0.4, 0.3, 0.2, 0.1)) == [1, 2, 2, 3, 3, 3, 4, 4, 4, 4]
-
-
-def test_cumulative_levels_follow_the_same_steps() -> None:
-    assert levels(13, order="cumulative") == levels(13)
-
-
-@pytest.mark.parametrize("fixed_level", [1, 2, 3, 4])
-def test_fixed_is_fixed(fixed_level: int) -> None:
-    assert set(levels(9, order="fixed", fixed_level=fixed_level)) == {fixed_level}
-
-
 @pytest.mark.parametrize("fractions", [EQUAL_FRACTIONS, (0.4, 0.3, 0.2, 0.1), (0.5, 0, 0.5, 0)])
 def test_random_gives_each_level_its_very_share_in_another_order(fractions: tuple[float, ...]) -> None:
     found = levels(200, order="random", fractions=fractions, seed=1)
@@ -588,8 +476,3 @@ def test_random_gives_each_level_its_very_share_in_another_order(fractions: tupl
 @pytest.mark.parametrize(("order", "last"), [("coarse_to_fine", 1), ("cumulative", 1), ("reverse", 4)])
 def test_a_longer_run_stays_at_the_last_level(order: Any, last: int) -> None:
     assert {level_of(step, 8, order) for step in (7, 8, 9, 1000)} == {last}
-
-
-def test_a_longer_random_run_goes_on_evenly() -> None:
-    found = Counter(level_of(step, 40, "random") for step in range(40, 80))
-    assert found == {4: 10, 3: 10, 2: 10, 1: 10}

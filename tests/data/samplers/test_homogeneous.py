@@ -1,6 +1,5 @@
 """The laws of a batch sampler, and which source each batch is of."""
 
-import random
 import time
 import tracemalloc
 from collections import Counter
@@ -10,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from torch.utils.data import DataLoader
 
 from embeddings.common import OptionError
 from embeddings.data.samplers import HomogeneousBatchSampler, SourceIdentity
-from embeddings.data.samplers.base import PlanEntry, source_parts
+from embeddings.data.samplers.base import source_parts
 
 SIZES = [42, 9, 23, 4]
 PLANS: dict[str, dict[str, Any]] = {
@@ -42,71 +39,6 @@ def sources_of(rows: list[int], sizes: list[int] = SIZES) -> set[int]:
 def sequence(sampler: HomogeneousBatchSampler, epoch: int = 0) -> list[int]:
     """The source of each step."""
     return [sampler.source_batch(epoch, step)[0] for step in range(len(sampler))]
-
-
-@pytest.mark.parametrize("epoch", [0, 1, 5])
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
-def test_ranks_are_disjoint_of_one_source_and_together_the_plan_of_one_process(
-    options: dict[str, Any], epoch: int
-) -> None:
-    sizes = [*SIZES[:3], 6]
-    whole = rows_of(make(6, sizes=sizes, **options), epoch)
-    ranks = [rows_of(make(2, sizes=sizes, num_replicas=3, rank=rank, **options), epoch) for rank in range(3)]
-    assert len(whole) == 42 // 6 + 9 // 6 + 23 // 6 + 1
-    for step, batch in enumerate(whole):
-        assert batch == list(chain(*(rank[step] for rank in ranks)))
-        assert len(sources_of(batch, sizes)) == 1
-    seen = [set(chain(*rank)) for rank in ranks]
-    assert sum(map(len, seen)) == len(set.union(*seen)) == 6 * len(whole)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 4])
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
-def test_the_length_is_exact_and_every_batch_is_full(options: dict[str, Any], batch_size: int) -> None:
-    sampler = make(batch_size, **options)
-    batches = rows_of(sampler)
-    assert len(sampler) == len(batches) == sum(size // batch_size for size in SIZES)
-    assert all(len(batch) == batch_size for batch in batches)
-
-
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
-def test_an_epoch_holds_no_row_twice_and_leaves_out_less_than_a_batch_of_each_source(options: dict[str, Any]) -> None:
-    left_out = set()
-    for epoch in range(8):
-        rows = list(chain(*rows_of(make(**options), epoch)))
-        assert len(rows) == len(set(rows))
-        missing = frozenset(range(sum(SIZES))) - set(rows)
-        counts = Counter(next(iter(sources_of([row]))) for row in missing)
-        assert [counts[source] for source in range(4)] == [42 % 4, 9 % 4, 23 % 4, 4 % 4]
-        left_out.add(missing)
-    assert len(left_out) >= 7
-
-
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
-def test_seed_and_epoch_decide_the_batches_and_the_order_of_the_sources(options: dict[str, Any]) -> None:
-    assert list(make(seed=3, **options)) == list(make(seed=3, **options))
-    assert rows_of(make(seed=3, **options)) != rows_of(make(seed=4, **options))
-    assert rows_of(make(seed=3, **options), 0) != rows_of(make(seed=3, **options), 1)
-    assert sequence(make(seed=3, **options)) != sequence(make(seed=4, **options))
-    assert sequence(make(seed=3, **options), 0) != sequence(make(seed=3, **options), 1)
-
-
-def test_the_next_epoch_differs_through_the_call_that_lightning_makes() -> None:
-    sampler = make()
-    loader = DataLoader(RowEcho(), batch_sampler=sampler, collate_fn=list)
-    first = list(loader)
-    _set_sampler_epoch(loader, 1)
-    assert first != list(loader)
-    _set_sampler_epoch(loader, 0)
-    assert list(loader) == first
-
-
-def test_any_batch_is_found_without_the_ones_before_it() -> None:
-    whole = list(make(temperature=0.3, seed=1))
-    for step in (len(whole) - 1, 0, 7):
-        sampler = make(temperature=0.3, seed=1)
-        sampler.resume(0, step)
-        assert next(iter(sampler)) == whole[step]
 
 
 def test_another_batch_size_is_planned_anew() -> None:
@@ -148,25 +80,6 @@ def test_the_sources_are_those_of_a_simulation_batch_by_batch(sizes: list[int], 
     assert sorted(numbers) == [(source, number) for source, count in enumerate(batches) for number in range(count)]
 
 
-def test_the_sources_come_about_as_often_as_in_independent_draws_from_those_that_are_left() -> None:
-    batches, parts, draws = [120, 60, 30], [1.0, 1.0, 2.0], random.Random(0)
-    sampler = make(1, sizes=batches, proportions="given", weights=parts)
-    steps = [40, 60, 90, 150]
-    found, expected = np.zeros((4, 3)), np.zeros((4, 3))
-    for epoch in range(4):
-        order = sequence(sampler, epoch)
-        found += [[order[:step].count(source) for source in range(3)] for step in steps]
-    for _ in range(200):
-        left, order = list(batches), []
-        while len(order) < 150:
-            weights = [part * (count > 0) for part, count in zip(parts, left, strict=True)]
-            (source,) = draws.choices(range(3), weights)
-            left[source] -= 1
-            order.append(source)
-        expected += [[order[:step].count(source) for source in range(3)] for step in steps]
-    assert np.abs(found / 4 - expected / 200).max() < 4
-
-
 def test_with_parts_as_large_as_the_sources_all_of_them_last_until_the_end() -> None:
     order = sequence(make(1, sizes=[400, 200, 100]))
     assert min(len(order) - order[::-1].index(source) for source in range(3)) > 650
@@ -197,14 +110,6 @@ def test_a_far_step_of_a_large_plan_costs_what_a_near_one_does_and_nothing_a_row
         assert len(batch) == 64
         assert peak < 500_000
     assert max(seconds.values()) < 0.02
-
-
-def test_what_the_plan_depends_on_is_plain_and_does_not_name_the_rank() -> None:
-    first, second = (make(2, num_replicas=2, rank=rank).plan_fields() for rank in (0, 1))
-    assert first == second == make(4).plan_fields()
-    assert all(isinstance(value, int | str) for value in first.values())
-    plans = [make(4, **options).plan_fields() for options in PLANS.values()]
-    assert len({tuple(plan.items()) for plan in plans}) == len(PLANS)
 
 
 @pytest.mark.parametrize(
@@ -252,16 +157,3 @@ def test_a_source_that_fills_no_batch_is_left_out_on_every_rank_and_the_laws_hol
     large = {**options, "weights": [1, 3]} if "weights" in options else options
     alone = sequence(make(12, sizes=[42, 23], **large))
     assert sorted(alone) == sorted([0, 1][source == 2] for source in sequence(make(12, **options)))
-
-
-def test_nothing_is_remarked_where_every_source_fills_a_batch() -> None:
-    sampler = make(4)
-    sampler.identify([SourceIdentity(name, "key") for name in "abcd"])
-    assert sampler.remarks() == []
-
-
-class RowEcho:
-    """A data set that answers with what it was asked for."""
-
-    def __getitems__(self, entries: list[PlanEntry]) -> list[tuple[int, int]]:
-        return [tuple(entry) for entry in entries]

@@ -1,0 +1,136 @@
+"""The laws of all batch samplers: ranks, length, seed and epoch, random access, resuming, workers, and plan fields."""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from torch.utils.data import DataLoader
+
+from embeddings.data import PlanEntry, ResumableLoader
+from embeddings.data.samplers import (
+    BatchSampler,
+    BlendedBatchSampler,
+    ClusteredBatchSampler,
+    CurriculumBatchSampler,
+    HomogeneousBatchSampler,
+    SourceIdentity,
+)
+from tests.data.cluster_folders import write_clusters
+
+Make = Callable[..., BatchSampler]
+SIZES = [50, 7, 27]
+SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "blended": (BlendedBatchSampler, {}),
+    "homogeneous": (HomogeneousBatchSampler, {}),
+    "curriculum": (CurriculumBatchSampler, {"total_steps": 24, "order": "random"}),
+    "clustered": (ClusteredBatchSampler, {}),
+    "own blocks": (ClusteredBatchSampler, {"across_ranks": "own_blocks"}),
+}
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("clusters")
+    for number, size in enumerate(SIZES):
+        ids = np.random.default_rng(number).integers(0, 9, size).tolist()
+        write_clusters(folder / str(number), ids, 9, f"key {number}")
+    return str(folder)
+
+
+@pytest.fixture(params=SAMPLERS)
+def make(request: pytest.FixtureRequest, clusters: str) -> Make:
+    kind, fixed = SAMPLERS[request.param]
+    fixed = fixed | ({"clusters": clusters} if kind is ClusteredBatchSampler else {})
+
+    def maker(batch_size: int = 6, **options: Any) -> BatchSampler:
+        sampler: BatchSampler = kind(SIZES, batch_size, **fixed | options)
+        sampler.identify([SourceIdentity(str(number), f"key {number}") for number in range(len(SIZES))])
+        return sampler
+
+    return maker
+
+
+def entries_of(sampler: BatchSampler, epoch: int = 0) -> list[list[PlanEntry]]:
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+class Echo:
+    """A data set that answers with what it was asked for."""
+
+    def __getitems__(self, entries: list[PlanEntry]) -> list[tuple[Any, ...]]:
+        return [tuple(entry) for entry in entries]
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_ranks_are_disjoint_and_together_one_global_batch(make: Make, epoch: int) -> None:
+    whole, ranks = make(6, num_replicas=3, rank=0), [make(6, num_replicas=3, rank=rank) for rank in range(3)]
+    seen = [entries_of(sampler, epoch) for sampler in ranks]
+    for step, parts in enumerate(zip(*seen, strict=True)):
+        rows, draws = whole.global_batch(epoch, step)
+        found = list(chain(*parts))
+        assert [entry.row for entry in found] == rows.tolist()
+        assert [entry.draw for entry in found] == draws.tolist()
+        assert len(set(rows.tolist())) == 18
+        assert len({entry.rule for entry in found}) == 1
+    if "blocks_per_step" not in whole.plan_fields():
+        assert entries_of(make(18), epoch) == [list(chain(*parts)) for parts in zip(*seen, strict=True)]
+
+
+def test_the_length_is_exact_every_batch_is_full_and_no_row_comes_twice(make: Make) -> None:
+    for size in (1, 6, 7):
+        batches = entries_of(make(size), 2)
+        assert len(batches) == len(make(size))
+        assert {len(batch) for batch in batches} == {size}
+        rows = [entry.row for batch in batches for entry in batch]
+        assert len(rows) == len(set(rows))
+        assert sum(SIZES) - len(rows) < size * len(SIZES)
+
+
+def test_seed_and_epoch_decide_the_batches(make: Make) -> None:
+    assert entries_of(make(), 1) == entries_of(make(), 1)
+    assert entries_of(make(), 1) != entries_of(make(), 2)
+    assert entries_of(make(seed=1), 1) != entries_of(make(), 1)
+
+
+def test_any_batch_is_found_without_the_ones_before_it(make: Make) -> None:
+    batches = entries_of(make(), 3)
+    for step in (len(batches) - 1, 0, 4):
+        sampler = make()
+        sampler.resume(3, step)
+        assert list(sampler) == batches[step:]
+
+
+def test_the_next_epoch_differs_through_the_call_that_lightning_makes(make: Make) -> None:
+    loader: DataLoader[Any] = DataLoader(Echo(), batch_sampler=make(), collate_fn=list)  # type: ignore[arg-type]
+    first = list(loader)
+    _set_sampler_epoch(loader, 1)
+    assert first != list(loader)
+    _set_sampler_epoch(loader, 0)
+    assert list(loader) == first
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_three_resumes_and_any_number_of_workers_give_the_batches_of_one_run(make: Make, num_workers: int) -> None:
+    whole = [list(map(tuple, batch)) for epoch in range(3) for batch in entries_of(make(), epoch)]
+    length, seen, state = len(make()), [], None
+    for stop in (2, length - 1, length + 3):
+        loader = ResumableLoader(Echo(), make(), list, num_workers=num_workers)
+        if state is not None:
+            loader.load_state_dict(state)
+        while len(seen) < stop:
+            for batch in loader:
+                seen.append(batch)
+                if len(seen) == stop:
+                    break
+        state = loader.state_dict()
+    assert seen == whole[: len(seen)]
+
+
+def test_plan_fields_are_plain_and_do_not_name_the_rank(make: Make) -> None:
+    fields = [make(3, num_replicas=2, rank=rank).plan_fields() for rank in range(2)]
+    assert fields[0] == fields[1] != make(3, num_replicas=2, rank=0, seed=1).plan_fields()
+    assert {type(value) for value in fields[0].values()} <= {int, str}
