@@ -40,7 +40,7 @@ class SourceConfig:
     """One source of training data: where it lies, how its rows become examples, and which prompts they carry.
 
     Conversions:
-        pairs: Records with `query`, `positive`, and maybe `negatives`, `instruction`, `label`, `score`, `id`,
+        pairs: Records with `query`, `positive`, and optionally `negatives`, `instruction`, `label`, `score`, `id`,
             `language`.
         class_by_example: Rows `text`, `label`. A random text of the same class is the positive, random texts of other
             classes are the negatives, drawn anew each epoch (NV-Embed: multi-class classification and clustering).
@@ -65,7 +65,7 @@ class SourceConfig:
         symmetric: Whether positives and negatives carry the query's prompt (NV-Embed: semantic similarity).
         in_batch_negatives: Whether other queries' candidates may serve as negatives.
         weight: Share of this source where the proportions are given, > 0, relative to the other sources.
-        max_rows: Most examples of an epoch, or None for all. They are drawn one from each of `max_rows` equal
+        max_rows: Maximum examples of an epoch, or None for all. They are drawn one from each of `max_rows` equal
             stretches of the source, so that a sorted file is sampled evenly; positives and negatives of
             `class_by_example` still come from the whole source.
         seed: Seed of the choice that `max_rows` makes.
@@ -312,7 +312,7 @@ class Reader(Protocol):
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes to read, or None where nobody knows."""
+        """Bytes to read, or None where it is not known."""
 
     @property
     def bytes_read(self) -> int:

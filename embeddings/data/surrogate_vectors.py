@@ -28,9 +28,9 @@ class SurrogateVectors:
     The folder holds `index/` (which documents are whose positives and negatives), `queries/` and `documents/` (shards
     of vectors). It travels to another process by its name and is opened there again.
 
-    Opening reads the header of every shard, some 0.1 ms each, and all vectors of the shards that nobody vouches for:
-    the manifest says that the job checked each vector before writing it, and a shard that is as new as the manifest, or
-    one of a folder made otherwise, is read through once. A vector is checked again when it is drawn, 1 microsecond.
+    Opening reads the header of every shard, some 0.1 ms each, and all vectors of shards that no job has checked. The
+    manifest says that the job checked each vector before it was written; a shard that is as new as the manifest, or one
+    of a folder made otherwise, is read once. A vector is checked again when it is drawn, in 1 microsecond.
 
     Args:
         folder: The folder of the vectors.
@@ -113,9 +113,9 @@ class _Shards:
         fields = check_manifest(folder, {"kind": kind, "source_key": source_key, "complete": True})
         self.folder, self.width = folder, fields.integer("embedding_dim", least=1)
         self.num_rows, self.shard_size = fields.integer("num_rows"), fields.integer("shard_size", least=1)
-        self._vouched_ns = (folder / "manifest.json").stat().st_mtime_ns if fields.get(CHECKED) else 0
-        # Shards whose vectors nobody vouches for: written by other hands, or after the manifest.
-        self._unchecked = [s for s in range(-(-self.num_rows // self.shard_size)) if not self._is_vouched_for(s)]
+        self._checked_ns = (folder / "manifest.json").stat().st_mtime_ns if fields.get(CHECKED) else 0
+        # Shards whose vectors no job has checked: written otherwise, or after the manifest.
+        self._unchecked = [s for s in range(-(-self.num_rows // self.shard_size)) if not self._was_checked(s)]
         self._load = lru_cache(_MAPPED_SHARDS)(self._map)
 
     def __getitem__(self, row: int) -> Vectors:
@@ -130,7 +130,7 @@ class _Shards:
         return vector
 
     def check(self) -> None:
-        """Read every vector that nobody vouches for, with progress and the time left on standard error."""
+        """Read every vector that no job has checked, with progress and the time left on standard error."""
         with tqdm(self._unchecked, f"checking {self.folder}", unit="shard", delay=_PROGRESS_DELAY_SECONDS) as shards:
             for shard in shards:
                 vector_ND = self._map(shard)
@@ -141,7 +141,7 @@ class _Shards:
     def _map(self, shard: int) -> Vectors:
         return np.asarray(_mapped(self.folder / _file(shard)))
 
-    def _is_vouched_for(self, shard: int) -> bool:
+    def _was_checked(self, shard: int) -> bool:
         """Check that a shard is there, of the size and shape that it should have, without reading its vectors.
 
         Returns:
@@ -163,7 +163,7 @@ class _Shards:
             raise InputError(str(path), what, _FIX)
         if num_bytes != 4 * expected[0] * expected[1]:
             raise InputError(str(path), "is missing or damaged", _FIX)
-        return stat.st_mtime_ns < self._vouched_ns
+        return stat.st_mtime_ns < self._checked_ns
 
 
 def _file(shard: int) -> str:

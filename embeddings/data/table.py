@@ -398,10 +398,6 @@ class Table:
                 found[has_negatives] = np.bitwise_or.reduceat(bits, starts[:-1][has_negatives])
             yield found
 
-    def num_without_negatives(self) -> int:
-        """How many rows have no negative."""
-        return sum(int(np.count_nonzero(found == 0)) for found in self.row_levels())
-
     def _value(self, column: TextColumn | ListColumn, index: int) -> Any:
         batch = self._batch_of(index)
         try:

@@ -224,10 +224,10 @@ class ContrastiveCollator:
 
     Args:
         tokenizer: Joins prompts and tokenises.
-        num_negatives: Most hard negatives of a query, >= 0. NV-Embed uses 7.
+        num_negatives: Maximum hard negatives of a query, >= 0. NV-Embed uses 7.
         surrogate_width: Width of the surrogate's vectors that examples may carry, None where none does. It decides for
             every batch of a run alike, so that ranks agree on what they gather.
-        num_in_context_examples: Most solved examples before a query, >= 0; bge-en-icl uses 5.
+        num_in_context_examples: Maximum solved examples before a query, >= 0; bge-en-icl uses 5.
 
     Raises:
         OptionError: If a number is negative.

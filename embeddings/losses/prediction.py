@@ -27,7 +27,7 @@ def token_cross_entropy(
             gradient for every weight.
         label_P: The tokens, (P,) int64.
         head: States, (p, H), to logits over the vocabulary, (p, V); without random choices.
-        tile_positions: Most states whose logits exist at once, >= 1.
+        tile_positions: Maximum states whose logits exist at once, >= 1.
         num_targets: What the sum is divided by: the mean number of targets over the ranks, so that the average of
             the ranks' gradients is that of all targets together; None for P.
 

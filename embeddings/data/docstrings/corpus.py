@@ -156,7 +156,7 @@ def _groups(functions: Sequence[DocumentedFunction], key: Key) -> dict[str, list
 
 
 class SplitSizes(NamedTuple):
-    """Most functions of each evaluation set.
+    """Maximum functions of each evaluation set.
 
     Attributes:
         validation_documents: Functions of the training packages that are taken out of training, to be searched while

@@ -100,7 +100,7 @@ def prepare_docstrings(
         num_validation_queries: How many of them are asked for.
         num_in_domain_documents: More of them, to be searched when training is over.
         num_in_domain_queries: How many of them are asked for.
-        num_held_out_documents: Most functions of the held-out packages to search.
+        num_held_out_documents: Maximum functions of the held-out packages to search.
         num_held_out_queries: How many of them are asked for.
         force: Whether to make the corpus again where it is already there.
 

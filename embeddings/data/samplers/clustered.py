@@ -55,7 +55,7 @@ def nearest_order(centroids: NDArray[np.float32], neighbours: NDArray[np.int32],
     longer with 32 and 1.2 % with 8. A random order is 2 to 3 times as long.
 
     Determinism: (centroids, neighbours, key) → the whole order, on every machine: inner products are taken of vectors
-    rounded to 1/4096, so that no processor's order of addition can turn a near tie, and equal ones go to the cluster
+    rounded to 1/4096, so that the order of addition cannot turn a near tie, and equal ones go to the cluster
     that comes first in the lists.
 
     Args:
@@ -201,7 +201,7 @@ class ClusteredBatchSampler(BatchSampler):
     the blocks of all sources are then shuffled together. Over several ranks there are two ways (`across_ranks`):
     `one_block`: a step is one block of global_batch_size rows, of which each rank takes a slice in the clusters' order.
         It suits candidates that are gathered over the ranks: all negatives of a query are its neighbours.
-    `own_blocks`: a block has batch_size rows and each rank takes one of its own, maybe of another source. The paper
+    `own_blocks`: a block has batch_size rows and each rank takes one of its own, possibly of another source. The paper
         shares no candidates between GPUs (abstract), and its release then gives each GPU a batch of its own.
 
     Determinism: see `BatchSampler`; with `own_blocks` the batches follow from batch_size and the number of ranks, not

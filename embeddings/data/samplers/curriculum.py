@@ -46,7 +46,7 @@ def level_of(
     """The level of one optimiser step, 1 (hardest) to 4 (easiest).
 
     Every order but `fixed` gives each level its share of the steps; they differ in which steps these are. Steps at
-    `total_steps` or later go on as the last one, and in a random order as another pass of the same length.
+    `total_steps` or later have the level of the last one; a random order starts another pass of the same length.
 
     Args:
         step: Optimiser step of the run, from 0: the number of updates made before it.
@@ -94,7 +94,7 @@ class CurriculumBatchSampler(BatchSampler):
     into one update have one level, and so have all ranks. The data module tells the length of the run (`set_run`).
 
     Determinism: the rows as the other sampler's; the level is a function of (seed, optimiser step), the step one of
-    (epoch, batch, the run's length). A run that is resumed at any step goes on with the level of that step.
+    (epoch, batch, the run's length). A run that is resumed at any step has the level of that step.
     Guarantees: those of the other sampler. A row is never given a negative that is harder than the step's level.
     Length: that of the other sampler.
 

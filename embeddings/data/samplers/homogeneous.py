@@ -23,9 +23,9 @@ from embeddings.data.samplers.base import (
 class HomogeneousBatchSampler(BatchSampler):
     """Every global batch holds rows of one source, the same on all ranks; which one is drawn by the sources' parts.
 
-    An epoch is a pass: a source whose rows do not fill another batch leaves until the epoch ends, and the others go on
-    in the ratio of their own parts. So a source of a large part ends early; with parts as large as the sources, the
-    default, all last until the end. A source with fewer rows than a global batch, as small languages at 16,384 pairs,
+    An epoch is a pass: a source whose rows do not fill another batch leaves until the epoch ends, and the others
+    continue in the ratio of their parts. So a source of a large part ends early; with parts as large as the sources,
+    the default, all last to the end. A source with fewer rows than a global batch, as small languages at 16,384 pairs,
     has no part at all, and `remarks` names it.
 
     The stretches between two leavings are computed and not walked through (see `_Plan`). Within a stretch the sources'
