@@ -1,4 +1,4 @@
-"""What one row of a training file means, and every way in which it can fail to mean it."""
+"""Training records: what a row of a file means, how bad rows are refused, examples made of records, Parquet files."""
 
 import math
 import re

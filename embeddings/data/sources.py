@@ -1,4 +1,4 @@
-"""What a person says about one source of training data."""
+"""Sources of training data: their options, and readers of JSON lines, Parquet files and data sets of the Hub."""
 
 import glob
 import gzip

@@ -1,4 +1,4 @@
-"""Sources converted once: a folder for each content, found again by its hash."""
+"""Sources converted once: each in a folder that is found again by its content's hash, with an index of classes."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,9 @@
-"""Converted rows in one memory-mapped Arrow file, any of them at hand in constant time."""
+"""Converted rows in one memory-mapped Arrow file: any row is read in constant time, many rows together.
+
+The file holds R record batches; a value is named by its batch and its number in the column, of which a batch need not
+begin at 0. Columns are plain views of the file's bytes, without Arrow scalars. N values are read at once by numpy: the
+CPU then waits for many places of the file at a time instead of for one after another.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Where plain texts come from: files of records, data sets of the Hub, or the source code of installed packages."""
+"""Plain texts: where they come from (files, the Hub, packages), and their tokens as one stream on disk."""
 
 import copy
 import hashlib

@@ -1,4 +1,4 @@
-"""Texts to tokens: the prompt joined in front, and which tokens enter the pooling, exact on the joined text."""
+"""Texts to tokens, with the prompt in front and the pooled tokens marked; examples to a contrastive batch."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Sources without negatives, and records that lack a level, are refused or counted before training."""
+"""Missing negatives and levels, and prompts without room, are refused or counted before training."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which negatives a level allows, against cases written out by hand."""
+"""Examples of each conversion, level and mixture, against cases written out by hand."""
 
 import pickle
 from collections import Counter

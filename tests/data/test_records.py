@@ -1,4 +1,4 @@
-"""Records that are written and read again are the records."""
+"""Rows become records or are refused by name, and records that are written are read again."""
 
 import math
 

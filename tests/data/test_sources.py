@@ -1,4 +1,4 @@
-"""The conversions on published data sets, where they lie on this machine."""
+"""Options of sources, paths, and readers of files and of the Hub."""
 
 import gzip
 import os

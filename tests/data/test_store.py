@@ -1,4 +1,4 @@
-"""TODO."""
+"""Sources are converted once for each content: keys, kills, damage, conversions, class index, hashes, languages."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Rows come back wherever batches are cut, one by one and together, and damage is refused."""
 
 import pickle
 import random

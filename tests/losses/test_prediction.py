@@ -1,4 +1,4 @@
-"""TODO."""
+"""Cross-entropies of tokens and of words against loops."""
 
 import math
 from collections.abc import Sequence

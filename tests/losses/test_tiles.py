@@ -1,4 +1,4 @@
-"""Tiles against the whole matrix, at one width and at several."""
+"""Similarities against a loop, and tiles against the full matrix at one width and at several."""
 
 import math
 

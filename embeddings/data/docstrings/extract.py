@@ -1,4 +1,4 @@
-"""Functions and their docstrings, read from source text with Python's own parser."""
+"""Documented functions of installed packages: their source files, docstrings, and first sentences."""
 
 import ast
 import difflib

@@ -1,4 +1,4 @@
-"""The command `prepare docstrings`: a retrieval corpus from the packages that every installation has."""
+"""The command `prepare docstrings`: a retrieval corpus of installed packages, and the files that it writes."""
 
 import gc
 import gzip

@@ -1,4 +1,4 @@
-"""What every batch sampler is: a pure function from (seed, epoch, step) to one global batch."""
+"""What every batch sampler is, a pure function of (seed, epoch, step): entries, random orders, parts, run length."""
 
 import math
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Batches of rows that lie near each other: clusters packed into batches (contextual document embeddings)."""
+"""Batches of one cluster or neighbouring clusters: clusters laid end to end and cut into batches (CDE)."""
 
 import hashlib
 from bisect import bisect_right

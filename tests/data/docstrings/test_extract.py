@@ -1,4 +1,4 @@
-"""TODO."""
+"""Functions, first sentences and source files of packages."""
 
 import sys
 import textwrap

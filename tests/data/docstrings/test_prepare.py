@@ -1,4 +1,4 @@
-"""TODO."""
+"""The docstring corpus: copies, negatives, split, files, and a job that ends early."""
 
 import gc
 import gzip

@@ -1,4 +1,4 @@
-"""Ranks, epochs and resuming, on a sampler simple enough to check by eye."""
+"""Ranks, epochs and resuming on a simple sampler; random orders; parts of sources; the length of a run."""
 
 import math
 from collections import Counter

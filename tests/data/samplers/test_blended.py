@@ -1,4 +1,4 @@
-"""The laws of a batch sampler, and the proportions of a blend."""
+"""The proportions of a blend."""
 
 import random
 import time

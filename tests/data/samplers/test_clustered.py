@@ -1,4 +1,4 @@
-"""The laws of a batch sampler, and what only clustered batches promise."""
+"""What only clustered batches promise: own blocks, tours, packing."""
 
 import tracemalloc
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""The laws of a batch sampler for a curriculum over the others."""
+"""Levels of a curriculum, in plans, trainings and resumed trainings."""
 
 import os
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The laws of a batch sampler, and which source each batch is of."""
+"""Which source each batch is of."""
 
 import time
 import tracemalloc
