@@ -269,7 +269,7 @@ def test_a_run_that_keeps_no_checkpoint_here_needs_no_room(monkeypatch: pytest.M
 def _with_state(module: Any) -> Any:
     """A matrix of six numbers that is frozen, and three that are trained and have two of the optimiser's each."""
     module.weight.requires_grad_(False)
-    module.state_per_weight = lambda: 2.0
+    module.state_per_weight, module.frozen_names = lambda: 2.0, set
     return module
 
 
