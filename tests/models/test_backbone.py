@@ -244,6 +244,7 @@ def plain_and_compiled(model: str) -> tuple[TinyStep, TinyStep]:
 
 
 @keeps_warnings
+@pytest.mark.slow
 def test_a_plain_step_has_the_gradient_of_plain_layers(eager_compiler: None) -> None:
     steps, batch, found = plain_and_compiled("encoder"), random_batch(4, 2), []
     for step in (*steps, steps[0]):
