@@ -6,8 +6,9 @@ import json
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -371,11 +372,36 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     return Path(cache_dir or os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE)
 
 
+def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[Path, dict[str, Any]], None]) -> str:
+    """The key of an identity, whose folder in `root` is written first where it is missing.
+
+    A kill at any moment leaves no half-made folder behind; processes may call this at once.
+
+    Args:
+        root: Folder of converted sources.
+        identity: All that decides the folder's content, in plain types.
+        write: Writes the content to the folder that it is given; its second argument is the identity with its key.
+
+    Raises:
+        InputError: If the folder cannot be written.
+    """
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    if not (root / key).is_dir():
+        try:
+            with atomic_folder(root / key) as folder:
+                write(folder, {**identity, "key": key})
+        except (PermissionError, FileExistsError, NotADirectoryError) as error:
+            raise InputError(
+                str(root), f"the cache cannot be written ({error.strerror})", f"set {CACHE_VARIABLE} to another folder"
+            ) from None
+    return key
+
+
 def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None) -> CachedSource:
     """A source in converted form; the first call for a content converts it, later ones find it.
 
     The key is a hash of the files' bytes (or the Hub data set's commit), of what the conversion stores, and of the
-    schema's version. A kill at any moment leaves no half-made folder behind; processes may call this at once.
+    schema's version.
 
     Args:
         config: The source.
@@ -395,14 +421,7 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
         "suspect_rows": config.suspect_rows if config.conversion == "pairs" else None,
         "inputs": [{"sha256": file.sha256} for file in files] or [_hub_input(config)],
     }
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    if not (root / key).is_dir():
-        try:
-            _convert(config, files, root / key, {**identity, "key": key})
-        except (PermissionError, FileExistsError, NotADirectoryError) as error:
-            raise InputError(
-                str(root), f"the cache cannot be written ({error.strerror})", f"set {CACHE_VARIABLE} to another folder"
-            ) from None
+    key = converted_folder(root, identity, partial(_convert, config, files))
     cached = CachedSource(root / key, key)
     for file in files:
         remember_hash(file, root / _HASHES)
@@ -442,35 +461,40 @@ def read_located_records(config: SourceConfig, cached: CachedSource) -> Iterator
         raise InputError(f"source {config.name!r}", "its files have changed since the work began", "begin again")
     readers = _readers(config, [file.path for file in files], cached.inputs[0])
     yield from usable_records(config, _with_progress(f"reading {config.name}", readers), Facts())
-    _require_current(files)
+    require_unchanged(files)
 
 
-def _require_current(files: Sequence[FileHash]) -> None:
+def require_unchanged(files: Sequence[FileHash]) -> None:
+    """Check that files are what they were when they were hashed.
+
+    Raises:
+        InputError: If one is not.
+    """
     for file in files:
         if not file.is_current():
             raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")
 
 
-def _convert(config: SourceConfig, files: Sequence[FileHash], target: Path, identity: dict[str, Any]) -> None:
+def _convert(config: SourceConfig, files: Sequence[FileHash], folder: Path, identity: dict[str, Any]) -> None:
+    """Write a converted source, and log the suspect rows."""
     facts = Facts()
     readers = _readers(config, [file.path for file in files], identity["inputs"][0])
-    with atomic_folder(target) as folder:
-        rows = facts.noting_columns(_with_progress(f"converting {config.name}", readers))
-        num_rows = write_table(folder, convert_rows(config, rows, facts))
-        facts.columns |= dict.fromkeys(name for reader in readers for name in reader.unread_columns)
-        if identity["layout"] == "labelled":
-            write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
-        _require_current(files)
-        fields = {
-            "num_rows": num_rows,
-            "num_bytes": (folder / ROWS_FILE).stat().st_size,
-            "labels": list(facts.labels),
-            "lone_class": facts.lone_class,
-            "longest_instruction": facts.longest_instruction,
-            "unused_columns": facts.unused_columns(config),
-            "paths": [str(file.path) for file in files],
-        }
-        write_manifest(folder, {**identity, **fields})
+    rows = facts.noting_columns(_with_progress(f"converting {config.name}", readers))
+    num_rows = write_table(folder, convert_rows(config, rows, facts))
+    facts.columns |= dict.fromkeys(name for reader in readers for name in reader.unread_columns)
+    if identity["layout"] == "labelled":
+        write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
+    require_unchanged(files)
+    fields = {
+        "num_rows": num_rows,
+        "num_bytes": (folder / ROWS_FILE).stat().st_size,
+        "labels": list(facts.labels),
+        "lone_class": facts.lone_class,
+        "longest_instruction": facts.longest_instruction,
+        "unused_columns": facts.unused_columns(config),
+        "paths": [str(file.path) for file in files],
+    }
+    write_manifest(folder, {**identity, **fields})
     for suspicion, count in facts.suspects.items():
         done = "left out" if config.suspect_rows == "leave_out" else "kept"
         logger.warning("source %s: in %d rows, which are %s, %s", config.name, count, done, suspicion)

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import io
-import json
 import math
 import os
 import re
@@ -11,6 +10,7 @@ import tokenize
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import atomic_folder, check_manifest, load_array, write_manifest
+from embeddings.common.io import check_manifest, load_array, write_manifest
 from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES
 from embeddings.data.docstrings.extract import SourceFile, find_sources, is_available, require_available
 from embeddings.data.records import kind_of
 from embeddings.data.sources import HUB_PREFIX, HubReader, Reader, open_reader, resolve_files, resolve_revision
-from embeddings.data.store import CACHE_VARIABLE, FileHash, cache_folder, hash_file, remember_hash
+from embeddings.data.store import FileHash, cache_folder, converted_folder, hash_file, remember_hash, require_unchanged
 
 # Names that stand for lists of packages.
 PACKAGE_LISTS = {"training": TRAINING_PACKAGES, "held_out": HELD_OUT_PACKAGES}
@@ -150,9 +150,7 @@ class Documents:
         Raises:
             InputError: If one is not.
         """
-        for file in self._files:
-            if not file.is_current():
-                raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")
+        require_unchanged(self._files)
 
     def remember(self, memory: Path) -> None:
         """Note the files' hashes, so that the next run need not read them whole."""
@@ -331,21 +329,13 @@ def open_stream(
         "column": source.column,
         "inputs": documents.inputs,
     }
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    if not (root / key).is_dir():
-        try:
-            with atomic_folder(root / key) as folder:
-                _write(folder, documents, tokenizer, {**identity, "key": key})
-        except (PermissionError, FileExistsError, NotADirectoryError) as error:
-            raise InputError(
-                str(root), f"the cache cannot be written ({error.strerror})", f"set {CACHE_VARIABLE} to another folder"
-            ) from None
+    key = converted_folder(root, identity, partial(_write, documents, tokenizer))
     stream = TokenStream(root / key, key)
     documents.remember(root / "hashes")
     return stream
 
 
-def _write(folder: Path, documents: Documents, tokenizer: DocumentTokenizer, identity: dict[str, object]) -> None:
+def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, identity: dict[str, object]) -> None:
     starts = array("q")
     total, dtype = 0, np.dtype(np.uint32)
     title = f"tokenising {documents.source.name}"
