@@ -31,9 +31,16 @@ _GIVE_TASK = "give --task_index and --num_tasks"
 MakeShard = Callable[[int, Path], None]
 
 
-def progress_bar(total: int, title: str, unit: str, initial: int = 0) -> "tqdm[Any]":
-    """A progress bar on standard error, with the time left, for work that takes longer than two seconds."""
-    return tqdm(total=total, initial=initial, desc=title, unit=unit, delay=PROGRESS_DELAY_SECONDS)
+def progress_bar(total: int | None, title: str, unit: str, **options: Any) -> "tqdm[Any]":
+    """A progress bar on standard error, with the time left, for work that takes longer than two seconds.
+
+    Args:
+        total: Number of units, or None where it is not known.
+        title: What stands before the bar.
+        unit: What is counted.
+        options: Further options of tqdm.
+    """
+    return tqdm(total=total, desc=title, unit=unit, delay=PROGRESS_DELAY_SECONDS, **options)
 
 
 @dataclass(frozen=True)

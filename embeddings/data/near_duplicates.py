@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from embeddings.common.errors import OptionError
 from embeddings.common.io import text_hash
+from embeddings.common.jobs import progress_bar
 from embeddings.common.random import numpy_generator
 from embeddings.data.samplers.base import mix_bits
 
@@ -22,7 +22,6 @@ LEAST_THRESHOLD = 0.5
 MISS_FRACTION = 2.5e-4
 
 _WORD = re.compile(r"\w+")
-_PROGRESS_DELAY_SECONDS = 2.0
 _Uint64s = npt.NDArray[np.uint64]
 _Int64s = npt.NDArray[np.int64]
 
@@ -155,7 +154,7 @@ def mark_copies(
     start_G = end_G.copy()
     order_E = np.argsort(row_E, kind="stable")
     borders = np.flatnonzero(np.diff(row_E[order_E], prepend=np.int64(-1), append=np.int64(-1)))
-    for number in tqdm(range(len(borders) - 1), desc="comparing texts", delay=_PROGRESS_DELAY_SECONDS):
+    for number in progress_bar(None, "comparing texts", "text", iterable=range(len(borders) - 1)):
         entries = order_E[borders[number] : borders[number + 1]]
         row, groups = int(row_E[entries[0]]), group_E[entries]
         kept = [kept_E[start:end] for start, end in zip(start_G[groups], end_G[groups], strict=True)]

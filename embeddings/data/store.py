@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import (
@@ -28,6 +27,7 @@ from embeddings.common.io import (
     write_json,
     write_manifest,
 )
+from embeddings.common.jobs import progress_bar
 from embeddings.common.process import logger
 from embeddings.data.records import Record, look_alikes, parse_labelled_text, parse_record, parse_scored_pair
 from embeddings.data.sources import (
@@ -51,7 +51,6 @@ DEFAULT_MIN_SCORE = 4.0
 _NOTED_ROWS = 100
 MAX_LANGUAGES = 1 << 16
 _PROGRESS_ROWS = 1024
-_PROGRESS_DELAY_SECONDS = 2.0
 
 
 class FileHash(NamedTuple):
@@ -518,13 +517,7 @@ def _with_progress(title: str, readers: Sequence[Reader]) -> Iterator[Row]:
     """The rows of all readers, with a bar once the work takes more than a moment."""
     sizes = [reader.total_bytes for reader in readers]
     total = None if None in sizes else sum(size or 0 for size in sizes)
-    with tqdm(
-        total=total,
-        desc=title,
-        delay=_PROGRESS_DELAY_SECONDS,
-        unit="row" if total is None else "B",
-        unit_scale=True,
-    ) as bar:
+    with progress_bar(total, title, "row" if total is None else "B", unit_scale=True) as bar:
         done = 0
         for reader in readers:
             for number, row in enumerate(reader, start=1):

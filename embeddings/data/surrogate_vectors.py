@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from embeddings.common.errors import InputError
 from embeddings.common.io import CHECKED, UNIT_TOLERANCE, check_manifest, check_vectors, load_array
+from embeddings.common.jobs import progress_bar
 
 # Files that a process holds mapped at once: a system allows some 65,000 maps, and large sources have more shards.
 _MAPPED_SHARDS = 512
 _CHECKED_ROWS = 8192
-_PROGRESS_DELAY_SECONDS = 2.0
 _FIX = "encode the pairs of this source again"
 
 Vectors = npt.NDArray[np.float32]
@@ -131,7 +130,7 @@ class _Shards:
 
     def check(self) -> None:
         """Read every vector that no job has checked, with progress and the time left on standard error."""
-        with tqdm(self._unchecked, f"checking {self.folder}", unit="shard", delay=_PROGRESS_DELAY_SECONDS) as shards:
+        with progress_bar(None, f"checking {self.folder}", "shard", iterable=self._unchecked) as shards:
             for shard in shards:
                 vector_ND = self._map(shard)
                 for start in range(0, len(vector_ND), _CHECKED_ROWS):

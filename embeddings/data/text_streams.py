@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import check_manifest, load_array, write_manifest
+from embeddings.common.jobs import progress_bar
 from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES
 from embeddings.data.docstrings.extract import SourceFile, find_sources, is_available, require_available
 from embeddings.data.records import kind_of
@@ -210,7 +210,6 @@ def _digest(modules: Sequence[SourceFile]) -> str:
 TOKENS_FILE, STARTS_FILE = "tokens.bin", "documents.npy"
 SCHEMA_VERSION = 1
 _BATCH = 256
-_PROGRESS_DELAY_SECONDS = 2.0
 
 
 class DocumentTokenizer:
@@ -341,7 +340,7 @@ def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, ide
     title = f"tokenising {documents.source.name}"
     with (
         open(folder / TOKENS_FILE, "wb") as file,
-        tqdm(desc=title, unit=" documents", delay=_PROGRESS_DELAY_SECONDS) as bar,
+        progress_bar(None, title, " documents") as bar,
     ):
         for texts in _batches(documents):
             for ids in tokenizer(texts):

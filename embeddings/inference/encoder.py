@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, NumericError, OptionError
 from embeddings.common.io import atomic_path, check_manifest, file_sha256, load_array
+from embeddings.common.jobs import progress_bar
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import PaddedTokens, TokenBatch, plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
@@ -36,7 +37,6 @@ CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
 GPU_MINI_BATCH_TOKENS = 65536
 TEXTS_PER_BLOCK = 8192
 CONTEXT_FILE = "context.npy"
-_PROGRESS_DELAY_SECONDS = 2.0
 
 
 class TokenisedTexts(NamedTuple):
@@ -367,8 +367,8 @@ class Encoder:
         self, blocks: Iterator[TokenBatch], num_texts: int, description: str
     ) -> Iterator[tuple[slice, TokenBatch, "tqdm[Any]"]]:
         """The rows and the tokens of each block, and the bar to count them on."""
-        delay, start = _PROGRESS_DELAY_SECONDS, 0
-        with tqdm(desc=description, unit="token", unit_scale=True, disable=not self.show_progress, delay=delay) as bar:
+        start = 0
+        with progress_bar(None, description, "token", unit_scale=True, disable=not self.show_progress) as bar:
             for tokens in blocks:
                 # The tokens still to come are estimated from those seen.
                 bar.total = round((bar.n + tokens.num_tokens) * num_texts / (start + len(tokens)))

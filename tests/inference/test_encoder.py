@@ -9,9 +9,8 @@ import torch
 from tokenizers import normalizers, processors
 from torch import nn
 
-from embeddings.common import OptionError, TextSettings
+from embeddings.common import OptionError, TextSettings, jobs
 from embeddings.data.tokenize import TextTokenizer
-from embeddings.inference import encoder as encoder_module
 from embeddings.inference import encoder as text_preparation
 from embeddings.inference.encoder import Encoder, embedder_sha256, evaluating
 from embeddings.models import Embedder, LoraSettings, MeanPooling, add_lora, make_bidirectional
@@ -183,15 +182,15 @@ def test_bfloat16_weights_are_used_as_they_are():
 
 def test_progress_counts_every_token_and_ends_at_its_total(monkeypatch, capsys):
     monkeypatch.setattr(text_preparation, "TEXTS_PER_BLOCK", 5)
-    monkeypatch.setattr(encoder_module, "_PROGRESS_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(jobs, "PROGRESS_DELAY_SECONDS", 0.0)
     bars = []
 
-    class Spy(encoder_module.tqdm):
+    class Spy(jobs.tqdm):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             bars.append(self)
 
-    monkeypatch.setattr(encoder_module, "tqdm", Spy)
+    monkeypatch.setattr(jobs, "tqdm", Spy)
     embedder, texts = tiny_embedder(), some_texts(12)
     Encoder(embedder, show_progress=True).encode(texts)
     num_tokens = TextTokenizer(embedder.tokenizer, embedder.text)(texts, "document", "").num_tokens
