@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import graphlib
 import re
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,23 @@ def test_no_file_names_a_path_of_a_machine():
     assert len(files) > 60
     pattern = re.compile(r"(?<![\w.])/(?:home|root|work|mnt|Users)/\w")
     assert [str(p) for p in files if p != Path(__file__) and pattern.search(p.read_text(encoding="utf-8"))] == []
+
+
+def test_no_two_files_import_each_other():
+    """Imports inside functions count too; those of a package's `__init__` do not."""
+    files = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (ROOT / "embeddings").rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        if path.name != "__init__.py":
+            found: set[str] = set()
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.ImportFrom):
+                    parts = [*name.split(".")[: -node.level if node.level else 0], *(node.module or "").split(".")]
+                    module = ".".join(part for part in parts if part)
+                    found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+            graph[name] = {other for other in found if other in files}
+    assert sum(map(len, graph.values())) > 500
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 # Modules whose distribution has another name.
