@@ -23,7 +23,7 @@ from tests.reliability.cases import (
 from tests.reliability.config import at
 from tests.reliability.world import Place
 
-SHOW = ["show", "anchor-tokens", "--model", "MODEL", "--output", "out.png", "fox"]
+SHOW = ["show", "curves", "--run", "run", "--output", "out.png"]
 CONVERT = "convert --source BACKBONE --output out --keep-head false"
 SEARCH = "search --model MODEL --corpus corpus.jsonl fox"
 SYNTHESIZE = "synthesize --endpoint http://127.0.0.1:9/v1 --model m --num-examples 2 --max-retries 0 --output out"
@@ -109,7 +109,10 @@ CASES = [
         },
     ),
     Case(
-        "no matplotlib", missing("matplotlib"), SHOW, "matplotlib is not installed; run: pip install -e '.[quickstart]'"
+        "no matplotlib",
+        both(put("run/metrics.csv", "step,train/loss\n0,1.5\n1,1.0\n"), missing("matplotlib")),
+        SHOW,
+        "matplotlib is not installed; run: pip install -e '.[quickstart]'",
     ),
     Case("a file where a model is to lie", in_the_way, CONVERT, "output leads to out, which is no folder"),
     *table(
