@@ -137,6 +137,13 @@ def test_the_groups_hold_what_they_are_known_to_hold():
     assert len(miracl[0].hf_subsets) == 18
 
 
+def test_tasks_are_as_good_as_new():
+    """mteb keeps the tasks of a benchmark, and a run draws from their generators."""
+    first, second = find_tasks("mgh-26")[0], find_tasks("mgh-26")[0]
+    assert first is not second
+    assert first.rng_state is not second.rng_state
+
+
 def test_the_published_instructions_cover_the_english_suite():
     lacking = {}
     for table in ("nv-embed", "mgh"):

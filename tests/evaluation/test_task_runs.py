@@ -193,6 +193,21 @@ def test_vectors_for_several_widths_lie_in_the_output_as_long_as_they_are_needed
     assert not list(tmp_path.rglob("*.npy"))
 
 
+def test_processes_that_run_one_task_at_once_leave_each_others_vectors_alone(encoder, sets, tmp_path, monkeypatch):
+    settings, encode, others = TaskSettings(widths=[32, 8]), Encoder.encode, []
+
+    def beside_another(self, *args, **options):
+        if not others:
+            others.append("begun")
+            others[0] = run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings)
+        return encode(self, *args, **options)
+
+    monkeypatch.setattr(Encoder, "encode", beside_another)
+    assert run_tasks(encoder, "m", find_tasks(str(sets / "pairs")), tmp_path, settings) == others[0]
+    assert all(score.complete for score in others[0])
+    assert not list(tmp_path.rglob("*.npy"))
+
+
 def test_a_prompt_beside_instructions_is_refused(sets, tmp_path):
     encoder = Encoder(tiny_embedder(prompts={"mine": "the "}))
     table = Instructions("mine", {"STS": "same?"})
@@ -250,6 +265,18 @@ def test_mteb_reads_the_results_with_model_and_settings(world, tmp_path):
     files = {"pairs.json", "topics.json", "model_meta.json", "scores.csv"}
     assert {path.name for path in cut.iterdir()} == files
     assert {path.name for path in cut.parents[1].iterdir()} == {*files, "experiments"}
+
+
+def test_models_and_settings_have_a_table_each(world, tmp_path):
+    encoder, tasks = world[0], world[1][:1]
+    run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings(widths=[32, 8]))
+    before = {path: path.read_text() for path in tmp_path.glob("**/scores.csv")}
+    other = Encoder(tiny_embedder(normalize=False), precision="float32")
+    run_tasks(other, "my/model", tasks, tmp_path, TaskSettings())
+    run_tasks(encoder, "my/model", tasks, tmp_path, TaskSettings(instructions=Instructions("mine", {"STS": "same?"})))
+    after = {path: path.read_text() for path in tmp_path.glob("**/scores.csv")}
+    assert (len(before), len(after)) == (2, 4)
+    assert before.items() <= after.items()
 
 
 def test_a_result_of_more_languages_and_splits_is_read_for_those_of_the_task(tmp_path):

@@ -201,6 +201,15 @@ def test_a_run_that_went_on_has_what_it_went_on_from_and_its_own_steps_count(tmp
     assert read_curve(runs / "version_0", "train/loss")[0] == [0, 1, 2, 3]
 
 
+def test_a_part_that_was_killed_before_it_logged_is_passed_over(tmp_path):
+    runs = tmp_path / "runs" / "name"
+    write_part(runs / "version_0", "0,0,4.0,\n")
+    killed = write_part(runs / "version_1", None, "runs/name/version_0/checkpoints/a.ckpt")
+    later = write_part(runs / "version_2", "1,0,3.0,\n", "runs/name/version_1/checkpoints/a.ckpt")
+    assert read_curve(later, "train/loss") == ([0, 1], [4.0, 3.0])
+    assert read_curve(killed, "train/loss") == ([0], [4.0])
+
+
 def test_what_a_lost_branch_logged_is_cut_in_all_columns_at_one_step(tmp_path):
     runs = tmp_path / "runs" / "name"
     lost = "".join(f"{step},0,{4 - step / 10},\n" for step in range(25))

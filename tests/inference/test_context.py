@@ -39,6 +39,13 @@ def test_every_document_is_drawn_as_often_as_any_other_or_once_more(num_document
     assert sum(each) == size
 
 
+def test_draws_cover_a_corpus_evenly():
+    counts = np.zeros(20)
+    for seed in range(400):
+        counts[sample_rows(20, 5, seed)] += 1
+    assert abs(counts - 100).max() < 45
+
+
 def test_a_draw_follows_its_seed_and_nothing_else():
     first = sample_rows(1000, 50, seed=1)
     assert np.array_equal(first, sample_rows(1000, 50, seed=1))
@@ -74,6 +81,12 @@ def test_a_context_comes_back_from_its_folder(tmp_path):
     fields = json.loads((tmp_path / "manifest.json").read_text())
     assert fields["context"] == {"num_documents": 4, "seed": 7, "documents_sha256": documents_sha256(DOCUMENTS)}
     assert fields["context_document_ids"] == ["d0", "d1", "d2", "d3"]
+
+
+def test_the_vectors_of_a_killed_run_stay(tmp_path):
+    write(tmp_path)
+    later = context_of(DOCUMENTS, VECTORS + 1e-7, seed=7).write(tmp_path)
+    np.testing.assert_array_equal(later.vector_MH, VECTORS)
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed"])
@@ -140,6 +153,15 @@ def test_a_size_that_the_model_does_not_take_is_refused(size, encoder, tmp_path)
     corpus = write_corpus(tmp_path / "corpus.jsonl", some_texts(9))
     with pytest.raises(OptionError, match=rf"context_size must be from 1 to the model's 5 .* got {size}"):
         choose_context(encoder, corpus, size)
+
+
+def test_a_context_without_documents_is_refused(encoder, tmp_path):
+    with pytest.raises(OptionError, match="context_size must be >= 1, got 0"):
+        draw_documents(write_corpus(tmp_path / "corpus.jsonl", some_texts(3)), 0)
+    with pytest.raises(OptionError, match="context must hold at least one document"):
+        sample_context(encoder, [])
+    with pytest.raises(InputError, match=r"empty\.jsonl"):
+        choose_context(encoder, write_corpus(tmp_path / "empty.jsonl", []))
 
 
 def test_a_model_without_a_context_refuses_one(tmp_path):

@@ -31,6 +31,11 @@ def test_title_and_text_are_joined_by_a_space(tmp_path):
     ]
 
 
+def test_rows_without_ids_are_numbered_from_0(tmp_path):
+    found = read_corpus(write(tmp_path / "corpus.jsonl", [{"text": "x"}, {"text": "y"}]))
+    assert [document.document_id for document in found] == ["0", "1"]
+
+
 def test_columns_may_have_other_names(tmp_path):
     rows = [{"id": "a", "query": "x", "title": "T"}, {"id": "b", "query": "y", "text": "no"}]
     path = write(tmp_path / "corpus.jsonl", rows)

@@ -9,7 +9,7 @@ import torch
 from tokenizers import normalizers, processors
 from torch import nn
 
-from embeddings.common import OptionError, TextSettings, jobs
+from embeddings.common import NumericError, OptionError, TextSettings, jobs
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference import encoder as text_preparation
 from embeddings.inference.encoder import Encoder, embedder_sha256, evaluating
@@ -63,6 +63,30 @@ def test_a_text_that_occurs_twice_is_computed_once():
     np.testing.assert_allclose(vectors, one_by_one(embedder, repeated), rtol=0, atol=1e-6)
 
 
+def test_a_model_in_training_encodes_the_same_bits_twice_and_is_left_as_found_also_after_an_error():
+    embedder, texts = tiny_embedder(dropout=0.5), some_texts(20)
+    embedder.train()
+    embedder.backbone.encoder.layer[0].eval()
+    modes = [module.training for module in embedder.modules()]
+    assert len(set(modes)) == 2
+    encoder = Encoder(embedder, precision="float32")
+    first = encoder.encode(texts)
+    encoder.encode(some_texts(7, seed=1))
+    np.testing.assert_array_equal(first, encoder.encode(texts))
+    assert [module.training for module in embedder.modules()] == modes
+    embedder.backbone.embeddings.word_embeddings.weight.data.fill_(float("nan"))
+    with pytest.raises(NumericError, match="3 of 3 vectors are not finite, the first of text '0 "):
+        encoder.encode(some_texts(3))
+    assert [module.training for module in embedder.modules()] == modes
+
+
+def test_float32_holds_inside_an_outer_autocast():
+    encoder, texts = Encoder(tiny_embedder(), precision="float32"), some_texts(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = encoder.encode(texts)
+    np.testing.assert_array_equal(inside, encoder.encode(texts))
+
+
 def test_no_gradient_is_kept_and_training_goes_on_afterwards():
     embedder, texts = tiny_embedder(), some_texts(3)
     Encoder(embedder).encode(texts)
@@ -92,6 +116,14 @@ def test_the_prompt_is_the_roles_unless_one_is_named():
     for (role, name), prompt in expected.items():
         vectors = encoder.encode(texts, name, role=role)
         np.testing.assert_allclose(vectors, one_by_one(embedder, texts, role, prompt), rtol=0, atol=1e-6)
+
+
+def test_the_query_prompt_brings_the_query_length():
+    embedder = tiny_embedder(prompts={"query": "a "}, query_max_length=8)
+    encoder, text = Encoder(embedder, precision="float32"), "fox " * 30
+    by_name = encoder.encode([text], "query")
+    np.testing.assert_array_equal(by_name, encoder.encode([text], role="query"))
+    assert not np.allclose(by_name, encoder.encode([text], "query", role="document"))
 
 
 def test_a_prompt_that_is_given_itself_takes_the_place_of_the_models():
@@ -161,6 +193,10 @@ def test_a_saved_contextual_model_is_loaded_as_one(tmp_path):
 def test_one_text_in_place_of_a_list_is_refused():
     with pytest.raises(OptionError, match="texts must be a list of texts"):
         Encoder(tiny_embedder()).encode("a text")
+    with pytest.raises(OptionError, match="context must be a list of texts"):
+        Encoder(tiny_contextual(num_context=50)).encode(["a"], context="a text")
+    with pytest.raises(OptionError, match="mini_batch_tokens must be >= 1, got 0"):
+        Encoder(tiny_embedder(), mini_batch_tokens=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -210,6 +246,14 @@ def test_dimensions_cut_vectors_and_bring_unit_ones_back_to_unit_length(normaliz
         expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
     np.testing.assert_allclose(cut, expected, rtol=0, atol=1e-6)
     assert encoder.encode([]).shape == (0, 8)
+
+
+def test_a_cut_contextual_model_still_reads_all_of_its_contexts_vectors():
+    model, texts = tiny_contextual(), some_texts(5)
+    full, cut = (Encoder(model, precision="float32", dimensions=dimensions) for dimensions in (None, 8))
+    expected = full.encode(texts, context=texts[:2])[:, :8]
+    expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(cut.encode(texts, context=texts[:2]), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -263,6 +307,24 @@ def test_a_model_that_was_written_and_read_has_the_hash_that_it_had(tmp_path):
         assert embedder_sha256(Encoder.from_pretrained(str(tmp_path / f"{name} again"), precision="float32")) == first
         again.encode(["the quick brown fox", "a"])
         assert embedder_sha256(again) == first
+
+
+def test_the_hash_follows_weights_and_settings_and_nothing_else(tmp_path):
+    for make, others in (
+        (tiny_embedder, [{"normalize": False}, {"document_max_length": 32}]),
+        (tiny_contextual, [{"num_context": 4}]),
+    ):
+        base = digest(make())
+        assert embedder_sha256(Encoder(make(), precision="float32")) == base
+        assert base not in {digest(make(**options)) for options in others}
+        changed = make()
+        next(getattr(changed, "first_stage", changed).parameters()).data[0, 0] += 1e-3
+        assert digest(changed) != base
+    tiny_embedder().to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    half, full = (Encoder.from_pretrained(str(tmp_path / "half"), precision=name) for name in ("bfloat16", "float32"))
+    assert [encoder.embedder.backbone.dtype for encoder in (half, full)] == [torch.bfloat16, torch.float32]
+    # Rounded weights are another model, whatever holds them.
+    assert embedder_sha256(half) == embedder_sha256(full) != digest(tiny_embedder())
 
 
 def test_the_mask_of_attention_is_part_of_it():

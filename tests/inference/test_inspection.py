@@ -225,6 +225,36 @@ def test_the_places_of_a_text_by_hand():
     assert shares.tokens == pytest.approx({"first": 1 / 7, "last": 1 / 7, "punctuation": 2 / 7, "rest": 3 / 7})
 
 
+@pytest.mark.parametrize(
+    ("text", "spans", "pooled", "places"),
+    [
+        # A prompt has no place.
+        (":!a", [("[CLS]", 0, 0), (":", 0, 1), ("!", 1, 2), ("a", 2, 3), ("[SEP]", 0, 0)], [0, 0, 1, 1, 1],
+         [None, None, "first", "rest", "last"]),
+        # A text of one token has a first and no last one.
+        (".", [(".", 0, 1)], [1], ["first"]),
+        ("..", [(".", 0, 1), (".", 1, 2)], [1, 1], ["first", "last"]),
+        # A special token in the middle is no punctuation.
+        ("a b", [("a", 0, 1), ("!", 0, 0), (" ", 1, 2), ("b", 2, 3)], [1] * 4, ["first", "rest", "rest", "last"]),
+    ],
+)  # fmt: skip
+def test_a_tokens_place_is_that_among_the_pooled_ones(text, spans, pooled, places):
+    weights = weighed(text, spans, [each / sum(pooled) for each in pooled], [each == 1 for each in pooled])
+    assert place_of(weights) == places
+    assert sum(shares_of(weights).tokens.values()) == pytest.approx(1)
+    assert sum(shares_of(weights).weight.values()) == pytest.approx(1)
+
+
+def test_shares_leave_the_prompt_out_and_need_a_text():
+    text = TextSettings(prompts={"query": PROMPT})
+    embedder = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32), text=text)
+    plain, prompted = (anchor_shares(embedder, ["dog"], role=role) for role in ("document", "query"))
+    assert plain.tokens["rest"] == pytest.approx(1 / 3)
+    assert prompted.tokens == pytest.approx({"first": 0.5, "last": 0.5, "punctuation": 0, "rest": 0})
+    with pytest.raises(OptionError, match="texts must not be empty"):
+        anchor_shares(embedder, [])
+
+
 def latent_embedder(**options):
     torch.manual_seed(0)
     pooling = LatentAttentionPooling(32, num_latents=7, num_heads=2, head_dim=8, **options)
@@ -267,6 +297,15 @@ def test_the_weights_are_those_of_each_text_alone(mini_batch_tokens):
         assert not np.allclose(*expected, atol=0.05)
 
 
+def test_a_prompt_that_is_not_pooled_has_no_row():
+    embedder = latent_embedder()
+    (found,) = latent_weights(embedder, ["pad the fox"], role="query", head=1)
+    assert found.text == PROMPT + "pad the fox"
+    assert [span.token for span in found.spans] == ["pad", "the", "fox", "[SEP]"]
+    _, weight_TR = alone(embedder, PROMPT + "pad the fox", 1)
+    np.testing.assert_allclose(found.weight_TR, weight_TR[-4:], rtol=1e-4, atol=1e-6)
+
+
 def test_what_has_no_latents_or_no_such_head_is_refused():
     other = Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32))
     for model in (other, tiny_contextual()):
@@ -298,6 +337,8 @@ def test_the_loads_are_those_of_each_text_alone(role, mini_batch_tokens):
     ids = [embedder.tokenizer(prompt + text, truncation=True, max_length=length)["input_ids"] for text in ROUTED_TEXTS]
     expected = sum(embedder.backbone(input_ids=torch.tensor([row])).expert_counts for row in ids)
     assert torch.equal(loads.count_YX, expected)
+    again = expert_loads(model, ROUTED_TEXTS + ROUTED_TEXTS[:2], role=role)
+    assert torch.equal(again.count_YX, expected), "a text given twice counts once"
     assert loads.count_YX.shape == (2, 4)
     assert (loads.layers, loads.top_k, loads.num_tokens) == ([1, 3], 2, sum(map(len, ids)))
     assert loads.share_YX.sum(1).tolist() == pytest.approx([1, 1])

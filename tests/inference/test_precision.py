@@ -80,6 +80,17 @@ def test_int8_is_for_processors_alone_and_never_chosen():
         resolve_precision("int8", CPU, {torch.bfloat16})
 
 
+def test_what_cannot_be_is_refused_and_adapters_in_float32_leave_the_choice_open(monkeypatch):
+    assert resolve_precision("float32", CPU, {torch.float32, torch.bfloat16}) == torch.float32
+    with pytest.raises(
+        OptionError, match=r"^precision must be one of auto, float32, bfloat16, int8, got 'int4'; leave"
+    ):
+        resolve_precision("int4", CPU)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(OptionError, match="precision is for x86 CPUs and a torch with oneDNN, got 'int8'; use float32"):
+        resolve_precision("int8", CPU, {torch.float32})
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -202,6 +213,14 @@ def test_adapters_and_the_layers_beneath_them_run_in_int8_and_the_head_does_not(
         assert model.head is not None
         assert "forward" not in model.head.__dict__
     assert not any("forward" in layer.__dict__ for layer in parts.values())
+
+
+@torch.no_grad()
+def test_what_is_not_finite_stays_so() -> None:
+    model, input_NI = Tiny(), torch.randn(3, 32)
+    input_NI[0, 4], input_NI[1, 5] = torch.nan, torch.inf
+    with Int8Products(model).on():
+        assert model.layer(input_NI).isfinite().all(dim=1).tolist() == [False, False, True]
 
 
 def test_vectors_lie_near_and_search_goes_by_them(tmp_path) -> None:

@@ -174,6 +174,10 @@ def test_an_index_is_asked_for_unit_vectors_and_may_find_fewer(corpus, tmp_path)
     assert [hit.text for hit in hits] == [some_texts(11)[row] for row in (7, 2)]
     assert [round(hit.score, 3) for hit in hits] == [0.9, 0.5]
     assert asked[0][1] == 3
+    with pytest.raises(OptionError, match="nearest needs an encoded folder, got 'an index'"):
+        CorpusSearch(encoder, corpus, nearest=nearest)
+    with pytest.raises(OptionError, match="top_k must be >= 1, got 0"):
+        CorpusSearch(encoder, corpus).search(["a"], 0)
     np.testing.assert_allclose(np.linalg.norm(asked[0][0], axis=1), 1, rtol=1e-5)
 
 

@@ -91,6 +91,21 @@ def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(c
     assert large.mini_batch_tokens == 4000
 
 
+def test_a_kill_between_documents_and_vectors_leaves_the_shard_open(corpus, encoder, tmp_path, monkeypatch):
+    encode_corpus(encoder, corpus, tmp_path / "whole", shard_size=4)
+
+    def full(*_):
+        raise OSError("disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vector_folder, "save_vectors", full)
+        with pytest.raises(OSError, match="disk"):
+            encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
+    assert sorted(content(tmp_path / "resumed")) == ["documents-00000.jsonl", "manifest.json"]
+    encode_corpus(encoder, corpus, tmp_path / "resumed", shard_size=4)
+    assert content(tmp_path / "resumed") == content(tmp_path / "whole")
+
+
 def test_a_finished_folder_is_left_as_it_is(corpus, encoder, tmp_path, monkeypatch):
     encode_corpus(encoder, corpus, tmp_path / "out", shard_size=4)
     before = content(tmp_path / "out")

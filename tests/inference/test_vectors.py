@@ -72,6 +72,15 @@ def test_a_vector_without_a_direction_is_refused_by_its_row(value, kind, vector_
         stored_rows(vectors, vector_format, "corpus", first_row=10)
 
 
+@pytest.mark.parametrize("value", [7e4, 1e-9])
+def test_a_vector_beyond_float16_is_refused_and_int8_takes_it(value):
+    vectors = unit_vectors(5)
+    vectors[3] = value
+    with pytest.raises(InputError, match="corpus:4: the vector has numbers too large or too small for float16; encode"):
+        stored_rows(vectors, "float16", "corpus", first_row=1)
+    np.testing.assert_allclose(float_rows(stored_rows(vectors, "int8", "corpus"), "int8")[3], value, rtol=1e-6)
+
+
 def test_a_format_that_cannot_be_is_refused_by_name():
     for vector_format in VECTOR_FORMATS:
         require_format(vector_format, 24)
@@ -179,3 +188,15 @@ def test_vectors_of_every_format_are_mapped_and_read_back_as_numbers(vector_form
         (8, np.float32, 2),
     ]
     np.testing.assert_array_equal(np.concatenate([piece for _, piece in pieces]), expected[10:20])
+
+
+@pytest.mark.parametrize(("scale", "kind"), [(0, "zero"), (np.nan, "not finite")])
+def test_a_damaged_scale_is_named_by_shard_and_row_and_another_format_refused(scale, kind, tmp_path):
+    shards = formatted_shards(tmp_path, unit_vectors(27), "int8")
+    stored = np.array(shards.stored(2))
+    stored["scale"][4] = scale
+    save_vectors(shards.path(2), stored)
+    with pytest.raises(InputError, match=rf"vectors-00002\.npy:4: the vector is {kind}"):
+        shards.take(np.array([24]), unit=False)
+    with pytest.raises(InputError, match=r"vectors-00000\.npy: holds .* expected .*; delete the folder"):
+        VectorShards(tmp_path, 27, 8, 10, "float32").load(0)

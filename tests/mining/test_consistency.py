@@ -102,6 +102,13 @@ def test_what_answers_the_same_query_elsewhere_is_no_rival(segment_size, tmp_pat
     assert found.tolist() == [0, 0, 0, segment_size - 1]
 
 
+def test_a_text_that_is_its_own_document_elsewhere_is_no_rival(tmp_path):
+    rows = [{"query": f"q {row}", "positive": "one text"} for row in range(4)]
+    rows.append({"query": "q 4", "positive": "  one text\n"})
+    vectors = pair_vectors(tmp_path, rows, np.eye(5, WIDTH) + 0.1, lambda _: np.ones(WIDTH))
+    assert rank_pairs(vectors, tmp_path / "work").tolist() == [0] * 5
+
+
 def test_an_equal_vector_in_another_tile_is_a_tie(tmp_path, monkeypatch):
     monkeypatch.setattr(consistency, "_DOCUMENT_TILE", 5)
     generator = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig, open_source
 from embeddings.data.records import parse_record
 from embeddings.inference import Encoder
-from embeddings.mining import filter
+from embeddings.mining import consistency, filter
 from embeddings.mining.duplicates import Decontaminator, EvaluationTexts
 from embeddings.mining.filter import RULES, FilterRules, filter_pairs
 from tests.data.rows import pairs, write_jsonl
@@ -219,6 +219,32 @@ def test_records_of_one_language_are_rivals_of_each_other_alone(tmp_path, monkey
     assert [row["language"] for row in pq.read_table(report.output).to_pylist()] == [row["language"] for row in rows]
     assert json.loads((tmp_path / "parted.manifest.json").read_text())["rules"]["segment_by"] == "language"
     assert "segment_by" not in json.loads((tmp_path / "whole.manifest.json").read_text())["rules"]
+
+
+def test_a_killed_run_by_language_and_an_array_of_them_give_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(Encoder, "encode", directions)
+    config, _ = mixed_source(tmp_path)
+    expected = by_language(config, tmp_path / "whole" / "kept.parquet").output.read_bytes()
+    for index in (1, 0):
+        by_language(config, tmp_path / "array" / "kept.parquet", ArrayTask(index, 2))
+    assert (tmp_path / "array" / "kept.parquet").read_bytes() == expected
+    write, calls, killed = consistency._write_ranks, [], tmp_path / "killed" / "kept.parquet"
+
+    def stopping(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(consistency, "_write_ranks", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            by_language(config, killed)
+    monkeypatch.setattr(filter, "read_languages", lambda *_: pytest.fail("read again"))
+    by_language(config, killed)
+    assert killed.read_bytes() == expected
+    for path in (tmp_path / "whole" / "kept.parquet.work").rglob("*.npy"):
+        assert path.read_bytes() == (killed.parent / path.relative_to(tmp_path / "whole")).read_bytes()
 
 
 def test_a_record_without_a_language_is_named_and_nothing_is_written(tmp_path):

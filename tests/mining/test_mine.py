@@ -231,6 +231,13 @@ def test_impossible_search_options_are_refused(options, says):
         SearchOptions(**options)
 
 
+def test_labelled_texts_are_no_pairs(tmp_path):
+    path = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
+    config = SourceConfig("texts", str(path), conversion="class_by_label")
+    with pytest.raises(OptionError, match="holds no records to mine for"):
+        mine_negatives(config, tmp_path / "mined.parquet", Teachers(["teacher"], Teacher), RULES)
+
+
 @pytest.mark.parametrize("models", [[], ["a", "a"]])
 def test_teachers_are_one_or_several_different_ones(models):
     with pytest.raises(OptionError, match="must name one model or several different ones"):

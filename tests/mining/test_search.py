@@ -159,6 +159,22 @@ def test_the_largest_values_and_their_places(dtype, width, top_k):
     assert all(len(set(row)) == top_k for row in places.tolist())
 
 
+@pytest.mark.parametrize("order", ["rising", "falling", "equal", "one column", "the rest"])
+def test_wherever_the_largest_lie(order):
+    width, top_k = 16 * 40 + 7, 9
+    score_T = torch.zeros(width) if order == "equal" else torch.arange(float(width))
+    if order == "falling":
+        score_T = score_T.flip(0)
+    elif order == "one column":
+        score_T[3 : 16 * 40 : 40] += 1000
+    elif order == "the rest":
+        score_T[-7:] += 1000
+    values, places = topk_per_row(score_T[None], top_k)
+    assert sorted(values[0].tolist()) == score_T.sort().values[-top_k:].tolist()
+    assert score_T[torch.as_tensor(places[0])].tolist() == values[0].tolist()
+    assert len(set(places[0].tolist())) == top_k
+
+
 def clustered(count, seed=0, width=16, centres=20):
     """Vectors around a few centres, as those of texts are."""
     centre = unit_vectors(centres, width)[np.random.default_rng(seed).integers(0, centres, count)]

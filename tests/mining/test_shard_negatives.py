@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from embeddings.common import InputError
+from embeddings.inference.vectors import save_vectors
 from embeddings.mining import mined_shards as shard_negatives
 from embeddings.mining.mined_shards import ShardMiner
 from embeddings.mining.negatives import NegativeRules
@@ -91,3 +93,13 @@ def test_known_positives_beyond_the_limit_cost_ranks_and_nothing_else(world, mon
     mined = miner(NegativeRules(num_negatives=12, margin=None, last_rank=12), Teacher(spread=0.1)).mine(2)
     assert mined.num_candidates == 6 * 13
     assert (mined.negatives.row_QN < 0).any()
+
+
+def test_a_query_vector_without_direction_is_named(world):
+    made = world[1](NegativeRules(3), Teacher())
+    shards = made.vectors[0].query_shards
+    vectors = np.array(shards.load(1))
+    vectors[2] = np.nan
+    save_vectors(shards.path(1), vectors)
+    with pytest.raises(InputError, match=r"vectors-00001\.npy:2: the vector is not finite"):
+        made.mine(1)

@@ -128,6 +128,8 @@ def test_the_categories_are_those_of_the_papers():
     large, small = {"short_long", "long_short", "sts"}, {"long_long", "short_short"}
     assert min(MGH.shares[name] for name in large) > max(MGH.shares[name] for name in small)
     assert (MGH.tasks_per_list, NV_EMBED.tasks_per_list) == (20, 40)
+    assert LEVELS == ("high", "medium", "medium", "low")
+    assert [{category.graded for category in method.categories} for method in (MGH, NV_EMBED)] == [{True}, {False}]
 
 
 def test_short_long_draws_what_table_6_lists():
