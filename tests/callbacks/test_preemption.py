@@ -1,5 +1,6 @@
 """What a signal does to a run: one checkpoint, one place in the queue, one exit code, and the same bits in the end."""
 
+import csv
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from embeddings.callbacks import DurableCheckpointIO, Preemption, preemption
@@ -55,6 +57,14 @@ def checkpoints(folder: Path) -> list[str]:
 
 def steps(folder: Path) -> list[int]:
     return [int(line) for line in (folder / "steps0.txt").read_text().split()]
+
+
+def logged_losses(folder: Path) -> list[tuple[int, float]]:
+    rows: list[dict[str, str]] = []
+    for path in folder.rglob("metrics.csv"):
+        with open(path, newline="") as file:
+            rows += csv.DictReader(file)
+    return sorted((int(row["step"]), float(row["train/loss"])) for row in rows if row.get("train/loss"))
 
 
 @pytest.mark.parametrize(
@@ -114,21 +124,58 @@ def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(tmp_path: Path, capsy
 
 
 def test_a_run_that_is_stopped_in_two_lives_ends_with_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
-    """The second stop is at the end of an epoch; one checkpoint is all there is, and the next takes its place."""
+    """The second stop is at the end of an epoch, and both are at a step whose row is due.
+
+    One checkpoint is all there is, and the next takes its place.
+    """
     config = preempted_config(tmp_path)
+    config["trainer"] |= {"log_every_n_steps": 2}
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 0
-    whole = torch.load(tmp_path / "final.pt", weights_only=True)
+    whole, rows = torch.load(tmp_path / "final.pt", weights_only=True), logged_losses(tmp_path / "run")
+    assert [step for step, _ in rows] == [1, 3, 5]
     for written in ("final.pt", "steps0.txt"):
         (tmp_path / written).unlink()
     shutil.rmtree(tmp_path / "run")
     for step in (2, 4):
         assert main(fit_words(tmp_path, signalled(config, step=step, numbers=[USR1]))) == 75
         assert checkpoints(tmp_path) == ["last.ckpt"]
+        assert logged_losses(tmp_path / "run") == rows[: step // 2]
     assert main(fit_words(tmp_path, config)) == 0
     assert steps(tmp_path) == list(range(1, STEPS + 1))
+    assert logged_losses(tmp_path / "run") == rows
     final = torch.load(tmp_path / "final.pt", weights_only=True)
     assert final.keys() == whole.keys()
     assert [name for name in whole if not torch.equal(whole[name], final[name])] == []
+
+
+def test_gradients_that_are_being_accumulated_are_not_lost(tmp_path: Path) -> None:
+    """The signal comes in the first of two batches of a step."""
+    config = preempted_config(tmp_path)
+    config["trainer"] |= {"accumulate_grad_batches": 2, "max_steps": 3}
+    stopped = signalled(config, step=2, numbers=[USR1], at="on_train_batch_start")
+    assert main(fit_words(tmp_path, stopped)) == 75
+    assert steps(tmp_path) == [0, 1, 1, 2]
+    assert main(fit_words(tmp_path, config)) == 0
+    assert steps(tmp_path)[4:] == [2, 3]
+
+
+def test_a_checkpoint_that_is_due_at_the_last_step_is_kept_first(tmp_path: Path) -> None:
+    config = preempted_config(tmp_path)
+    due = {
+        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+        "init_args": {"every_n_train_steps": 3, "save_top_k": -1, "filename": "due-{step}"},
+    }
+    config["trainer"]["callbacks"].append(due)
+    assert main(fit_words(tmp_path, signalled(config, step=3, numbers=[USR1]))) == 75
+    assert checkpoints(tmp_path) == ["due-step=3.ckpt", "last.ckpt"]
+
+
+def test_a_folder_may_be_remote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, remote = preempted_config(tmp_path), f"memory://{tmp_path.name}/run"
+    config["trainer"]["callbacks"][0]["init_args"]["dirpath"] = remote
+    assert main(["fit", "--config", write_config(tmp_path, signalled(config, step=3, numbers=[USR1]))]) == 75
+    assert f"resume with --ckpt_path {remote}/last.ckpt" in capsys.readouterr().err
+    assert get_filesystem(remote).exists(f"{remote}/last.ckpt")
 
 
 def test_a_signal_to_another_rank_stops_this_one_and_the_first_speaks(

@@ -44,9 +44,14 @@ def scores_of(trainer):
 
 def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpoint(tmp_path):
     folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
-    cli = scored_run(tmp_path, folder=str(folder), every_n_steps=2)
+    cli = scored_run(tmp_path, trainer={"limit_train_batches": 4}, folder=str(folder), every_n_steps=2)
     scores = scores_of(cli.trainer)
     assert sorted(scores) == [0, 2, 4]
+    # Behind an epoch other callbacks see the newest score, not a mean.
+    assert cli.trainer.fit_loop.epoch_progress.current.completed == 1
+    assert len(set(scores.values())) > 1
+    for seen in (cli.trainer.callback_metrics, cli.trainer.progress_bar_metrics):
+        assert float(seen["val/ndcg_at_10"]) == pytest.approx(scores[4], abs=1e-6)
     expected = evaluate_folder(Encoder(cli.model.embedder), folder).metrics["ndcg_at_10"]
     assert scores[4] == pytest.approx(expected, abs=1e-6)
     best = cli.trainer.checkpoint_callback

@@ -212,7 +212,9 @@ def rows_of(folder: Path) -> list[int]:
 @pytest.mark.parametrize("kind", [None, Remote], ids=["no choice", "wandb"])
 def test_each_run_has_a_folder_and_metrics_whatever_logger_is_chosen(kind, tmp_path):
     path = logging_to(tmp_path, kind)
-    folders = [Path(run_trainer(["fit", "--config", path]).trainer.log_dir) for _ in range(2)]
+    trainers = [run_trainer(["fit", "--config", path]).trainer for _ in range(2)]
+    folders = [Path(trainer.log_dir) for trainer in trainers]
+    assert [logger.steps[-1] for trainer in trainers for logger in trainer.loggers[1:]] == [3, 3][: 2 * bool(kind)]
     assert [folder.relative_to(tmp_path / "run") for folder in folders] == [
         Path("lightning_logs/version_0"),
         Path("lightning_logs/version_1"),

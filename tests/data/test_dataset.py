@@ -64,6 +64,7 @@ def test_the_template_of_the_text_settings_frames_every_instruction(tmp_path):
     settings = TextSettings(instruction_template="[INST] {instruction} ")
     source = open_source(SourceConfig("a", str(rows), instruction="find"), tmp_path / "cache", settings)
     assert [source[PlanEntry(row, 0)].query_prompt for row in (0, 1)] == ["[INST] mend ", "[INST] find "]
+    assert {source[PlanEntry(row, 0)].document_prompt for row in (0, 1)} == {""}
 
 
 def test_examples_of_a_class_change_with_the_draw_key_alone(tmp_path):
@@ -279,6 +280,16 @@ def test_the_query_is_never_its_own_positive_even_where_its_text_is_repeated(tmp
     index = next(i for i, row in enumerate(rows) if row.query == "same")
     for draw in range(50):
         assert rule(rows[index], index, draw).positives == ("different",)
+
+
+def test_no_negative_repeats_the_query_the_positive_or_another_negative(tmp_path):
+    rule, rows = class_examples(tmp_path, [["x", "y"], ["x", "y", "z", "z", "z", "w"]], 4)
+    index = next(i for i, row in enumerate(rows) if row.query == "x" and row.label == 0)
+    for draw in range(50):
+        found = rule(rows[index], index, draw)
+        assert found.positives == ("y",)
+        assert sorted(negative.text for negative in found.negatives) == ["w", "z"]
+        assert found.negative_labels == (1, 1)
 
 
 @pytest.mark.parametrize(("num_texts", "num_negatives"), [(2, 7), (5, 3), (5, 4), (20, 7)])

@@ -98,6 +98,7 @@ def test_prompts_are_the_instruction_or_the_prefix_or_nothing():
         ({"min_score": 4.0}, "min_score has no effect on conversion pairs"),
         ({"min_score": float("nan"), "conversion": "sts"}, "min_score must be finite"),
         ({"label_texts": {"0": "no"}}, "label_texts has no effect on conversion pairs"),
+        ({"surrogate_vectors": "v", "conversion": "class_by_example"}, "surrogate_vectors has no effect on conversion"),
         ({"label_texts": {"0": " "}, "conversion": "binary_by_label"}, "label_texts must not hold an empty text"),
     ],
 )
@@ -128,6 +129,7 @@ def folder(tmp_path):
 def test_a_glob_gives_its_matches_sorted_and_a_list_keeps_its_order(folder):
     found = resolve_files([f"{folder}/c.parquet", f"{folder}/[ab].jsonl"])
     assert [file.name for file in found] == ["c.parquet", "a.jsonl", "b.jsonl"]
+    assert [file.name for file in resolve_files(f"{folder}/odd[1].jsonl")] == ["odd[1].jsonl"]
 
 
 @pytest.mark.parametrize("written", ["$TEST_ROOT/a.jsonl", "${TEST_ROOT}/a.jsonl"])
@@ -329,6 +331,14 @@ def test_a_hub_source_is_streamed_at_its_commit_and_only_once(tmp_path, hub):
         assert [source[PlanEntry(row, 0)].query for row in range(len(source))] == ["query 0", "query 1", "query 2"]
     assert hub["info"] == [("org/name", "main"), ("org/name", COMMIT), ("org/name", "main")]
     assert hub["load"] == [("org/name", "en", "train", COMMIT, True)]
+
+
+def test_subsets_are_different_sources_and_a_split_without_rows_is_refused(tmp_path, hub):
+    for subset in ("en", "de"):
+        open_source(SourceConfig(subset, "hub:org/name", subset=subset, revision=COMMIT), tmp_path)
+    assert len(hub["load"]) == 2
+    with pytest.raises(InputError, match="hub:org/name: split 'empty' holds no rows"):
+        list(HubReader("org/name", None, "empty", COMMIT))
 
 
 def test_a_full_commit_that_was_converted_needs_no_hub(tmp_path, hub, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from embeddings.common import InputError, OptionError
 from embeddings.common.io import CHECKED, text_hash, write_manifest
 from embeddings.data import EmbeddingDataModule, Mixture, PlanEntry, SourceConfig, SourceDataset, surrogate_vectors
+from embeddings.data.samplers.base import LevelRule
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.tokenize import ContrastiveCollator, TextSettings, TextTokenizer
 from embeddings.losses import InfoNCE, SurrogateFilter
@@ -93,6 +94,22 @@ def test_hard_negatives_have_the_vectors_of_their_texts_as_many_as_are_drawn(tmp
         assert number_of(batch.surrogate_candidate_CS).tolist() == [*chosen, *(number[text] for text in drawn)]
         assert batch.candidate_hash_C[3:].tolist() == [text_hash(text) for text in drawn]
     assert source[PlanEntry(0, 0)].surrogate_negatives(7).shape == (0, 4)
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_the_negatives_of_a_level_have_their_own_vectors(tmp_path, cumulative):
+    negatives = [{"text": f"n {level}{name}", "level": level} for level in (1, 2, 3) for name in "ab"]
+    plain = dataset(tmp_path, [{"query": "query", "positive": "positive", "negatives": negatives}])
+    source = with_vectors(plain, write_surrogates(tmp_path / "s", plain.cached, negatives=True))
+    # Documents: the positive, then the negatives in their order.
+    number = {negative["text"]: 1 + place for place, negative in enumerate(negatives)}
+    for draw in range(5):
+        example = source[PlanEntry(0, draw, LevelRule(2, cumulative))]
+        texts = [negative.text for negative in example.negatives]
+        assert len(texts) == (4 if cumulative else 2)
+        for count in (1, 2, 4):
+            found = number_of(example.surrogate_negatives(count)).tolist()
+            assert found == [number[text] for text in texts[:count]]
 
 
 def test_the_filter_takes_out_other_queries_hard_negatives_and_spares_a_querys_own(tmp_path):

@@ -173,5 +173,10 @@ def test_a_batch_that_arrow_cannot_read_is_damage(tmp_path):
             read()
 
 
-TEXTS = ["one", "", "東京 café", "a\x00b", "z" * 1000]
-LISTS = [["a", "é"], [], ["", "b", "c"], []]
+def test_batches_of_other_sizes_than_were_written_are_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", 4)
+    write_table(tmp_path, rows_of(9))
+    np.save(tmp_path / table_module.STARTS_FILE, np.array([0, 3, 8, 9]))
+    for read in reads(Table(tmp_path)):
+        with pytest.raises(InputError, match=DAMAGED):
+            read()

@@ -123,6 +123,15 @@ def test_the_pooled_tokens_spell_the_text(family: str, prompt: str) -> None:
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() == text.strip()
 
 
+@pytest.mark.parametrize("text", ["how do I pad", "Ünïcödé x", "don't", "fox 7 sums", "привет мир"])
+def test_instructions_never_change_which_tokens_are_pooled(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    prompts = [prompt for prompt in PROMPTS if prompt.endswith((" ", "\n"))]
+    pooled = pooled_ids(make(tokenizer)([text] * len(prompts), "query", prompts))
+    assert len(pooled) >= 3
+    assert len(pooled[0]) >= 2
+    assert all(ids == pooled[0] for ids in pooled)
+
+
 def test_a_character_split_over_tokens_is_pooled_whole_or_not_at_all() -> None:
     ids, mask = rows_of(make(bpe_tokenizer())(["🙂"], "query", "🙂"))[0]
     assert len(ids) == 8

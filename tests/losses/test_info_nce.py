@@ -236,6 +236,8 @@ def test_far_apart_scores_overflow_nothing() -> None:
 def test_an_impossible_temperature_is_refused(temperature: float) -> None:
     with pytest.raises(OptionError, match=r"temperature must be > 0, got .*; see lightning_configs/"):
         InfoNCE(temperature=temperature)
+    with pytest.raises(OptionError, match="tile_size must be >= 1, got 0"):
+        InfoNCE(tile_size=0)
 
 
 WIDTHS = (6, 3, 1)

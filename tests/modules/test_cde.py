@@ -25,7 +25,6 @@ from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 from tests.modules.cde_runs import CACHE, CONTEXT, cde_config, fit
 
 
-# One start of two processes for both runs.
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     return backbone_folder(tmp_path_factory.mktemp("backbone"))

@@ -22,6 +22,7 @@ from embeddings.training.language_task import Masking
 from tests.helpers.runs import write_config
 from tests.helpers.tiny import bpe_tokenizer, save_backbone, wordpiece_tokenizer
 from tests.models.language_models import causal_mistral, language_model_folder
+from tests.models.moe import tiny_moe
 from tests.modules.language_runs import language_config
 
 SCRATCH = {
@@ -261,6 +262,18 @@ def test_a_decoder_saved_without_its_mask_cannot_learn_the_causal_objective(mist
     module.save_pretrained(tmp_path / "open")
     with pytest.raises(OptionError, match="needs a causal mask"):
         MaskedLMModule("causal", BackboneConfig(str(tmp_path / "open")))
+
+
+@pytest.mark.parametrize("objective", ["mlm", "causal"])
+def test_a_sparse_model_is_refused_with_the_way_out(objective: Any, tmp_path: Path) -> None:
+    sparse = save_backbone(str(tmp_path), tiny_moe(), wordpiece_tokenizer())
+    with pytest.raises(OptionError, match=r"rotary_moe has no language-model head.*give the dense model that it was"):
+        MaskedLMModule(objective, BackboneConfig(sparse))
+
+
+def test_rows_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"data\.row_length must be <= 128, the positions that the backbone has"):
+        fit(tmp_path, language_config(tmp_path, "mlm"), "--data.init_args.row_length=129")
 
 
 def test_rows_longer_than_a_window_cannot_be_kept_apart(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
 from embeddings.strategies import FSDP2Strategy
 from tests.helpers.ranks import run_on_two_ranks
@@ -37,6 +40,21 @@ CASES += [("mgh", "zero 2", False), ("cde, words", "fsdp2", False), ("language m
 SLOW = [case for case in ALL if case not in CASES]
 
 
+def own_gradient_only(value: Tensor) -> Tensor:
+    """The sum over ranks as a plain all-reduce, whose gradient stays on the rank."""
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total + (value - value.detach()) if value.is_floating_point() else total
+
+
+def own_sums_only(value: Tensor) -> Tensor:
+    """No sum at all."""
+    return value
+
+
+MUTANTS = {"own gradient": own_gradient_only, "own sums": own_sums_only}
+
+
 def updates(folder: Path, cases: list[tuple[str, str, bool]], rank: int) -> dict[Any, Any]:
     be_launched(rank)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -44,6 +62,14 @@ def updates(folder: Path, cases: list[tuple[str, str, bool]], rank: int) -> dict
     for method, strategy, cached in cases:
         own = batches(method, rank)
         found[method, strategy, cached] = one_update(made[method], own, STRATEGIES[strategy](), 2, cached)
+    return found
+
+
+def updates_and_mutants(folder: Path, rank: int) -> dict[Any, Any]:
+    found, make = updates(folder, CASES, rank), methods(folder)["moe"]
+    for name, mutant in MUTANTS.items():
+        with patch("embeddings.modules.moe_embed.sum_over_ranks", mutant):
+            found[name] = one_update(make, batches("moe", rank), DDPStrategy(), 2, cached=False)
     return found
 
 
@@ -56,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[Any, Any]]:
-    return run_on_two_ranks(partial(updates, folder, CASES))
+    return run_on_two_ranks(partial(updates_and_mutants, folder))
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +107,14 @@ def test_two_ranks_have_the_gradient_of_one_process_with_both_their_batches(
     start, after = expected[method]
     for of_rank in found:
         assert relative_error(of_rank[method, strategy, cached], after, start) < 1e-6
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_balancing_loss_of_a_rank_alone_shows(
+    mutant: str, found: list[dict[Any, Any]], expected: dict[str, Any]
+) -> None:
+    start, after = expected["moe"]
+    assert min(relative_error(of_rank[mutant], after, start) for of_rank in found) > 1e-4
 
 
 @pytest.mark.slow

@@ -242,6 +242,15 @@ def test_two_forwards_before_the_last_backwards_keep_apart() -> None:
     assert max(errors(step, (one[0] + two[0], one[1] + two[1]))) <= 1e-12
 
 
+@pytest.mark.parametrize("scale", [65536.0, 1 / 3])
+def test_a_loss_scale_multiplies_the_gradients_of_both_encoders_once(scale: float) -> None:
+    step, batch = make_step(), batch_with_context()
+    first, second = plain_gradients(step, batch)
+    step.zero_grad()
+    GradCache(mini_batch_tokens=40).step(step, batch, scale=scale)
+    assert max(errors(step, (first * scale, second * scale))) <= 1e-12
+
+
 @pytest.mark.parametrize("num_context", [1, 20])
 def test_a_context_of_one_document_and_one_of_all_of_them(num_context: int) -> None:
     step, batch = make_step(), batch_with_context(4, 1, num_context)

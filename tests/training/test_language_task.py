@@ -156,3 +156,15 @@ def test_a_rows_choices_follow_from_its_key_alone() -> None:
 def test_a_probability_that_hides_nothing_or_all_is_refused(probability: float) -> None:
     with pytest.raises(OptionError, match=r"model\.masking\.probability must be above 0 and below 1"):
         Masking(probability)
+
+
+@pytest.mark.parametrize(
+    ("shares", "says"),
+    [
+        ({"mask_fraction": 0.9, "random_fraction": 0.2}, r"must be at most 1 together with mask_fraction 0\.9"),
+        ({"mask_fraction": -0.1}, "mask_fraction must be 0 to 1"),
+    ],
+)
+def test_shares_that_are_none_or_exceed_the_whole_are_refused(shares: dict[str, float], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        Masking(**shares)

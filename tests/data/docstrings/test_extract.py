@@ -211,6 +211,7 @@ def test_sources_are_sorted_without_tests_copies_and_what_cannot_be_imported(pac
     assert {file.package for file in files} == {"zoo_x"}
     assert files[0].size == files[0].path.stat().st_size
     assert "zoo_x" not in sys.modules
+    assert [file.module for file in find_sources("single_x")] == ["single_x"]
 
 
 def test_the_standard_library_is_a_package_without_installed_ones() -> None:

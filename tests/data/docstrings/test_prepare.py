@@ -121,6 +121,9 @@ def test_a_second_run_recognises_finished_output_and_says_so(packages: Path, cap
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")} == before
     assert not prepared(packages / "out", force=True).reused
     assert not prepared(packages / "out", seed=1).reused
+    with open(packages / "site" / "alpha_x" / "code.py", "a") as file:
+        file.write("\n# changed\n")
+    assert not prepared(packages / "out", seed=1).reused
 
 
 @pytest.mark.parametrize(

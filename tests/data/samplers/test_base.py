@@ -49,6 +49,8 @@ def test_ranks_take_consecutive_slices_of_the_same_batches() -> None:
     assert rows_of(CountingSampler(4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert rows_of(CountingSampler(2, num_replicas=2, rank=0)) == [[0, 1], [4, 5], [8, 9]]
     assert rows_of(CountingSampler(2, num_replicas=2, rank=1)) == [[2, 3], [6, 7], [10, 11]]
+    with pytest.raises(OptionError, match="rank goes with num_replicas"):
+        CountingSampler(1, rank=0)
 
 
 def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks() -> None:
@@ -56,6 +58,11 @@ def test_draw_keys_belong_to_the_position_whatever_the_number_of_ranks() -> None
     halves = [list(CountingSampler(2, seed=5, num_replicas=2, rank=rank)) for rank in (0, 1)]
     assert whole == [first + second for first, second in zip(*halves, strict=True)]
     assert all(isinstance(entry, PlanEntry) for entry in whole[0])
+    samplers = CountingSampler(64, seed=5), CountingSampler(64, seed=6)
+    places = ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))
+    keys = np.concatenate([samplers[seed].draw_keys(epoch, step) for seed, epoch, step in places])
+    assert len(np.unique(keys)) == 256
+    assert keys.min() >= 0
 
 
 def test_iteration_begins_at_the_start_and_the_length_stays_that_of_the_epoch() -> None:

@@ -92,9 +92,23 @@ def test_an_entry_that_cannot_be_is_named_by_its_row(
         ClusterFolder(path.parent)
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_of_another_kind_or_unfinished_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no manifest"):
         ClusterFolder(tmp_path / "clusters")
+    path = write_clusters(tmp_path / "clusters", [0, 1], 2).path / "manifest.json"
+    fields = json.loads(path.read_text())
+    for name, value in (("kind", "vectors"), ("complete", False)):
+        path.write_text(json.dumps({**fields, name: value}))
+        with pytest.raises(InputError, match=f"field '{name}'"):
+            ClusterFolder(path.parent)
+
+
+@pytest.mark.parametrize("offsets", [[1, 1, 4], [0, 1, 3], [0, 5, 4]])
+def test_offsets_that_do_not_cover_the_rows_are_refused(offsets: list[int], tmp_path: Path) -> None:
+    folder = write_clusters(tmp_path / "clusters", [1, 0, 1, 1], 2).path
+    np.save(folder / "offsets.npy", np.array(offsets, dtype=np.int64))
+    with pytest.raises(InputError, match=r"offsets\.npy"):
+        ClusterFolder(folder)
 
 
 def test_a_kill_while_writing_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

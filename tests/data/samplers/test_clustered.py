@@ -365,10 +365,13 @@ def topics() -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     return centroids, nearest_lists(centroids, 32)
 
 
-def test_with_every_neighbour_listed_the_tour_is_the_exact_one() -> None:
-    centroids = unit_vectors(60)
-    order = nearest_order(centroids, nearest_lists(centroids, 59), key=1)
-    assert order.tolist() == exact_tour(centroids, int(order[0]))
+def test_with_every_neighbour_listed_or_sampled_the_tour_is_the_exact_one() -> None:
+    angles = np.linspace(0.0, 1.5, 40)
+    line = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    # On a line the second look finds the next cluster, and otherwise the sample holds all that are left.
+    for centroids, num_neighbours in ((unit_vectors(60), 59), (line, 2)):
+        order = nearest_order(centroids, nearest_lists(centroids, num_neighbours), key=3)
+        assert order.tolist() == exact_tour(centroids, int(order[0]))
 
 
 @pytest.mark.parametrize(("num_neighbours", "bound"), [(32, 1.003), (16, 1.006), (8, 1.015)])
@@ -439,11 +442,12 @@ def test_each_row_is_in_one_batch_or_in_the_remainder(
         assert set(rows) <= {1000 * cluster + row for cluster, size in enumerate(sizes) for row in range(size)}
 
 
-def test_a_batch_of_whole_clusters_is_what_a_reader_expects() -> None:
+def test_a_batch_of_whole_clusters_holds_one_after_another_in_the_tours_order() -> None:
     clusters = packed([2, 3, 1, 2], batch_size=4, order=[2, 1, 3, 0])
     first, second = batches_of(clusters)
     assert sorted(first) == [1000, 1001, 1002, 2000]
     assert sorted(second) == [0, 1, 3000, 3001]
+    assert [row // 1000 for row in first + second] == [2, 1, 1, 1, 3, 3, 0, 0]
 
 
 def test_a_big_cluster_is_split_at_random_rows_and_a_small_one_shares() -> None:

@@ -447,6 +447,20 @@ def test_a_boundary_is_at_the_nearest_step(total_steps: int, expected: list[int]
     assert levels(total_steps) == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"fractions": (0.5, 0, 0.5, 0)}, [4, 4, 4, 4, 2, 2, 2, 2]),
+        ({"order": "reverse"}, [1, 1, 2, 2, 3, 3, 4, 4]),
+        ({"order": "reverse", "fractions": (0.5, 0.25, 0.125, 0.125)}, [1, 2, 3, 3, 4, 4, 4, 4]),
+        ({"order": "cumulative"}, [4, 4, 3, 3, 2, 2, 1, 1]),
+        ({"order": "fixed", "fixed_level": 3}, [3] * 8),
+    ],
+)
+def test_every_order_gives_each_level_its_own_share(options: dict[str, Any], expected: list[int]) -> None:
+    assert levels(8, **options) == expected
+
+
 def test_fractions_are_the_decimals_that_they_are_written_as() -> None:
     """0.1 + 0.7 is less than 0.8 in binary, and a third of three parts is no whole."""
     found = levels(10, fractions=(0.1, 0.7, 0.1, 0.1))
