@@ -1,4 +1,4 @@
-"""TODO."""
+"""A backbone as an ONNX graph, in float32 and int8: how near its states are, and what is refused."""
 
 from pathlib import Path
 
@@ -109,6 +109,23 @@ def test_models_that_bring_code_are_refused_in_one_line() -> None:
             check_onnx(model)
 
 
+def test_a_model_of_more_than_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx, "_MAX_BYTES", 1000)
+    with pytest.raises(OptionError, match="format is for models below 2 GiB, this one has"):
+        check_onnx(embedder(tiny_bert()))
+
+
+def test_lengths_that_were_not_compared_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_bert()
+    monkeypatch.setattr(onnx, "_turning_lengths", lambda config: [30, 4096, 8192, 131_072])
+    monkeypatch.setattr(onnx, "_MAX_LENGTH", 50)
+    monkeypatch.setattr(onnx, "open_graph", lambda path: lambda inputs: model(*inputs).last_hidden_state.numpy())
+    found = onnx._compared(model, tmp_path)
+    assert (found.difference, found.longest, found.beyond) == (0, 33, (4096, 8192, 131_072))
+    says = "on texts of up to 33 tokens; past 4,096 and 8,192 and 131,072 tokens, where the model computes otherwise,"
+    assert says in str(found)
+
+
 def exported(backbone: PreTrainedModel, folder: Path) -> Embedder:
     model = Embedder(backbone, wordpiece_tokenizer(), MeanPooling(32)).eval()
     model.save_pretrained(folder)
@@ -117,7 +134,9 @@ def exported(backbone: PreTrainedModel, folder: Path) -> Embedder:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_graph_in_int8_lies_near_and_its_matrices_have_8_bits(tmp_path: Path) -> None:
+def test_a_graph_in_int8_lies_near_and_its_matrices_have_8_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     model = exported(tiny_bert(), tmp_path)
     write_onnx(tmp_path)
@@ -135,3 +154,9 @@ def test_a_graph_in_int8_lies_near_and_its_matrices_have_8_bits(tmp_path: Path) 
         is_text = inputs["attention_mask"].astype(bool)
         difference = np.abs(state_NLH - expected_NLH)[is_text].max() / np.abs(expected_NLH).max()
         assert 1e-4 < difference < 0.1
+    # A graph whose numbers no scale holds is refused, and the earlier one stays.
+    before = (tmp_path / INT8_GRAPH_FILE).read_bytes()
+    monkeypatch.setattr(onnx, "open_graph", lambda _: lambda _: np.full((1, 1, 32), np.nan, np.float32))
+    with pytest.raises(OptionError, match=r"^format must give finite states: .*, got 'onnx-int8'; use onnx$"):
+        write_int8_onnx(tmp_path)
+    assert (tmp_path / INT8_GRAPH_FILE).read_bytes() == before

@@ -1,4 +1,7 @@
+"""cde-small, both versions: their vectors by the published arithmetic, and the numbers that no file states."""
+
 import json
+import sys
 
 import pytest
 import torch
@@ -7,6 +10,7 @@ from torch.nn import functional as F
 from embeddings.cli.main import main
 from embeddings.common import InputError
 from embeddings.interop.released.cde import load
+from embeddings.interop.released.checkpoint import Assumed
 from embeddings.models import BackboneConfig, ContextualEmbedder
 from embeddings.models.contextual import load_embedder
 from embeddings.modules import CDEModule
@@ -269,3 +273,15 @@ def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path, monkeypa
     with pytest.raises(InputError) as error:
         load(folder)
     assert says in str(error.value)
+
+
+def test_a_stage_that_is_missing_and_a_width_that_no_usual_heads_divide_are_one_line(tmp_path, monkeypatch):
+    folder, _, _ = published_v1(tmp_path / "v1", monkeypatch)
+    write_checkpoint(folder, V1, {"first_stage_model.mlp.0.bias": torch.zeros(4)})
+    with pytest.raises(InputError, match=r"lacks the tensor first_stage_model\.embedder\.embeddings\.word_emb"):
+        load(folder)
+    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 96)
+    folder, _, _ = published_v2(tmp_path / "v2")
+    with pytest.raises(InputError, match="heads of width 64 cannot share a width of 96 in even parts; give it"):
+        load(folder)
+    assert load(folder, Assumed({"num_attention_heads": 3})).model.backbone.config.num_attention_heads == 3

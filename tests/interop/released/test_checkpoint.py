@@ -1,4 +1,4 @@
-"""TODO."""
+"""What is read of a published folder: fields, numbers that none states, tensors, tokenizer; and what fits no model."""
 
 import json
 
@@ -72,6 +72,25 @@ def test_a_field_of_another_kind_is_one_line(ask, says, tmp_path):
     assert "config.json: " in str(error.value)
 
 
+def test_fields_are_read_as_what_they_are(tmp_path):
+    found = config(tmp_path, size=3, base=1000, inner={"size": 0, "rate": 0.5}, flag=None)
+    assert (found.integer("size"), found.number("base"), found.number("other", 2.0)) == (3, 1000, 2.0)
+    assert (found.integer("other", default=7), found.part("inner").integer("size", 0)) == (7, 0)
+    # A switch that is off may be written as null, or not at all.
+    found.require(size=3, flag=False, absent=7, inner={"size": 0, "rate": 0.5})
+
+
+def test_tensors_of_all_shards_are_known_by_their_headers(tmp_path):
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.full((4,), 2.0, dtype=torch.bfloat16)}, tmp_path / "two.safetensors")
+    save_file({"c": torch.zeros(1)}, tmp_path / "model.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = ReleasedWeights(tmp_path)
+    assert found.shapes == {"a": (2, 3), "b": (4,)}
+    assert torch.equal(found.tensor("b"), torch.full((4,), 2.0, dtype=torch.bfloat16))
+
+
 def test_weights_that_cannot_be_read_are_one_line(tmp_path):
     with pytest.raises(InputError, match=r"holds no model\.safetensors; take"):
         ReleasedWeights(tmp_path)
@@ -84,11 +103,13 @@ def test_weights_that_cannot_be_read_are_one_line(tmp_path):
 
 
 def test_the_tokenizer_is_the_one_of_its_file_whatever_class_it_names(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nvembed"}')
+    with pytest.raises(InputError, match="holds no tokenizer"):
+        released_tokenizer(tmp_path)
     tokenizer = sentencepiece_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "LlamaTokenizer"}))
-    (tmp_path / "config.json").write_text('{"model_type": "nvembed"}')
     text = "  Query:  two  spaces 7"
     found = released_tokenizer(tmp_path)
     assert found(text)["input_ids"] == tokenizer(text)["input_ids"]

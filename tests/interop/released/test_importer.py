@@ -1,4 +1,4 @@
-"""TODO."""
+"""Importing a checkpoint: its family, its record and card, its licence and usage, and what is never overwritten."""
 
 import json
 import os
@@ -6,12 +6,13 @@ import os
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from torch.nn import functional as F
 
 from embeddings.common import InputError, OptionError
 from embeddings.inference import Encoder
-from embeddings.interop.released import cde, import_released, llm2vec, nv_embed, sentence_transformers
+from embeddings.interop.released import cde, import_released, importer, llm2vec, nv_embed, sentence_transformers
 from embeddings.interop.released import nomic as released_nomic
 from embeddings.interop.released.importer import loader_of, may_want_norm, stated_licence, usage_name
 from embeddings.interop.released.nomic import load_dense as load
@@ -20,7 +21,7 @@ from embeddings.models import Embedder
 from embeddings.models.model_files import IMPORT_FILE
 from tests.interop.released import nomic
 from tests.interop.released.nomic import DENSE, HIDDEN, MOE, nomic_folder
-from tests.interop.released.published import TEXTS, assert_same, describe, write_checkpoint
+from tests.interop.released.published import TEXTS, assert_same, describe, encoded, write_checkpoint
 
 
 def test_a_record_beside_the_model_names_what_every_tensor_came_from(tmp_path):
@@ -30,6 +31,35 @@ def test_a_record_beside_the_model_names_what_every_tensor_came_from(tmp_path):
     assert (record["source"], record["family"], record["left"]) == (str(folder), "Nomic's encoder with experts", [])
     assert sorted(record["used"]) == sorted(state)
     assert record["used"]["encoder.layers.1.mlp.experts.mlp.w2"] == ["layers.1.mlp.experts.w2"]
+
+
+def test_the_record_names_the_commit_that_was_read(tmp_path, monkeypatch):
+    folder, _, _ = nomic_folder(tmp_path / "models--who--what" / "snapshots" / "0123abc", DENSE)
+    monkeypatch.setattr(importer, "resolve_model", lambda *_: folder)
+    import_released("who/what", tmp_path / "ours", "main")
+    record = json.loads((tmp_path / "ours" / IMPORT_FILE).read_text())
+    assert (record["source"], record["revision"], record["base"]) == ("who/what", "0123abc", [])
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert sorted(name for names in record["used"].values() for name in names) == sorted(ours)
+    # A model that is written over an imported one has no published source.
+    Embedder.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "ours")
+    assert not (tmp_path / "ours" / IMPORT_FILE).exists()
+
+
+def test_a_source_is_never_written_to_and_a_kill_leaves_nothing_new(tmp_path, monkeypatch):
+    folder, _, _ = nomic_folder(tmp_path / "published", MOE)
+    with pytest.raises(OptionError, match="output must not be the source"):
+        import_released(str(folder), folder)
+    with pytest.raises(OptionError, match="revision cannot apply to"):
+        import_released(str(folder), tmp_path / "ours", revision="main")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importer, "write_json", killed)
+    with pytest.raises(KeyboardInterrupt):
+        import_released(str(folder), tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
 
 
 def test_a_card_names_the_source_and_its_licence_and_copies_nothing(tmp_path):
@@ -260,3 +290,26 @@ def test_a_copy_under_another_name_is_asked_about(wide, tmp_path, caplog):
     assert caplog.text == ""
     assert not may_want_norm(made.model)
     assert json.loads((tmp_path / "ours" / "import.json").read_text())["used_as"] == V1_5
+
+
+def test_a_name_that_does_not_fit_is_refused_where_it_was_given_and_passed_over_where_it_was_found(tmp_path):
+    folder, _, _ = nomic_folder(tmp_path / V1_5, DENSE)
+    assert usage_name(load(folder).model, str(folder)) is None
+    for known_as, rule in (
+        (V1_5, "cannot apply to .* which has another backbone or width"),
+        ("nomic-embed-text-v9", f"give one of {V1_5}, nomic-embed-text-v2-moe"),
+    ):
+        with pytest.raises(OptionError, match=rule):
+            import_released(str(folder), tmp_path / "ours", known_as=known_as)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_the_norm_and_the_widths_stay_with_the_directory_and_with_one_imported_from_it(wide, tmp_path):
+    import_released(str(folder_of(wide, tmp_path / V1_5)[0]), tmp_path / "ours")
+    import_released(str(tmp_path / "ours"), tmp_path / "again")
+    for name in ("ours", "again"):
+        model = Embedder.from_pretrained(tmp_path / name)
+        assert model.trained_widths == (768, 512, 256, 128, 64)
+        assert list(model.norm.parameters()) == []
+        assert model.normalize
+    assert torch.equal(encoded(tmp_path / "ours"), encoded(tmp_path / "again"))

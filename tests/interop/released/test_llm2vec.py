@@ -1,9 +1,12 @@
+"""LLM2Vec: adapters merged into their decoder, one after another, with the published vectors."""
+
 import json
 
 import pytest
 import torch
 
 from embeddings.common import InputError, OptionError
+from embeddings.interop.released import import_released
 from embeddings.interop.released.llm2vec import load
 from embeddings.models import BackboneConfig, Embedder
 from tests.helpers.tiny import sentencepiece_tokenizer
@@ -146,3 +149,30 @@ def test_bases_that_cannot_be_are_refused(tmp_path):
         load(tmp_path / "adapter")
     with pytest.raises(OptionError, match="base names more than there are adapters"):
         load(tmp_path / "adapter", [str(tmp_path / "decoder"), "more"])
+
+
+def test_no_folder_that_is_read_is_written_to(tmp_path):
+    decoder(tmp_path / "decoder")
+    adapter(tmp_path / "inner", str(tmp_path / "decoder"), seed=1)
+    adapter(tmp_path / "outer", str(tmp_path / "inner"), seed=2)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "link").symlink_to(tmp_path / "decoder")
+    for name in ("decoder", "inner", "outer", "link"):
+        with pytest.raises(OptionError, match="output must not be the source or its base, which it would replace"):
+            import_released(str(tmp_path / "outer"), tmp_path / name)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    import_released(str(tmp_path / "outer"), tmp_path / "ours")
+    record = json.loads((tmp_path / "ours" / "import.json").read_text())
+    assert record["base"] == [{"name": str(tmp_path / name), "commit": None} for name in ("inner", "decoder")]
+
+
+def test_settings_beside_the_adapter_count(tmp_path):
+    decoder(tmp_path / "decoder")
+    adapter(tmp_path / "adapter", str(tmp_path / "decoder"), seed=1)
+    settings = tmp_path / "adapter" / "llm2vec_config.json"
+    settings.write_text('{"pooling_mode": "mean", "max_length": 100, "skip_instruction": false}')
+    text = load(tmp_path / "adapter").model.text
+    assert (text.document_max_length, text.pool_prompt, text.pool_start) == (100, True, True)
+    settings.write_text('{"pooling_mode": "weighted_mean"}')
+    with pytest.raises(InputError, match="has pooling_mode 'weighted_mean', and only 'mean' is known here"):
+        load(tmp_path / "adapter")

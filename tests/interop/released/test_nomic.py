@@ -1,4 +1,4 @@
-"""TODO."""
+"""Nomic's encoders, dense and with experts: their vectors by the published arithmetic, their prompts and configs."""
 
 import json
 
@@ -11,7 +11,7 @@ from embeddings.evaluation.mteb_library import load_mteb
 from embeddings.inference import Encoder
 from embeddings.interop.released.checkpoint import ReleasedConfig
 from embeddings.interop.released.nomic import PROMPTS, encoder_fields, load_dense, load_moe
-from embeddings.models import BackboneConfig, LanguageModel, RotaryMoeModel, load_backbone
+from embeddings.models import BackboneConfig, Embedder, LanguageModel, RotaryMoeModel, load_backbone
 from embeddings.models.language_model import load_language_model
 from embeddings.modules import MoEEmbedModule
 from tests.helpers.tiny import wordpiece_tokenizer
@@ -33,6 +33,15 @@ from tests.models.reading import random_tokens
 def fields(folder, **changed):
     (folder / "config.json").write_text(json.dumps(DENSE | changed))
     return encoder_fields(ReleasedConfig(folder / "config.json"), wordpiece_tokenizer())
+
+
+def test_vocabulary_and_positions_are_those_that_the_model_was_published_with(tmp_path):
+    assert [fields(tmp_path, vocab_size=rows)["vocab_size"] for rows in (383, 384, 385)] == [384, 384, 448]
+    plain, scaled = (fields(tmp_path, n_positions=8192, rotary_scaling_factor=factor) for factor in (None, 2))
+    assert (plain["max_position_embeddings"], scaled["max_position_embeddings"]) == (8192, 2048)
+    assert plain["rope_parameters"] == scaled["rope_parameters"] == {"rope_type": "default", "rope_theta": 1000.0}
+    with pytest.raises(InputError, match="n_head 5, which make no heads that can be rotated in halves"):
+        fields(tmp_path, n_head=5)
 
 
 def test_the_prompts_are_those_that_mteb_runs_these_models_with():
@@ -166,3 +175,25 @@ def test_the_imported_model_is_trained_with_its_experts(tmp_path):
     assert torch.equal(router.detach(), state["encoder.layers.1.mlp.router.layer.weight"])
     module.embedder(random_tokens(384, [5, 9]))[:, 0].sum().backward()
     assert router.grad.abs().max() > 0
+
+
+def test_what_the_folder_says_of_texts_and_length_goes_along(tmp_path):
+    folder, state, tokenizer = nomic_folder(tmp_path / "published", MOE)
+    describe(folder, HIDDEN, normalize=False, prompts={"passage": "search_document: ", "query": "a query: "})
+    load_moe(folder).model.save_pretrained(tmp_path / "ours")
+    text = Embedder.from_pretrained(tmp_path / "ours").text
+    assert (text.query_max_length, text.document_max_length, text.pool_prompt) == (40, 40, True)
+    assert text.prompts["passage"] == text.prompts["document"] == "search_document: "
+    # Without a normalize module vectors are as long as they come.
+    assert_same(encoded(tmp_path / "ours", role="query"), torch.stack(means(state, MOE, tokenizer, "a query: ")))
+
+
+def test_an_embedding_model_may_carry_a_language_models_names(tmp_path):
+    folder, state, tokenizer = nomic_folder(tmp_path / "published", DENSE, prefix="bert.")
+    write_checkpoint(folder, DENSE, state | {"cls.predictions.transform.dense.weight": torch.zeros(HIDDEN, HIDDEN)})
+    made = load_dense(folder)
+    assert made.report.left == ["cls.predictions.transform.dense.weight"]
+    made.model.save_pretrained(tmp_path / "ours")
+    bare = {name.removeprefix("bert."): tensor for name, tensor in state.items()}
+    vectors = F.normalize(torch.stack(means(bare, DENSE, tokenizer, "search_document: ")), dim=-1)
+    assert_same(encoded(tmp_path / "ours"), vectors)

@@ -1,3 +1,5 @@
+"""NV-Embed: the released vectors, with its decoder, its latent attention and its own count of the instruction."""
+
 from dataclasses import replace
 
 import pytest
@@ -7,7 +9,7 @@ from torch.nn import functional as F
 from embeddings.common import InputError
 from embeddings.inference import Encoder
 from embeddings.interop.released.nv_embed import load
-from embeddings.models import BackboneConfig, Embedder, LatentAttentionPooling, LoraSettings
+from embeddings.models import BackboneConfig, Embedder, LatentAttentionPooling, LoraSettings, check_bidirectional
 from embeddings.modules import NVEmbedModule
 from tests.helpers.tiny import sentencepiece_tokenizer
 from tests.interop.released.decoder import FIELDS, HIDDEN, decoder_shapes, decoder_states
@@ -119,6 +121,10 @@ def test_the_imported_model_gives_the_published_vectors(tmp_path):
     made = load(folder)
     assert sorted(made.report.used) == sorted(state)
     made.model.save_pretrained(tmp_path / "ours")
+    embedder = Embedder.from_pretrained(tmp_path / "ours")
+    check_bidirectional(embedder.backbone)
+    assert (embedder.text.query_max_length, embedder.text.document_max_length) == (4096, 4096)
+    assert (embedder.tokenizer.padding_side, embedder.tokenizer.pad_token) == ("right", "</s>")
     for role, prompt in (("query", PROMPT), ("document", "")):
         expected = each(TEXTS, lambda text, prompt=prompt: released_vector(state, tokenizer, prompt, text))
         assert_same(encoded(tmp_path / "ours", role=role), expected)
@@ -184,3 +190,14 @@ def test_a_config_that_does_not_fit_is_one_line(fields, says, tmp_path):
     with pytest.raises(InputError) as error:
         load(folder)
     assert says in str(error.value)
+
+
+def test_weights_in_half_precision_stay_so_and_an_instruction_alone_has_a_vector(tmp_path):
+    folder, state, tokenizer = published(tmp_path / "published")
+    write_checkpoint(folder, CONFIG, {name: tensor.to(torch.float16) for name, tensor in state.items()})
+    model = load(folder).model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+    # Truncation leaves nothing behind the instruction.
+    model.text = replace(model.text, query_max_length=len(tokenizer(PROMPT.rstrip())["input_ids"]) + 1)
+    vector = Encoder(model.float(), precision="float32").encode(["x"], role="query", prompt=PROMPT.rstrip())
+    assert float((vector**2).sum()) == pytest.approx(1.0)
