@@ -19,14 +19,16 @@ from embeddings.models import (
     AnchorTokenPooling,
     BackboneConfig,
     Embedder,
+    LoraSettings,
     MeanPooling,
+    add_lora,
     anchor_token,
     load_backbone,
     make_bidirectional,
 )
 from embeddings.models import anchor_weights as weights_module
 from embeddings.models.anchor_token import ProblemKind, checked_sums, fastest_sums, fused_sums
-from embeddings.models.anchor_weights import CapturedAttention, anchor_weights, tiled_sums
+from embeddings.models.anchor_weights import CapturedAttention, anchor_weights, tiled_sums, visible_queries
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 from tests.models.reading import random_tokens, read
 
@@ -93,6 +95,36 @@ def test_the_key_axis_under_a_causal_mask_is_refused_with_its_two_ways_out():
         with pytest.raises(OptionError, match=r"bidirectional: true .* by_visible_queries: true"):
             embedder_of("mistral", attn, causal=True)
     embedder_of("mistral", causal=True, axis="query")
+    # A refused backbone is left without a capture.
+    backbone = backbone_of("mistral", causal=True)
+    with pytest.raises(OptionError, match="causal mask"):
+        Embedder(backbone, sentencepiece_tokenizer(), AnchorTokenPooling(32))
+    Embedder(backbone, sentencepiece_tokenizer(), AnchorTokenPooling(32, by_visible_queries=True))
+
+
+def test_layers_and_axes_that_are_not_there_are_refused():
+    with pytest.raises(OptionError, match=r"layers \[5\] must be among the 2 attention layers"):
+        embedder_of("bert", layers=(5,))
+    with pytest.raises(ValueError, match=r"pooling\.axis must be key or query"):
+        AnchorTokenPooling(32, axis="row")
+    with pytest.raises(ValueError, match="must name a layer"):
+        AnchorTokenPooling(32, layers=())
+
+
+def test_it_reads_a_backbone_with_adapters():
+    adapted = add_lora(backbone_of("mistral"), LoraSettings(rank=2, dropout=0.0))
+    embedder = Embedder(adapted, sentencepiece_tokenizer(), AnchorTokenPooling(32)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(embedder(TOKENS), expected_vectors("mistral"), rtol=0, atol=1e-6)
+    assert gradients(embedder).norm() > 0
+
+
+def test_a_text_with_nothing_but_its_first_token_keeps_it():
+    mask = torch.tensor([[True, False, False], [True, True, False]])
+    states = torch.zeros(2, 1, 3, 4)
+    captured = [CapturedAttention(states, states, None, False, 1.0)]
+    weight = AnchorTokenPooling(4, include_first=False).weights(mask, mask, captured)
+    assert weight.tolist() == [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
 
 
 @torch.no_grad()
@@ -234,6 +266,18 @@ def test_weights_and_gradients_equal_a_loop_at_every_tile(axis, per_head, by_vis
         torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_and_an_additive_mask_say_what_a_boolean_mask_says(is_causal):
+    distance = torch.arange(7)[:, None] - torch.arange(7)[None, :]
+    seen = ((distance.abs() < 3) & ((distance >= 0) | (not is_causal)))[None, None]
+    added = torch.zeros(1, 1, 7, 7, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+    masked, window = attention(mask=seen), replace(attention(is_causal=is_causal), window=3)
+    for other in (window, attention(mask=added)):
+        torch.testing.assert_close(anchor_weights(other, IS_TOKEN), anchor_weights(masked, IS_TOKEN))
+        torch.testing.assert_close(visible_queries(other, IS_TOKEN), visible_queries(masked, IS_TOKEN))
+    assert not torch.allclose(anchor_weights(window, IS_TOKEN), anchor_weights(replace(window, window=None), IS_TOKEN))
+
+
 def test_no_tile_is_larger_than_its_budget_and_texts_without_tokens_weigh_nothing(monkeypatch):
     monkeypatch.setattr(weights_module, "TILE_SCORES", 100)
     sizes = []
@@ -292,6 +336,17 @@ def test_a_uniform_head_dilutes_the_anchor_unless_heads_count_alike():
     assert mass[2] / mass[0] == pytest.approx(6.3, abs=0.05)
     assert float(shares(heads_of(*patterns))[3]) == pytest.approx(0.147, abs=5e-4)
     assert float(shares(heads_of(*patterns), per_head=True)[3]) == pytest.approx(0.354, abs=5e-4)
+
+
+def test_under_a_causal_mask_the_key_axis_favours_early_tokens_unless_divided_by_the_queries_that_see_them():
+    zeros = torch.zeros(1, 1, 32, 4, dtype=torch.float64)
+    captured = CapturedAttention(zeros, zeros, None, True, 1.0)
+    biased, mended = shares(captured), shares(captured, by_visible_queries=True)
+    assert float(biased[0]) == pytest.approx(0.0805, abs=5e-5)
+    assert float(biased[-1]) == pytest.approx(0.0013, abs=5e-5)
+    assert float(mended.max() / mended.min()) < 2.1
+    is_token = torch.ones(1, 32, dtype=torch.bool)
+    assert visible_queries(captured, is_token)[0].tolist() == list(range(32, 0, -1))
 
 
 @pytest.mark.parametrize("num_heads", [1, 13, 40])
@@ -399,7 +454,8 @@ def test_the_check_works_without_gradients_and_draws_from_no_common_generator():
     before = torch.get_rng_state()
     with torch.inference_mode():
         assert checked_sums(tiled_sums, *KIND) is tiled_sums
-    assert anchor_token._disagreement(tiled_sums, *anchor_token._trial(KIND[0]), "key") is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert anchor_token._disagreement(tiled_sums, *anchor_token._trial(KIND[0]), "key") is None
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -30,11 +30,32 @@ def test_queries_and_keys_are_those_that_the_layers_own_products_make():
     assert not layer.is_causal
 
 
-def test_a_backbone_has_one_capture():
+@torch.no_grad()
+def test_layers_come_in_the_order_asked_for_with_their_shared_keys():
+    found = {}
+    for layers in ((0, -1), (-1, 0)):
+        backbone = tiny_mistral()
+        with AttentionCapture(backbone, layers).open() as captured:
+            run(backbone)
+            found[layers] = captured()
+    first, last = found[0, -1]
+    assert torch.equal(first.query_NALE, found[-1, 0][1].query_NALE)
+    assert not torch.equal(first.query_NALE, last.query_NALE)
+    assert (first.query_NALE.shape, first.key_NGLE.shape) == ((2, 4, 5, 8), (2, 2, 5, 8))
+
+
+def test_a_backbone_has_one_capture_and_a_refused_one_leaves_every_layer_as_it_was():
     backbone = tiny_bert()
-    AttentionCapture(backbone, (-1,))
-    with pytest.raises(ValueError, match="reads this backbone's attention already"):
-        AttentionCapture(backbone, (-1,))
+    capture = AttentionCapture(backbone, (-1,))
+    for layers in ((-1,), (0, -1)):
+        with pytest.raises(ValueError, match="reads this backbone's attention already"):
+            AttentionCapture(backbone, layers)
+    AttentionCapture(backbone, (0,))
+    with pytest.raises(ValueError, match=r"layers \[1, -1\] must name each layer once"):
+        AttentionCapture(tiny_bert(), (1, -1))
+    run(backbone)
+    with capture.open() as captured, pytest.raises(RuntimeError, match="without calling its attention function"):
+        captured()
 
 
 def test_a_capture_that_is_detached_leaves_its_layers_to_another_and_comes_back():

@@ -1,4 +1,4 @@
-"""Compiled layers against plain ones: the same gradients, dropout and names of weights, whatever lies around them."""
+"""Loading a backbone, its options and what is refused; compiled layers against plain ones; adapters."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, MambaConfig, MambaModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from embeddings.common import InputError, OptionError
 from embeddings.models import (
@@ -23,11 +23,13 @@ from embeddings.models import (
     Upcycling,
     add_lora,
     load_backbone,
+    merge_lora,
     upcycle,
 )
 from embeddings.models import backbone as layers_module
 from embeddings.models.backbone import compile_layers, enable_checkpointing, is_compiled
 from embeddings.models.bidirectional import layers
+from embeddings.models.language_model import FromScratch, new_model
 from embeddings.models.lora import merged_state_dict
 from embeddings.training import GradCache
 from tests.helpers.contrastive import TinyStep, random_batch, relative_error
@@ -106,10 +108,6 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         load_backbone(BackboneConfig(folder))
 
 
-def one_line(error: pytest.ExceptionInfo[InputError]) -> bool:
-    return "\n" not in str(error.value) and len(str(error.value)) < 400
-
-
 def test_weights_that_are_missing_are_refused_and_not_left_random(bert: Path) -> None:
     state = load_file(bert / "model.safetensors")
     dropped = {name: tensor for name, tensor in state.items() if "layer.1.output.dense" not in name}
@@ -180,6 +178,68 @@ def test_a_tokenizer_that_panics_is_one_line(
     with pytest.raises(InputError, match=f"tokenizer cannot be read: {says}"):
         load_backbone(BackboneConfig(str(bert)))
     assert "panicked" not in capfd.readouterr().err
+
+
+def test_a_tokenizer_json_that_is_a_folder_or_missing_beside_a_vocabulary_is_one_line(bert: Path) -> None:
+    (bert / "vocab.txt").write_text('{"[PAD]": 0}')
+    (bert / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"holds vocab.txt and no tokenizer\.json; take a whole copy"):
+        load_backbone(BackboneConfig(str(bert)))
+    (bert / "tokenizer.json").mkdir()
+    with pytest.raises(InputError, match=r"tokenizer\.json: is a folder; take a whole copy"):
+        load_backbone(BackboneConfig(str(bert)))
+
+
+def test_a_tokenizer_with_neither_pad_nor_end_token_is_refused(tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer().backend_tokenizer)
+    with pytest.raises(InputError, match="no pad and no eos token"):
+        load_backbone(BackboneConfig(save_backbone(str(tmp_path), tiny_mistral(), tokenizer)))
+
+
+def test_weights_of_another_shape_are_one_line(bert: Path) -> None:
+    config = json.loads((bert / "config.json").read_text())
+    (bert / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
+    with pytest.raises(InputError, match=r"has shape .*, by config\.json it has"):
+        load_backbone(BackboneConfig(str(bert)))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dropout": 1.0}, r"backbone\.dropout must be >= 0 and < 1, got 1\.0"),
+        ({"num_layers": 0}, r"backbone\.num_layers must be >= 1, got 0"),
+        ({"num_layers": 3}, r"backbone\.num_layers must be <= 2, the model's, got 3"),
+        (
+            {"attn_implementation": "flash_attention_2"},
+            r"backbone\.attn_implementation cannot be had: .*, got 'flash_attention_2'; set it to sdpa",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(bert: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=f"^{says}"):
+        load_backbone(BackboneConfig(str(bert), **options))
+
+
+def test_dropout_reaches_a_decoders_attention_and_is_refused_where_there_is_none(mistral: Path, tmp_path: Path) -> None:
+    model, _ = load_backbone(BackboneConfig(str(mistral), dropout=0.5))
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        assert not torch.equal(model.train()(ids).last_hidden_state, model(ids).last_hidden_state)
+    mamba = MambaModel(MambaConfig(vocab_size=384, hidden_size=16, state_size=4, num_hidden_layers=1))
+    folder = save_backbone(str(tmp_path / "mamba"), mamba, wordpiece_tokenizer())
+    with pytest.raises(OptionError, match=r"backbone\.dropout does not exist in mamba, got 0\.1"):
+        load_backbone(BackboneConfig(folder, dropout=0.1))
+
+
+def test_flex_attention_with_dropout_is_one_line(tmp_path: Path) -> None:
+    folder = save_backbone(str(tmp_path / "bert"), tiny_bert(dropout=0.1), wordpiece_tokenizer())
+    says = r"attn_implementation has no dropout, and the model's attention_probs_dropout_prob is 0\.1.*set dropout to 0"
+    with pytest.raises(OptionError, match=says):
+        load_backbone(BackboneConfig(folder, attn_implementation="flex_attention"))
+    load_backbone(BackboneConfig(folder, attn_implementation="flex_attention", dropout=0.0))
+    settings = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    with pytest.raises(OptionError, match="has no dropout"):
+        new_model(FromScratch(folder, "bert", settings, attn_implementation="flex_attention"), AutoModel)
 
 
 EAGER = {"backend": "aot_eager"}
@@ -299,6 +359,8 @@ def test_layers_that_are_read_or_have_experts_are_left_as_they_are() -> None:
     sparse = upcycle(tiny_rotary(num_layers=4), Upcycling(num_experts=2))
     compile_layers(sparse)
     assert compiled_ones(sparse) == [True, False, True, False]
+    with pytest.raises(OptionError, match=r"backbone\.compile compiles no layer of this model: each has experts, or"):
+        compile_layers(upcycle(tiny_rotary(), Upcycling(num_experts=2, first=0, every=1)))
 
 
 @keeps_warnings
@@ -348,6 +410,16 @@ def test_a_step_changes_every_trainable_tensor_and_no_other() -> None:
         optimizer.step()
     changed = {name for name, tensor in embedder.named_parameters() if not torch.equal(tensor, before[name])}
     assert changed == trainable
+
+
+def test_fresh_adapters_change_nothing_and_merging_in_place_gives_a_plain_backbone_of_equal_states() -> None:
+    torch.testing.assert_close(states(adapted().eval()), states(tiny_mistral()), rtol=0, atol=0)
+    backbone = trained(adapted())
+    expected = states(backbone)
+    plain = merge_lora(backbone)
+    assert type(plain) is type(tiny_mistral())
+    assert not any("lora_" in name for name in plain.state_dict())
+    torch.testing.assert_close(states(plain), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("settings", [LoraSettings(rank=4), LoraSettings(rank=4, target_modules=["query", "value"])])

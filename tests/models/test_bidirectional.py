@@ -1,3 +1,5 @@
+"""Decoders without their causal mask: every layer of every family, saved and loaded, and what is refused."""
+
 import copy
 import json
 import re
@@ -147,6 +149,16 @@ def test_a_window_with_a_rotary_base_of_its_own_stays() -> None:
         assert model.config.sliding_window == 4
 
 
+def test_a_window_that_is_off_leaves_the_states_of_short_texts_alone() -> None:
+    """Cohere 2 rotates queries and keys in layers with a window alone: they must keep their type."""
+    wide, off = build("cohere2", sliding_window=64), build("cohere2")
+    wide.config.is_causal = False
+    make_bidirectional(off)
+    ids = torch.arange(1, 30)[None]
+    with torch.no_grad():
+        assert torch.equal(off(ids).last_hidden_state, wide(ids).last_hidden_state)
+
+
 def test_encoders_pass_the_check_as_they_are() -> None:
     check_bidirectional(tiny_bert())
 
@@ -243,3 +255,11 @@ def test_with_a_gpu_it_is_checked_in_the_first_forward_where_it_runs(
         assert torch.equal(made.train()(ids).last_hidden_state, expected(ids).last_hidden_state)
     assert made.training
     assert not made._forward_pre_hooks
+
+
+def test_an_attention_of_gpus_alone_is_one_line_where_there_is_none(only_on_a_gpu: dict[str, Any]) -> None:
+    model = build("mistral", "only_gpu")
+    make_bidirectional(model)
+    says = r"does not run on the CPU \(FlashAttention only supports CUDA tensors\), got 'only_gpu'; set it to sdpa"
+    with pytest.raises(OptionError, match=says):
+        require_bidirectional(model)

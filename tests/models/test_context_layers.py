@@ -1,9 +1,10 @@
-"""TODO."""
+"""The layers of a contextual model: first stage, slots, soft prompts, residual, and states behind a context."""
 
 import pytest
 import torch
 from transformers import MPNetConfig, MPNetModel, PreTrainedModel
 
+from embeddings.models import LoraSettings, add_lora
 from embeddings.models.context_layers import (
     ContextSlots,
     FirstStage,
@@ -90,6 +91,19 @@ def test_a_context_that_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
         slots()(torch.zeros(shape), 2)
 
 
+def test_dropout_of_everything_is_no_context_and_of_nothing_the_whole_with_the_null_vector_in_the_graph() -> None:
+    """Every rank's graph holds the null vector, or gradients of several ranks would never meet."""
+    context = torch.randn(5, 8)
+    layer = slots(dropout_fraction=1.0).train()
+    assert torch.equal(layer(context, 3), layer(None, 3))
+    layer = slots(dropout_fraction=0.0).train()
+    filled = layer(context, 3)
+    assert torch.equal(filled, context.expand(3, 5, 8))
+    filled.sum().backward()
+    assert torch.equal(layer.null_H.grad, torch.zeros(8))
+    assert abs(float(ContextSlots(1, 4096).null_H.detach().std()) - 0.01) < 1e-3
+
+
 def test_dropout_replaces_single_slots_of_single_texts_at_its_rate() -> None:
     layer, context = slots(50, 0.25).train(), torch.randn(50, 8)
     dropped = (layer(context, 200) == layer.null_H).all(-1)
@@ -126,6 +140,8 @@ def test_the_residual_projection_starts_as_the_identity_and_learns() -> None:
     torch.nn.init.normal_(layer.layers[2].weight)
     hidden = torch.relu(vectors @ layer.layers[0].weight.T + layer.layers[0].bias)
     torch.testing.assert_close(layer(vectors), vectors + hidden @ layer.layers[2].weight.T)
+    # Without the pooled states it starts at random: at zero every text would have the zero vector.
+    assert ResidualProjection(8, adds_pooled=False)(vectors).abs().min() > 0
 
 
 TOKENS = random_tokens(384, [7, 3, 30, 1])
@@ -158,6 +174,45 @@ def test_an_empty_prefix_leaves_the_states_of_the_backbone_itself(kind: str) -> 
     states = states_behind_context(backbone, context, soft, IDS, SEEN)
     usual = backbone(input_ids=IDS, attention_mask=SEEN.long()).last_hidden_state
     assert spread(states, usual) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+@torch.no_grad()
+def test_padding_changes_no_state(kind: str) -> None:
+    backbone, (context, soft) = BACKBONES[kind](), prefix()
+    together = states_behind_context(backbone, context, soft, IDS, SEEN)
+    for row, length in enumerate([7, 3, 30, 1]):
+        own = slice(row, row + 1)
+        alone = states_behind_context(backbone, context[own], soft, IDS[own, :length], SEEN[own, :length])
+        assert (alone[0] - together[row, :length]).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+def test_a_context_zeroed_within_attention_as_printed_in_10_4_could_not_be_read() -> None:
+    """Why the literal variant is not offered: in place of a context, any other would do."""
+    backbone, (context, soft) = tiny_nomic(), prefix()
+
+    def zeroed(_: object, inputs: tuple[torch.Tensor, ...], options: dict[str, torch.Tensor]) -> object:
+        states = inputs[0] if inputs else options.pop("hidden_states")
+        hidden = torch.cat([torch.zeros_like(states[:, :6]), states[:, 6:]], dim=1)
+        return (hidden, *inputs[1:]), options
+
+    other = context.roll(1, 2)
+    as_released = [states_behind_context(backbone, each, soft, IDS, SEEN) for each in (context, other)]
+    for layer in backbone.layers:
+        layer.self_attn.register_forward_pre_hook(zeroed, with_kwargs=True)
+    as_printed = [states_behind_context(backbone, each, soft, IDS, SEEN) for each in (context, other)]
+    assert spread(*as_printed) == 0
+    assert spread(*as_released) > 1e-3
+
+
+@torch.no_grad()
+def test_adapters_are_read_through() -> None:
+    context, soft = prefix()
+    adapted = add_lora(tiny_bert(), LoraSettings(rank=2, dropout=0.0)).eval()
+    found, expected = (states_behind_context(model, context, soft, IDS, SEEN) for model in (adapted, tiny_bert()))
+    assert spread(found, expected) <= 1e-6
+    check_position_free(adapted)
 
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_xlm_roberta])
@@ -212,6 +267,10 @@ def test_a_backbone_that_sees_the_order_is_refused() -> None:
     config = MPNetConfig(**SMALL, max_position_embeddings=130)
     with pytest.raises(ValueError, match="not weigh tokens by their distance"):
         check_position_free(MPNetModel(config, add_pooling_layer=False))
+    packed = tiny_bert()
+    packed.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="must be loaded with eager or sdpa attention, not flash_attention_2"):
+        check_position_free(packed)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The two-stage model: its vectors by a loop, gradients, precision, limits, and the directory it is kept in."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from torch import nn
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.models import (
+    BackboneConfig,
     ContextualEmbedder,
     Embedder,
     LoraSettings,
@@ -69,11 +70,13 @@ def test_without_soft_prompt_and_residual_it_is_the_papers_model() -> None:
 
 
 @torch.no_grad()
-def test_a_text_beyond_the_positions_is_one_line() -> None:
+def test_a_text_beyond_the_positions_and_a_context_beyond_the_slots_are_one_line() -> None:
     embedder = tiny_contextual("nomic")
     embedder(random_tokens(384, [120]))
     with pytest.raises(OptionError, match="document_max_length must leave texts of at most 120 tokens beside 8"):
         embedder(random_tokens(384, [121]))
+    with pytest.raises(OptionError, match=r"context does not fit the model: .* at most 5 vectors .* got \(6, 32\)"):
+        embedder(TOKENS, torch.zeros(6, 32))
 
 
 def test_gradients_reach_every_weight_of_both_stages() -> None:
@@ -91,6 +94,45 @@ def test_gradients_of_the_context_equal_differences() -> None:
     context = embedder.embed_context(DOCUMENTS)[:2].detach().requires_grad_()
     tokens = random_tokens(384, [4, 2])
     assert torch.autograd.gradcheck(lambda leaf: embedder(tokens, leaf), (context,), fast_mode=True)
+
+
+@torch.no_grad()
+def test_autocast_and_bfloat16_weights_stay_near_float32() -> None:
+    def vectors(embedder: ContextualEmbedder) -> list[torch.Tensor]:
+        context = embedder.embed_context(DOCUMENTS)
+        return [context, embedder(TOKENS, context)]
+
+    exact = vectors(tiny_contextual())
+    assert (exact[0].norm(dim=1) - 1).abs().max() > 0.05
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = vectors(tiny_contextual())
+    for found in (cast, vectors(tiny_contextual().bfloat16())):
+        for low, high in zip(found, exact, strict=True):
+            assert low.dtype == torch.float32
+            assert nn.functional.cosine_similarity(low, high).min() > 0.99
+
+
+def test_a_saved_model_trains_on_with_both_stages_checkpointed_and_with_the_dropout_that_is_given(
+    tmp_path: Path,
+) -> None:
+    tiny_contextual(context_dropout=0.0).save_pretrained(tmp_path / "model")
+    gradients = []
+    for checkpointing in (False, True):
+        config = BackboneConfig(str(tmp_path / "model"), gradient_checkpointing=checkpointing)
+        embedder = ContextualEmbedder.from_config(config)
+        assert embedder.training
+        for backbone in (embedder.backbone, embedder.first_stage.backbone):
+            on = any(getattr(module, "gradient_checkpointing", False) for module in backbone.modules())
+            assert on is checkpointing
+        embedder(TOKENS, embedder.embed_context(DOCUMENTS)).sum(0)[0].backward()
+        gradients.append([weight.grad for weight in embedder.parameters()])
+    assert gradients[0][0].abs().max() > 0
+    torch.testing.assert_close(*gradients)
+    for dropout in (0.25, None):
+        again = ContextualEmbedder.from_config(BackboneConfig(str(tmp_path / "model"), dropout=dropout))
+        for backbone in (again.backbone, again.first_stage.backbone):
+            found = {part.p for part in backbone.modules() if isinstance(part, nn.Dropout)}
+            assert found == {dropout or 0.0}
 
 
 @torch.no_grad()
@@ -144,6 +186,10 @@ def test_each_loader_takes_its_own_kind_and_names_the_other(tmp_path: Path) -> N
         Embedder.from_pretrained(tmp_path / "contextual")
     with pytest.raises(InputError, match="is no contextual model"):
         ContextualEmbedder.from_pretrained(tmp_path / "plain")
+    # A plain model takes a contextual one's place with nothing of it left.
+    Embedder(tiny_bert(), wordpiece_tokenizer(), MeanPooling(32)).save_pretrained(tmp_path / "contextual")
+    assert not is_contextual(tmp_path / "contextual")
+    assert not list((tmp_path / "contextual").glob("*.py"))
 
 
 @pytest.mark.parametrize(
@@ -246,6 +292,16 @@ def test_both_stages_lie_in_the_directory_with_their_code(written: Path) -> None
         "residual_projection": True,
         "form": ContextForm(),
     }
+
+
+def test_a_directory_that_does_not_say_a_documents_limit_has_none(tmp_path: Path) -> None:
+    tiny_contextual(context_max_length=4).save_pretrained(tmp_path / "model")
+    assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length == 4
+    file = tmp_path / "model/0_Context/context.json"
+    settings = json.loads(file.read_text())
+    del settings["context_max_length"]
+    file.write_text(json.dumps(settings))
+    assert ContextualEmbedder.from_pretrained(tmp_path / "model").first_stage.max_length is None
 
 
 def insert_norm(folder: Path) -> None:

@@ -1,7 +1,8 @@
-"""TODO."""
+"""Model directories: what sentence-transformers reads and writes, damage, and that no failure loses a model."""
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from embeddings.inference import Encoder
 from embeddings.models import ClsPooling, Embedder, LatentAttentionPooling, MeanPooling, WeightedMeanPooling
 from embeddings.models import Pooling as OurPooling
 from embeddings.models.directory import read_head, read_norm, write_head, write_norm
+from embeddings.models.model_files import replaced_folder
 from embeddings.models.poolings import pooling_name
 from tests.helpers.tiny import save_backbone, tiny_bert, tiny_t5, wordpiece_tokenizer
 from tests.models.reading import random_tokens, read
@@ -190,12 +192,63 @@ def test_a_new_model_replaces_the_old_one_and_leaves_other_files(tmp_path: Path)
     (target / "metrics.json").write_text("{}")
     (target / "plots").mkdir()
     (target / "plots" / "loss.png").write_bytes(b"png")
+    (target / "2024_plots").mkdir()
+    (target / "2024_plots" / "a.png").write_text("mine")
+    (target / "2_Dense").mkdir()
     second = embedder(seed=1)
     second.save_pretrained(target)
     assert (target / "metrics.json").read_text() == "{}"
     assert (target / "plots" / "loss.png").read_bytes() == b"png"
+    assert (target / "2024_plots" / "a.png").read_text() == "mine"
+    assert not (target / "2_Dense").exists()
     assert not list(target.glob("*.py"))
     assert torch.equal(Embedder.from_pretrained(target)(TOKENS), second(TOKENS))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("failing", ["save_pretrained", "replace"])
+def test_a_failure_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    target, replace = tmp_path / "model", os.replace
+    embedder().save_pretrained(target)
+    before, second = tree(target), embedder(seed=1)
+
+    def fail(*places: object, **_: object) -> None:
+        if failing == "save_pretrained" or Path(str(places[0])).name == "new":
+            raise OSError("no space")
+        replace(*places)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(second.tokenizer if failing == "save_pretrained" else os, failing, fail)
+    with pytest.raises(OSError, match="no space"):
+        second.save_pretrained(target)
+    assert tree(target) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_export_that_fails_beside_another_leaves_the_others_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, replace, seen = tmp_path / "model", os.replace, []
+
+    def export(name: str) -> None:
+        with replaced_folder(target) as new:
+            (new / "config.json").write_text(name)
+
+    def fail_while_another_exports(source: Path, destination: Path) -> None:
+        if Path(source).name == "new" and not seen:
+            seen.append(other)
+            other.start()
+            other.join(0.5)
+            raise OSError("no space")
+        replace(source, destination)
+
+    export("old")
+    (target / "notes.md").write_text("mine")
+    other = threading.Thread(target=export, args=("new",))
+    monkeypatch.setattr(os, "replace", fail_while_another_exports)
+    with pytest.raises(OSError, match="no space"):
+        export("failed")
+    other.join()
+    assert tree(target) == {"config.json": b"new", "notes.md": b"mine"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -262,6 +315,8 @@ DAMAGE = {
     "no pooling": lambda d: (d / "modules.json").write_text('[{"type": "x.Transformer", "path": ""}]'),
     "unknown text setting": lambda d: edit(d / "text_settings.json", bogus=1),
     "impossible length": lambda d: edit(d / "text_settings.json", query_max_length=0),
+    "no such width": lambda d: edit(d / "config_sentence_transformers.json", matryoshka_dimensions=[33]),
+    "no list of modules": lambda d: (d / "modules.json").unlink(),
     "no tokenizer": lambda d: (d / "tokenizer.json").unlink(),
     "no config": lambda d: (d / "config.json").unlink(),
 }
@@ -335,3 +390,11 @@ def test_more_than_a_linear_head_is_refused(tmp_path: Path, changes: dict[str, o
     edit(tmp_path / "head" / "config.json", **changes)
     with pytest.raises(InputError, match="is more than a linear head"):
         read_head(tmp_path / "head")
+
+
+@pytest.mark.parametrize(("dimension", "says"), [(0, "has dimension 0"), (7, "cannot be loaded")])
+def test_a_norm_of_no_or_another_width_is_one_line(tmp_path: Path, dimension: int, says: str) -> None:
+    write_norm(tmp_path / "norm", norm())
+    edit(tmp_path / "norm" / "config.json", dimension=dimension)
+    with pytest.raises(InputError, match=says):
+        read_norm(tmp_path / "norm")

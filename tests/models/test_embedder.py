@@ -1,3 +1,5 @@
+"""Embedder: pooled states to vectors, precision, what does not fit, saving and loading."""
+
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,20 @@ def test_a_layer_norm_stands_between_pooling_and_head() -> None:
         expected = head(centred / (centred.square().mean() + 1e-5).sqrt())
         torch.testing.assert_close(vector, expected, rtol=1e-4, atol=1e-5)
     assert (embedder(TOKENS) - build(head=head, normalize=False)(TOKENS)).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_vectors_are_float32_of_unit_length_under_autocast_and_for_bfloat16_weights(tmp_path: Path) -> None:
+    exact = build()(TOKENS)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = build(head=nn.Linear(32, 32))(TOKENS)
+        assert (build()(TOKENS) * exact).sum(1).min() > 0.999
+    build().save_pretrained(tmp_path / "model")
+    low = Embedder.from_pretrained(tmp_path / "model", device="cpu", dtype=torch.bfloat16)
+    assert low.backbone.dtype == torch.bfloat16
+    for vectors in (cast, low(TOKENS)):
+        assert vectors.dtype == torch.float32
+        torch.testing.assert_close(vectors.norm(dim=1), torch.ones(4))
 
 
 def test_a_new_embedder_is_in_training_mode_throughout() -> None:

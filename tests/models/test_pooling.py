@@ -1,4 +1,4 @@
-"""TODO."""
+"""Poolings against loops, their gradients and precision, and what never reaches a vector."""
 
 import math
 from collections.abc import Callable
@@ -47,9 +47,11 @@ def by_hand(kind: type[Pooling], hidden: Tensor, mask: Tensor) -> Tensor:
     return torch.stack(vectors)
 
 
+@pytest.mark.parametrize("autocasts", [False, True])
 @pytest.mark.parametrize("kind", SIMPLE)
-def test_poolings_equal_a_loop(kind: type[Pooling]) -> None:
-    vector = kind(8)(states(), MASK)
+def test_poolings_equal_a_loop(kind: type[Pooling], autocasts: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        vector = kind(8)(states(), MASK)
     assert vector.dtype == torch.float32
     torch.testing.assert_close(vector.double(), by_hand(kind, states(), MASK), rtol=1e-6, atol=1e-6)
 
@@ -178,11 +180,12 @@ def test_tokens_outside_the_mask_change_nothing() -> None:
 
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"pooling\.num_heads"):
-        SelfAttentionPooling(HIDDEN, 3)
+    for num_heads in (3, 0):
+        with pytest.raises(ValueError, match=r"pooling\.num_heads must .*, got "):
+            SelfAttentionPooling(8, num_heads)
 
 
-HIDDEN, LATENTS, HEADS = 8, 5, 2
+LATENTS = 5
 
 
 def build_latent(seed: int = 0, **options: object) -> LatentAttentionPooling:
@@ -295,6 +298,10 @@ def test_zero_branches_start_as_plain_mean_pooling_to_the_bit(dtype: torch.dtype
     pooling, hidden = build_latent(zero_init_residual=True).float(), states_of_attention().to(dtype)
     assert torch.equal(pooling(hidden, MASK_ATTENTION), MeanPooling(HIDDEN)(hidden, MASK_ATTENTION))
     assert not torch.equal(build_latent().float()(hidden, MASK_ATTENTION), MeanPooling(HIDDEN)(hidden, MASK_ATTENTION))
+    attention = build(zero_init_residual=True).float()
+    assert torch.equal(attention(hidden, MASK_ATTENTION), MeanPooling(HIDDEN)(hidden, MASK_ATTENTION))
+    # A batch without one pooled token is all zeros.
+    assert not pooling(hidden, torch.zeros_like(MASK_ATTENTION)).any()
 
 
 def test_zero_branches_learn() -> None:
@@ -331,6 +338,7 @@ def test_its_arguments_rebuild_it() -> None:
         ({"paper_literal": True, "head_dim": 4}, "head_dim"),
         ({"paper_literal": True, "zero_init_residual": True}, "zero_init"),
         ({"paper_literal": True, "num_heads": 3}, "num_heads"),
+        ({"num_latents": 0}, "pooling.num_latents must be >= 1, got 0"),
     ],
 )
 def test_options_that_cannot_take_effect_are_refused(options: dict[str, object], word: str) -> None:

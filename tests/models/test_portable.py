@@ -1,4 +1,4 @@
-"""TODO."""
+"""What travels in a model directory: sentence-transformers gives equal vectors by it, with a context too."""
 
 from pathlib import Path
 
@@ -95,6 +95,32 @@ def test_sentence_transformers_loads_plain_models_without_any_code(tmp_path: Pat
     with torch.no_grad():
         ours = embedder(read(tokenizer, TEXTS, "", 16))
     assert (torch.from_numpy(theirs.encode_document(TEXTS)) - ours).abs().max() <= 1e-5
+
+
+def test_sentence_transformers_own_prompt_length_would_be_wrong(tmp_path: Path) -> None:
+    tokenizer = bpe_tokenizer()
+    embedder = decoder(MeanPooling(32), tokenizer, pool_prompt=True)
+    embedder.save_pretrained(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    theirs.set_pooling_include_prompt(False)
+    with torch.no_grad():
+        ours = embedder(read(tokenizer, ["the lazy dog"], QUERY, 64))
+    assert (torch.from_numpy(theirs.encode_query(["the lazy dog"])) - ours).abs().max() > 1e-3
+
+
+def test_a_released_pooling_rule_is_kept_by_both_who_save_a_directory(tmp_path: Path) -> None:
+    tokenizer, texts = sentencepiece_tokenizer(), [text for text in TEXTS if text]
+    embedder = decoder(MeanPooling(32), tokenizer, append_eos=True, pooling_rule="instruction_count")
+    embedder.save_pretrained(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+    for folder in ("model", "again"):
+        ours = Embedder.from_pretrained(tmp_path / folder)
+        assert ours.text == embedder.text
+        vectors = Encoder(ours, precision="float32").encode(texts, role="query")
+        assert abs(theirs.encode_query(texts) - vectors).max() <= 1e-5
+    exact = decoder(MeanPooling(32), tokenizer, append_eos=True)
+    assert abs(Encoder(exact, precision="float32").encode(texts, role="query") - vectors).max() > 1e-3
 
 
 def test_a_model_saved_by_sentence_transformers_itself_loads_in_both_again(tmp_path: Path) -> None:
@@ -212,7 +238,7 @@ def test_a_directory_carries_the_code_of_its_own_pooling_alone(name: str, tmp_pa
         assert carried == Path("embeddings/models", f"{file}.py").read_bytes()
 
 
-QUERY, DOCUMENT = "search_query: ", "search_document: "
+SEARCH_QUERY, SEARCH_DOCUMENT = "search_query: ", "search_document: "
 TEXTS_CONTEXTUAL = ["how do I pad sequences", "the quick brown fox " * 14, "7 jumps", "", " two numbers", "z"]
 CORPUS = ["the lazy dog", "return the sum of two numbers", "a b c d", "one length"]
 
@@ -220,17 +246,20 @@ CORPUS = ["the lazy dog", "return the sum of two numbers", "a b c d", "one lengt
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 @torch.no_grad()
 def test_sentence_transformers_gives_equal_vectors_with_and_without_a_context(tmp_path: Path, kind: str) -> None:
-    settings = TextSettings(query_max_length=64, document_max_length=32, prompts={"query": QUERY, "document": DOCUMENT})
+    settings = TextSettings(
+        query_max_length=64, document_max_length=32, prompts={"query": SEARCH_QUERY, "document": SEARCH_DOCUMENT}
+    )
     ours = tiny_contextual(kind, text=settings)
     ours.save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
     queries, documents = (
-        read(ours.tokenizer, TEXTS_CONTEXTUAL, prompt, length) for prompt, length in ((QUERY, 64), (DOCUMENT, 32))
+        read(ours.tokenizer, TEXTS_CONTEXTUAL, prompt, length)
+        for prompt, length in ((SEARCH_QUERY, 64), (SEARCH_DOCUMENT, 32))
     )
-    context = ours.embed_context(read(ours.tokenizer, CORPUS, DOCUMENT, 32))
+    context = ours.embed_context(read(ours.tokenizer, CORPUS, SEARCH_DOCUMENT, 32))
     seen = []
     for texts, vectors in ((None, None), (CORPUS, context), (None, None)):
-        theirs[0].set_context(texts, prompt=DOCUMENT)
+        theirs[0].set_context(texts, prompt=SEARCH_DOCUMENT)
         for encode, tokens in ((theirs.encode_query, queries), (theirs.encode_document, documents)):
             expected = ours(tokens, vectors)
             assert (torch.from_numpy(encode(TEXTS_CONTEXTUAL)) - expected).abs().max() <= 1e-5
@@ -263,7 +292,7 @@ def test_sentence_transformers_reads_a_released_form_as_the_model_does(tmp_path:
 
 @pytest.mark.parametrize("folder", ["model", "again"])
 def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path: Path, folder: str) -> None:
-    settings = TextSettings(prompts={"query": QUERY, "document": DOCUMENT})
+    settings = TextSettings(prompts={"query": SEARCH_QUERY, "document": SEARCH_DOCUMENT})
     tiny_contextual(text=settings).save_pretrained(tmp_path / "model")
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
     if folder == "again":
@@ -284,6 +313,19 @@ def test_a_context_has_the_documents_prompt_however_it_is_given(tmp_path: Path, 
         assert abs(encode(TEXTS_CONTEXTUAL) - expected).max() > 1e-4
         # What is given to a call counts before what was set.
         assert abs(encode(TEXTS_CONTEXTUAL, dataset_embeddings=context) - expected).max() <= 1e-5
+
+
+@torch.no_grad()
+def test_sentence_transformers_reads_as_much_of_a_context_document_as_the_model(tmp_path: Path) -> None:
+    ours = tiny_contextual(context_max_length=4)
+    ours.save_pretrained(tmp_path / "model")
+    expected = ours.embed_context(read(ours.tokenizer, CORPUS))
+    for folder in ("model", "again"):
+        theirs = SentenceTransformer(str(tmp_path / folder), device="cpu", trust_remote_code=True)
+        theirs[0].set_context(CORPUS)
+        torch.testing.assert_close(theirs[0].context_MH, expected)
+        theirs.save_pretrained(str(tmp_path / "again"), create_model_card=False)
+    assert (tiny_contextual().embed_context(read(ours.tokenizer, CORPUS)) - expected).abs().max() > 1e-4
 
 
 def test_vectors_that_are_no_context_are_refused(tmp_path: Path) -> None:

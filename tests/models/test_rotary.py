@@ -21,6 +21,7 @@ from transformers import (
 
 from embeddings.common import OptionError
 from embeddings.models import BackboneConfig, load_backbone
+from embeddings.models.embedder import num_positions
 from embeddings.models.rotary import to_rotary, write_rotary_model
 from embeddings.modules import MaskedLMModule
 from tests.helpers.tiny import tiny_mistral, wordpiece_tokenizer
@@ -135,3 +136,13 @@ def test_an_encoder_without_head_is_converted_and_written_alone(tmp_path: Path) 
 def test_what_cannot_be_converted_is_named(model: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         to_rotary(model(), **options)
+
+
+def test_2048_tokens_run_where_the_original_stops() -> None:
+    model, ids = source("xlm-roberta", num_hidden_layers=1), torch.randint(5, ROWS, (1, 2048))
+    with pytest.raises(Exception, match=r"out of|index"):
+        model(input_ids=ids)
+    rotary = to_rotary(model)
+    assert rotary.base_model(input_ids=ids).last_hidden_state.isfinite().all()
+    assert num_positions(rotary.base_model) is None
+    assert rotary.config.max_position_embeddings == 2048

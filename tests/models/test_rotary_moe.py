@@ -54,6 +54,16 @@ def test_padding_changes_no_state_and_is_not_counted() -> None:
         torch.testing.assert_close(getattr(output, name), sum(getattr(part, name) for part in parts))
 
 
+def test_embeddings_in_place_of_ids_and_a_mask_of_pairs_are_taken() -> None:
+    model, (ids, mask) = tiny_moe(), padded_ids()
+    expected, words = states(model, ids, mask)[mask], model.get_input_embeddings()(ids)
+    assert torch.equal(model(inputs_embeds=words, attention_mask=mask.long()).last_hidden_state[mask], expected)
+    output = model(input_ids=ids, attention_mask=(mask[:, :, None] == mask[:, None, :])[:, None])
+    torch.testing.assert_close(output.last_hidden_state[mask], expected, rtol=1e-5, atol=1e-5)
+    # Such a mask does not say what is padding: all is counted.
+    assert output.expert_counts.sum().item() == 2 * mask.numel()
+
+
 def test_a_recomputed_layer_has_the_same_gradients_and_counts_once() -> None:
     ids, mask = padded_ids()
     found = []
@@ -144,6 +154,16 @@ def test_the_code_of_a_directory_does_not_run_unasked(tmp_path: Path, forget: Ca
     forget()
     with pytest.raises(ValueError, match="trust_remote_code"):
         SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=False)
+
+
+def test_new_weights_are_drawn_as_the_config_says() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    config = RotaryMoeConfig(**sizes, num_hidden_layers=2, moe_layers=[1], initializer_range=0.5, expert_bias=True)
+    mlp = RotaryMoeModel(config).layers[1].mlp
+    for weight in (mlp.router.weight, mlp.experts.w1, mlp.experts.w2):
+        assert float(weight.detach().std()) == pytest.approx(0.5, rel=0.15)
+    assert not mlp.experts.bias1.any()
+    assert not mlp.experts.bias2.any()
 
 
 @pytest.mark.parametrize("layers", [[], [2], [-1]])
@@ -278,6 +298,44 @@ def test_release_drops_the_biases_and_leaves_the_weights_of_a_token_as_they_come
     torch.testing.assert_close(mlp(tokens[None])[0][0], share_T1 * alone, rtol=1e-5, atol=1e-6)
     found = sparse(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
     assert (found - expected).abs().max() > 1e-2
+
+
+def test_a_gated_mlp_of_the_release_mode_is_weighed_by_the_routers_own_weights() -> None:
+    dense, tokens = tiny_nomic(), torch.randn(5, 32)
+    alone = dense.layers[1].mlp(tokens)
+    sparse = upcycle(dense, Upcycling("release", num_experts=4)).layers[1].mlp
+    share_T1 = sparse.router(tokens).weight_TK.sum(1, keepdim=True).detach()
+    assert float(share_T1.max()) < 1
+    torch.testing.assert_close(sparse(tokens[None])[0][0], share_T1 * alone, rtol=1e-5, atol=1e-6)
+
+
+def test_routers_are_small_and_random_and_follow_from_the_seed() -> None:
+    weights = []
+    for seed in (0, 0, 1):
+        dense = tiny_rotary(num_layers=4)
+        torch.manual_seed(seed)
+        weights.append([layer.mlp.router.weight for layer in upcycle(dense, Upcycling()).layers[1::2]])
+    assert torch.equal(weights[0][0], weights[1][0])
+    assert not torch.equal(weights[0][0], weights[2][0])
+    assert not torch.equal(weights[0][0], weights[0][1])
+    assert float(torch.stack(weights[0]).detach().std()) == pytest.approx(0.02, rel=0.1)
+
+
+def test_upcycled_experts_share_no_memory_and_mode_dtype_dropout_and_checkpointing_go_along() -> None:
+    dense = tiny_rotary(dropout=0.3).to(torch.bfloat16).train()
+    enable_checkpointing(dense)
+    before = dense.layers[1].mlp.fc1.weight.clone()
+    sparse = upcycle(dense, Upcycling(noise=0.25))
+    experts = sparse.layers[1].mlp.experts
+    with torch.no_grad():
+        experts.w1[0] += 1
+    assert torch.equal(experts.w1[1], before)
+    assert torch.equal(dense.layers[1].mlp.fc1.weight, before)
+    assert all(parameter.requires_grad for parameter in sparse.parameters())
+    assert (sparse.training, sparse.dtype) == (True, torch.bfloat16)
+    assert all(layer.gradient_checkpointing for layer in sparse.layers)
+    assert (sparse.layers[1].post_mlp_dropout.p, sparse.layers[1].mlp.router.noise) == (0.3, 0.25)
+    assert not any(value.is_meta for value in (*sparse.parameters(), *sparse.buffers()))
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
