@@ -261,6 +261,13 @@ def test_a_window_holds_among_the_texts_tokens_and_for_no_other() -> None:
                 assert bool(seen[0][row, 0, i, j]) == (near and is_token)
 
 
+def test_the_check_leaves_the_mode_and_keeps_no_gradient() -> None:
+    backbone = tiny_bert(dropout=0.5).train()
+    check_position_free(backbone)
+    assert all(module.training for module in backbone.modules())
+    assert all(weight.grad is None for weight in backbone.parameters())
+
+
 def test_a_backbone_that_sees_the_order_is_refused() -> None:
     with pytest.raises(ValueError, match="read its context as a set, and sees its order"):
         check_position_free(tiny_mistral())
