@@ -26,7 +26,15 @@ from lightning.pytorch.utilities import rank_zero_only
 from embeddings.callbacks.checkpoints import write_none_on_exception
 from embeddings.common import OptionError, PreemptedError, UserError
 from embeddings.common.distributed import full_shape
-from embeddings.common.io import METRICS_FILE, package_versions, read_metrics, row_steps_made, write_json, write_text
+from embeddings.common.io import (
+    METRICS_FILE,
+    NO_LOCKS,
+    package_versions,
+    read_metrics,
+    row_steps_made,
+    write_json,
+    write_text,
+)
 from embeddings.common.process import device_name
 from embeddings.common.protocols import run_data
 from embeddings.models.model_card import TrainingFacts
@@ -262,6 +270,10 @@ class RunLogger(CSVLogger):
         except Timeout:
             holder = path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
             raise UserError(f"{self.log_dir}: {holder} is at work on this run; wait until it ends, or end it") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         self._lock = lock
 

@@ -125,8 +125,12 @@ def remove_abandoned(target: Path) -> None:
                 shutil.rmtree(lock_path.parent, ignore_errors=True)
 
 
+# What a file system without locks answers; filelock itself replaces a call that is missing (ENOSYS).
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)
+
+
 @contextmanager
-def file_lock(path: Path, wait: bool = True) -> Iterator[bool]:
+def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator[bool]:
     """An exclusive lock between processes, which ends with the process that holds it; yields whether it is held.
 
     Whoever unlinks the file under the lock makes those that wait for it take a new one.
@@ -134,15 +138,18 @@ def file_lock(path: Path, wait: bool = True) -> Iterator[bool]:
     Args:
         path: The lock's file; it is made if there is none, and stays.
         wait: Whether to wait for another holder.
+        optional: Whether work continues without a lock on a file system that has none.
     """
-    lock = FileLock(path, blocking=wait)
+    lock, is_held = FileLock(path, blocking=wait), True
     try:
         lock.acquire()
     except Timeout:
-        yield False
-        return
+        is_held = False
+    except OSError as error:
+        if not (optional and error.errno in NO_LOCKS):
+            raise
     try:
-        yield True
+        yield is_held
     finally:
         lock.release()
 

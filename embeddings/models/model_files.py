@@ -302,7 +302,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         _flush(new)
         # Of two processes that write the same model the second replaces the first one's.
         lock = target.with_name(f".{target.name}.lock")
-        with file_lock(lock):
+        with file_lock(lock, optional=True):
             try:
                 _exchange(new, target, old)
             finally:

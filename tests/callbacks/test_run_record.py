@@ -1,6 +1,8 @@
-"""TODO."""
+"""What a run records of itself: its folder, its metrics, its machine and its end, and who may write there."""
 
 import csv
+import errno
+import fcntl
 import json
 import subprocess
 from datetime import datetime
@@ -350,6 +352,19 @@ def test_a_lock_held_elsewhere_is_a_users_error(tmp_path):
     lock = tmp_path / "version_0" / LOCK_FILE
     with file_lock(lock), pytest.raises(UserError, match="another process is at work on this run"):
         RunLogger(ResumedRun(tmp_path / "version_0", 0), save_dir=str(tmp_path)).hold()
+
+
+def test_a_file_system_without_locks_holds_runs_and_models_all_the_same(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    config = run_config(tmp_path)
+    export = {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / "model")}}
+    config["trainer"] |= {"callbacks": [export], "max_steps": 2}
+    folder = Path(run_trainer(["fit", "--config", write_config(tmp_path, config)]).trainer.log_dir)
+    assert rows_of(folder) == [0, 1]
+    assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 def test_rows_are_on_disk_once_a_checkpoint_is(tmp_path):

@@ -1,6 +1,8 @@
 """Atomic files and folders, locks, manifests, arrays and metrics on disk."""
 
+import contextlib
 import errno
+import fcntl
 import io
 import json
 import os
@@ -305,6 +307,20 @@ def test_processes_that_take_turns_lose_nothing_where_each_unlinks_the_lock(tmp_
     processes = [Command(command) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert (tmp_path / "count").read_text() == "600"
+
+
+@pytest.mark.parametrize(
+    ("code", "optional", "is_held"),
+    [(errno.ENOLCK, True, True), (errno.ENOLCK, False, False), (errno.EIO, True, False)],
+)
+def test_a_file_system_without_locks_is_no_obstacle_to_what_needs_none(code, optional, is_held, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(code, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    expected = contextlib.nullcontext() if is_held else pytest.raises(OSError, match="no locks")
+    with expected, file_lock(tmp_path / "lock", optional=optional) as held:
+        assert held
 
 
 HOLD = """
