@@ -343,6 +343,10 @@ def test_a_remembered_file_is_not_read_again_until_it_changes(tmp_path, reads):
     assert not first.is_current()
     assert hash_file(path, memory).sha256 == hashlib.sha256(b"two").hexdigest()
     assert len(reads) == 2
+    # A memory that cannot be written is no error; a file that cannot be read is.
+    remember_hash(first, path)
+    with pytest.raises(InputError, match="gone: cannot be read"):
+        hash_file(tmp_path / "gone", memory)
 
 
 def in_languages(*names):

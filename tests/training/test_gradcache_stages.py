@@ -242,6 +242,14 @@ def test_two_forwards_before_the_last_backwards_keep_apart() -> None:
     assert max(errors(step, (one[0] + two[0], one[1] + two[1]))) <= 1e-12
 
 
+def test_without_gradients_it_is_just_the_loss() -> None:
+    step, batch = make_step(), batch_with_context()
+    with torch.no_grad():
+        output = GradCache(mini_batch_tokens=40).forward_backward(step, batch)
+    assert not output.loss.requires_grad
+    assert output.loss.item() == pytest.approx(step.plain_loss(batch).loss.item(), rel=1e-12)
+
+
 @pytest.mark.parametrize("scale", [65536.0, 1 / 3])
 def test_a_loss_scale_multiplies_the_gradients_of_both_encoders_once(scale: float) -> None:
     step, batch = make_step(), batch_with_context()

@@ -92,6 +92,12 @@ def test_a_source_is_walked_through_evenly_over_its_passes() -> None:
     assert max(large) - min(large) <= 1
 
 
+def test_one_pass_after_another_has_another_order() -> None:
+    passes = rows_of(make(10, sizes=[10], steps_per_epoch=3))
+    assert all(sorted(rows) == list(range(10)) for rows in passes)
+    assert passes[0] != passes[1] != passes[2]
+
+
 def test_under_a_temperature_the_walks_run_on_from_epoch_to_epoch() -> None:
     sampler = make(8, temperature=0.3, sizes=[100, 10])
     assert len(sampler) == 110 // 8

@@ -485,6 +485,8 @@ def test_random_gives_each_level_its_very_share_in_another_order(fractions: tupl
     assert found == levels(200, order="random", fractions=fractions, seed=1)
     assert found != levels(200, order="random", fractions=fractions, seed=2)
     assert sum(one != other for one, other in pairwise(found)) > 60
+    longer = [level_of(step, 200, "random", fractions, seed=1) for step in range(200, 400)]
+    assert Counter(longer) == Counter(found)
 
 
 @pytest.mark.parametrize(("order", "last"), [("coarse_to_fine", 1), ("cumulative", 1), ("reverse", 4)])
