@@ -193,6 +193,14 @@ MISTAKES = {
     ),
     "null in a source": (lambda c: source(c, weight=None), "data.sources.weight: expected float, got null; "),
     "an unknown section": (lambda c: c.update(nonsense=1), "Subcommand 'fit' does not accept option 'nonsense'; "),
+    "an unknown option over an empty mapping": (
+        lambda c: c["trainer"].update(max_stepz={}),
+        "accept option 'trainer.max_stepz'; did you mean trainer.max_steps?",
+    ),
+    "an unknown argument over an empty mapping": (
+        lambda c: c["model"]["init_args"].update(shedule={}),
+        "model: Option 'shedule' is not accepted by NVEmbedModule; did you mean schedule?",
+    ),
     "an unknown argument in a list": (
         lambda c: source(c, nonsense=1),
         "data.sources: Option 'nonsense' is not accepted by SourceConfig",

@@ -9,6 +9,8 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespace  # type: ignore[attr-defined]
+from jsonargparse._actions import _ActionConfigLoad
+from jsonargparse._subcommands import ActionSubCommands, find_parent_action_and_subcommand, is_branch_key
 
 from embeddings.cli.configs import VARIABLE, configs_of, may_import
 from embeddings.cli.errors import ConfigError
@@ -82,6 +84,15 @@ class OneLineParser(ArgumentParser):
             super().validate(namespace, **kwargs)
             raise
 
+    def _apply_actions(self, cfg: Any, *args: Any, **kwargs: Any) -> Namespace:
+        """Read an unknown name over `{}` as one over null, which is refused: jsonargparse drops an empty mapping."""
+        cfg = Namespace(cfg) if isinstance(cfg, dict) else cfg  # type: ignore[no-untyped-call]
+        for key in _empty_keys(cfg):
+            owner, _ = find_parent_action_and_subcommand(self, key, exclude=_ActionConfigLoad)
+            if not is_branch_key(self, key) and (owner is None or isinstance(owner, ActionSubCommands)):
+                cfg[key] = None
+        return super()._apply_actions(cfg, *args, **kwargs)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
         if not self.exit_on_error:
@@ -122,6 +133,16 @@ class OneLineParser(ArgumentParser):
             else:
                 found.append(f"{name}{equals}{value}")
         return found + rest
+
+
+def _empty_keys(value: Any) -> list[str]:
+    """The dotted keys under which an empty mapping stands."""
+    items = value.__dict__ if isinstance(value, Namespace) else value
+    found = []
+    for name, inner in items.items():
+        if isinstance(inner, (Namespace, dict)):
+            found += [f"{name}.{key}" for key in _empty_keys(inner)] if inner else [str(name)]
+    return found
 
 
 def explain(message: str, options: Iterable[str]) -> str:

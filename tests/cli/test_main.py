@@ -119,12 +119,18 @@ def test_print_config_and_help_show_all_options_and_run_nothing(calls, capsys):
         ("red --config null.yaml", "coats: expected int, got null"),
         ("red --config none.yaml", "--config none.yaml: no such file"),
         ("red --config other.yaml", "Option 'coat' is not accepted; did you mean coats? --help"),
+        ("red --config empty.yaml", "Option 'coat' is not accepted; did you mean coats? --help"),
         ("red --config twice.yaml", "the key 'coats' stands twice"),
     ],
 )
 def test_a_wrong_line_is_refused_before_the_function_runs(line, says, calls, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, text in (("other", "coat: 2\n"), ("null", "coats: null\n"), ("twice", "coats: 1\ncoats: 2\n")):
+    for name, text in (
+        ("other", "coat: 2\n"),
+        ("empty", "coat: {}\n"),
+        ("null", "coats: null\n"),
+        ("twice", "coats: 1\ncoats: 2\n"),
+    ):
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises((ConfigError, ValueError)) as caught:
         run_command("paint", line.split())
