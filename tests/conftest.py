@@ -20,7 +20,8 @@ from tests.helpers.processes import spawn_by_server, start_server
 # Tiny matrices lose more to waiting threads than they gain; child processes get the same by OMP_NUM_THREADS.
 torch.set_num_threads(1)
 # Processes that multiprocessing spawns would import what has started pytest before they do what they are for.
-vars(sys.modules["__main__"]).update(__spec__=None, __file__=None)
+vars(sys.modules["__main__"]).update(__spec__=None)
+vars(sys.modules["__main__"]).pop("__file__", None)
 spawn_by_server()
 
 

@@ -315,7 +315,8 @@ def _work(descriptors: list[int]) -> NoReturn:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
-        traceback.print_exc()
+        with contextlib.suppress(ValueError):  # the job may have closed its stderr
+            traceback.print_exc()
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

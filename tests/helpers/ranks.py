@@ -37,10 +37,11 @@ def run_on_two_ranks(cases: Cases, timeout_seconds: float = 280) -> list[dict[st
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        if any(rank.returncode for rank in ranks):
+        results = [Path(folder) / f"{rank}.pt" for rank in range(2)]
+        if any(rank.returncode for rank in ranks) or not all(path.exists() for path in results):
             said = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
             raise RuntimeError("\n".join([f"exit codes {[rank.returncode for rank in ranks]}", *said]))
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(2)]
+        return [torch.load(path, weights_only=False) for path in results]
 
 
 def _worker(rank: int, folder: str, cases: Cases) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -249,14 +248,8 @@ keeps_warnings = pytest.mark.filterwarnings("default")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
 
-@pytest.fixture
-def main_has_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler asks every module for its file, which the tests take from `__main__` for their processes."""
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__)
-
-
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=needs_compiler)])
-def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, main_has_a_file: None) -> Iterator[None]:
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs that run as they were traced, or as C++ of their own, which takes minutes."""
     monkeypatch.setattr(layers_module, "_COMPILER", EAGER if request.param == "aot_eager" else INDUCTOR)
     yield
@@ -264,7 +257,7 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, ma
 
 
 @pytest.fixture
-def eager_compiler(monkeypatch: pytest.MonkeyPatch, main_has_a_file: None) -> Iterator[None]:
+def eager_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(layers_module, "_COMPILER", EAGER)
     yield
     torch.compiler.reset()

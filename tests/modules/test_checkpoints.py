@@ -165,7 +165,6 @@ def test_layers_are_compiled_only_where_there_is_a_compiler(tmp_path: Path, monk
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_compiled_run_goes_on_and_is_exported_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("__main__.__file__", __file__)  # the compiler asks every module for its file
     monkeypatch.setattr(backbone, "_COMPILER", {"backend": "aot_eager"})
     config = run_config(tmp_path)
     keep = {"dirpath": str(tmp_path / "run" / "kept"), "every_n_train_steps": 2, "save_last": True, "save_top_k": 0}
