@@ -1,4 +1,4 @@
-"""TODO."""
+"""Checkpoints that have their name only once they are whole on disk, and the best one loaded after training."""
 
 import errno
 import os

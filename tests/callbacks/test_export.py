@@ -1,4 +1,4 @@
-"""TODO."""
+"""The model directory that a run writes at its end."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Curves of one run and of several, and the picture of a sweep."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""A run's facts as its folder tells them: configs, logs, records, parts of a resumed run."""
 
 import json
 

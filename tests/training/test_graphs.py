@@ -1,4 +1,4 @@
-"""TODO."""
+"""Gradients that leave a graph through its leaves, the memory that a kept graph takes, and the limits on kept graphs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Mini-batches of a GradCache step: their plan, their random states, and a context that both towers read."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Parameter groups, what an optimiser keeps, and schedules of the learning rate."""
 
 from functools import partial
 
