@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -42,6 +44,18 @@ def test_no_two_files_import_each_other():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+# Where a library may be imported, at a file's top, inside a function, or by `require`.
+CONFINED = {
+    "deepspeed": {"strategies/zero.py"},
+    "faiss": {"mining/faiss_library.py"},
+    "lightning": {
+        *("callbacks/", "cli/", "modules/", "strategies/"),
+        *("data/datamodule.py", "data/text_datamodule.py", "training/strategy.py"),
+    },
+    "matplotlib": {"figures/"},
+    "mteb": {"evaluation/"},
+    "openai": {"synthesis/client.py"},
+}
 # Modules whose distribution has another name.
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "pyyaml", "faiss": "faiss-cpu", "Stemmer": "pystemmer"}
 # What torch brings where it has CUDA.
@@ -65,6 +79,19 @@ def names(requirements: str) -> set[str]:
     """The distributions of a list of requirements."""
     lines = [line.strip() for line in requirements.splitlines()]
     return {re.split(r"[\[<>=~! ]", line)[0].lower() for line in lines if line and not line.startswith("#")}
+
+
+@pytest.mark.parametrize("library", CONFINED)
+def test_a_library_is_imported_only_where_it_belongs(library):
+    package = ROOT / "embeddings"
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if library in {name.partition(".")[0] for name in imported(ast.parse(path.read_text("utf-8")))}
+    }
+    places = {place for place in CONFINED[library] if any(name.startswith(place) for name in found)}
+    assert places == CONFINED[library]
+    assert {name for name in found if not name.startswith(tuple(places))} == set()
 
 
 def test_what_is_imported_is_what_is_required():
