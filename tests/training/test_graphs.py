@@ -1,4 +1,4 @@
-"""Gradients that leave a graph through its leaves, the memory that a kept graph takes, and the limits on kept graphs."""
+"""Gradients that leave a graph through its leaves, the memory of a kept graph, and the limits on kept graphs."""
 
 import pytest
 import torch
