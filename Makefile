@@ -5,13 +5,14 @@ BIN = $(VENV)/bin
 # torch first and alone: a CPU build that is already there satisfies everything after it.
 TORCH ?= torch==2.13.0
 STAMP = $(VENV)/.installed
+DOCS_STAMP = $(VENV)/.installed-docs
 # pip would compile on one core what is compiled on all of them afterwards.
 PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 # Processes that share the tests; each keeps to one thread.
 JOBS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: quickstart test test-all slurm-test lint bench bench-tiny clean
+.PHONY: quickstart test test-all slurm-test lint docs bench bench-tiny clean
 
 quickstart: $(STAMP)
 	$(BIN)/python main.py quickstart
@@ -32,6 +33,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The documentation site in site/, from the pages, the CSV tables, the parsers and the docstrings.
+docs: $(STAMP) $(DOCS_STAMP)
+	HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run
 
@@ -46,5 +51,9 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true
 	touch $(STAMP)
 
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e ".[docs]"
+	touch $(DOCS_STAMP)
+
 clean:
-	rm -rf $(VENV) .cache
+	rm -rf $(VENV) .cache site

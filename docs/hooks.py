@@ -1,0 +1,431 @@
+"""What MkDocs generates: tables from CSV files, the command line, the Python API, and copies of root files.
+
+A page asks for a table by a fenced block whose language names the table and whose content is YAML:
+
+    ```benchmarks          newest row of each claim of `benchmarks/results.csv`
+    claims: [P1, P3]       claims that begin with one of these words; all if left out
+    ```
+    ```scores              rows of `benchmarks/results.csv` as a table of two dimensions
+    claim: "E14 (?P<column>.+) on vaswani_npl, (?P<row>.+)"
+    ```
+    ```trials              mean and standard deviation over the seeds of `benchmarks/trials.csv`
+    columns: {held-out packages: held-out packages}                     header: metric
+    rows: {bi-encoder on random batches: [E1, "bi-encoder, random"]}    label: [experiment, variant]
+    gains: {clustered over random: [bi-encoder on clustered batches, bi-encoder on random batches]}
+    ```
+    ```recipes             the rows of `lightning_configs/recipes.csv`
+    names: [cde]           recipes whose names begin with one of these; all if left out
+    ```
+
+A block that matches nothing is an error, so that no page keeps a table of rows that are gone.
+"""
+
+import ast
+import csv
+import importlib
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, TRIALS = ROOT / "benchmarks" / "results.csv", ROOT / "benchmarks" / "trials.csv"
+RECIPES = ROOT / "lightning_configs" / "recipes.csv"
+# Pages that are copies of files of the root, where a forge shows them; their links are rewritten.
+ROOT_PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+
+Row = dict[str, str]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV file in their order."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def cell(text: object) -> str:
+    """A text as the cell of a Markdown table, on one line."""
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
+
+
+# Numbers
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """A number with three significant digits, and no fewer than the integer has."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def score(values: Sequence[float], digits: int, sign: str = "") -> str:
+    """Mean, and sample standard deviation where there are several values; nothing of no value."""
+    if not values:
+        return ""
+    deviation = f" ±{statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}.{digits}f}{deviation}"
+
+
+# Tables from CSV files
+
+
+def newest(rows: Iterable[Row]) -> dict[str, Row]:
+    """The last row of each claim in the order of the file, which is that of time."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        found[row["claim"]] = row
+    return found
+
+
+def begins_with(text: str, words: Sequence[str]) -> bool:
+    """Whether a text begins with one of some words, or whether there are none."""
+    return not words or any(re.match(rf"{re.escape(word)}(?!\w)", text) for word in words)
+
+
+def benchmarks_table(options: Mapping[str, Any]) -> str:
+    """The newest row of each claim with its spread, control, target, machine and commit."""
+    claims = options.get("claims", [])
+    rows = [row for claim, row in newest(read_rows(RESULTS)).items() if begins_with(claim, claims)]
+    require(rows, f"no claim of {RESULTS.name} begins with {claims}")
+    rows.sort(key=lambda row: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", row["claim"])][:2])
+    header = ["claim", "measured", "from … to", "target", "control", "hardware", "commit", "date"]
+    return markdown_table(header, map(benchmark_cells, rows))
+
+
+def benchmark_cells(row: Row) -> list[str]:
+    """A row of the results as cells; a target that was missed is said so."""
+    value, target = float(row["value"]), row["target"]
+    low, high = float(row["low"]), float(row["high"])
+    unit = "" if row["unit"] == "ratio" else f" {row['unit']}"
+    measured = f"{rounded(value)}{unit}" + ("" if meets(value, target) else ", **missed**")
+    spread = "" if low == high else f"{rounded(low)} … {rounded(high)}"
+    control = "" if row["control"] == "nan" else f"{float(row['control']):.3f}"
+    machine = f"{row['hardware'].replace('(R)', '').replace(' Processor', '')}, {threads(row['threads'])}"
+    shown = "" if target == "none" else f"`{target}`"
+    return [row["claim"], measured, spread, shown, control, machine, row["commit"], row["date"]]
+
+
+def threads(count: str) -> str:
+    """A count of threads in words."""
+    return "1 thread" if count == "1" else f"{count} threads"
+
+
+def meets(value: float, target: str) -> bool:
+    """Whether a value meets a target such as `<=1.05`; one that is `none` is met."""
+    match = re.fullmatch(r"(<=|>=|<|>)([\d.]+)", target)
+    if match is None:
+        require(target == "none", f"{RESULTS.name}: a target must be none or as <=1.05, got {target!r}")
+        return True
+    bound = float(match[2])
+    return {"<=": value <= bound, ">=": value >= bound, "<": value < bound, ">": value > bound}[match[1]]
+
+
+def scores_table(options: Mapping[str, Any]) -> str:
+    """Values of the results by the row and the column that a pattern finds in their claims."""
+    pattern, digits = re.compile(options["claim"]), options.get("digits", 3)
+    values: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = dict.fromkeys(options.get("columns", []))
+    for claim, row in newest(read_rows(RESULTS)).items():
+        if match := pattern.fullmatch(claim):
+            name = match["column"]
+            if "columns" in options and name not in columns:
+                continue
+            columns[name] = None
+            values.setdefault(match["row"], {})[name] = f"{float(row['value']):.{digits}f}"
+    require(values, f"no claim of {RESULTS.name} matches {options['claim']}")
+    rows = [[name, *(found.get(column, "–") for column in columns)] for name, found in values.items()]
+    return markdown_table([options.get("corner", ""), *columns], rows)
+
+
+def trials_table(options: Mapping[str, Any]) -> str:
+    """Metrics of trials, a row a variant; the best of each column is bold; `gains` are differences seed by seed."""
+    columns, digits = options["columns"], options.get("digits", 3)
+    by_label = {label: trial_values(*place) for label, place in options["rows"].items()}
+    for label, found in by_label.items():
+        require(any(metric in found for metric in columns.values()), f"{label}: none of {list(columns.values())}")
+    rows = [
+        [
+            label,
+            *(score(list(found[metric].values()), digits) if metric in found else "" for metric in columns.values()),
+        ]
+        for label, found in by_label.items()
+    ]
+    if options.get("bold", True):
+        for index, metric in enumerate(columns.values(), 1):
+            means = [statistics.mean(found[metric].values()) for found in by_label.values() if metric in found]
+            for row, found in zip(rows, by_label.values(), strict=True):
+                if metric in found and statistics.mean(found[metric].values()) == max(means):
+                    row[index] = f"**{row[index]}**"
+    for label, (one, other) in options.get("gains", {}).items():
+        rows.append([label, *(gain(by_label[one], by_label[other], metric, digits) for metric in columns.values())])
+    return markdown_table([options.get("corner", ""), *columns], rows)
+
+
+def trial_values(experiment: str, variant: str) -> dict[str, dict[int, float]]:
+    """Each metric of a variant by seed, those of other experiments with the same settings among them."""
+    rows = read_rows(TRIALS)
+    keys = {row["key"] for row in rows if (row["experiment"], row["variant"]) == (experiment, variant)}
+    require(len(keys) == 1, f"{TRIALS.name}: {experiment}, {variant!r} must have one key, has {sorted(keys)}")
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row["key"] in keys:
+            found.setdefault(row["metric"], {})[int(row["seed"])] = float(row["value"])
+    return found
+
+
+def gain(one: Mapping[str, Any], other: Mapping[str, Any], metric: str, digits: int) -> str:
+    """How far one variant lies above another, over the seeds that both have."""
+    if metric not in one or metric not in other:
+        return ""
+    seeds = sorted(one[metric].keys() & other[metric].keys())
+    return score([one[metric][seed] - other[metric][seed] for seed in seeds], digits, "+") if seeds else ""
+
+
+def recipes_table(options: Mapping[str, Any]) -> str:
+    """The recipes with what was measured and what the paper has."""
+    names = options.get("names", [])
+    rows = [row for row in read_rows(RECIPES) if not names or row["recipe"].startswith(tuple(names))]
+    require(rows, f"no recipe begins with {names}")
+    header = ["recipe", "hardware", "metric", "measured", "paper", "seconds", "status"]
+    cells = [
+        [f"`{row['recipe']}`", row["hardware"], row["metric"], row["value"], row["paper_value"], row["seconds"]]
+        for row in rows
+    ]
+    return markdown_table(header, [[*line, row["status"]] for line, row in zip(cells, rows, strict=True)])
+
+
+TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "benchmarks": benchmarks_table,
+    "scores": scores_table,
+    "trials": trials_table,
+    "recipes": recipes_table,
+}
+BLOCK = re.compile(rf"^```({'|'.join(TABLES)})\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def with_tables(text: str) -> str:
+    """A page with its blocks replaced by tables."""
+    return BLOCK.sub(lambda match: TABLES[match[1]](yaml.safe_load(match[2]) or {}), text)
+
+
+def require(is_true: object, message: str) -> None:
+    """End the build with a message where something does not hold."""
+    if not is_true:
+        raise ValueError(message)
+
+
+# The command line
+
+
+class _Built(Exception):
+    """A command's parser, as it stands before it parses."""
+
+
+def command_parser(name: str) -> Any:
+    """The parser of a command other than `fit`, built by the command line itself."""
+    from embeddings.cli.main import run_command
+    from embeddings.cli.parser import OneLineParser
+
+    def stop(parser: Any, *arguments: object) -> None:
+        raise _Built(parser)
+
+    with mock.patch.object(OneLineParser, "parse_args", stop):
+        try:
+            run_command(name, [])
+        except _Built as built:
+            return built.args[0]
+    raise RuntimeError(f"{name} built no parser")
+
+
+def fit_parser() -> Any:
+    """The parser of `fit`."""
+    from embeddings.cli.fit import TrainerCLI, make_cli
+
+    class Stopping(TrainerCLI):
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            raise _Built(self._parser("fit"))
+
+    try:
+        make_cli(["fit"], Stopping)
+    except _Built as built:
+        return built.args[0]
+    raise RuntimeError("fit built no parser")
+
+
+def option_rows(parser: Any) -> list[list[str]]:
+    """Each option of a parser: its names, its type, its default and its help."""
+    rows = []
+    for action in parser._actions:
+        names = [name for name in action.option_strings if not name.endswith("+")] or [action.dest]
+        if (
+            names[0] in ("-h", "--help", "--print_config")
+            or names[-1].endswith(".help")
+            or action.help == "==SUPPRESS=="
+        ):
+            continue
+        kind = type_name(getattr(action, "_typehint", None))
+        if action.choices:
+            kind = ", ".join(map(str, action.choices))
+        if is_flag := type(action).__name__ == "ActionYesNo":
+            kind = "flag"
+        default = "required" if action.required else shown_default(action.default, is_flag)
+        shown = ", ".join(f"`{name.replace('_', '-') if '.' not in name else name}`" for name in names)
+        rows.append([shown, f"`{kind}`" if kind else "", default, help_text(action.help)])
+    return rows
+
+
+def shown_default(value: Any, is_flag: bool) -> str:
+    """A default as the help shows it; nothing where there is none."""
+    if value is None or (is_flag and value is False) or str(value) == "==SUPPRESS==":
+        return ""
+    return f"`{value}`"
+
+
+def type_name(kind: Any) -> str:
+    """A type without its modules."""
+    if kind is None:
+        return ""
+    text = str(kind) if not isinstance(kind, type) else kind.__name__
+    text = re.sub(r"(?:\w+\.)+(?=\w)", "", text)
+    text = re.sub(r"Literal\[([^\]]*)\]", lambda match: match[1].replace("'", "").replace(", ", " | "), text)
+    text = re.sub(r"Optional\[(.*)\]$", r"\1 | None", text)
+    text = re.sub(r"^Union\[(.*)\]$", lambda match: re.sub(r", (?![^\[]*\])", " | ", match[1]), text)
+    return text.replace("NoneType", "None")
+
+
+def help_text(text: str | None) -> str:
+    """An option's help as Markdown."""
+    return re.sub(r"``", "`", " ".join((text or "").split())).replace("<", "&lt;")
+
+
+def command_line_page() -> str:
+    """Every command with its options, from the parsers themselves."""
+    from embeddings.cli.main import COMMANDS, TRAINER_COMMANDS
+
+    header = ["option", "type", "default", "meaning"]
+    parts = [
+        "# Command line",
+        "This page is generated from the parsers. `python main.py COMMAND --help` prints the same for one command.",
+        "Option names may be written with hyphens or underscores. Every command takes `--config FILE` and "
+        "`--print_config`. [Exit codes](reliability.md#exit-codes) are the same for all commands.",
+    ]
+    names = [*TRAINER_COMMANDS, *COMMANDS]
+    summaries = {**TRAINER_COMMANDS, **{name: command.summary for name, command in COMMANDS.items()}}
+    links = [[f"[`{name}`](#{name.replace(' ', '-')})", summaries[name]] for name in names]
+    parts.append(markdown_table(["command", "what it does"], links))
+    for name in names:
+        parser = fit_parser() if name in TRAINER_COMMANDS else command_parser(name)
+        positions = " ".join(action.dest.upper() for action in parser._actions if not action.option_strings)
+        parts.append(f"## {name}")
+        parts.append(f"`python main.py {name}{' ' + positions if positions else ''} [options]`: {summaries[name]}.")
+        parts += paragraphs(name)
+        parts.append(markdown_table(header, option_rows(parser)))
+    return "\n\n".join(parts) + "\n"
+
+
+def paragraphs(name: str) -> list[str]:
+    """What a command's docstring says before its arguments; of `fit`, how its configs are read."""
+    from embeddings.cli.main import COMMANDS
+
+    if name not in COMMANDS:
+        text = (
+            "The options of `model` and `data` are those of the class that is chosen; "
+            "`python main.py fit --model.help CLASS` lists them."
+        )
+    else:
+        text = (COMMANDS[name].load().__doc__ or "").split("Args:")[0]
+    return [" ".join(part.split()).replace("<", "&lt;") for part in text.strip().split("\n\n")]
+
+
+# The Python API
+
+
+def packages() -> list[str]:
+    """The packages that have public names, in the order of the floors' table."""
+    files = sorted((ROOT / "embeddings").glob("*/__init__.py"))
+    return [path.parent.name for path in files if public_names(path.parent.name)]
+
+
+def public_names(package: str) -> list[str]:
+    """The names in a package's `__all__`, read without importing it."""
+    for node in ast.parse((ROOT / "embeddings" / package / "__init__.py").read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
+
+
+def api_page(package: str) -> str:
+    """The reference of a package's public names."""
+    parts = [f"# embeddings.{package}"]
+    source = (ROOT / "embeddings" / package / "__init__.py").read_text("utf-8")
+    parts.append((ast.get_docstring(ast.parse(source)) or "").partition(". ")[0].rstrip(".") + ".")
+    places = defining_modules(package, ast.parse(source))
+    parts += [f"::: {places[name]}.{name}" for name in public_names(package)]
+    return "\n\n".join(parts) + "\n"
+
+
+def defining_modules(package: str, tree: ast.Module) -> dict[str, str]:
+    """The module that each name of a package's `__init__` is imported from."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.update({alias.asname or alias.name: node.module for alias in node.names})
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)):
+            targets = getattr(node, "targets", [getattr(node, "target", node)])
+            found.update({getattr(each, "id", getattr(each, "name", "")): f"embeddings.{package}" for each in targets})
+    return found
+
+
+# MkDocs' own calls
+
+
+def relinked(text: str, page: str) -> str:
+    """A root file's text with links as its page needs them; links to files that have no page become plain text."""
+    pages = {name: page for page, name in ROOT_PAGES.items()}
+
+    def link(match: re.Match[str]) -> str:
+        label, target = match[1], match[2]
+        name, sharp, anchor = target.partition("#")
+        if re.match(r"\w+:", target) or not name:
+            return match[0]
+        if name.startswith("docs/"):
+            return f"[{label}]({name.removeprefix('docs/')}{sharp}{anchor})"
+        return f"[{label}]({pages[name]}{sharp}{anchor})" if name in pages else label
+
+    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", link, text).replace("](docs/", "](")
+
+
+def on_config(config: Any) -> Any:
+    """Add a page for each package to the navigation."""
+    pages = [{name: f"api/{name}.md"} for name in packages()]
+    for section in config["nav"]:
+        for entries in section.values():
+            for entry in entries if isinstance(entries, list) else []:
+                if "Python" in entry:
+                    entry["Python"] = pages
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are generated."""
+    file_class = importlib.import_module("mkdocs.structure.files").File
+    pages = {page: relinked((ROOT / name).read_text("utf-8"), page) for page, name in ROOT_PAGES.items()}
+    pages["cli.md"] = command_line_page()
+    pages |= {f"api/{name}.md": api_page(name) for name in packages()}
+    for name, text in pages.items():
+        files.append(file_class.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the blocks that ask for tables."""
+    return with_tables(markdown)

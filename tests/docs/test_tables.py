@@ -1,0 +1,97 @@
+"""The tables of the documentation come from the CSV files, and a page that asks for rows that are gone is an error."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+hooks = sys.modules["docs_hooks"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(hooks)
+
+
+def write(path, lines):
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_the_newest_row_of_a_claim_is_shown_and_a_missed_target_is_named(tmp_path, monkeypatch):
+    head = "claim,value,unit,low,high,control,target,peer,hardware,threads,commit,date"
+    rows = [
+        "P2 b,0.5,ratio,0.4,0.6,1.0012,<=0.6,torch,4 x CPU,1,aaa,2026-01-01",
+        "P10 a,3,ms,3,3,nan,none,torch,4 x CPU,2,aaa,2026-01-01",
+        "P2 b,0.7,ratio,0.6,0.8,0.99,<=0.6,torch,4 x CPU,1,bbb,2026-01-02",
+    ]
+    monkeypatch.setattr(hooks, "RESULTS", write(tmp_path / "results.csv", [head, *rows]))
+    lines = hooks.with_tables("before\n\n```benchmarks\n```\n\nafter").splitlines()
+    assert lines[0] == "before"
+    assert lines[4] == (
+        "| P2 b | 0.7, **missed** | 0.6 … 0.8 | `<=0.6` | 0.990 | 4 x CPU, 1 thread | bbb | 2026-01-02 |"
+    )
+    assert lines[5] == "| P10 a | 3 ms |  |  |  | 4 x CPU, 2 threads | aaa | 2026-01-01 |"
+    assert lines[-1] == "after"
+    assert "P10 a" not in hooks.with_tables("```benchmarks\nclaims: [P1, P2]\n```")
+    with pytest.raises(ValueError, match="no claim"):
+        hooks.with_tables("```benchmarks\nclaims: [P3]\n```")
+
+
+def test_scores_are_laid_out_by_row_and_column(tmp_path, monkeypatch):
+    head = "claim,value,unit,low,high,control,target,peer,hardware,threads,commit,date"
+    claims = {"E1 recall on x, 4": 0.25, "E1 recall on x, 8": 0.5, "E1 nDCG on x, 4": 0.125}
+    rows = [f'"{claim}",{value},score,0,0,nan,none,none,c,1,a,d' for claim, value in claims.items()]
+    monkeypatch.setattr(hooks, "RESULTS", write(tmp_path / "results.csv", [head, *rows]))
+    text = '```scores\nclaim: "E1 (?P<column>.+) on x, (?P<row>.+)"\ncorner: lists\n```'
+    assert hooks.with_tables(text).splitlines() == [
+        "| lists | recall | nDCG |",
+        "| --- | --- | --- |",
+        "| 4 | 0.250 | 0.125 |",
+        "| 8 | 0.500 | – |",
+    ]
+
+
+def test_trials_are_averaged_over_seeds_and_gains_are_taken_seed_by_seed(tmp_path, monkeypatch):
+    head = "experiment,variant,seed,key,metric,value,hardware,commit,date"
+    values = {("E1", "a", "k1"): (0.5, 0.7), ("E1", "b", "k2"): (0.4, 0.4), ("E2", "same as b", "k2"): (0.3,)}
+    rows = [
+        f"{experiment},{variant},{seed + 2 * (experiment == 'E2')},{key},ndcg,{value},c,x,d"
+        for (experiment, variant, key), found in values.items()
+        for seed, value in enumerate(found)
+    ]
+    monkeypatch.setattr(hooks, "TRIALS", write(tmp_path / "trials.csv", [head, *rows]))
+    text = "```trials\ncolumns: {nDCG@10: ndcg}\nrows: {one: [E1, a], two: [E1, b]}\ngains: {gain: [one, two]}\n```"
+    assert hooks.with_tables(text).splitlines()[2:] == [
+        "| one | **0.600 ±0.141** |",
+        "| two | 0.367 ±0.058 |",
+        "| gain | +0.200 ±0.141 |",
+    ]
+    with pytest.raises(ValueError, match="must have one key"):
+        hooks.with_tables("```trials\ncolumns: {n: ndcg}\nrows: {one: [E3, a]}\n```")
+
+
+def test_recipes_are_chosen_by_the_beginnings_of_their_names():
+    rows = hooks.with_tables("```recipes\nnames: [cde, quickstart]\n```").splitlines()[2:]
+    assert len(rows) >= 5
+    assert all(row.startswith(("| `cde", "| `quickstart")) for row in rows)
+    with pytest.raises(ValueError, match="no recipe"):
+        hooks.with_tables("```recipes\nnames: [nothing]\n```")
+
+
+def test_links_of_root_files_lead_to_their_pages():
+    text = "[a](docs/data.md#x) [b](CONTRIBUTING.md) [c](LICENSE) [d](https://x.org) ![e](docs/img/p.png) [f](#here)"
+    expected = "[a](data.md#x) [b](contributing.md) c [d](https://x.org) ![e](img/p.png) [f](#here)"
+    assert hooks.relinked(text, "index.md") == expected
+
+
+def test_every_command_and_package_has_its_reference():
+    packages = hooks.packages()
+    assert {"data", "inference", "losses", "models", "modules"} <= set(packages)
+    for package in packages:
+        page = hooks.api_page(package)
+        assert page.count("\n::: embeddings.") == len(hooks.public_names(package)) > 0
+    rows = {row[0]: row for row in hooks.option_rows(hooks.command_parser("mine"))}
+    assert rows["`--model`"][2] == "required"
+    assert rows["`--num-negatives`"][1] == "`int | None`"
