@@ -1,10 +1,6 @@
 """The command line: `python main.py fit --config …`; `python main.py --help` lists every command."""
 
-from embeddings.cli.main import main
-from embeddings.common.signals import ignore_stop_signals
+from embeddings.cli.main import run
 
 if __name__ == "__main__":
-    code = main()
-    # The run has ended; a signal during the exit would only change the exit code.
-    ignore_stop_signals()
-    raise SystemExit(code)
+    run()

@@ -79,7 +79,7 @@ class RunRecord(SaveConfigCallback):
         self._record = {
             "id": previous.get("id") or uuid.uuid4().hex,
             "resumed_from": self.plain_config.get("ckpt_path"),
-            "command": shlex.join(["python", *self.command]),
+            "command": shlex.join(self.command),
             "commit": git_commit(),
             "world_size": trainer.world_size,
             "precision": str(trainer.precision),

@@ -14,9 +14,12 @@ from jsonargparse import Namespace, set_parsing_settings
 
 from embeddings.cli.errors import ConfigError
 from embeddings.common import InputError, UserError
-from embeddings.common.errors import shown
+from embeddings.common.errors import CHECKOUT, PACKAGE, shown
 
-RECIPES = Path("lightning_configs/recipes.csv")
+FOLDER = "lightning_configs"
+# Where the library's configs lie: in a checkout's top folder, or inside the installed package.
+CONFIGS = (CHECKOUT or PACKAGE) / FOLDER
+RECIPES = f"{FOLDER}/recipes.csv"
 # Packages that a config may name classes of, beside those that this variable adds.
 VARIABLE = "EMBED_IMPORTS"
 ALLOWED = (
@@ -110,13 +113,22 @@ def _trusted() -> list[str]:
     return [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
 
 
-def read_recipes(path: Path = RECIPES) -> dict[str, dict[str, str]]:
+def located(path: str) -> str:
+    """Where a config lies: at its path, or in the library's own folder if that has its name, `lightning_configs/…`.
+
+    So names of configs, and the recipes and sweeps that hold such names, work from any folder.
+    """
+    own = CONFIGS.parent / path
+    return str(own) if Path(path).parts[:1] == (FOLDER,) and not _is_file(path) and _is_file(str(own)) else path
+
+
+def read_recipes(path: str = RECIPES) -> dict[str, dict[str, str]]:
     """The rows of the recipe table by name; an empty value means not run."""
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(located(path), encoding="utf-8", newline="") as file:
         return {row["recipe"]: row for row in csv.DictReader(file)}
 
 
-def expand_recipe(argv: Sequence[str], path: Path = RECIPES) -> list[str]:
+def expand_recipe(argv: Sequence[str], path: str = RECIPES) -> list[str]:
     """Replace `--recipe NAME` by the `--config` options of that row; other arguments keep their place.
 
     Raises:
@@ -130,8 +142,8 @@ def expand_recipe(argv: Sequence[str], path: Path = RECIPES) -> list[str]:
         if end == len(argv):
             raise ConfigError(f"--recipe needs a name; {path} lists them")
         name, end = argv[end], end + 1
-    if not path.is_file():
-        raise ConfigError(f"--recipe: {path} is not here; run the command in the project's folder, or give --config")
+    if not _is_file(located(path)):
+        raise ConfigError(f"--recipe: {path} is missing; install the library anew, or give --config")
     recipes = read_recipes(path)
     if name not in recipes:
         raise ConfigError(f"there is no recipe {name!r}; {path} lists: {', '.join(recipes)}")
@@ -214,6 +226,7 @@ def configs_of(path: str) -> list[tuple[str, dict[str, Any]]]:
             config it names gives too (the parser would drop the latter silently).
     """
     found: list[tuple[str, dict[str, Any]]] = []
+    path = located(path)
     while path not in (earlier for earlier, _ in found):
         content = read_config(path)
         for naming, earlier in found:
@@ -242,7 +255,7 @@ def read_config(path: str) -> dict[str, Any]:
     if _is_file(path):
         content = read_yaml(path, where)
     elif _FILE_NAME.fullmatch(path):
-        raise InputError(where, "no such file", "lightning_configs/ holds the ones that come with the library")
+        raise InputError(where, "no such file", f"the library's own lie in {CONFIGS}")
     else:
         where = "--config"
         content = parse_yaml(path, where)

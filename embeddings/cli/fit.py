@@ -40,6 +40,7 @@ from embeddings.cli.resume import (
     say,
 )
 from embeddings.common import InputError, OptionError, UserError
+from embeddings.common.errors import program
 from embeddings.common.process import is_first_process
 from embeddings.common.protocols import ChecksRun, RunData
 from embeddings.common.text import one_line
@@ -220,7 +221,7 @@ def run_trainer(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Tra
     words = [re.sub(r"^--[a-z_-]+(?=$|=)", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
     expanded = expand_recipe(words)
     if expanded != words:
-        print("python main.py " + " ".join(expanded), file=sys.stderr)
+        print(" ".join([program(), *expanded]), file=sys.stderr)
     check_configs(expanded)
     try:
         return make_cli(expanded, kind)
@@ -246,7 +247,7 @@ def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Traine
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_callback=RunRecord,
-            save_config_kwargs={"overwrite": True, "command": ["main.py", *argv]},
+            save_config_kwargs={"overwrite": True, "command": [*program().split(), *argv]},
             trainer_defaults={"callbacks": [Preemption(), notes]},
             seed_everything_default=0,
             parser_class=FitParser,
@@ -275,7 +276,7 @@ def end_lines(trainer: L.Trainer) -> list[str]:
     else:
         following = [f"export --checkpoint {next(filter(None, kept))} --output DIR", f"report {folder}"]
     lines = [f"run: {folder} (metrics.csv, run.json, config.yaml)", *(f"model: {model}" for model in written)]
-    return [*lines, *(f"next: python main.py {words}" for words in following)]
+    return [*lines, *(f"next: {program()} {words}" for words in following)]
 
 
 def refused_option(message: str, given: dict[str, Any]) -> str:

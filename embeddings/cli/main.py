@@ -5,14 +5,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from embeddings.cli.configs import config_paths, configs_of, restrict_imports
+from embeddings import __version__
+from embeddings.cli.configs import CONFIGS, config_paths, configs_of, restrict_imports
 from embeddings.cli.errors import ConfigError, run_guarded
 from embeddings.cli.parser import OneLineParser
+from embeddings.common.errors import program
 from embeddings.common.process import check_variables, log_to_stderr
-from embeddings.common.signals import handle_preemption
+from embeddings.common.signals import handle_preemption, ignore_stop_signals
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     if argv[0] == "--version":
-        print(f"embeddings {installed_version()}")
+        print(f"embeddings {__version__}")
         return 0
     with log_to_stderr():
         return run_guarded(lambda: dispatch(argv))
+
+
+def run() -> NoReturn:
+    """Run the command that the process was started with, and exit."""
+    code = main()
+    # The run has ended; a signal during the exit would only change the exit code.
+    ignore_stop_signals()
+    raise SystemExit(code)
 
 
 def dispatch(argv: list[str]) -> None:
@@ -134,7 +143,7 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     function = command.load()
     hints = get_type_hints(function)
     groups = {parameter: hint for parameter, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
-    parser = OneLineParser(prog=f"main.py {name}", description=(function.__doc__ or "").strip().splitlines()[0])
+    parser = OneLineParser(prog=f"{program()} {name}", description=(function.__doc__ or "").strip().splitlines()[0])
     parser.add_argument("--config", action="config")
     added = parser.add_function_arguments(function, skip={*command.positional, *groups}, fail_untyped=True)
     for group in groups.values():
@@ -180,17 +189,11 @@ def check_words(argv: Sequence[str]) -> None:
             raise ConfigError(f"{word!r} on the command line is not valid UTF-8; write it as UTF-8") from None
 
 
-def installed_version() -> str:
-    """The version of the installed package."""
-    try:
-        return version("embeddings")
-    except PackageNotFoundError:
-        return "(not installed: pip install -e .)"
-
-
 def usage(first_word: str = "") -> str:
     """The list of commands, or of those that begin with a word."""
-    lines = ["usage: python main.py COMMAND [options]   (python main.py COMMAND --help lists its options)", ""]
+    line = f"{program()} COMMAND"
+    lines = [f"usage: {line} [options]   ({line} --help lists its options)", ""]
     rows = {**TRAINER_COMMANDS, **{name: command.summary for name, command in COMMANDS.items()}}
     chosen = {name: summary for name, summary in rows.items() if not first_word or name.split()[0] == first_word}
-    return "\n".join([*lines, *(f"  {name:<23}{summary}" for name, summary in chosen.items())])
+    lines += [f"  {name:<23}{summary}" for name, summary in chosen.items()]
+    return "\n".join(lines if first_word else [*lines, "", f"configs and recipes: {CONFIGS}"])

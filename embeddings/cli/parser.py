@@ -12,7 +12,7 @@ from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespac
 from jsonargparse._actions import _ActionConfigLoad
 from jsonargparse._subcommands import ActionSubCommands, find_parent_action_and_subcommand, is_branch_key
 
-from embeddings.cli.configs import VARIABLE, configs_of, may_import
+from embeddings.cli.configs import VARIABLE, configs_of, located, may_import
 from embeddings.cli.errors import ConfigError
 from embeddings.common import UserError
 from embeddings.common.text import one_line
@@ -35,7 +35,8 @@ class ReplacingConfigFile(ActionConfigFile):
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Empty the earlier lists that this config gives anew, then merge it."""
-        for _, content in configs_of(str(values)):
+        values = located(str(values))
+        for _, content in configs_of(values):
             forget_lists(cfg, content)
         super().__call__(parser, cfg, values, option_string)  # type: ignore[no-untyped-call]
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings import figures
-from embeddings.cli.errors import ConfigError
 from embeddings.common import TextSettings
+from embeddings.common.errors import program
 from embeddings.common.io import write_json
 from embeddings.common.process import tune_malloc
 from embeddings.common.text import format_table
@@ -23,7 +23,7 @@ from embeddings.models import Embedder
 Folders = dict[str, RetrievalFolder]
 Vectors = npt.NDArray[np.float32]
 
-CONFIG = Path("lightning_configs/quickstart.yaml")
+CONFIG = "lightning_configs/quickstart.yaml"
 CORPUS, OUTPUT = Path("data/docstrings"), Path("checkpoints/quickstart")
 SPLITS = ("in_domain", "held_out")
 METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
@@ -40,8 +40,6 @@ def quickstart() -> None:
     A finished corpus in `data/docstrings` is reused. `checkpoints/quickstart` is then a model directory, with
     `curves.png` and `metrics.json` in it. Both places are those of lightning_configs/quickstart.yaml, which trains.
     """
-    if not CONFIG.is_file():
-        raise ConfigError(f"{CONFIG}: no such file; run the quickstart in the project's folder")
     corpus, output = CORPUS, OUTPUT
     seconds: dict[str, float] = {}
     with phase(1, "the docstring corpus", seconds, "corpus"):
@@ -65,9 +63,8 @@ def quickstart() -> None:
     figures.draw_curves([run], output / "curves.png")
     print(f"\n{score_table(results)}\n")
     print(f"{results['seconds']['total']:.0f} s in all; model, curves.png and metrics.json are in {output}")
-    print(
-        f'search it: python main.py search --model {output} --corpus {corpus}/eval/held_out/corpus.jsonl "your words"'
-    )
+    line = f"{program()} search --model {output} --corpus {corpus}/eval/held_out/corpus.jsonl"
+    print(f'search it: {line} "your words"')
 
 
 @contextmanager
@@ -113,7 +110,7 @@ def train() -> Path:
     """Run `fit` with the quickstart's config; returns the run's folder."""
     from embeddings.cli.fit import run_trainer
 
-    cli = run_trainer(["fit", "--config", str(CONFIG)])
+    cli = run_trainer(["fit", "--config", CONFIG])
     assert cli.trainer.log_dir is not None
     return Path(cli.trainer.log_dir)
 

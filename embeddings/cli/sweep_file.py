@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from embeddings.cli.configs import chooses_method, configs_of, expand_recipe, read_yaml, unfolded
+from embeddings.cli.configs import chooses_method, configs_of, expand_recipe, located, read_yaml, unfolded
 from embeddings.common import InputError
 
 Point = dict[str, Any]
@@ -129,9 +129,10 @@ def is_number(value: Any) -> bool:
 
 
 def _mapping(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
+    place = Path(located(str(path)))
+    if not place.is_file():
         raise InputError(str(path), "no such file", "give a sweep file, such as lightning_configs/sweeps/pooling.yaml")
-    content = read_yaml(path, str(path))
+    content = read_yaml(place, str(path))
     if not isinstance(content, dict):
         raise InputError(str(path), "holds no mapping", f"a sweep file has the keys {', '.join(_KEYS)}")
     found: Mapping[str, Any] = _with_numbers(content)
@@ -168,7 +169,7 @@ def _configs(path: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _contents(path: Path, config: str) -> tuple[Mapping[str, Any], ...]:
     """What a config and those that it names hold."""
-    if not Path(config).is_file():
+    if not Path(located(config)).is_file():
         fix = "paths are those from the folder that the command runs in"
         raise InputError(f"{path}: config {config}", "no such file", fix)
     return tuple(unfolded(content) for _, content in configs_of(config))

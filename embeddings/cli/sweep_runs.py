@@ -19,9 +19,11 @@ from typing import Any, Literal
 from embeddings.cli.configs import unfolded
 from embeddings.cli.sweep_file import Point, Sweep
 from embeddings.common import PreemptedError
+from embeddings.common.errors import CHECKOUT, program
 from embeddings.common.io import read_metrics, write_json
 
-MAIN = Path(__file__).parents[2] / "main.py"
+# What Python runs for the command line. An installed package is not looked for in the current folder first.
+COMMAND = ["-P", "-m", "embeddings"] if CHECKOUT is None else [str(CHECKOUT / "main.py")]
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
 # The arguments by which callbacks and loggers are told where to write.
 PLACES = ("output", "dirpath", "save_dir")
@@ -62,7 +64,7 @@ class Run:
 
     def line(self) -> str:
         """The line as a person would type it."""
-        return shlex.join(["python", "main.py", *self.words])
+        return f"{program()} {shlex.join(self.words)}"
 
 
 def runs_of(sweep: Sweep, output: Path) -> list[Run]:
@@ -149,7 +151,7 @@ def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
     words = [*run.words, *(["--ckpt_path", checkpoint] if checkpoint else [])]
     if checkpoint:
         print(f"resumed from {checkpoint}", flush=True)
-    code = forwarder.run([sys.executable, str(MAIN), *words], [] if lock is None else [lock])
+    code = forwarder.run([sys.executable, *COMMAND, *words], [] if lock is None else [lock])
     if code == 0 and lock is not None:
         fields = {
             "point": run.point,

@@ -376,7 +376,7 @@ def _checked(path: Path, read: Callable[[BufferedReader, Path], PackedContent]) 
                 what = str(error)
             elif file.read(4) in _PICKLES:
                 what = "is a pickle, which could run code when it is read"
-            raise InputError(str(path), what, "give a complete .ckpt file that `main.py fit` wrote") from error
+            raise InputError(str(path), what, "give a complete .ckpt file that `fit` wrote") from error
 
 
 def _peek(file: BufferedReader, path: Path) -> PackedContent:

@@ -6,8 +6,25 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+PACKAGE = Path(__file__).resolve().parents[1]
+DISTRIBUTION = "embedding-zoo"
+# The folder of the repository that this code runs from; None in an installed package, which holds the configs itself.
+CHECKOUT = None if (PACKAGE / "lightning_configs").is_dir() else PACKAGE.parent
+
+
+def program() -> str:
+    """How the command line is called here, for lines that a person copies."""
+    is_command = CHECKOUT is None or Path(sys.argv[0]).name == "embeddings"
+    return "embeddings" if is_command else "python main.py"
+
+
+def pip_install(extra: str) -> str:
+    """The line that installs an extra of this library."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'" if CHECKOUT is None else f"pip install -e '.[{extra}]'"
 
 
 class UserError(ValueError):
@@ -60,7 +77,7 @@ class MissingExtraError(UserError):
     """
 
     def __init__(self, library: str, extra: str) -> None:
-        super().__init__(f"{library} is not installed; run: pip install -e '.[{extra}]'")
+        super().__init__(f"{library} is not installed; run: {pip_install(extra)}")
 
 
 class NumericError(RuntimeError):

@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
 
+from embeddings import __version__
 from embeddings.common.errors import InputError, shown
 
 _MAKE_AGAIN = "make the output again"
-VERSIONED_PACKAGES = ("embeddings", "torch", "transformers", "tokenizers", "lightning", "datasets", "peft", "numpy")
+VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "lightning", "datasets", "peft", "numpy")
 
 
 # Told what a writer does next, by a word.
@@ -202,7 +203,7 @@ def text_hash(text: str) -> int:
 
 def package_versions() -> dict[str, str]:
     """The versions of Python and of the packages that decide a job's output."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "embeddings": __version__}
     for name in VERSIONED_PACKAGES:
         try:
             found[name] = version(name)

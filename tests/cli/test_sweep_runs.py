@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import date
+from pathlib import Path
 
 import pytest
 
@@ -168,8 +169,8 @@ def test_a_run_is_done_once_its_process_says_so(tmp_path):
     folder = point.folder
     assert (point.status, point.record()) == ("missing", None)
     assert train(point, 3, Fake()) == 137
-    assert lines[0] == ([sys.executable, str(sweep_runs.MAIN), *point.words], [3])
-    assert sweep_runs.MAIN.is_file()
+    assert lines[0] == ([sys.executable, *sweep_runs.COMMAND, *point.words], [3])
+    assert Path(sweep_runs.COMMAND[-1]).is_file()
     assert point.status == "unfinished"
     assert train(point, None, Fake()) == 0
     assert point.status == "unfinished"

@@ -75,7 +75,7 @@ time.sleep(0.2)
 
 def test_a_signal_at_a_runs_last_step_ends_the_sweep_before_the_next(sweep_file, tmp_path, monkeypatch, capsys):
     (tmp_path / "main.py").write_text(LAST_STEP)
-    monkeypatch.setattr(sweep_runs, "MAIN", tmp_path / "main.py")
+    monkeypatch.setattr(sweep_runs, "COMMAND", [str(tmp_path / "main.py")])
     monkeypatch.setattr("embeddings.cli.sweep.check_runs", lambda *_: None)
     file = sweep_file({"a": [1, 2]})
     assert main(["sweep", file]) == 75

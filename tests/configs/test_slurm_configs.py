@@ -28,9 +28,16 @@ def test_a_job_trains_on_all_its_tasks_in_its_own_folder_and_goes_on_there(tmp_p
     code, given, _ = run(tmp_path, "train.sbatch", ["--recipe", "mgh_h100x1"], JOB, code=75)
     assert code == 75
     assert given == (
-        "--kill-on-bad-exit=1 python main.py fit --recipe mgh_h100x1 --trainer.num_nodes 2 --trainer.devices 8 "
+        "--kill-on-bad-exit=1 embeddings fit --recipe mgh_h100x1 --trainer.num_nodes 2 --trainer.devices 8 "
         "--trainer.default_root_dir checkpoints/runs/91 --ckpt_path auto"
     )
+
+
+@pytest.mark.parametrize(("name", "words"), [("train.sbatch", ["--recipe", "a"]), ("array.sbatch", ["rates.yaml"])])
+def test_in_a_checkout_its_own_command_line_runs(name: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "main.py").touch()
+    _, given, _ = run(tmp_path, name, words, TASK | {"SLURM_ARRAY_TASK_ID": "0"})
+    assert given.startswith("--kill-on-bad-exit=1 python main.py ")
 
 
 def test_a_task_of_an_array_trains_its_line_in_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -39,14 +46,14 @@ def test_a_task_of_an_array_trains_its_line_in_a_folder_of_its_own(tmp_path: Pat
     code, given, _ = run(tmp_path, "array.sbatch", words, TASK | {"SLURM_ARRAY_TASK_ID": "2"})
     assert code == 0
     assert given == (
-        "--kill-on-bad-exit=1 python main.py fit --recipe second --seed_everything 1 --trainer.max_steps 9 "
+        "--kill-on-bad-exit=1 embeddings fit --recipe second --seed_everything 1 --trainer.max_steps 9 "
         "--trainer.num_nodes 1 --trainer.devices 1 --trainer.default_root_dir checkpoints/runs/90_2 --ckpt_path auto"
     )
 
 
 def test_a_task_of_an_array_trains_its_point_of_a_sweep(tmp_path: Path) -> None:
     code, given, _ = run(tmp_path, "array.sbatch", ["rates.yaml"], TASK | {"SLURM_ARRAY_TASK_ID": "0"}, code=143)
-    assert (code, given) == (143, "--kill-on-bad-exit=1 python main.py sweep rates.yaml --index 0")
+    assert (code, given) == (143, "--kill-on-bad-exit=1 embeddings sweep rates.yaml --index 0")
 
 
 def test_a_task_without_a_line_is_refused_and_trains_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,8 @@
+"""The packages: `lightning_configs/` becomes a folder of the package, which setup.cfg cannot say beside `find:`."""
+
+from setuptools import find_packages, setup
+
+setup(
+    packages=[*find_packages(include=["embeddings*"]), "embeddings.lightning_configs"],
+    package_dir={"embeddings.lightning_configs": "lightning_configs"},
+)
