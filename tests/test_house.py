@@ -58,8 +58,8 @@ CONFINED = {
 }
 # Modules whose distribution has another name.
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "pyyaml", "faiss": "faiss-cpu", "Stemmer": "pystemmer"}
-# What torch brings where it has CUDA.
-BROUGHT_BY_TORCH = {"triton"}
+# What torch brings where it has CUDA, and what no environment with our torch can hold (see setup.cfg).
+NOT_REQUIRED = {"triton", "megablocks"}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -98,7 +98,7 @@ def test_what_is_imported_is_what_is_required():
     sources = list((ROOT / "embeddings").rglob("*.py"))
     assert len(sources) > 100
     found = {name.partition(".")[0] for path in sources for name in imported(ast.parse(path.read_text("utf-8")))}
-    found -= {*sys.stdlib_module_names, "embeddings", *BROUGHT_BY_TORCH}
+    found -= {*sys.stdlib_module_names, "embeddings", *NOT_REQUIRED}
     distributions = {DISTRIBUTIONS.get(name, name).lower() for name in found}
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")

@@ -14,7 +14,6 @@ from embeddings.cli.configs import (
     expand_recipe,
     located,
     parse_yaml,
-    read_config,
     read_recipes,
     read_yaml,
 )
@@ -126,7 +125,7 @@ def test_the_librarys_configs_are_found_from_any_folder_and_a_file_that_is_here_
     name = "lightning_configs/base.yaml"
     assert Path(located(name)) == CONFIGS / "base.yaml"
     assert located(f"./{name}") == located(name)
-    assert read_config(name) == yaml.safe_load((CONFIGS / "base.yaml").read_text())
+    assert configs_of(name) == [(located(name), yaml.safe_load((CONFIGS / "base.yaml").read_text()))]
     assert len(read_recipes()) > 20
     for other in ("base.yaml", "lightning_configs/none.yaml", str(CONFIGS / "base.yaml"), "trainer: {max_steps: 1}"):
         assert located(other) == other

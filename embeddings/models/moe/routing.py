@@ -1,5 +1,6 @@
 """The experts of a model during a run: the back end that computes them, what the routing adds up to, its metrics."""
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import OptionError
-from embeddings.common.errors import require
 from embeddings.models.lora import plain_backbone
 from embeddings.models.moe.experts import (
     Backend,
@@ -134,8 +134,7 @@ def set_expert_backend(model: nn.Module, name: BackendName) -> None:
             reference; `megablocks`, the same order as `grouped_mm` with that library's product, only bfloat16 on CUDA.
 
     Raises:
-        OptionError: If there is no such back end.
-        MissingExtraError: If megablocks is asked for and not installed.
+        OptionError: If there is no such back end, or megablocks is asked for and not installed.
     """
     backend = _backend(name)
     for module in model.modules():
@@ -153,6 +152,9 @@ def _backend(name: str) -> Backend:
     raise OptionError("expert_backend", name, "must be grouped_mm, loop or megablocks", "leave it out for grouped_mm")
 
 
+_MEGABLOCKS_PIN = "its newest release, 0.10.0, requires torch<2.7.1, and this library torch>=2.11"
+
+
 class MegablocksExperts:
     """The experts' sum with the grouped product of megablocks (its `gg` extra, CUTLASS), bfloat16 on CUDA.
 
@@ -160,12 +162,15 @@ class MegablocksExperts:
     torch older than this library's oldest.
 
     Raises:
-        MissingExtraError: If megablocks is not installed.
-        OptionError: If it was built without its grouped product.
+        OptionError: If megablocks is not installed, or was built without its CUDA extension or its grouped product.
     """
 
     def __init__(self) -> None:
-        util = require("megablocks.grouped_gemm_util", "megablocks")
+        try:
+            util = importlib.import_module("megablocks.grouped_gemm_util")
+        except ModuleNotFoundError as error:
+            rule = f"must be grouped_mm or loop here ({error}: {_MEGABLOCKS_PIN})"
+            raise OptionError("expert_backend", "megablocks", rule, "leave it out for grouped_mm") from error
         if not util.grouped_gemm_is_available():
             raise OptionError("expert_backend", "megablocks", "lacks its grouped product", "install grouped_gemm too")
         self._gmm: Any = util.ops.gmm
