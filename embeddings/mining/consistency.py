@@ -51,11 +51,7 @@ class Segments:
     """
 
     def __init__(
-        self,
-        row_N: npt.NDArray[np.uint32],
-        segment_size: int,
-        seed: int,
-        group_N: npt.NDArray[np.uint16] | None = None,
+        self, row_N: npt.NDArray[np.uint32], segment_size: int, seed: int, group_N: npt.NDArray[np.uint16] | None = None
     ) -> None:
         self.row_N, self._seed = row_N, seed
         parts = [row_N]

@@ -273,12 +273,7 @@ def _require_documents(index: PairIndex, rules: NegativeRules, name: str) -> Non
 
 
 def _encode(
-    teachers: Teachers,
-    source: CachedSource,
-    index: PairIndex,
-    folder: Path,
-    shard_size: int,
-    task: ArrayTask | None,
+    teachers: Teachers, source: CachedSource, index: PairIndex, folder: Path, shard_size: int, task: ArrayTask | None
 ) -> list[PairVectors]:
     """The vectors by each teacher: in `folder` itself by a single one, else each in a folder of its own."""
     return [

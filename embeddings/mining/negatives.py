@@ -233,12 +233,7 @@ def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: Negati
 
 
 def take(
-    found: Remaining,
-    left_QC: Mask,
-    count: int,
-    number_Q: Int64s,
-    rules: NegativeRules,
-    later_QC: Mask | None = None,
+    found: Remaining, left_QC: Mask, count: int, number_Q: Int64s, rules: NegativeRules, later_QC: Mask | None = None
 ) -> tuple[Int64s, Floats]:
     """Some candidates of each query, the hardest or a draw as the rules say, in the order of their scores.
 

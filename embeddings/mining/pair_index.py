@@ -185,10 +185,7 @@ def index_pairs(
                 shutil.copyfileobj(body_file, file)
             bodies.unlink()
         num_documents = _write_documents(stage, hashes, sizes, num_texts)
-        write_manifest(
-            stage,
-            {**key, "num_queries": len(source.table), "num_documents": num_documents},
-        )
+        write_manifest(stage, {**key, "num_queries": len(source.table), "num_documents": num_documents})
     return PairIndex(target, source)
 
 

@@ -445,13 +445,7 @@ class IvfSearch:
         return in_order(query_QD, found.index_QK, self.documents, top_k)
 
     def _tile_top_k(
-        self,
-        query_QD: Floats,
-        probes: tuple[Floats, Rows],
-        chunk: slice,
-        first_row: int,
-        tile_TD: Floats,
-        top_k: int,
+        self, query_QD: Floats, probes: tuple[Floats, Rows], chunk: slice, first_row: int, tile_TD: Floats, top_k: int
     ) -> tuple[Floats, Rows]:
         faiss, list_T = self._faiss, self._lists_of(first_row, len(tile_TD))
         index = new_lists(self._quantizer, len(self.centroid_CD))

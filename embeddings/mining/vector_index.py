@@ -9,13 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from embeddings.common.errors import InputError
-from embeddings.common.io import (
-    atomic_path,
-    check_disk_space,
-    check_file_manifest,
-    check_manifest,
-    write_file_manifest,
-)
+from embeddings.common.io import atomic_path, check_disk_space, check_file_manifest, check_manifest, write_file_manifest
 from embeddings.common.jobs import progress_bar
 from embeddings.inference.search import TopK, require_top_k, search_top_k
 from embeddings.inference.vector_folder import VectorFolder

@@ -34,10 +34,7 @@ _RETRIEVAL = {
 _CLASSIFICATION = {"num_words": _TEXT_WORDS, "difficulty": _DIFFICULTIES, "clarity": _CLARITIES}
 _LONG_LONG = {"num_words": _DOCUMENT_WORDS, "difficulty": _DIFFICULTIES, "clarity": _CLARITIES}
 _SHORT_SHORT = {"query_length": _QUERY_LENGTHS, "difficulty": _DIFFICULTIES, "clarity": _CLARITIES}
-_SIMILARITY = {
-    "unit": ("phrase", "sentence", "passage"),
-    "difficulty": ("elementary school", "high school", "college"),
-}
+_SIMILARITY = {"unit": ("phrase", "sentence", "passage"), "difficulty": ("elementary school", "high school", "college")}
 
 
 @dataclass(frozen=True)

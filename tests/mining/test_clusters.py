@@ -186,10 +186,7 @@ clusters.cluster_pairs(features, source, output, settings)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [("kmeans_run", 1), ("nearest_centroids", 2), ("num_duplicates", 0)],
-)
+@pytest.mark.parametrize(("name", "count"), [("kmeans_run", 1), ("nearest_centroids", 2), ("num_duplicates", 0)])
 def test_a_process_killed_anywhere_is_gone_on_from_with_the_same_bytes(name, count, source, tmp_path):
     vectors = made_vectors(tmp_path / "vectors", source)
     _note_rows(tmp_path / "vectors", vectors)

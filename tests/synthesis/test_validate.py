@@ -146,8 +146,7 @@ def test_a_query_of_five_words_must_not_stand_in_a_document(query, document, lea
 
 
 @pytest.mark.parametrize(
-    ("text", "leaks"),
-    [("What a Joy, this day!", True), ("She felt a sudden warmth.", False), ("A joyful day.", False)],
+    ("text", "leaks"), [("What a Joy, this day!", True), ("She felt a sudden warmth.", False), ("A joyful day.", False)]
 )
 def test_a_label_must_not_stand_in_its_text(text, leaks):
     value = {"input_text": text, "label": "joy", "misleading_labels": graded(["relief", "pride", "calm", "anger"])}
