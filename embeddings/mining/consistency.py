@@ -123,7 +123,7 @@ def rank_pairs(
             the same query elsewhere.
     """
     require_segment_size(segment_size)
-    num_rows = vectors.num_queries
+    num_rows = vectors.index.num_queries
     is_considered_N = np.ones(num_rows, dtype=np.bool_) if is_considered_N is None else is_considered_N
     row_N = np.flatnonzero(is_considered_N).astype(np.uint32)
     group_n = None if group_N is None else group_N[row_N]
@@ -150,7 +150,7 @@ def _manifest_fields(
             check_manifest(shards.folder, {})["prompt_name"]
             for shards in (vectors.query_shards, vectors.document_shards)
         ],
-        "num_rows": vectors.num_queries,
+        "num_rows": vectors.index.num_queries,
         "rows_sha256": hashlib.sha256(segments.row_N.tobytes()).hexdigest(),
         "groups_sha256": None if group_n is None else hashlib.sha256(group_n.tobytes()).hexdigest(),
     }
@@ -180,9 +180,10 @@ def segment_ranks(vectors: PairVectors, row_N: _Int64s, device: torch.device) ->
     Raises:
         InputError: If a shard is damaged, or a vector is zero, not finite or not of unit length.
     """
-    start_N, stop_N = vectors.positive_offsets[row_N], vectors.positive_offsets[row_N + 1]
-    entry_E = np.concatenate([np.arange(start, stop) for start, stop in zip(start_N, stop_N, strict=True)])
-    document_M, column_E = np.unique(vectors.positive_rows[entry_E], return_inverse=True)
+    index = vectors.index
+    start_N, stop_N = index.positive_offsets[row_N], index.positive_offsets[row_N + 1]
+    entry_E = concatenated_ranges(start_N, stop_N)
+    document_M, column_E = np.unique(index.positive_rows[entry_E], return_inverse=True)
     owner_E = np.repeat(np.arange(len(row_N)), stop_N - start_N)
     query_ND = torch.from_numpy(vectors.query_shards.take(row_N))
     own_N = torch.full((len(row_N),), -torch.inf)
@@ -196,7 +197,7 @@ def segment_ranks(vectors: PairVectors, row_N: _Int64s, device: torch.device) ->
             column_e = torch.from_numpy(column_E[part : min(part + _QUERY_TILE, last)] - start)
             score_e = (query_ND[owner_e] * tile_TD[column_e]).sum(dim=1)
             own_N.scatter_reduce_(0, owner_e, score_e, "amax")
-    known = _KnownColumns(vectors.index, row_N, document_M)
+    known = _KnownColumns(index, row_N, document_M)
     count_N = torch.zeros(len(row_N), dtype=torch.int32)
     for first, tile_TD in _tiles(vectors.document_shards, document_M):
         tile_DT = tile_TD.to(device).T

@@ -28,15 +28,17 @@ _BLOCK = 8192
 class PairFeatures(ABC):
     """A unit vector of each row of a source of pairs, computed when it is asked for.
 
-    What has to be learned of the rows first (axes, term weights) is computed by one process and handed to the others
-    as arrays: two machines would not come to the same bits.
+    What is learned of the rows (axes, term weights) is computed by one process and handed to the others as arrays: two
+    machines would not come to the same bits.
 
     Attributes:
         num_rows: Rows of the source.
+        embedding_dim: Width of a feature.
         fields: What decides the features, for manifests.
     """
 
     num_rows: int
+    embedding_dim: int
     fields: dict[str, Any]
 
     @abstractmethod
@@ -46,11 +48,6 @@ class PairFeatures(ABC):
     @abstractmethod
     def use(self, learned: dict[str, NDArray[Any]]) -> None:
         """Take what `fit` learned; before that no row can be asked for."""
-
-    @property
-    @abstractmethod
-    def embedding_dim(self) -> int:
-        """Width of a feature."""
 
     @abstractmethod
     def rows(self, rows: Int64s, swapped: bool = False) -> Vectors:
@@ -66,16 +63,15 @@ class PairFeatures(ABC):
 
 
 class VectorFeatures(PairFeatures):
-    """A surrogate's vectors [q; d] or [d; q], reduced to their principal axes where that is wanted.
+    """A surrogate's vectors [q; d] or [d; q], d the row's first positive, reduced to principal axes where wanted.
 
-    A row with several positives goes by its first. The axes are those of the second moments of both orders, without
-    centring, so that a query and a document in each other's place come to the same axes.
+    The axes are those of the second moments of both orders, without centring, so that they are the same for both.
 
     Args:
         vectors: The surrogate's unit vectors.
         svd_dim: Width to reduce to, or None.
         seed: Decides which rows the axes are computed of, where there are more than 131,072.
-        row_name: What a message calls a row, such as its file and line; None for its number.
+        row_name: What a message calls a row, such as its file and line.
 
     Precision: second moments in float64; products with the axes in float32.
     Raises:
@@ -85,25 +81,20 @@ class VectorFeatures(PairFeatures):
     """
 
     def __init__(
-        self, vectors: PairVectors, svd_dim: int | None = None, seed: int = 0, row_name: RowName | None = None
+        self, vectors: PairVectors, svd_dim: int | None = None, seed: int = 0, row_name: RowName = "row {}".format
     ) -> None:
-        check_svd_dim(svd_dim, vectors.embedding_dim)
-        self._row_name = row_name
-        self._vectors, self._svd_dim, self._seed = vectors, svd_dim, seed
+        width = vectors.query_shards.embedding_dim
+        check_svd_dim(svd_dim, width)
+        self._vectors, self._svd_dim, self._seed, self._row_name = vectors, svd_dim, seed, row_name
         self._axes: Vectors | None = None
-        self.num_rows = vectors.num_queries
+        self.num_rows, self.embedding_dim = vectors.index.num_queries, svd_dim or 2 * width
         self.fields = {"features": "vectors", "svd_dim": svd_dim, **_vector_fields(vectors)}
-
-    @property
-    def embedding_dim(self) -> int:
-        """Width of a feature."""
-        return self._svd_dim or 2 * self._vectors.embedding_dim
 
     def fit(self) -> dict[str, NDArray[Any]]:
         """The principal axes, (2D, svd_dim), where the features are reduced."""
         if self._svd_dim is None:
             return {}
-        width = 2 * self._vectors.embedding_dim
+        width = 2 * self._vectors.query_shards.embedding_dim
         moments = np.zeros((width, width))
         rows = sample_rows(self.num_rows, MAX_FITTED_ROWS, derive_seed(self._seed, "axes"))
         for start in range(0, len(rows), _BLOCK):
@@ -126,8 +117,8 @@ class VectorFeatures(PairFeatures):
         return unit_features(vectors @ self._axes, rows, self._row_name)
 
     def _concatenated(self, rows: Int64s, swapped: bool) -> Vectors:
-        vectors = self._vectors
-        documents = np.asarray(vectors.positive_rows[vectors.positive_offsets[rows]], dtype=np.int64)
+        vectors, index = self._vectors, self._vectors.index
+        documents = np.asarray(index.positive_rows[index.positive_offsets[rows]], dtype=np.int64)
         sides = [vectors.query_shards.take(rows), vectors.document_shards.take(documents)]
         return unit_features(np.concatenate(sides[::-1] if swapped else sides, axis=1), rows, self._row_name)
 
@@ -143,13 +134,8 @@ def check_svd_dim(svd_dim: int | None, embedding_dim: int) -> None:
         raise OptionError("svd_dim", svd_dim, rule, "128 is usual")
 
 
-def unit_features(vectors: Vectors, rows: Int64s, row_name: RowName | None = None) -> Vectors:
-    """The vectors at unit length.
-
-    Args:
-        vectors: (n, d) float32.
-        rows: The source's row of each, for the message.
-        row_name: What the message calls a row; None for its number.
+def unit_features(vectors: Vectors, rows: Int64s, row_name: RowName = "row {}".format) -> Vectors:
+    """The vectors of some rows of the source at unit length, (n, d) float32.
 
     Raises:
         InputError: If a vector is zero, NaN or infinite; the message names its row.
@@ -157,10 +143,8 @@ def unit_features(vectors: Vectors, rows: Int64s, row_name: RowName | None = Non
     length_N1 = np.linalg.norm(vectors, axis=1, keepdims=True)
     bad = np.flatnonzero(~(np.isfinite(length_N1[:, 0]) & (length_N1[:, 0] > 0)))
     if len(bad):
-        kind = "zero" if length_N1[bad[0], 0] == 0 else "not finite"
-        row = int(rows[bad[0]])
-        where = f"row {row}" if row_name is None else row_name(row)
-        raise InputError(where, f"what it is clustered by is {kind}", "check its texts and the model")
+        what = f"what it is clustered by is {'zero' if length_N1[bad[0], 0] == 0 else 'not finite'}"
+        raise InputError(row_name(int(rows[bad[0]])), what, "check its texts and the model")
     return np.asarray(vectors / length_N1, dtype=np.float32)
 
 
@@ -173,11 +157,10 @@ def sample_rows(num_rows: int, most: int, seed: int) -> Int64s:
 
 def _vector_fields(vectors: PairVectors) -> dict[str, Any]:
     """Which model made the vectors, and how: what its own manifests say."""
-    found: dict[str, Any] = {}
-    for role, shards in (("query", vectors.query_shards), ("document", vectors.document_shards)):
-        fields = check_manifest(shards.folder, {})
-        found |= {f"{role}_{name}": fields[name] for name in ("model_sha256", "precision", "prompt_name")}
-    return found
+    sides = {"query": check_manifest(vectors.query_shards.folder, {})}
+    sides["document"] = check_manifest(vectors.document_shards.folder, {})
+    names = ("model_sha256", "precision", "prompt_name")
+    return {f"{role}_{name}": fields[name] for role, fields in sides.items() for name in names}
 
 
 DEFAULT_DIM = 128
@@ -190,14 +173,14 @@ class Bm25Features(PairFeatures):
     """Query and document of each row by their words: BM25 weights, a truncated SVD, unit length, side by side.
 
     A text t has the weight idf(w)·f·(k1 + 1) / (f + k1·(1 - b + b·|t| / mean length)) for a word w that it holds f
-    times; words are hashed to 2^18 columns, so no vocabulary grows with the rows. Weights and axes are learned of both
-    sides of at most 131,072 rows. A text without a known word is zero; a row of two such texts has no direction.
+    times; words are hashed to 2^18 columns. Weights and axes are learned of both sides of at most 131,072 rows. A text
+    without a known word is zero; a row of two such texts has no direction.
 
     Args:
         source: A converted source of pairs.
         svd_dim: Width that each text is reduced to; the features are twice as wide. None: 128, or what the rows allow.
         seed: Decides which rows are learned of, and the SVD's random start.
-        row_name: What a message calls a row, such as its file and line; None for its number.
+        row_name: What a message calls a row, such as its file and line.
 
     Precision: weights and SVD in float64, projections in float32.
     Raises:
@@ -209,7 +192,7 @@ class Bm25Features(PairFeatures):
     """
 
     def __init__(
-        self, source: CachedSource, svd_dim: int | None = None, seed: int = 0, row_name: RowName | None = None
+        self, source: CachedSource, svd_dim: int | None = None, seed: int = 0, row_name: RowName = "row {}".format
     ) -> None:
         if source.classes is not None:
             raise InputError(str(source.folder), "the source holds labelled texts, no pairs", "use conversion: pairs")
@@ -219,13 +202,9 @@ class Bm25Features(PairFeatures):
         if svd_dim is not None and not 1 <= svd_dim <= most:
             raise OptionError("svd_dim", svd_dim, f"must lie in 1 … {most}, the number of texts", "128 is usual")
         self._dim = svd_dim or min(DEFAULT_DIM, most)
+        self.embedding_dim = 2 * self._dim
         self._learned: dict[str, NDArray[Any]] = {}
         self.fields = {"features": "bm25", "svd_dim": self._dim}
-
-    @property
-    def embedding_dim(self) -> int:
-        """Width of a feature."""
-        return 2 * self._dim
 
     def fit(self) -> dict[str, NDArray[Any]]:
         """The terms that occur, (t,); their weights, (t,); the texts' mean length, (); the axes, (t, svd_dim)."""
@@ -237,8 +216,7 @@ class Bm25Features(PairFeatures):
         frequency = np.bincount(counts.indices, minlength=_NUM_HASHES)
         terms = np.flatnonzero(frequency)
         if not len(terms):
-            where = "row 0" if self._row_name is None else self._row_name(0)
-            raise InputError(where, "neither it nor any other row holds a word", "use --features vectors")
+            raise InputError(self._row_name(0), "neither it nor any other row holds a word", "use --features vectors")
         num_texts = counts.shape[0]
         learned: dict[str, NDArray[Any]] = {
             "terms": terms,

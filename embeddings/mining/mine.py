@@ -14,7 +14,14 @@ import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import atomic_path, check_manifest, file_lock, file_sha256, write_file_manifest
-from embeddings.common.jobs import ArrayTask, ShardedJob, discard_on_user_error, finished_manifest, manifest_path
+from embeddings.common.jobs import (
+    ArrayTask,
+    ShardedJob,
+    discard_on_user_error,
+    finished_manifest,
+    manifest_path,
+    require_shard_size,
+)
 from embeddings.common.process import logger
 from embeddings.common.text import PromptChoice
 from embeddings.data.records import NUM_LEVELS, Record
@@ -154,12 +161,11 @@ def mine_negatives(
 
     The file is a source again: the records' own fields with `negatives` (hardest first, and with `levels` as objects of
     `text` and `level`, level by level) in place of those they had, and `negative_scores` and `positive_scores` (means
-    over the teachers); other columns are left behind. Beside `NAME.parquet` lie `NAME.manifest.json` with the report,
-    and the folder `NAME.parquet.work` with vectors and shards, which may be deleted once the file is there.
+    over the teachers). Beside `NAME.parquet` are `NAME.manifest.json` with the report, and the folder
+    `NAME.parquet.work` with vectors and shards, which may be deleted once the file is there.
 
-    A killed run resumes at the first shard that is not whole. The tasks of an array share the shards, and the last of
-    them writes the file: all ways lead to the same bytes, but for the rounding of vectors made on another number of
-    threads (see `encode_pairs`). A finished file made from the same inputs is left as it is.
+    A killed run resumes at the first missing shard. The tasks of an array share the shards, and the last one writes the
+    file: all ways lead to the same bytes, but for the rounding of vectors (see `encode_pairs`).
 
     Args:
         config: A source of `pairs`, or of `sts`: its pairs of a high score, in both directions.
@@ -179,15 +185,14 @@ def mine_negatives(
         The report, or None where other tasks have shards to make yet.
 
     Raises:
-        InputError: If the source, the corpus or a vector cannot be used, there are too few documents, none of the
-            queries is judged that levels are to follow, or something else lies at `output`.
+        InputError: If the source, the corpus or a vector cannot be used, there are too few documents, no query is
+            judged, or something else lies at `output`.
         MissingExtraError: If faiss is not installed.
         OptionError: If an option is impossible or cannot take effect.
     """
     search = search or SearchOptions()
     load_faiss(search.gpu)
-    if shard_size < 1:
-        raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
+    require_shard_size(shard_size)
     if config.conversion not in ("pairs", "sts"):
         raise config.fault("conversion", config.conversion, "holds no records to mine for", "mine for pairs or sts")
     # Before the manifest is written, so that the default and the number itself are one job.
@@ -205,11 +210,18 @@ def mine_negatives(
     with discard_on_user_error(work, folder):
         job = ShardedJob(work, fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
         index = index_pairs(source, folder / "index", corpus)
-        _require_documents(index, rules, config.name)
+        if index.num_documents <= rules.count:
+            what = f"holds {index.num_documents} different documents, too few for {rules.count} negatives"
+            raise InputError(f"source {config.name!r}", what, "give more with --corpus, or ask for fewer")
         kind, qrels = (None, None) if levels is None else (levels.kind, levels.document_qrels(index))
         encoded = _encode(teachers, source, index, folder, shard_size, task)
-        searches = [
-            _searcher(made, work / f"ivf-{place}", search, rules.seed, task) for place, made in enumerate(encoded)
+        options: dict[str, Any] = {**asdict(search), "seed": rules.seed, "task": task}
+        exact = options.pop("index") == "exact"
+        searches: list[DocumentSearch] = [
+            ExactSearch(made.document_shards, search.gpu)
+            if exact
+            else build_ivf(made.document_shards, work / f"ivf-{place}", **options)
+            for place, made in enumerate(encoded)
         ]
         miner = ShardMiner(index, encoded, searches, rules, kind, qrels)
         job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task)
@@ -232,14 +244,15 @@ def _manifest_fields(
     shard_size: int,
 ) -> dict[str, Any]:
     """What decides the file's bytes, as JSON types."""
-    encoders = map(teachers.load, teachers.models)
+    if corpus is not None and not Path(corpus).is_file():
+        raise InputError(str(corpus), "no such file", "check the path")
     fields = {
         "kind": "mined negatives",
         "source_key": source.folder.name,
-        "corpus_sha256": None if corpus is None else _corpus_sha256(Path(corpus)),
+        "corpus_sha256": None if corpus is None else file_sha256(corpus),
         "teachers": [
             {"model_sha256": embedder_sha256(encoder), "precision": str(encoder.dtype).removeprefix("torch.")}
-            for encoder in encoders
+            for encoder in map(teachers.load, teachers.models)
         ],
         "query_prompt_name": teachers.query_prompt_name,
         "document_prompt_name": teachers.document_prompt_name,
@@ -250,26 +263,6 @@ def _manifest_fields(
         "faiss": faiss_version(),
     }
     return dict(json.loads(json.dumps(fields)))
-
-
-def _corpus_sha256(corpus: Path) -> str:
-    if not corpus.is_file():
-        raise InputError(str(corpus), "no such file", "check the path")
-    return file_sha256(corpus)
-
-
-def _require_documents(index: PairIndex, rules: NegativeRules, name: str) -> None:
-    """Check that there are documents enough.
-
-    Raises:
-        InputError: If a query's positive and the negatives asked for are more than there are.
-    """
-    if index.num_documents <= rules.count:
-        raise InputError(
-            f"source {name!r}",
-            f"holds {index.num_documents} different documents, too few for {rules.count} negatives",
-            "give more with --corpus, or ask for fewer",
-        )
 
 
 def _encode(
@@ -292,22 +285,6 @@ def _encode(
     ]
 
 
-def _searcher(
-    vectors: PairVectors, folder: Path, search: SearchOptions, seed: int, task: ArrayTask | None
-) -> DocumentSearch:
-    if search.index == "exact":
-        return ExactSearch(vectors.document_shards, search.gpu)
-    return build_ivf(
-        vectors.document_shards,
-        folder,
-        num_probes=search.num_probes,
-        num_lists=search.num_lists,
-        seed=seed,
-        gpu=search.gpu,
-        task=task,
-    )
-
-
 def _merge(
     job: ShardedJob, output: Path, records: Iterator[Record], vectors: Sequence[PairVectors], fields: dict[str, Any]
 ) -> MiningReport:
@@ -323,13 +300,12 @@ def _merge(
                 counts.update(shard_count)
                 levels.append(shard_levels)
                 writer.write_table(with_mined(list(islice(records, len(mined))), mined, graded))
+        removed = {name: count for name, count in counts.items() if name.startswith("removed ")}
         facts: dict[str, Any] = {
             "num_queries": index.num_queries,
             "num_documents": index.num_documents,
-            **{name: count for name, count in counts.items() if not name.startswith("removed ")},
-            "removed": {
-                name.removeprefix("removed "): count for name, count in counts.items() if name.startswith("removed ")
-            },
+            **{name: count for name, count in counts.items() if name not in removed},
+            "removed": {name.removeprefix("removed "): count for name, count in removed.items()},
             "by_level": report_levels(levels),
         }
         budgets = [check_manifest(made.query_shards.folder, {})["mini_batch_tokens"] for made in vectors]

@@ -26,7 +26,7 @@ from embeddings.mining.negatives import (
     draw_documents,
     mark,
 )
-from embeddings.mining.pair_index import KnownPositives, PairIndex, concatenated_ranges
+from embeddings.mining.pair_index import PairIndex, concatenated_ranges
 from embeddings.mining.pair_vectors import PairVectors
 from embeddings.mining.qrels import DocumentQrels, QueryQrels
 from embeddings.mining.search import DocumentSearch, Floats, Rows, pair_scores
@@ -90,12 +90,14 @@ class ShardMiner:
         known = self.index.known_positives(row_Q)
         judged = None if self.qrels is None else self.qrels.of_queries(hash_Q, known)
         if judged is not None:
-            known = _with_judged(known, judged)
+            group_P = np.append(known.group_P, judged.positive_group_P)
+            known = known._replace(group_P=group_P, row_P=np.append(known.row_P, judged.positive_row_P))
         most_known = int(np.bincount(known.group_P).max())
         top_k = min(self.rules.last_rank + 1 + min(most_known, MAX_OWN_TEXTS), self.index.num_documents)
         found = [search.search(query_QD, top_k) for search, query_QD in zip(self.searches, query_TQD, strict=True)]
         offsets = self.index.positive_offsets[queries.start : queries.stop + 1]
-        positive_TP = self._positive_scores(query_TQD, offsets)
+        row_P = self.index.positive_rows[offsets[0] : offsets[-1]].astype(np.int64)
+        positive_TP = self._scores(query_TQD, np.repeat(np.arange(len(row_Q)), np.diff(offsets)), row_P)
         facts = MinedQueries(
             number_Q=row_Q,
             hash_Q=hash_Q,
@@ -114,7 +116,7 @@ class ShardMiner:
                 row_QC, score_TQC = found[0].index_QK, found[0].score_QK[None]
             else:
                 row_QC = _union([top.index_QK for top in found])
-                score_TQC = self._scores(query_TQD, row_QC)
+                score_TQC = self._candidate_scores(query_TQD, row_QC)
             candidates = ScoredCandidates(row_QC, self.index.document_hashes[row_QC], score_TQC)
             negatives = choose_negatives(candidates, facts, self.rules)
         return MinedShard(
@@ -132,27 +134,20 @@ class ShardMiner:
         query_L, row_L, level_L = _of_queries(judged, facts.group_Q)
         row_QC = _union([*rows, drawn_QR, _padded(query_L, row_L, len(facts.number_Q))])
         marked = mark(row_QC, self.index.num_documents, drawn_QR, query_L, row_L, level_L)
-        return ScoredCandidates(row_QC, self.index.document_hashes[row_QC], self._scores(query_TQD, row_QC), *marked)
+        score_TQC = self._candidate_scores(query_TQD, row_QC)
+        return ScoredCandidates(row_QC, self.index.document_hashes[row_QC], score_TQC, *marked)
 
-    def _positive_scores(self, query_TQD: Sequence[Floats], offsets: Rows) -> Floats:
-        """Each teacher's scores of the records' own positives, (T, P)."""
-        row_P = self.index.positive_rows[offsets[0] : offsets[-1]].astype(np.int64)
-        query_P = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-        return np.stack(
-            [
-                pair_scores(query_QD, query_P, row_P, vectors.document_shards)
-                for vectors, query_QD in zip(self.vectors, query_TQD, strict=True)
-            ]
-        )
-
-    def _scores(self, query_TQD: Sequence[Floats], row_QC: Rows) -> Floats:
+    def _candidate_scores(self, query_TQD: Sequence[Floats], row_QC: Rows) -> Floats:
         """Each teacher's scores of all candidates, whichever teacher found them, (T, Q, C)."""
         score_TQC = np.full((len(query_TQD), *row_QC.shape), -np.inf, np.float32)
         query_P, place_P = np.nonzero(row_QC >= 0)
-        for teacher, (vectors, query_QD) in enumerate(zip(self.vectors, query_TQD, strict=True)):
-            scores = pair_scores(query_QD, query_P, row_QC[query_P, place_P], vectors.document_shards)
-            score_TQC[teacher, query_P, place_P] = scores
+        score_TQC[:, query_P, place_P] = self._scores(query_TQD, query_P, row_QC[query_P, place_P])
         return score_TQC
+
+    def _scores(self, query_TQD: Sequence[Floats], query_P: Rows, row_P: Rows) -> Floats:
+        """Each teacher's scores of pairs of a query and a document, (T, P)."""
+        sides = zip(query_TQD, self.vectors, strict=True)
+        return np.stack([pair_scores(query_QD, query_P, row_P, made.document_shards) for query_QD, made in sides])
 
 
 def _union(rows: Sequence[Rows]) -> Rows:
@@ -162,13 +157,6 @@ def _union(rows: Sequence[Rows]) -> Rows:
     return row_QC
 
 
-def _with_judged(known: KnownPositives, judged: QueryQrels) -> KnownPositives:
-    """The known positives and what was judged as relevant as these."""
-    return known._replace(
-        group_P=np.append(known.group_P, judged.positive_group_P), row_P=np.append(known.row_P, judged.positive_row_P)
-    )
-
-
 def _of_queries(judged: QueryQrels | None, group_Q: Rows) -> tuple[Rows, Rows, npt.NDArray[np.int8]]:
     """The query, document and level of each document judged less relevant, (L,) each, query after query."""
     if judged is None:
@@ -176,11 +164,8 @@ def _of_queries(judged: QueryQrels | None, group_Q: Rows) -> tuple[Rows, Rows, n
     start_Q = np.searchsorted(judged.lower_group_L, group_Q, side="left")
     stop_Q = np.searchsorted(judged.lower_group_L, group_Q, side="right")
     place_L = concatenated_ranges(start_Q, stop_Q)
-    return (
-        np.repeat(np.arange(len(group_Q)), stop_Q - start_Q),
-        judged.lower_row_L[place_L],
-        judged.lower_level_L[place_L],
-    )
+    query_L = np.repeat(np.arange(len(group_Q)), stop_Q - start_Q)
+    return query_L, judged.lower_row_L[place_L], judged.lower_level_L[place_L]
 
 
 def _padded(query_L: Rows, row_L: Rows, num_queries: int) -> Rows:
@@ -197,21 +182,13 @@ ByLevel = dict[str, dict[str, Any]]
 
 def mined_schema(graded: bool) -> pa.Schema:
     """What mining finds out about a record, in the columns of a shard's file; negatives with levels or without."""
-    return pa.schema(
-        [
-            record_schema(graded).field("negatives"),
-            ("negative_scores", pa.list_(pa.float32())),
-            ("positive_scores", pa.list_(pa.float32())),
-        ]
-    )
+    scores = [(name, pa.list_(pa.float32())) for name in ("negative_scores", "positive_scores")]
+    return pa.schema([record_schema(graded).field("negatives"), *scores])
 
 
 def output_schema(graded: bool) -> pa.Schema:
     """The columns of the file of mined records: those of a source of pairs, and the scores."""
-    schema = record_schema(graded)
-    for name in ("negative_scores", "positive_scores"):
-        schema = schema.append(mined_schema(graded).field(name))
-    return schema
+    return pa.unify_schemas([record_schema(graded), mined_schema(graded)])
 
 
 def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path: Path) -> None:
@@ -219,12 +196,9 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
     negatives = mined.negatives
     schema = mined_schema(graded=negatives.level_N is not None)
     columns: dict[str, list[Any]] = {name: [] for name in schema.names}
-    source, num_replaced = index.source, 0
-    row_QN, score_QN = negatives.row_QN, negatives.score_QN
-    offsets = (
-        index.positive_offsets[mined.queries.start : mined.queries.stop + 1]
-        - index.positive_offsets[mined.queries.start]
-    )
+    row_QN, score_QN, num_replaced = negatives.row_QN, negatives.score_QN, 0
+    offsets = index.positive_offsets[mined.queries.start : mined.queries.stop + 1]
+    offsets = offsets - offsets[0]
     for place, row in enumerate(mined.queries):
         found = row_QN[place] >= 0
         texts: list[Any] = [index.document_text(document) for document in row_QN[place][found].tolist()]
@@ -234,7 +208,7 @@ def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path:
         columns["negatives"].append(texts)
         columns["negative_scores"].append(score_QN[place][found])
         columns["positive_scores"].append(mined.positive_score_P[offsets[place] : offsets[place + 1]])
-        num_replaced += bool(source.table.negatives(row))
+        num_replaced += bool(index.source.table.negatives(row))
     count_Q = np.count_nonzero(row_QN >= 0, axis=1)
     counts = {
         "num_candidates": mined.num_candidates,

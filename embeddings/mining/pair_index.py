@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -69,9 +70,10 @@ class PairIndex:
         self.num_queries, self.num_documents = (self.fields.integer(name) for name in ("num_queries", "num_documents"))
         self.positive_offsets: Int64s = self._mapped("positive_offsets")
         self.positive_rows: npt.NDArray[Any] = self._mapped("positive_rows")
-        with_negatives = bool(self.fields.get("negatives"))
-        self.negative_offsets: Int64s | None = self._mapped("negative_offsets") if with_negatives else None
-        self.negative_rows: npt.NDArray[Any] | None = self._mapped("negative_rows") if with_negatives else None
+        self.negative_offsets: Int64s | None = None
+        self.negative_rows: npt.NDArray[Any] | None = None
+        if self.fields.get("negatives"):
+            self.negative_offsets, self.negative_rows = self._mapped("negative_offsets"), self._mapped("negative_rows")
         self.document_hashes: Int64s = self._mapped("document_hashes")
         self.query_hashes: Int64s = self._mapped("query_hashes")
         self._entries: Int64s = self._mapped("document_entries")
@@ -141,16 +143,15 @@ def index_pairs(
 ) -> PairIndex:
     """Number the documents of a source of pairs; an index that is there already is opened.
 
-    Memory does not grow with the number of texts: their 64-bit hashes are sorted a part at a time. Two different texts
-    are taken for one with a probability below n^2 / 2^65, 3 in 10,000 for 100 million texts.
+    Two different texts are taken for one with a probability below n^2 / 2^65, 3 in 10,000 for 100 million texts.
 
     Args:
         source: A converted source whose rows hold positives.
         folder: The folder to make, atomically.
-        corpus: A file of more documents (`text`, and `title` where there is one), or None. Its empty texts are left
-            out.
+        corpus: A file of more documents (`text`, and `title` where there is one), or None. Empty texts are left out.
         negatives: Whether the rows' negatives are documents too, after the positives and before the corpus.
 
+    Memory: does not grow with the number of texts, whose 64-bit hashes are sorted a part at a time.
     Raises:
         InputError: If the source's rows are no pairs, none has the negatives asked for, the corpus cannot be used, or
             the folder holds another index.
@@ -158,12 +159,11 @@ def index_pairs(
     target = Path(folder)
     if source.classes is not None:
         raise InputError(str(source.folder), "the source holds labelled texts, no pairs", "use conversion: pairs")
-    corpus_sha256 = file_sha256(corpus) if corpus is not None else None
     key = {
         "kind": "pair_index",
         "source_key": source.folder.name,
-        "corpus_sha256": corpus_sha256,
-        "negatives": True if negatives else None,
+        "corpus_sha256": None if corpus is None else file_sha256(corpus),
+        "negatives": negatives or None,
     }
     if target.exists():
         check_manifest(target, key)
@@ -190,18 +190,17 @@ def index_pairs(
 
 
 def _write_rows(table: Table, stage: Path, hashes: IO[bytes]) -> int:
-    """Write what is known of each row, and the hash of each positive; returns the number of positives.
+    """Write each row's query hash and the hash of each positive; returns the number of positives.
 
-    Rows: where their positives begin, the hash of their query, and which rows have the same query (`query_order` is the
-    rows sorted so that these are neighbours, `query_slots` where a row's neighbours begin and end there).
+    `query_order` is the rows sorted so that those of one query are neighbours, `query_slots` where a row's neighbours
+    begin and end there.
     """
     create = partial(open_memmap, mode="w+", dtype=np.int64)
     query_hashes = create(stage / "query_hashes.npy", shape=(len(table),))
     for row in range(len(table)):
         query_hashes[row] = text_hash(table.query(row))
-    order = create(stage / "query_order.npy", shape=(len(table),))
+    order, done = create(stage / "query_order.npy", shape=(len(table),)), 0
     slots = create(stage / "query_slots.npy", shape=(len(table), 2))
-    done = 0
     for row_n, slot_n2 in _slots(query_hashes):
         order[done : done + len(row_n)] = row_n
         slots[row_n] = slot_n2
@@ -215,14 +214,10 @@ def _write_texts(texts_of: Callable[[int], list[str]], num_rows: int, path: Path
     total = 0
     for start in range(0, num_rows, BLOCK):
         stop = min(start + BLOCK, num_rows)
-        counts, found = np.empty(stop - start, np.int64), []
-        for row in range(start, stop):
-            texts = texts_of(row)
-            counts[row - start] = len(texts)
-            found += [text_hash(text) for text in texts]
-        offsets[start + 1 : stop + 1] = total + np.cumsum(counts)
-        total += len(found)
-        np.array(found, np.int64).tofile(hashes)
+        found = [[text_hash(text) for text in texts_of(row)] for row in range(start, stop)]
+        offsets[start + 1 : stop + 1] = total + np.cumsum([len(own) for own in found])
+        np.fromiter(chain.from_iterable(found), np.int64).tofile(hashes)
+        total += sum(map(len, found))
     return total
 
 
@@ -246,14 +241,8 @@ def _hashed_corpus(path: Path, hashes: IO[bytes], bodies: IO[bytes]) -> Iterator
 def _write_documents(stage: Path, hashes_path: Path, sizes: dict[str, int], num_texts: int) -> int:
     """Write the document of each positive and negative, and the hash, entry and twins of each document.
 
-    Args:
-        stage: The folder to write in.
-        hashes_path: The hashes of all entries; the file is removed.
-        sizes: Number of entries by kind, `positive` first and then `negative`; the texts of the corpus come after them.
-        num_texts: Entries of these kinds and of the corpus; behind them come the bodies of the corpus's texts.
-
-    Returns:
-        The number of documents.
+    `sizes` is the number of entries by kind, `positive` first; the texts of the corpus come after them, which makes
+    `num_texts`, and behind these the corpus's bodies. The file of hashes is removed. Returns the number of documents.
     """
     total = hashes_path.stat().st_size // 8
     hash_E: Int64s = np.memmap(hashes_path, np.int64, "r", shape=(total,))
@@ -294,12 +283,8 @@ def _write_documents(stage: Path, hashes_path: Path, sizes: dict[str, int], num_
 def _write_twins(stage: Path, hash_D: Int64s, first_E: Int64s, number_E: Int64s, corpus_start: int) -> None:
     """Write which documents are one text with and without its title: those of `d` are `twin_rows[slice(*slots[d])]`.
 
-    Args:
-        stage: The index to be.
-        hash_D: Hash of each document, (D,).
-        first_E: First entry with the same hash, of the rows' texts, the corpus's and then its bodies, (E,).
-        number_E: Document of each entry that is a first one and no body, (texts,).
-        corpus_start: First entry of the corpus.
+    `first_E` is the first entry with the same hash, of the rows' texts, the corpus's and then its bodies; `number_E`
+    the document of each entry that is a first one and no body; `corpus_start` the first entry of the corpus.
     """
     num_texts, path = len(number_E), stage / "twins.bin"
     with open(path, "wb") as file:
@@ -341,17 +326,13 @@ def equal_hashes(hash_E: Int64s, part: int = PART) -> Iterator[tuple[Int64s, npt
         hash_E: Hashes, evenly spread over 64 bits, (entries,) int64.
         part: Entries sorted in memory at once, about.
 
-    Returns:
+    Yields:
         For each part its entries, (n,) int64, and whether each is the first with its hash, (n,).
     """
     bits = max(0, (len(hash_E) - 1).bit_length() - (part.bit_length() - 1))
     for bucket in range(1 << bits):
-        entry_n = np.concatenate(
-            [
-                start + np.flatnonzero(_top_bits(hash_E[start : start + BLOCK], bits) == bucket)
-                for start in range(0, len(hash_E), BLOCK)
-            ]
-        )
+        blocks = ((start, _top_bits(hash_E[start : start + BLOCK], bits)) for start in range(0, len(hash_E), BLOCK))
+        entry_n = np.concatenate([start + np.flatnonzero(top_n == bucket) for start, top_n in blocks])
         hash_n = hash_E[entry_n]
         order_n = np.argsort(hash_n, kind="stable")
         hash_n = hash_n[order_n]

@@ -3,17 +3,15 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 from numpy.lib.format import open_memmap
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import CHECKED, atomic_path, check_manifest, check_vectors, file_lock, text_hash
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, require_shard_size
 from embeddings.common.process import logger
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, choose_prompt, instruction_prompt
 from embeddings.data.store import CachedSource
@@ -40,11 +38,6 @@ class EncodedTexts:
 
     queries: Path | None = None
     documents: Path | None = None
-
-    def open(self, role: TextRole, prompt_name: PromptChoice, model: Mapping[str, Any]) -> "EncodedFolder | None":
-        """The folder of queries or of documents (see `EncodedFolder.open`)."""
-        path = self.queries if role == "query" else self.documents
-        return None if path is None else EncodedFolder.open(path, role, prompt_name, model)
 
 
 @dataclass(frozen=True)
@@ -106,36 +99,6 @@ class EncodingOptions:
 
 
 @dataclass(frozen=True)
-class FoundVectors:
-    """Which of some texts have a vector in a folder, and these vectors.
-
-    Attributes:
-        folder: The folder that `encode` wrote.
-        row_N: Row of each text's vector in it, -1 where it has none, (N,) int64, memory-mapped.
-    """
-
-    folder: VectorFolder
-    row_N: Int64s
-
-    def fill(self, vector_ND: npt.NDArray[np.float32], rows: range) -> Int64s:
-        """Fill in the vectors that are there.
-
-        Args:
-            vector_ND: The vectors of some texts, (n, D) float32, to be filled in.
-            rows: These texts, of all N.
-
-        Returns:
-            Which of the n have none, ascending, int64.
-
-        Raises:
-            InputError: If a shard is missing or damaged, or a vector is zero or not finite.
-        """
-        row_n = np.asarray(self.row_N[rows.start : rows.stop])
-        vector_ND[row_n >= 0] = self.folder.shards.take(row_n[row_n >= 0], unit=False)
-        return np.flatnonzero(row_n < 0)
-
-
-@dataclass(frozen=True)
 class EncodedFolder:
     """A folder that `encode` wrote, by the model and in the way that a job needs.
 
@@ -170,8 +133,8 @@ class EncodedFolder:
         identity = {name: fields.get(name) for name in ("corpus_sha256", "columns", "mini_batch_tokens")}
         return cls(vectors, identity)
 
-    def find(self, hash_N: Int64s, rows_path: Path) -> FoundVectors:
-        """Find texts by their hashes; what was found before is kept at `rows_path`.
+    def find(self, hash_N: Int64s, rows_path: Path) -> Int64s:
+        """The row of each text's vector in the folder, -1 where it has none, (N,) int64, memory-mapped.
 
         Args:
             hash_N: `text_hash` of each text, (N,) int64; texts may repeat.
@@ -187,7 +150,8 @@ class EncodedFolder:
                 if not rows_path.exists():
                     _write_rows(self.vectors, hash_N, rows_path)
                 lock.unlink(missing_ok=True)
-        return FoundVectors(self.vectors, load_shard(rows_path, mapped=True))
+        row_N: Int64s = load_shard(rows_path, mapped=True)
+        return row_N
 
 
 def _write_rows(folder: VectorFolder, hash_N: Int64s, rows_path: Path) -> None:
@@ -231,39 +195,6 @@ class PairVectors:
     query_shards: VectorShards
     document_shards: VectorShards
 
-    @property
-    def num_queries(self) -> int:
-        """Rows of the source."""
-        return self.index.num_queries
-
-    @property
-    def num_documents(self) -> int:
-        """Different documents."""
-        return self.index.num_documents
-
-    @property
-    def embedding_dim(self) -> int:
-        """Width of the vectors, D."""
-        return self.query_shards.embedding_dim
-
-    @property
-    def positive_offsets(self) -> npt.NDArray[np.int64]:
-        """Where each query's positives begin in `positive_rows`, (rows + 1,), memory-mapped."""
-        return self.index.positive_offsets
-
-    @property
-    def positive_rows(self) -> npt.NDArray[Any]:
-        """The documents that are positives, query after query, memory-mapped."""
-        return self.index.positive_rows
-
-    def queries(self) -> Iterator[npt.NDArray[np.float32]]:
-        """The unit vectors of the queries, shard by shard, memory-mapped, (n, D) float32."""
-        return iter(self.query_shards)
-
-    def documents(self) -> Iterator[npt.NDArray[np.float32]]:
-        """The unit vectors of the documents, shard by shard, memory-mapped, (n, D) float32."""
-        return iter(self.document_shards)
-
 
 def encode_pairs(
     encoder: "Encoder",
@@ -281,10 +212,9 @@ def encode_pairs(
 ) -> PairVectors:
     """Encode the queries and documents of a source, shard by shard; what is there already is kept.
 
-    After a kill the same call resumes at the first shard that is not whole, and ends with the same bytes. Each task of
-    an array begins with its own shards and then makes what others left: every task returns with all vectors made.
-    All take the first one's mini-batches, on however many threads: with another number, vectors may be rounded
-    differently.
+    After a kill the same call resumes at the first missing shard and ends with the same bytes. Each task of an array
+    begins with its own shards and then makes what others left. All take the first one's mini-batches; with another
+    number of threads vectors may be rounded differently.
 
     Args:
         encoder: The model.
@@ -306,21 +236,22 @@ def encode_pairs(
             prompt holds `{instruction}` and a row has none.
         OptionError: If `shard_size` is not positive, or a prompt is not the model's.
     """
-    if shard_size < 1:
-        raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
+    require_shard_size(shard_size)
     for name, value in (("corpus", corpus), ("negatives", negatives or None)):
         if index is not None and value is not None:
             raise OptionError(name, str(value), "belongs to the index, which is there already", "give one of them")
     precision = str(encoder.dtype).removeprefix("torch.")
     model = {"model_sha256": embedder_sha256(encoder), "precision": precision, "embedding_dim": encoder.embedding_dim}
     sides = []
-    for role, prompt_name in zip(_FOLDERS, (query_prompt_name, document_prompt_name), strict=True):
+    encoded, prompt_names = encoded or EncodedTexts(), (query_prompt_name, document_prompt_name)
+    for role, prompt_name, path in zip(_FOLDERS, prompt_names, (encoded.queries, encoded.documents), strict=True):
         # A prompt that the model does not have is found before anything is written.
         wants = role == "query" and _wants_instruction(prompt_name)
         encoder.encode([""], _filled(prompt_name, _longest_instruction(source)) if wants else prompt_name, role=role)
-        sides.append(_Side(role, prompt_name, (encoded or EncodedTexts()).open(role, prompt_name, model)))
+        found = None if path is None else EncodedFolder.open(path, role, prompt_name, model)
+        sides.append(_Side(role, prompt_name, found))
     index = index or index_pairs(source, Path(folder) / "index", corpus, negatives)
-    places = ((Path(folder) / side.name, side.num_rows(index)) for side in sides)
+    places = ((Path(folder) / _FOLDERS[side.role], side.num_rows(index)) for side in sides)
     made = [VectorShards(place, num_rows, encoder.embedding_dim, shard_size) for place, num_rows in places]
     budget = encoder.mini_batch_tokens
     for side, shards in zip(sides, made, strict=True):
@@ -338,17 +269,38 @@ def _encode_side(
     task: ArrayTask | None,
 ) -> int:
     """Make what is missing of a side's vectors; returns the mini-batches' tokens, those of whoever began it."""
-    fields = {**index.key, **model, **side.fields, "num_rows": shards.num_rows, "shard_size": shards.shard_size}
-    defaults = {"mini_batch_tokens": budget, "encoded": side.identity}
+    how = {"kind": f"{side.role} vectors", "prompt_name": side.prompt_name}
+    fields = {**index.key, **model, **how, "num_rows": shards.num_rows, "shard_size": shards.shard_size}
+    identity = None if side.encoded is None else side.encoded.identity
+    defaults = {"mini_batch_tokens": budget, "encoded": identity}
     job = ShardedJob(shards.folder, fields, shards.num_shards, stem="vectors", defaults=defaults)
     budget = int(job.fields["mini_batch_tokens"])
-    if not job.complete:
-        check_manifest(shards.folder, {"encoded": side.identity})
-        found = side.found(index, shards.folder)
-        make = partial(_encode_shard, encoder.with_mini_batch_tokens(budget), index, shards, side, found)
-        job.run(make, task, take_over=True)
-        # Each shard's vectors were checked as it was made, so training need not read them through.
-        job.finish(lambda: {CHECKED: True})
+    if job.complete:
+        return budget
+    check_manifest(shards.folder, {"encoded": identity})
+    encoder, found_N = encoder.with_mini_batch_tokens(budget), None
+    if side.encoded is not None:
+        hash_N = index.query_hashes if side.role == "query" else index.document_hashes
+        found_N = side.encoded.find(hash_N, shards.folder / "encoded_rows.npy")
+
+    def make(shard: int, path: Path) -> None:
+        """Write the unit vectors of one shard: those that were found, and the other texts encoded."""
+        rows = shards.rows(shard)
+        vector_ND, left_n = np.empty((len(rows), shards.embedding_dim), np.float32), np.arange(len(rows))
+        if side.encoded is not None and found_N is not None:
+            found_n = np.asarray(found_N[rows.start : rows.stop])
+            left_n = np.flatnonzero(found_n < 0)
+            vector_ND[found_n >= 0] = side.encoded.vectors.shards.take(found_n[found_n >= 0], unit=False)
+        left = [rows[place] for place in left_n.tolist()]
+        for prompt, places in side.prompts(index, left) if left else ():
+            texts = [side.text(index, left[place]) for place in places]
+            vector_ND[left_n[places]] = encoder.encode(texts, prompt, role=side.role)
+        check_vectors(vector_ND, f"{_FOLDERS[side.role]} of {index.source.folder.name}", rows.start)
+        save_vectors(path, unit_rows(vector_ND))
+
+    job.run(make, task, take_over=True)
+    # Each shard's vectors were checked as it was made, so training need not read them through.
+    job.finish(lambda: {CHECKED: True})
     return budget
 
 
@@ -361,10 +313,10 @@ def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairV
     made = []
     for role, name in _FOLDERS.items():
         fields = check_manifest(Path(folder) / name, {"kind": f"{role} vectors", **index.key, "complete": True})
-        num_rows, width, shard_size = (
-            fields.integer(field, least=1) for field in ("num_rows", "embedding_dim", "shard_size")
-        )
-        made.append(VectorShards(Path(folder) / name, num_rows, width, shard_size))
+        sizes: dict[str, Any] = {
+            field: fields.integer(field, least=1) for field in ("num_rows", "embedding_dim", "shard_size")
+        }
+        made.append(VectorShards(Path(folder) / name, **sizes))
     return PairVectors(index, *made)
 
 
@@ -375,18 +327,6 @@ class _Side:
     role: TextRole
     prompt_name: PromptChoice
     encoded: EncodedFolder | None
-
-    @property
-    def name(self) -> str:
-        return _FOLDERS[self.role]
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        return {"kind": f"{self.role} vectors", "prompt_name": self.prompt_name}
-
-    @property
-    def identity(self) -> dict[str, Any] | None:
-        return None if self.encoded is None else self.encoded.identity
 
     def num_rows(self, index: PairIndex) -> int:
         return index.num_queries if self.role == "query" else index.num_documents
@@ -404,34 +344,6 @@ class _Side:
             places.setdefault(row.instruction, []).append(place)
         for instruction, found in places.items():
             yield _filled(self.prompt_name, instruction), found
-
-    def found(self, index: PairIndex, folder: Path) -> FoundVectors | None:
-        if self.encoded is None:
-            return None
-        hash_N = index.query_hashes if self.role == "query" else index.document_hashes
-        return self.encoded.find(hash_N, folder / "encoded_rows.npy")
-
-
-def _encode_shard(
-    encoder: "Encoder",
-    index: PairIndex,
-    shards: VectorShards,
-    side: _Side,
-    found: FoundVectors | None,
-    shard: int,
-    path: Path,
-) -> None:
-    """Write the unit vectors of one shard to `path`: those that were found, and the other texts encoded."""
-    rows = shards.rows(shard)
-    vector_ND = np.empty((len(rows), shards.embedding_dim), np.float32)
-    left_n = np.arange(len(rows)) if found is None else found.fill(vector_ND, rows)
-    if len(left_n):
-        left = [rows[place] for place in left_n.tolist()]
-        for prompt, places in side.prompts(index, left):
-            texts = [side.text(index, left[place]) for place in places]
-            vector_ND[left_n[places]] = encoder.encode(texts, prompt, role=side.role)
-    check_vectors(vector_ND, f"{side.name} of {index.source.folder.name}", rows.start)
-    save_vectors(path, unit_rows(vector_ND))
 
 
 def _wants_instruction(prompt: PromptChoice) -> bool:

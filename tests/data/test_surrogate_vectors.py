@@ -57,8 +57,8 @@ def test_the_vectors_that_the_jobs_write_are_read(plain, tmp_path):
     encoder = Encoder(tiny_embedder(), precision="float32")
     written = encode_pairs(encoder, plain.cached, tmp_path / "s", shard_size=3)
     vectors = SurrogateVectors(tmp_path / "s", plain.cached.folder.name)
-    assert vectors.width == written.embedding_dim
-    queries, documents = np.concatenate(list(written.queries())), np.concatenate(list(written.documents()))
+    assert vectors.width == written.query_shards.embedding_dim
+    queries, documents = (np.concatenate(list(shards)) for shards in (written.query_shards, written.document_shards))
     for row in range(8):
         np.testing.assert_array_equal(vectors.query(row), queries[row])
         np.testing.assert_array_equal(vectors.positives(row), documents[written.index.positives(row)])

@@ -11,7 +11,7 @@ from embeddings.inference import Encoder, choose_context, encode_corpus
 from embeddings.inference.encoder import embedder_sha256
 from embeddings.mining import pair_index
 from embeddings.mining import pair_vectors as encoded_texts
-from embeddings.mining.pair_vectors import EncodedFolder, EncodedTexts
+from embeddings.mining.pair_vectors import EncodedFolder
 from tests.data.rows import write_jsonl
 from tests.inference.models import some_texts, tiny_embedder
 from tests.models.contextual_models import tiny_contextual
@@ -45,13 +45,8 @@ def test_each_text_finds_the_first_of_its_vectors(part, block, encoder, encoded,
     asked = ["nobody's", TEXTS[2], f"  {TEXTS[7]}\n", TEXTS[0], TEXTS[2], TEXTS[8]]
     folder = EncodedFolder.open(encoded.path, "document", None, model(encoder))
     found = folder.find(np.array([text_hash(text) for text in asked]), tmp_path / "rows.npy")
-    assert found.row_N.tolist() == [-1, 2, 7, 0, 2, 8]
+    assert found.tolist() == [-1, 2, 7, 0, 2, 8]
     assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
-    vectors = np.full((4, 32), 7, np.float32)
-    assert found.fill(vectors, range(4)).tolist() == [0]
-    assert (vectors[0] == 7).all()
-    np.testing.assert_array_equal(vectors[1:], np.concatenate(list(encoded.vectors()))[[2, 7, 0]])
-    assert found.fill(vectors[:2], range(3, 5)).tolist() == []
 
 
 def test_a_folder_of_other_texts_is_refused_and_leaves_nothing(encoder, encoded, tmp_path):
@@ -100,8 +95,7 @@ def test_vectors_made_in_a_context_or_not_finished_are_refused(tmp_path):
     manifest = tmp_path / "vectors" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))
     with pytest.raises(InputError, match="field 'complete' is False"):
-        EncodedTexts(documents=tmp_path / "vectors").open("document", None, model(contextual))
-    assert EncodedTexts(documents=tmp_path / "vectors").open("query", None, model(contextual)) is None
+        EncodedFolder.open(tmp_path / "vectors", "document", None, model(contextual))
 
 
 @pytest.mark.parametrize("vector_format", ["float16", "int8", "binary"])

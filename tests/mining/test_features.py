@@ -25,10 +25,8 @@ def fitted(vectors, **options):
 
 def sides(vectors):
     """Query and first positive of each row, looked up one by one."""
-    queries = np.concatenate(list(vectors.queries()))
-    documents = np.concatenate(list(vectors.documents()))
-    first = [int(vectors.positive_rows[vectors.positive_offsets[row]]) for row in range(vectors.num_queries)]
-    return queries, documents[first]
+    queries, documents = (np.concatenate(list(shards)) for shards in (vectors.query_shards, vectors.document_shards))
+    return queries, documents[[int(vectors.index.positives(row)[0]) for row in range(vectors.index.num_queries)]]
 
 
 @pytest.mark.parametrize("shard_size", [1, 16, 1000])

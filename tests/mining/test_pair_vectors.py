@@ -36,13 +36,14 @@ def unit(vectors):
 def test_vectors_are_those_of_the_texts_at_unit_length(shard_size, encoder, tmp_path):
     vectors = encode_pairs(encoder, source(tmp_path, ROWS), tmp_path / "out", shard_size=shard_size)
     documents = list(dict.fromkeys(text for row in ROWS for text in row["positive"]))
-    assert (vectors.num_queries, vectors.num_documents, vectors.embedding_dim) == (6, len(documents), 32)
+    index = vectors.index
+    assert (index.num_queries, index.num_documents, vectors.query_shards.embedding_dim) == (6, len(documents), 32)
     queries = encoder.encode([row["query"] for row in ROWS], role="query")
-    np.testing.assert_allclose(np.concatenate(list(vectors.queries())), unit(queries), atol=1e-5)
-    np.testing.assert_allclose(np.concatenate(list(vectors.documents())), unit(encoder.encode(documents)), atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(list(vectors.query_shards)), unit(queries), atol=1e-5)
+    found = np.concatenate(list(vectors.document_shards))
+    np.testing.assert_allclose(found, unit(encoder.encode(documents)), atol=1e-5)
     for row, record in enumerate(ROWS):
-        own = vectors.positive_rows[vectors.positive_offsets[row] : vectors.positive_offsets[row + 1]]
-        assert [documents[document] for document in own] == record["positive"]
+        assert [documents[document] for document in index.positives(row)] == record["positive"]
     opened = open_pair_vectors(tmp_path / "out", vectors.index)
     assert (opened.query_shards, opened.document_shards) == (vectors.query_shards, vectors.document_shards)
 
@@ -176,7 +177,7 @@ def test_texts_that_encode_has_encoded_keep_their_vectors(folders, encoder, tmp_
     monkeypatch.setattr(Encoder, "encode", lambda self, *a, **o: (seen.extend(a[0]), encode(self, *a, **o))[1])
     made = encode_pairs(encoder, pairs, tmp_path / "made", shard_size=4, encoded=folders)
     assert sorted(text for text in seen if text) == sorted([TEXTS[6], TEXTS[8], TEXTS[10]])
-    for found, expected in ((made.queries(), plain.queries()), (made.documents(), plain.documents())):
+    for found, expected in ((made.query_shards, plain.query_shards), (made.document_shards, plain.document_shards)):
         np.testing.assert_allclose(np.concatenate(list(found)), np.concatenate(list(expected)), atol=1e-6)
     last = np.load(tmp_path / "q" / "vectors-00001.npy")[1:]
     np.testing.assert_array_equal(made.query_shards.load(0)[:1], unit(last))
