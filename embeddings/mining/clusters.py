@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.jobs import ArrayTask, ShardedJob, discard_on_user_error, load_shard
+from embeddings.common.jobs import ArrayTask, ShardedJob, discard_on_user_error, load_shard, save_array, shard_rows
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed
 from embeddings.data.samplers.cluster_folder import KIND, MAX_ROWS, ClusterFolder, write_cluster_files
@@ -20,6 +20,7 @@ from embeddings.data.store import CachedSource
 from embeddings.mining.faiss_library import (
     NUM_ITERATIONS,
     NUM_RUNS,
+    KMeans,
     check_num_clusters,
     faiss_version,
     kmeans_run,
@@ -74,9 +75,8 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         if self.cluster_size is not None and self.num_clusters is not None:
-            raise OptionError(
-                "num_clusters", self.num_clusters, "takes the place of cluster_size", "give one of the two"
-            )
+            rule = "takes the place of cluster_size"
+            raise OptionError("num_clusters", self.num_clusters, rule, "give one of the two")
         if not (math.isfinite(self.memory_gib) and self.memory_gib > 0):
             raise OptionError("memory_gib", self.memory_gib, "must be a finite number > 0", "leave it out for 16")
         for name in ("cluster_size", "num_iterations", "num_runs", "max_training_rows", "num_neighbours", "shard_size"):
@@ -92,9 +92,9 @@ class ClusterSettings:
         """
         if num_rows > MAX_ROWS:
             raise OptionError("input", num_rows, f"must have at most {MAX_ROWS} rows", "cluster it in parts")
-        num_clusters = (
-            -(-num_rows // (self.cluster_size or CLUSTER_SIZE)) if self.num_clusters is None else self.num_clusters
-        )
+        num_clusters = self.num_clusters
+        if num_clusters is None:
+            num_clusters = -(-num_rows // (self.cluster_size or CLUSTER_SIZE))
         check_num_clusters(num_clusters, num_rows)
         if self.max_training_rows is not None and num_clusters > 2 * self.max_training_rows:
             rule = f"must be at least half of the {num_clusters} clusters"
@@ -144,14 +144,12 @@ def cluster_pairs(
 ) -> ClusterFolder | None:
     """Cluster the rows of a source into a folder that `ClusteredBatchSampler` reads.
 
-    k-means is trained on [q; d] and [d; q] of each row, or of a sample where not all rows fit in the memory that the
-    settings state; a row belongs to the centroid nearest to its [q; d], found shard by shard. Where
-    queries and documents lie apart, up to half of the centroids are of [d; q] alone and get no row, so that the others
-    get more than cluster_size: the manifest and a warning say how many.
+    k-means is trained on [q; d] and [d; q] of each row, or of a sample that fits in the memory; a row belongs to the
+    centroid nearest to its [q; d], found shard by shard. Where queries and documents lie apart, up to half of the
+    centroids are of [d; q] alone and get no row: the manifest and a warning say how many.
 
     A kill costs at most one run of k-means or one shard of assignments; the same call resumes there and ends with the
-    same bytes. Tasks of an array share the runs and the shards; each returns when all runs and its own shards are done,
-    and the last one finishes the folder.
+    same bytes. Tasks of an array share the runs and the shards, and the last one finishes the folder.
 
     Args:
         features: What the rows are clustered by.
@@ -164,11 +162,11 @@ def cluster_pairs(
         The clusters, or None where other tasks have shards to assign yet.
 
     Memory: `memory_gib` while k-means is trained (see `ClusterSettings.resolve_training_rows`); afterwards four times
-        the centroids and some blocks of features. The features' own vectors stay on disk.
+        the centroids and some blocks of features.
     Distributed: tasks share the folder alone.
     Raises:
         InputError: If the folder holds something else, or was made with other options; or a row has no direction, or a
-            shard of vectors is damaged. A folder that this call made is removed again.
+            shard of vectors is damaged.
         OptionError: If there are more clusters than rows, or than the memory holds, or no GPU where one is asked for.
 
     Source: Morris & Rush 2024 (CDE), arXiv:2410.02525, §4.1 (Eq. 3) and §5. Differs: k-means by cosine, as released,
@@ -204,8 +202,7 @@ def _manifest_fields(
 ) -> dict[str, Any]:
     """What decides the clusters."""
     # What comes of the settings for this source, however it was said.
-    left_out = ("cluster_size", "memory_gib")
-    chosen = {name: value for name, value in asdict(settings).items() if name not in left_out}
+    chosen = {name: value for name, value in asdict(settings).items() if name not in ("cluster_size", "memory_gib")}
     return {
         "kind": KIND,
         "source_key": source.key,
@@ -236,7 +233,7 @@ def _make(
     _train(features, fields["num_clusters"], settings, runs, task)
     if _is_finished(job):
         return
-    job.run(partial(_assign, features, _best_centroids(runs), settings), task)
+    job.run(partial(_assign, features, _best_run(runs).centroids, settings), task)
     job.finish(partial(_merge, job, runs, settings))
 
 
@@ -257,11 +254,7 @@ def _remove_parts(job: ShardedJob, work: Path) -> None:
 
 def _learn(features: PairFeatures, job: ShardedJob, task: ArrayTask | None) -> None:
     """Have one process learn what the features need, and take it from its file."""
-
-    def fit(_: int, path: Path) -> None:
-        _save(path, features.fit())
-
-    job.run(fit, task, take_over=True)
+    job.run(lambda _, path: _save(path, features.fit()), task, take_over=True)
     with load_shard(job.path(0)) as learned:
         features.use(dict(learned))
 
@@ -273,9 +266,8 @@ def _train(
     vectors = cache(lambda: _training_vectors(features, settings))
 
     def make(run: int, path: Path) -> None:
-        found = kmeans_run(
-            vectors(), num_clusters, run, settings.num_iterations, settings.seed, settings.gpu, "training row"
-        )
+        how = (settings.num_iterations, settings.seed, settings.gpu, "training row")
+        found = kmeans_run(vectors(), num_clusters, run, *how)
         _save(path, {"centroids": found.centroids, "objective": np.array(found.objective)})
 
     runs.run(make, task, take_over=True)
@@ -287,15 +279,11 @@ def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vect
     rows = sample_rows(features.num_rows, most, derive_seed(settings.seed, "training rows"))
     num_clusters = settings.resolve_num_clusters(features.num_rows)
     if len(rows) < features.num_rows:
-        a_cluster = 2 * len(rows) / num_clusters
-        few = f", fewer than {_MIN_VECTORS_PER_CLUSTER}: more memory_gib takes more of them"
-        logger.warning(
-            "k-means is trained on %d of %d rows, %.0f vectors a cluster%s",
-            len(rows),
-            features.num_rows,
-            a_cluster,
-            few if a_cluster < _MIN_VECTORS_PER_CLUSTER else "",
-        )
+        a_cluster, few = 2 * len(rows) / num_clusters, ""
+        if a_cluster < _MIN_VECTORS_PER_CLUSTER:
+            few = f", fewer than {_MIN_VECTORS_PER_CLUSTER}: more memory_gib takes more of them"
+        counts = f"{len(rows)} of {features.num_rows} rows, {a_cluster:.0f} vectors a cluster{few}"
+        logger.warning("k-means is trained on %s", counts)
     vectors = np.empty((2 * len(rows), features.embedding_dim), dtype=np.float32)
     for swapped in (False, True):
         half = vectors[len(rows) :] if swapped else vectors[: len(rows)]
@@ -304,44 +292,33 @@ def _training_vectors(features: PairFeatures, settings: ClusterSettings) -> Vect
     return vectors
 
 
-def _best_run(runs: ShardedJob) -> tuple[int, float]:
-    """The run with the largest objective, the first of equal ones, and that objective."""
-    objectives = []
-    for run in range(runs.num_shards):
-        with load_shard(runs.path(run)) as found:
-            objectives.append(float(found["objective"]))
-    best = int(np.argmax(objectives))
-    return best, objectives[best]
-
-
-def _best_centroids(runs: ShardedJob) -> Vectors:
-    with load_shard(runs.path(_best_run(runs)[0])) as found:
-        return np.asarray(found["centroids"])
+def _best_run(runs: ShardedJob) -> KMeans:
+    """The run with the largest objective, the first of equal ones."""
+    best: KMeans | None = None
+    for path in map(runs.path, range(runs.num_shards)):
+        with load_shard(path) as found:
+            if best is None or float(found["objective"]) > best.objective:
+                best = KMeans(np.asarray(found["centroids"]), float(found["objective"]))
+    assert best is not None
+    return best
 
 
 def _assign(features: PairFeatures, centroids: Vectors, settings: ClusterSettings, shard: int, path: Path) -> None:
     """Write the nearest centroid of each row of a shard, (n,) int32."""
-    first = shard * settings.shard_size
-    last = min(first + settings.shard_size, features.num_rows)
-    found = [
-        nearest_centroids(features.rows(np.arange(start, min(start + _BLOCK, last))), centroids, settings.gpu)
-        for start in range(first, last, _BLOCK)
-    ]
-    with open(path, "wb") as file:
-        np.save(file, np.concatenate(found))
+    row_N = np.array(shard_rows(shard, settings.shard_size, features.num_rows))
+    blocks = (row_N[start : start + _BLOCK] for start in range(0, len(row_N), _BLOCK))
+    save_array(path, np.concatenate([nearest_centroids(features.rows(b), centroids, settings.gpu) for b in blocks]))
 
 
 def _merge(job: ShardedJob, runs: ShardedJob, settings: ClusterSettings) -> dict[str, Any]:
     """Write the finished files; returns what they are like, for the manifest."""
-    centroids = _best_centroids(runs)
+    centroids, objective = _best_run(runs)
     assignments = [load_shard(job.path(shard), mapped=True) for shard in range(job.num_shards)]
     lists = neighbour_lists(centroids, settings.num_neighbours, settings.gpu)
     facts = write_cluster_files(job.folder, assignments, centroids, lists)
-    sizes = np.zeros(len(centroids), dtype=np.int64)
-    for assignment in assignments:
-        sizes += np.bincount(assignment, minlength=len(centroids))
+    sizes = np.sum([np.bincount(assignment, minlength=len(centroids)) for assignment in assignments], axis=0)
     found = {
-        "objective": _best_run(runs)[1],
+        "objective": objective,
         "num_empty": int((sizes == 0).sum()),
         "num_duplicates": num_duplicates(centroids),
         "largest_cluster": int(sizes.max()),
@@ -350,12 +327,8 @@ def _merge(job: ShardedJob, runs: ShardedJob, settings: ClusterSettings) -> dict
         logger.warning(
             "%s: of %d clusters %d hold no row (their centroids are of documents before queries, or of rows too alike "
             "for so many clusters) and %d centroids are copies; the others hold %.0f rows on average",
-            job.folder,
-            len(centroids),
-            found["num_empty"],
-            found["num_duplicates"],
-            sizes.sum() / (sizes > 0).sum(),
-        )
+            job.folder, len(centroids), found["num_empty"], found["num_duplicates"], sizes.sum() / (sizes > 0).sum(),
+        )  # fmt: skip
     return {**facts, **found}
 
 

@@ -37,8 +37,7 @@ class Segments:
     """The records to be compared with each other, in segments of nearly one size, none of which holds two groups.
 
     A segment holds what a keyed permutation of a group's records puts side by side, so that neighbours in the file,
-    which are often of one page or one user, hardly ever share one: rivals are random, and as hard as the segment is
-    large.
+    which are often of one page or one user, hardly ever share one.
 
     Determinism: (row_N, segment_size, seed, group_N) → the members of each segment, found without those of the others.
 
@@ -46,8 +45,7 @@ class Segments:
         row_N: Rows of the source to compare, in order, (n,).
         segment_size: Maximum records of a segment. The segments of a group are as equal as can be.
         seed: Key of the permutations.
-        group_N: The group of each, (n,) uint16, such as its language; None for one group. A small group makes one small
-            segment, with few rivals.
+        group_N: The group of each, (n,) uint16, such as its language; None for one group.
     """
 
     def __init__(
@@ -91,16 +89,15 @@ def rank_pairs(
     """For each pair, how many documents of its segment lie nearer to its query than its own document does.
 
     A pair is consistent at `top_k` where this number is below `top_k`: ties count in its favour. The documents of a
-    segment are the different positives of its records, so that the same text under another query is no rival; nor is
-    what any record of the source names as a positive of the same query text. Of a record with several positives the
-    nearest counts. All documents are compared, none is approximated. The segments are the job's shards.
+    segment are the different positives of its records; what any record of the source names as a positive of the same
+    query text is no rival. Of a record with several positives the nearest counts. All documents are compared, none is
+    approximated. The segments are the job's shards.
 
     Args:
         vectors: Unit vectors of the source's queries and documents.
         folder: The folder to work in.
         is_considered_N: Which records take part, (rows,); None for all. The others are nobody's rivals.
-        group_N: The group of each record, (rows,), such as its language: only records of one group share a segment.
-            None for one group.
+        group_N: The group of each record, (rows,): only records of one group share a segment. None for one group.
         segment_size: Maximum records of a segment.
         seed: Seed of what records share a segment (`Segments`).
         device: Where vectors are multiplied.
@@ -140,16 +137,13 @@ def _manifest_fields(
     vectors: PairVectors, segments: Segments, group_n: npt.NDArray[np.uint16] | None
 ) -> dict[str, Any]:
     """What decides the ranks, but for how segments are drawn; `group_n` is the group of each record that takes part."""
-    made = check_manifest(vectors.document_shards.folder, {})
+    sides = [check_manifest(shards.folder, {}) for shards in (vectors.query_shards, vectors.document_shards)]
     return {
         "kind": "consistency",
         **vectors.index.key,
-        "model_sha256": made["model_sha256"],
-        "precision": made["precision"],
-        "prompt_names": [
-            check_manifest(shards.folder, {})["prompt_name"]
-            for shards in (vectors.query_shards, vectors.document_shards)
-        ],
+        "model_sha256": sides[1]["model_sha256"],
+        "precision": sides[1]["precision"],
+        "prompt_names": [made["prompt_name"] for made in sides],
         "num_rows": vectors.index.num_queries,
         "rows_sha256": hashlib.sha256(segments.row_N.tobytes()).hexdigest(),
         "groups_sha256": None if group_n is None else hashlib.sha256(group_n.tobytes()).hexdigest(),
@@ -157,29 +151,13 @@ def _manifest_fields(
 
 
 def require_segment_size(segment_size: int) -> None:
-    """Check the number of records of a segment.
-
-    Raises:
-        OptionError: If it is below 2, so that no record has a rival.
-    """
+    """Refuse segments of fewer than 2 records, in which no record has a rival."""
     if segment_size < 2:
         raise OptionError("segment_size", segment_size, "must be >= 2", "the paper uses 1000000")
 
 
 def segment_ranks(vectors: PairVectors, row_N: _Int64s, device: torch.device) -> npt.NDArray[np.int32]:
-    """The ranks of a segment's pairs (see `rank_pairs`).
-
-    Args:
-        vectors: Unit vectors of the source.
-        row_N: The segment's rows, in order, (n,).
-        device: Where vectors are multiplied.
-
-    Returns:
-        (n,) int32.
-
-    Raises:
-        InputError: If a shard is damaged, or a vector is zero, not finite or not of unit length.
-    """
+    """The ranks of the pairs in the rows of a segment, (n,) int32 (see `rank_pairs`)."""
     index = vectors.index
     start_N, stop_N = index.positive_offsets[row_N], index.positive_offsets[row_N + 1]
     entry_E = concatenated_ranges(start_N, stop_N)
@@ -218,13 +196,7 @@ def _num_rivals(query_ND: Tensor, tile_DT: Tensor, own_N: Tensor, known: tuple[T
 
 
 class _KnownColumns:
-    """Which documents of a segment are positives of each query, by any record of the source with the query's text.
-
-    Args:
-        index: The source's queries and documents.
-        row_N: The segment's rows, (n,).
-        document_M: The segment's documents, ascending, (m,).
-    """
+    """Which documents of a segment are positives of each query, by any record of the source with the query's text."""
 
     def __init__(self, index: PairIndex, row_N: _Int64s, document_M: npt.NDArray[Any]) -> None:
         known = index.known_positives(row_N)

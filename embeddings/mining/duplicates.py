@@ -41,11 +41,10 @@ def find_duplicates(
 ) -> npt.NDArray[np.uint8]:
     """For each record of a source, whether it is a copy (or a near-copy) of an earlier one that stays.
 
-    A copy has the query and the positives of the other, but for outer white space; its negatives do not matter. Of
-    labelled texts, a copy has the other's text and class, and near-copies are not looked for. A
-    near-copy has a query near the other's *and* positives near the other's: two questions about one document are two
-    records. Case does not matter to near-copies. Every candidate is checked on its whole text, so nothing goes that is
-    not a copy by this rule; of the near-copies that lie at the threshold itself 1 in 4,000 may stay.
+    A copy has the query and the positives of the other, but for outer white space; a labelled text its text and class.
+    A near-copy has a query near the other's *and* positives near the other's, whatever their case: two questions about
+    one document are two records. Every candidate is checked on its whole text, so nothing else goes; of the near-copies
+    at the threshold itself 1 in 4,000 may stay.
 
     Keys are made shard by shard and kept in `folder`; the comparison that follows is one process's.
 
@@ -103,8 +102,12 @@ def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapp
     def same_pair(earlier: int, later: int) -> bool:
         return _pair(table.row(earlier)) == _pair(table.row(later))
 
+    def column(key: int) -> npt.NDArray[np.uint32]:
+        """One key of all records, (rows,)."""
+        return np.concatenate([load_shard(job.path(shard), mapped=True)[key] for shard in range(job.num_shards)])
+
     reason_N = np.full(len(table), KEPT, dtype=np.uint8)
-    reason_N[mark_copies([_column(job, 0)], len(table), same_pair)] = COPY
+    reason_N[mark_copies([column(0)], len(table), same_pair)] = COPY
     if rule is not None:
         row_n = np.flatnonzero(reason_N == KEPT).astype(np.uint32)
 
@@ -117,16 +120,10 @@ def _compare(job: ShardedJob, table: Table, rule: NearDuplicates | None) -> Mapp
             assert rule is not None
             return rule.alike(sets(int(row_n[earlier])), sets(int(row_n[later])))
 
-        columns = (_column(job, 1 + key)[row_n] for key in range(rule.num_keys))
+        columns = (column(1 + key)[row_n] for key in range(rule.num_keys))
         reason_N[row_n[mark_copies(columns, len(row_n), near_pair)]] = NEAR_COPY
     write_array(job.folder / _REASONS, reason_N)
     return {"copies": int((reason_N == COPY).sum()), "near_copies": int((reason_N == NEAR_COPY).sum())}
-
-
-def _column(job: ShardedJob, key: int) -> npt.NDArray[np.uint32]:
-    """One key of all records, (rows,)."""
-    shards = [load_shard(job.path(shard), mapped=True)[key] for shard in range(job.num_shards)]
-    return np.concatenate(shards)
 
 
 def _pair(record: StoredRow) -> list[str]:
@@ -182,10 +179,9 @@ class Decontaminator:
     `SIMILAR`: the query covers an evaluation query, or a positive an evaluation document, to the threshold or more.
     Coverage is the BM25 score of the evaluation text for the training text, over the score that the evaluation text has
     for itself, each token counted once (`BM25.coverage`): the share of the evaluation text's weight that the training
-    text holds, from 0 to 1 whatever the length of the texts. Like is compared with like, since a document covers every
-    question that it answers. Evaluation texts of fewer than `MIN_TOKENS` different tokens are compared for equality
-    alone. Negatives are not looked at: to push a text away from a query gives nothing away. A labelled text counts as a
-    query, whatever its class.
+    text holds. Like is compared with like, since a document covers every question that it answers. Evaluation texts of
+    fewer than `MIN_TOKENS` different tokens are compared for equality alone. Negatives are not looked at. A labelled
+    text counts as a query.
 
     Args:
         evaluation: The evaluation texts, which stay in memory with an index of their words.
@@ -193,7 +189,6 @@ class Decontaminator:
 
     Guarantees: a text that differs from every evaluation text is called equal to one by a collision of 64-bit hashes
         only. A text equal to an evaluation text of enough tokens is also similar to it, at every threshold.
-
     Raises:
         OptionError: If there is no evaluation text, or the threshold is out of its range.
 
@@ -208,7 +203,6 @@ class Decontaminator:
             rule = "must lie above 0 and be at most 1"
             raise OptionError("bm25_threshold", bm25_threshold, rule, "leave it out to remove equal texts alone")
         self.evaluation, self.bm25_threshold = evaluation, bm25_threshold
-        self._tokenize = WordTokenizer()
 
     @cached_property
     def fields(self) -> dict[str, Any]:
@@ -236,13 +230,11 @@ class Decontaminator:
         return np.unique(_hashes(text for texts in self.evaluation for text in texts))
 
     @cached_property
-    def _indexes(self) -> tuple[BM25 | None, BM25 | None]:
-        return self._index(self.evaluation.queries), self._index(self.evaluation.documents)
-
-    def _index(self, texts: Sequence[str]) -> BM25 | None:
-        """The words of the texts that have enough of them."""
-        long_enough = [text for text in texts if len(set(self._tokenize(text))) >= MIN_TOKENS]
-        return BM25(long_enough, self._tokenize) if long_enough else None
+    def _indexes(self) -> list[BM25 | None]:
+        """The words of the queries that have enough of them, and of the documents."""
+        tokenize = WordTokenizer()
+        sides = [[text for text in texts if len(set(tokenize(text))) >= MIN_TOKENS] for texts in self.evaluation]
+        return [BM25(texts, tokenize) if texts else None for texts in sides]
 
 
 def find_contaminated(
@@ -280,7 +272,14 @@ def find_contaminated(
     }
     job = ShardedJob(folder, fields, -(-len(table) // shard_size))
     job.run(partial(_write_reasons, table, rule, shard_size), task, take_over=True)
-    job.finish(lambda: _join(job))
+
+    def join() -> dict[str, Any]:
+        """Write the reasons of all shards as one array; returns how many records each rule takes out."""
+        reason_N = np.concatenate([load_shard(job.path(shard)) for shard in range(job.num_shards)])
+        write_array(job.folder / _REASONS, reason_N)
+        return {"equal": int((reason_N == EQUAL).sum()), "similar": int((reason_N == SIMILAR).sum())}
+
+    job.finish(join)
     return np.asarray(load_shard(Path(folder) / _REASONS, mapped=True))
 
 
@@ -288,13 +287,6 @@ def _write_reasons(table: Table, rule: Decontaminator, shard_size: int, shard: i
     rows = shard_rows(shard, shard_size, len(table))
     blocks = (rows[start : start + _CHECKED_TOGETHER] for start in range(0, len(rows), _CHECKED_TOGETHER))
     save_array(path, np.concatenate([rule.reasons(table.rows(block)) for block in blocks]))
-
-
-def _join(job: ShardedJob) -> dict[str, Any]:
-    """Write the reasons of all shards as one array; returns how many records each rule takes out."""
-    reason_N = np.concatenate([load_shard(job.path(shard)) for shard in range(job.num_shards)])
-    write_array(job.folder / _REASONS, reason_N)
-    return {"equal": int((reason_N == EQUAL).sum()), "similar": int((reason_N == SIMILAR).sum())}
 
 
 def _hashes(texts: Iterable[str]) -> npt.NDArray[np.int64]:

@@ -16,13 +16,7 @@ from embeddings.common.jobs import progress_bar
 
 
 def load_faiss(gpu: bool = False) -> ModuleType:
-    """The module faiss.
-
-    The CPU build of faiss accepts `gpu=True` silently and runs on the CPU, so the device is checked here, once, before
-    any work.
-
-    Args:
-        gpu: Whether the search is to run on a GPU.
+    """The module faiss, with the device checked: its CPU build accepts `gpu=True` silently and runs on the CPU.
 
     Raises:
         MissingExtraError: If faiss is not installed; the message names the extra `cpu` or `gpu`.
@@ -38,11 +32,7 @@ def load_faiss(gpu: bool = False) -> ModuleType:
 
 
 def faiss_version() -> str:
-    """The installed faiss's version, for manifests: another version may order equal scores or train otherwise.
-
-    Raises:
-        MissingExtraError: If faiss is not installed.
-    """
+    """The installed faiss's version, for manifests: another version may order equal scores or train otherwise."""
     return str(require("faiss", "cpu").__version__)
 
 
@@ -118,18 +108,7 @@ def spherical_kmeans(
     seed: int = 0,
     gpu: bool = False,
 ) -> KMeans:
-    """The best of several runs of k-means by cosine, each from other random vectors; of equal ones the first.
-
-    See `kmeans_run` for the arguments and errors.
-
-    Args:
-        vectors: Unit rows, (n, d) float32.
-        num_clusters: Number of clusters, k.
-        num_iterations: Lloyd iterations of a run.
-        num_runs: Number of runs.
-        seed: Decides the vectors each run begins with.
-        gpu: Whether faiss runs on the GPUs.
-    """
+    """The best of `num_runs` runs of k-means by cosine, of equal ones the first (see `kmeans_run`)."""
     if num_runs < 1:
         raise OptionError("num_runs", num_runs, "must be >= 1", "the paper takes the best of 3")
     runs = [kmeans_run(vectors, num_clusters, run, num_iterations, seed, gpu) for run in range(num_runs)]
@@ -147,7 +126,7 @@ def kmeans_run(
 ) -> KMeans:
     """One run of k-means by cosine over all vectors.
 
-    Left to itself faiss trains on 256 vectors a cluster and says nothing, and gives a cluster that ends up empty a copy
+    By default faiss trains on 256 vectors a cluster and says nothing, and gives a cluster that ends up empty a copy
     of another's centroid, moved by a thousandth. Here every vector counts, and `num_duplicates` tells of the copies.
 
     Determinism: (vectors, arguments) → the same bits on one machine with one number of threads. Run r begins with the
@@ -181,16 +160,10 @@ def kmeans_run(
     # A call has no progress of its own, so a run is several; each begins with the centroids of the one before.
     num_a_call = gcd(num_iterations, _ITERATIONS_A_CALL)
     kmeans = faiss.Kmeans(
-        vectors.shape[1],
-        num_clusters,
-        niter=num_a_call,
-        nredo=1,
+        vectors.shape[1], num_clusters, niter=num_a_call, nredo=1, spherical=True, gpu=gpu,
         seed=(seed + _SEED_STEP * run + 2**31) % 2**32 - 2**31,
-        spherical=True,
-        max_points_per_centroid=-(-len(vectors) // num_clusters),
-        min_points_per_centroid=1,
-        gpu=gpu,
-    )
+        max_points_per_centroid=-(-len(vectors) // num_clusters), min_points_per_centroid=1,
+    )  # fmt: skip
     centroids = None
     with progress_bar(num_iterations, f"k-means, run {run + 1}", "iteration") as bar:
         for _ in range(num_iterations // num_a_call):
@@ -201,11 +174,7 @@ def kmeans_run(
 
 
 def check_num_clusters(num_clusters: int, num_vectors: int) -> None:
-    """Refuse a number of clusters that the vectors cannot fill.
-
-    Raises:
-        OptionError: If it is not positive, or there are fewer vectors.
-    """
+    """Refuse a number of clusters that is not positive or exceeds that of the vectors."""
     if num_clusters < 1:
         raise OptionError("num_clusters", num_clusters, "must be >= 1", "leave it out and give cluster_size")
     if num_clusters > num_vectors:
@@ -227,15 +196,12 @@ _NUM_PROBES = 32
 def nearest_centroids(
     vectors: NDArray[np.float32], centroids: NDArray[np.float32], gpu: bool = False
 ) -> NDArray[np.int32]:
-    """The centroid with the largest inner product with each vector, exactly.
+    """The number of the centroid with the largest inner product with each vector, exactly, (n,) int32.
 
     Args:
         vectors: (n, d) float32.
         centroids: (k, d) float32.
         gpu: Whether faiss runs on the GPUs.
-
-    Returns:
-        Its number, (n,) int32.
 
     Raises:
         InputError: If the widths differ.
@@ -244,7 +210,7 @@ def nearest_centroids(
     if vectors.shape[1] != centroids.shape[1]:
         what = f"vectors of width {vectors.shape[1]} do not go with centroids of width {centroids.shape[1]}"
         raise InputError("clusters", what, "make the clusters again")
-    index = _flat_index(centroids, gpu)
+    index = _index(centroids, gpu)
     found = np.empty(len(vectors), dtype=np.int32)
     for start in range(0, len(vectors), BLOCK):
         block = np.ascontiguousarray(vectors[start : start + BLOCK], dtype=np.float32)
@@ -268,17 +234,14 @@ def neighbour_lists(
 
     Returns:
         (k, n) int32, n the smaller of `num_neighbours` and k - 1.
-
-    Raises:
-        OptionError: If there is no GPU.
     """
     num_centroids = len(centroids)
     wanted = min(num_neighbours, num_centroids - 1)
     lists = np.empty((num_centroids, wanted), dtype=np.int32)
     if not wanted:
         return lists
-    exact = _flat_index(centroids, gpu)
-    index = exact if num_centroids <= max_exact else _grouped_index(centroids, gpu)
+    exact = _index(centroids, gpu)
+    index = exact if num_centroids <= max_exact else _index(centroids, gpu, int(4 * num_centroids**0.5))
     for start in range(0, num_centroids, BLOCK):
         block = centroids[start : start + BLOCK]
         found = index.search(block, wanted + 1)[1]
@@ -296,22 +259,15 @@ def _without_itself(found: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     return np.asarray(found[~is_itself].reshape(len(found), -1))
 
 
-def _flat_index(centroids: NDArray[np.float32], gpu: bool) -> Any:
+def _index(centroids: NDArray[np.float32], gpu: bool, num_groups: int = 0) -> Any:
+    """An index by inner product that compares with all centroids, or with those of the nearest groups."""
     faiss = load_faiss(gpu)
-    index = faiss.IndexFlatIP(centroids.shape[1])
-    if gpu:
-        index = faiss.index_cpu_to_all_gpus(index)
-    index.add(centroids)
-    return index
-
-
-def _grouped_index(centroids: NDArray[np.float32], gpu: bool) -> Any:
-    faiss = load_faiss(gpu)
-    num_groups = int(4 * len(centroids) ** 0.5)
     width = centroids.shape[1]
-    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, num_groups, faiss.METRIC_INNER_PRODUCT)
-    index.cp.min_points_per_centroid = 1
-    index.nprobe = _NUM_PROBES
+    index = faiss.IndexFlatIP(width)
+    if num_groups:
+        index = faiss.IndexIVFFlat(index, width, num_groups, faiss.METRIC_INNER_PRODUCT)
+        index.cp.min_points_per_centroid = 1
+        index.nprobe = _NUM_PROBES
     if gpu:
         index = faiss.index_cpu_to_all_gpus(index)
     index.train(centroids)

@@ -1,8 +1,9 @@
 """Filtering: which records of a source stay, by rules in a stated order, and the file of those that do."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from embeddings.common.jobs import (
 )
 from embeddings.common.text import PromptChoice
 from embeddings.data.near_duplicates import NearDuplicates, Shingle
-from embeddings.data.records import LabelledText, Record, has_levels, write_labelled_texts, write_records
+from embeddings.data.records import LabelledText, has_levels, write_labelled_texts, write_records
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_languages, read_records
 from embeddings.inference.encoder import embedder_sha256
@@ -127,19 +128,15 @@ def filter_pairs(
 ) -> FilterReport:
     """Write the records of a source that stay, with all their fields and in their order, to a Parquet file.
 
-    The file is a source again (`query`, `positive`, `negatives` with levels where they have some, `instruction`,
-    `label`, `score`, `id`, `language`; of labelled texts `text` and `label`; other columns are left behind). Beside
-    `NAME.parquet` are `NAME.manifest.json` and the folder `NAME.parquet.work`, which may be deleted once the file is
-    there: keys and vectors in shards, `languages.npy` where segments are cut by language, and `reasons.npy`, which
-    holds for each record the number of the rule that took it out, from 1, and 0 for none.
+    The file is a source again; columns that are no field of a record are left behind. Beside `NAME.parquet` are
+    `NAME.manifest.json` and the folder `NAME.parquet.work`, which may be deleted once the file is there; its
+    `reasons.npy` holds for each record the number of the rule that took it out, from 1, and 0 for none.
 
-    A killed run resumes at the first missing shard; the last step, one pass over the source, begins anew. The tasks of
-    an array share the shards, and one of them writes the file: all ways lead to the same bytes. A finished file made
-    from the same inputs is left as it is.
+    A killed run resumes at the first missing shard. The tasks of an array share the shards, and one of them writes the
+    file: all ways lead to the same bytes.
 
     Args:
-        config: A source of pairs, or of labelled texts (`class_by_example` and the others), which have no documents:
-            for these there are the rules on copies and on evaluation texts.
+        config: A source of pairs, or of labelled texts, for which there are the rules on copies and evaluation texts.
         output: The file to write.
         rules: Which records go.
         decontaminator: What the model is to be evaluated on, or None for no such rule.
@@ -200,7 +197,9 @@ def filter_pairs(
         reason_N = filter_reasons(source, work, rules, decontaminator, ranks, shard_size, task)
         counts = np.bincount(reason_N, minlength=len(RULES) + 1).tolist()
         report = FilterReport(target, len(reason_N), {RULES[rule]: counts[rule + 1] for rule in chosen})
-        _require_records(report)
+        if report.num_kept == 0:
+            counted = ", ".join(f"{count} {rule}" for rule, count in report.removed.items() if count)
+            raise InputError(str(target), f"no record would stay ({counted})", "loosen a rule, and name a new file")
         with file_lock(work / ".lock"):
             # Another task may have been here first.
             if _finished(target, fields) is None:
@@ -257,11 +256,7 @@ def _languages(config: SourceConfig, source: CachedSource, work: Path) -> npt.ND
 
 
 def _chosen_rules(config: SourceConfig, rules: FilterRules, decontaminator: Decontaminator | None) -> list[int]:
-    """The rules that are asked for, by their place in `RULES`.
-
-    Raises:
-        OptionError: If there are none, or the source has nothing to compare.
-    """
+    """The rules that are asked for, by their place in `RULES`; refuses none, and those that suit no such source."""
     if config.conversion == "sts":
         hint = "filter pairs or labelled texts"
         raise config.fault("conversion", config.conversion, "holds no records to keep", hint)
@@ -310,17 +305,6 @@ def _finished(output: Path, fields: dict[str, Any]) -> FilterReport | None:
     return None if found is None else FilterReport(output, found["num_records"], found["removed"])
 
 
-def _require_records(report: FilterReport) -> None:
-    """Check that a record stays.
-
-    Raises:
-        InputError: If all are taken out.
-    """
-    if report.num_kept == 0:
-        counts = ", ".join(f"{count} {rule}" for rule, count in report.removed.items() if count)
-        raise InputError(str(report.output), f"no record would stay ({counts})", "loosen a rule, and name a new file")
-
-
 def _write(
     config: SourceConfig,
     source: CachedSource,
@@ -334,22 +318,13 @@ def _write(
     write_array(work / REASONS, reason_N)
     with atomic_path(report.output) as temporary:
         if source.classes is None:
-            count = write_records(temporary, _kept(config, source, reason_N), graded)
+            records = read_records(config, source)
+            count = write_records(temporary, compress(records, reason_N == KEPT), graded)
         else:
-            count = write_labelled_texts(temporary, _kept_texts(source, reason_N))
+            stored = map(source.table.row, np.flatnonzero(reason_N == KEPT).tolist())
+            texts = (LabelledText(row.query, source.labels[row.label]) for row in stored)
+            count = write_labelled_texts(temporary, texts)
         assert count == report.num_kept
         facts = {"removed": report.removed, "num_kept": count, "output_sha256": file_sha256(temporary)}
         # The file comes last: where it is, its manifest is too.
         write_file_manifest(manifest_path(report.output), {**fields, **facts})
-
-
-def _kept(config: SourceConfig, source: CachedSource, reason_N: npt.NDArray[np.uint8]) -> Iterator[Record]:
-    for row, record in enumerate(read_records(config, source)):
-        if reason_N[row] == KEPT:
-            yield record
-
-
-def _kept_texts(source: CachedSource, reason_N: npt.NDArray[np.uint8]) -> Iterator[LabelledText]:
-    for row in np.flatnonzero(reason_N == KEPT).tolist():
-        stored = source.table.row(row)
-        yield LabelledText(stored.query, source.labels[stored.label])

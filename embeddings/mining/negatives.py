@@ -57,18 +57,13 @@ class NegativeRules:
         if self.margin is not None and not 0 < self.margin <= 1:
             raise OptionError("margin", self.margin, "must lie in (0, 1]", "NV-Retriever uses 0.95; null for none")
         if self.absolute_margin is not None and not (math.isfinite(self.absolute_margin) and self.absolute_margin >= 0):
-            raise OptionError(
-                "absolute_margin", self.absolute_margin, "must be finite and >= 0", "leave it out for none"
-            )
+            rule = "must be finite and >= 0"
+            raise OptionError("absolute_margin", self.absolute_margin, rule, "leave it out for none")
         if self.first_rank < 1:
             raise OptionError("first_rank", self.first_rank, "must be >= 1", "1 is the hardest candidate")
         if self.num_negatives is not None and self.last_rank - self.first_rank + 1 < self.count:
-            raise OptionError(
-                "last_rank",
-                self.last_rank,
-                f"must leave {self.count} ranks from first_rank {self.first_rank}",
-                "raise it, or ask for fewer negatives",
-            )
+            rule = f"must leave {self.count} ranks from first_rank {self.first_rank}"
+            raise OptionError("last_rank", self.last_rank, rule, "raise it, or ask for fewer negatives")
         if self.choice not in ("top", "random"):
             raise OptionError("choice", self.choice, "must be top or random", "top takes the hardest")
 
@@ -196,10 +191,7 @@ def choose_negatives(candidates: ScoredCandidates, queries: MinedQueries, rules:
 
 
 def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: NegativeRules) -> Remaining:
-    """The candidates of each query by the mean of the teachers' scores, and what the rules leave of them.
-
-    See `choose_negatives` for the rules and their order.
-    """
+    """The candidates of each query by mean score, and what the rules of `choose_negatives` leave of them."""
     order_QC, mean_QC = _by_mean(candidates)
     row_QC: Int64s = np.take_along_axis(candidates.row_QC, order_QC, axis=1)
     hash_QC: Int64s = np.take_along_axis(candidates.hash_QC, order_QC, axis=1)
@@ -223,11 +215,13 @@ def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: Negati
         drawn_QC = np.take_along_axis(candidates.drawn_QC, order_QC, axis=1)
     outside_QC = (rank_QC < rules.first_rank) | ((rank_QC > rules.last_rank) & ~drawn_QC)
     remove("outside_ranks", outside_QC & ~judged_QC)
-    for reason, margins_TQ in (
-        ("margin", _relative(queries.positive_score_TQ, rules.margin)),
-        ("absolute_margin", _absolute(queries.positive_score_TQ, rules.absolute_margin)),
-    ):
-        too_near_QC = (candidates.score_TQC >= margins_TQ[:, :, None]).any(axis=0)
+    positive_TQ = queries.positive_score_TQ.astype(np.float64)
+    relative_TQ = None if rules.margin is None else positive_TQ - np.abs(positive_TQ) * (1 - rules.margin)
+    absolute_TQ = None if rules.absolute_margin is None else positive_TQ - rules.absolute_margin
+    for reason, bound_TQ in (("margin", relative_TQ), ("absolute_margin", absolute_TQ)):
+        too_near_QC = np.zeros_like(left_QC)
+        if bound_TQ is not None:
+            too_near_QC = (candidates.score_TQC >= bound_TQ[:, :, None]).any(axis=0)
         remove(reason, np.take_along_axis(too_near_QC, order_QC, axis=1) & ~judged_QC)
     return Remaining(order_QC, row_QC, mean_QC, rank_QC, left_QC, removed)
 
@@ -235,18 +229,10 @@ def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: Negati
 def take(
     found: Remaining, left_QC: Mask, count: int, number_Q: Int64s, rules: NegativeRules, later_QC: Mask | None = None
 ) -> tuple[Int64s, Floats]:
-    """Some candidates of each query, the hardest or a draw as the rules say, in the order of their scores.
+    """Up to `count` candidates of each query, the hardest or a draw as the rules say, in the order of their scores.
 
-    Args:
-        found: The candidates.
-        left_QC: Which may be taken, (Q, C).
-        count: How many of a query, N.
-        number_Q: Rows of the queries in the source, for the draw, (Q,) int64.
-        rules: The choice and its seed.
-        later_QC: Which are taken only where the others are too few, (Q, C); None for no difference.
-
-    Returns:
-        Documents and mean scores, (Q, N) each; document -1 with score -inf where fewer may be taken.
+    Those of `left_QC` may be taken, those of `later_QC` only where the others are too few, (Q, C) each. Gives documents
+    and mean scores, (Q, N) each; document -1 with score -inf where fewer may be taken.
     """
     place_QN = _chosen(left_QC, found.row_QC, count, number_Q, rules, later_QC)
     # Fewer candidates than negatives: the last place stands in for those that are not there.
@@ -288,16 +274,6 @@ def _repeats(hash_QC: Int64s, counted_QC: Mask) -> Mask:
     repeats_QC = np.empty_like(again_QC)
     np.put_along_axis(repeats_QC, order_QC, again_QC, axis=1)
     return repeats_QC & counted_QC
-
-
-def _relative(positive_TQ: Floats, margin: float | None) -> npt.NDArray[np.float64]:
-    positive = positive_TQ.astype(np.float64)
-    return np.full_like(positive, np.inf) if margin is None else positive - np.abs(positive) * (1 - margin)
-
-
-def _absolute(positive_TQ: Floats, margin: float | None) -> npt.NDArray[np.float64]:
-    positive = positive_TQ.astype(np.float64)
-    return np.full_like(positive, np.inf) if margin is None else positive - margin
 
 
 def _chosen(
@@ -349,8 +325,7 @@ class LevelRules:
     @property
     def fields(self) -> dict[str, str]:
         """What decides the levels, for manifests."""
-        judged = {} if self.judged is None else {"judgments_sha256": self.judged.sha256()}
-        return {"kind": self.kind, **judged}
+        return {"kind": self.kind} | ({} if self.judged is None else {"judgments_sha256": self.judged.sha256()})
 
     def document_qrels(self, index: PairIndex) -> DocumentQrels | None:
         """The judgments of a source's queries, for grades.
@@ -362,20 +337,14 @@ class LevelRules:
 
 
 def require_even_levels(rules: NegativeRules) -> None:
-    """Check that all levels can have the same number of negatives.
-
-    Raises:
-        OptionError: If the number of negatives is no multiple of the number of levels.
-    """
+    """Refuse a number of negatives that is no multiple of the number of levels."""
     if rules.count % NUM_LEVELS:
         rule = f"must be a multiple of {NUM_LEVELS} with levels, the same number of each"
         raise OptionError("num_negatives", rules.count, rule, f"{NUM_LEVELS} gives one of each, as in MGH")
 
 
 def draw_documents(number_Q: Int64s, num_documents: int, rules: NegativeRules) -> Int64s:
-    """Documents drawn for each query from all there are, as many as ranks are considered, (Q, R) int64.
-
-    A document may be drawn twice for a query, and counts once then.
+    """Documents drawn for each query from all there are, with replacement, one for each rank considered, (Q, R) int64.
 
     Determinism: a function of (seed, row of the query in the source, number of documents).
     """
@@ -391,30 +360,23 @@ def choose_levels(
     queries: MinedQueries,
     rules: NegativeRules,
     kind: LevelKind,
-    judged_Q: npt.NDArray[np.bool_] | None = None,
+    judged_Q: Mask | None = None,
 ) -> Negatives:
     """Up to `rules.count` / 4 negatives of each level, 1 (hardest) to 4, for each query.
 
-    The candidates are the rank window's and as many documents drawn from all there are. MGH asks its language model for
-    similarities over a broad spectrum (Figure 2), from a document that serves the query almost as well as the positive
-    down to one that misses what is asked; the nearest documents of a search are all near, and none of theirs is easy.
-    All that a plain mining takes away goes here too; only that no rank is too low for a drawn document, and neither
-    ranks nor margins take away what people judged.
+    The candidates are the rank window's and as many documents drawn from all there are, since MGH's levels span a broad
+    spectrum of similarity (Figure 2) and the nearest documents are all hard. All that a plain mining takes away goes
+    here too, but no rank is too low for a drawn document, and neither ranks nor margins take away what people judged.
 
-    `quantiles`: what is left of a query's candidates, hardest first, is cut into four parts of one size, of equal
-    scores the lower document first: level 1 is the nearest quarter, level 4 the farthest. Where margins take nothing,
-    levels 1 and 2 are about the two halves of the window, 3 and 4 those of the draw. Parts are of each query's own
-    scores and not of all queries': MGH's levels are an order of one query's negatives (Section 2.1), a teacher's scores
-    of two queries need no common scale, and so each record has all levels that the sampler asks for. What it costs is
-    that a level's scores differ from query to query; the report gives their range. Parts are cut after the margin, so
-    that a record has four levels wherever four candidates are left; of fewer, the hardest levels stay empty: what a
-    margin leaves is the far end. Where parts cannot be of one size, the easier ones are larger by one.
+    `quantiles`: what is left of a query's candidates after the margins, hardest first, is cut into four parts of one
+    size: level 1 is the nearest quarter, level 4 the farthest. Parts are of each query's own scores, since MGH's levels
+    are an order of one query's negatives (Section 2.1); the report gives the range of each level. Where parts cannot be
+    of one size, the easier ones are larger by one; of fewer than four candidates the hardest levels stay empty.
 
     `grades`: a document that people judged has the level of its grade (`DocumentQrels`): 1 for one step below the
-    positive, as MGH's prompt asks of a hard negative, some useful information but less than the positive has (Appendix
-    A.1); 2 for further below and relevant still; 3 for irrelevant. What nobody judged is taken for irrelevant, as usual
-    in evaluation: one of the window has level 3 and is taken where too few judged ones are left, a drawn one has level
-    4. Where nobody judged anything for a query, nothing is known of what is irrelevant to it: it has no negatives.
+    positive, as MGH's prompt asks of a hard negative (Appendix A.1); 2 for further below and relevant still; 3 for
+    irrelevant. What nobody judged is taken for irrelevant: one of the window has level 3 and is taken where too few
+    judged ones are left, a drawn one has level 4. A query for which nobody judged anything has no negatives.
 
     Args:
         candidates: Documents of the window, the draw and the judgments, with their scores.
@@ -445,18 +407,6 @@ def choose_levels(
         unjudged_QC = np.where(found.rank_QC <= rules.last_rank, IRRELEVANT_LEVEL, NUM_LEVELS)
         level_QC = np.where(given_QC > 0, given_QC, unjudged_QC).astype(np.int8)
         later_QC = given_QC == 0
-    return _of_each_level(found, left_QC, level_QC, queries, rules, later_QC)
-
-
-def _of_each_level(
-    found: Remaining,
-    left_QC: npt.NDArray[np.bool_],
-    level_QC: npt.NDArray[np.int8],
-    queries: MinedQueries,
-    rules: NegativeRules,
-    later_QC: npt.NDArray[np.bool_] | None,
-) -> Negatives:
-    """Equally many negatives of each level, from what is left; those of `later_QC` only where others are too few."""
     each = rules.count // NUM_LEVELS
     parts = [
         take(found, left_QC & (level_QC == level), each, queries.number_Q, rules, later_QC)
@@ -476,13 +426,7 @@ def mark(
 ) -> tuple[Mask, Int8s]:
     """Which candidates of each query were drawn, (Q, C), and the levels of those that were judged, 0 for none, (Q, C).
 
-    Args:
-        row_QC: The candidates, (Q, C) int64; -1 where there is none.
-        num_documents: Documents in all.
-        drawn_QR: Those drawn for each query, (Q, R) int64.
-        query_L: The query of each judged document, from 0, (L,) int64.
-        row_L: The document, (L,) int64.
-        level_L: Its level, (L,) int8.
+    A judged document is a query's place (`query_L`), a document (`row_L`) and its level (`level_L`), (L,) each.
     """
     query_Q1 = np.arange(len(row_QC))[:, None]
     key_QC = np.where(row_QC < 0, -1, query_Q1 * num_documents + row_QC)

@@ -313,10 +313,8 @@ def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairV
     made = []
     for role, name in _FOLDERS.items():
         fields = check_manifest(Path(folder) / name, {"kind": f"{role} vectors", **index.key, "complete": True})
-        sizes: dict[str, Any] = {
-            field: fields.integer(field, least=1) for field in ("num_rows", "embedding_dim", "shard_size")
-        }
-        made.append(VectorShards(Path(folder) / name, **sizes))
+        num_rows, width = fields.integer("num_rows", least=1), fields.integer("embedding_dim", least=1)
+        made.append(VectorShards(Path(folder) / name, num_rows, width, fields.integer("shard_size", least=1)))
     return PairVectors(index, *made)
 
 

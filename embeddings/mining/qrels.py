@@ -116,12 +116,7 @@ class DocumentQrels:
             raise InputError(where, "judges no document for any query of the source", fix)
 
     def of_queries(self, hash_Q: Int64s, known: KnownPositives) -> QueryQrels:
-        """What is judged of some queries.
-
-        Args:
-            hash_Q: `text_hash` of the queries, (Q,) int64.
-            known: Their known positives.
-        """
+        """What is judged of some queries, by their text hashes, (Q,) int64, and known positives."""
         hash_G = np.zeros(int(known.group_Q.max()) + 1, np.int64)
         hash_G[known.group_Q] = hash_Q
         start_G = np.searchsorted(self._query_hash_J, hash_G, side="left")
@@ -138,14 +133,8 @@ class DocumentQrels:
         is_positive_j = ~is_known_j & ~is_lower_j
         steps_j = np.searchsorted(self._scale, least_G[group_j]) - np.searchsorted(self._scale, grade_j)
         level_j = np.where(grade_j <= 0, IRRELEVANT_LEVEL, np.minimum(steps_j, IRRELEVANT_LEVEL - 1)).astype(np.int8)
-        return QueryQrels(
-            start_G < stop_G,
-            group_j[is_positive_j],
-            row_j[is_positive_j],
-            group_j[is_lower_j],
-            row_j[is_lower_j],
-            level_j[is_lower_j],
-        )
+        positive, lower = ((group_j[is_own_j], row_j[is_own_j]) for is_own_j in (is_positive_j, is_lower_j))
+        return QueryQrels(start_G < stop_G, *positive, *lower, level_j[is_lower_j])
 
 
 def _rows_of(hash_n: Int64s, index: PairIndex) -> tuple[Int64s, Int64s]:

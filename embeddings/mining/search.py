@@ -14,15 +14,17 @@ from torch import Tensor
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import check_vectors
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, save_array
 from embeddings.common.random import derive_seed
 from embeddings.inference.precision import has_native_bfloat16
 from embeddings.inference.search import TopK
-from embeddings.inference.vectors import VectorShards, save_vectors
+from embeddings.inference.vectors import VectorShards
 from embeddings.mining.faiss_library import faiss_version, kmeans_run, load_faiss, new_lists, without_missing
 
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
+# See `CoarseSearch.__call__`.
+Scan = Callable[[slice, int, Floats, int], tuple[Floats, Rows]]
 
 # Documents of one call of faiss: enough that its heaps cost little beside its products.
 TILE_BYTES = 48 << 20
@@ -33,6 +35,10 @@ GPU_MAX_DOCUMENTS, GPU_SLACK = 2048, 16
 _PAIR_BLOCK = 512
 # Queries compared with every document of a tile at once, where the slack was not enough.
 _DOUBTFUL_BLOCK = 64
+# Rows of a product of bfloat16 matrices: its scores of a tile stay at some tens of MiB.
+_BFLOAT16_QUERIES = 512
+# Vectors count as unit vectors to a thousandth.
+_UNIT = 1.01
 
 
 class DocumentSearch(Protocol):
@@ -43,13 +49,20 @@ class DocumentSearch(Protocol):
         """What is searched."""
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
-        """The nearest documents of each query, best first; row -1 with score -inf where there are no more."""
+        """The nearest documents of each query.
 
+        Args:
+            query_QD: Unit vectors, (Q, D) float32.
+            top_k: Documents of a query, at most; K is the smaller of this and the number of documents.
 
-# Rows of a product of bfloat16 matrices: its scores of a tile stay at some tens of MiB.
-_BFLOAT16_QUERIES = 512
-# Vectors count as unit vectors to a thousandth.
-_UNIT = 1.01
+        Returns:
+            Scores and rows, (Q, K), best first; of equal scores the lower row first; row -1 with score -inf where no
+            more are found.
+
+        Raises:
+            InputError: If a vector is zero, not finite or not of unit length, or the widths differ.
+            OptionError: If `top_k` is not positive, or more than a GPU returns.
+        """
 
 
 class CoarseSearch(Protocol):
@@ -154,12 +167,12 @@ class ExactSearch:
 
     A scan finds more than `top_k` by scores that are nearly right, tile by tile: in bfloat16 by PyTorch where the
     CPU has it, else in float32 by faiss. What it keeps is scored again in float64. A query for which the scan's
-    error bound does not rule out that a document was missed goes through the next scan, from bfloat16 to float32 to the
-    comparison with every document in float64.
+    error bound does not rule out a missed document goes through the next scan: bfloat16, float32, then every document
+    in float64.
 
     Precision: a score is the inner product summed in float64, rounded to float32.
-    Determinism: equal scores are ordered by row; scores and rows are the same whatever the size of shards and the
-        number of queries in a call, and should be on any device (no GPU has run it yet).
+    Determinism: scores and rows are the same whatever the size of shards and the number of queries in a call, and
+        should be on any device (no GPU has run it yet).
     Memory: two tiles of 48 MiB, and 12 bytes for each of (2 `top_k` + 16) documents of a query.
 
     Args:
@@ -180,28 +193,15 @@ class ExactSearch:
             self._scans.insert(0, Bfloat16CoarseSearch)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
-        """The nearest documents of each query.
-
-        Args:
-            query_QD: Unit vectors, (Q, D) float32.
-            top_k: Documents of a query; all of them where there are fewer.
-
-        Returns:
-            Scores and rows, (Q, K), best first; of equal scores the lower row first.
-
-        Raises:
-            InputError: If a vector is zero, not finite or not of unit length, or the widths differ.
-            OptionError: If `top_k` is not positive, or more than a GPU returns.
-        """
+        """The nearest documents of each query (see `DocumentSearch`)."""
         check_search(self.documents, query_QD, top_k, self.gpu)
         shape = (len(query_QD), min(top_k, self.documents.num_rows))
         best = TopK(np.empty(shape, np.float32), np.empty(shape, np.int64))
         open_Q = np.arange(len(query_QD))
         for scan_of in self._scans:
             if open_Q.size:
-                best.score_QK[open_Q], best.index_QK[open_Q], doubtful_Q = self._scanned(
-                    scan_of, query_QD[open_Q], top_k
-                )
+                found, doubtful_Q = self._scanned(scan_of, query_QD[open_Q], top_k)
+                best.score_QK[open_Q], best.index_QK[open_Q] = found
                 open_Q = open_Q[doubtful_Q]
         for start in range(0, open_Q.size, _DOUBTFUL_BLOCK):
             query_n = open_Q[start : start + _DOUBTFUL_BLOCK]
@@ -211,16 +211,16 @@ class ExactSearch:
 
     def _scanned(
         self, scan_of: Callable[[Floats], CoarseSearch], query_QD: Floats, top_k: int
-    ) -> tuple[Floats, Rows, npt.NDArray[np.bool_]]:
+    ) -> tuple[TopK, npt.NDArray[np.bool_]]:
         """The best of what a scan keeps, and for which queries it may have missed a better one."""
         scan = scan_of(query_QD)
         width = min(scan.width(top_k), self.documents.num_rows)
         found = best_of_tiles(self.documents, len(query_QD), width, scan)
         best = in_order(query_QD, found.index_QK, self.documents, top_k)
         if width == self.documents.num_rows:
-            return best.score_QK, best.index_QK, np.zeros(len(query_QD), np.bool_)
+            return best, np.zeros(len(query_QD), np.bool_)
         # What was left out scores at most as much here as the last that was kept.
-        return best.score_QK, best.index_QK, best.score_QK[:, -1] <= scan.bound(found.score_QK.min(axis=1))
+        return best, best.score_QK[:, -1] <= scan.bound(found.score_QK.min(axis=1))
 
     def _among_all(self, query_QD: Floats, least_Q: Floats, top_k: int) -> TopK:
         """The top k of a few queries among all documents; `least_Q` is a score that the k-th reaches at least."""
@@ -240,22 +240,14 @@ class ExactSearch:
 
 
 def check_search(documents: VectorShards, query_QD: Floats, top_k: int, gpu: bool) -> None:
-    """Check what a search is asked for.
-
-    Raises:
-        InputError: If a query's vector is zero, not finite or not of unit length, or the widths differ.
-        OptionError: If `top_k` is not positive, or more than a GPU returns.
-    """
+    """Check what a search is asked for, as `DocumentSearch` says."""
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "100 is usual")
     if gpu and top_k > (most := GPU_MAX_DOCUMENTS - GPU_SLACK):
         raise OptionError("top_k", top_k, f"must be <= {most} on a GPU", "lower it, or search on the CPU")
     if query_QD.shape[1] != documents.embedding_dim:
-        raise InputError(
-            str(documents.folder),
-            f"holds vectors of width {documents.embedding_dim}, the queries' is {query_QD.shape[1]}",
-            "encode both with one model",
-        )
+        what = f"holds vectors of width {documents.embedding_dim}, the queries' is {query_QD.shape[1]}"
+        raise InputError(str(documents.folder), what, "encode both with one model")
     check_vectors(query_QD, "query vectors", unit=True)
 
 
@@ -283,12 +275,7 @@ def tiles(documents: VectorShards) -> Iterator[tuple[int, Floats]]:
         yield first_row, tile_TD[:filled]
 
 
-def best_of_tiles(
-    documents: VectorShards,
-    num_queries: int,
-    width: int,
-    scan: Callable[[slice, int, Floats, int], tuple[Floats, Rows]],
-) -> TopK:
+def best_of_tiles(documents: VectorShards, num_queries: int, width: int, scan: Scan) -> TopK:
     """The `width` best documents of each query over all tiles, in no order."""
     score_QK = np.full((num_queries, width), -np.inf, np.float32)
     row_QK = np.full((num_queries, width), -1, np.int64)
@@ -314,16 +301,7 @@ def in_order(query_QD: Floats, row_QK: Rows, documents: VectorShards, top_k: int
 
 
 def pair_scores(query_QD: Floats, query_P: Rows, row_P: Rows, documents: VectorShards) -> Floats:
-    """The inner products of pairs of a query and a document; shards are read in order, each once.
-
-    Args:
-        query_QD: Query vectors, (Q, D) float32.
-        query_P: The query of each pair, (P,) int64.
-        row_P: The document of each pair, (P,) int64.
-        documents: Document vectors.
-
-    Returns:
-        (P,) float32.
+    """The inner products of pairs of a query and a document, (P,) float32; shards are read in order, each once.
 
     Precision: summed in float64, so that a pair has one score whatever it is computed beside.
     """
@@ -395,9 +373,8 @@ SLACK = 16
 class IvfSearch:
     """Documents of large inner product of each query, from the lists whose centroids are nearest to it.
 
-    Centroids come from spherical k-means on a sample; each document belongs to the list of its nearest centroid, and
-    only its list's number is stored. Tiles of the documents become faiss inverted lists on the fly. Documents that are
-    found are scored and ordered as by `ExactSearch`; which are found differs from it by the lists that are not probed.
+    Centroids come from spherical k-means on a sample. Of a document only the number of its list is stored: tiles of the
+    documents become faiss inverted lists on the fly. What is found is scored and ordered as by `ExactSearch`.
 
     Determinism: a function of documents, lists, probes and seed, on one kind of device.
     Memory: the sample (while training), the centroids, and two tiles of 48 MiB.
@@ -424,20 +401,7 @@ class IvfSearch:
         self._quantizer.add(np.ascontiguousarray(centroid_CD))
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
-        """The nearest documents of each query that its lists hold.
-
-        Args:
-            query_QD: Unit vectors, (Q, D) float32.
-            top_k: Documents of a query, at most.
-
-        Returns:
-            Scores and rows, (Q, K), best first, of equal scores the lower row first; row -1 with score -inf where the
-            lists hold no more.
-
-        Raises:
-            InputError: If a vector is zero, not finite or not of unit length, or the widths differ.
-            OptionError: If `top_k` is not positive, or more than a GPU returns.
-        """
+        """The nearest documents of each query that its lists hold (see `DocumentSearch`)."""
         check_search(self.documents, query_QD, top_k, self.gpu)
         width = min(top_k + SLACK, self.documents.num_rows)
         probes = self._faiss.knn(query_QD, self.centroid_CD, self.num_probes, metric=self._faiss.METRIC_INNER_PRODUCT)
@@ -463,7 +427,7 @@ class IvfSearch:
         size, found = self.documents.shard_size, []
         for shard in range(first_row // size, (first_row + count - 1) // size + 1):
             start = self.documents.rows(shard).start
-            lists = load_shard(_list_path(self.lists, shard), mapped=True)
+            lists = load_shard(self.lists / f"list-{shard:05d}.npy", mapped=True)
             found.append(lists[max(0, first_row - start) : first_row + count - start])
         return np.concatenate(found).astype(np.int64)
 
@@ -539,7 +503,7 @@ def _train(documents: VectorShards, num_lists: int, seed: int, gpu: bool, shard:
     for shard, vector_ND in enumerate(documents):
         check_vectors(vector_ND, str(documents.path(shard)), unit=True)
     sample_nD = documents.take(sample_rows(documents.num_rows, num_lists, seed))
-    save_vectors(path, train_centroids(sample_nD, num_lists, seed, gpu))
+    save_array(path, train_centroids(sample_nD, num_lists, seed, gpu))
 
 
 def sample_rows(num_documents: int, num_lists: int, seed: int) -> Rows:
@@ -561,10 +525,4 @@ def _sort_shard(documents: VectorShards, centroid_CD: Floats, gpu: bool, shard: 
     vector_ND = np.ascontiguousarray(documents.load(shard))
     _, list_N1 = faiss.knn(vector_ND, centroid_CD, 1, metric=faiss.METRIC_INNER_PRODUCT)
     assert list_N1.min() >= 0
-    lists: npt.NDArray[np.int32] = list_N1[:, 0].astype(np.int32)
-    with open(path, "wb") as file:
-        np.save(file, lists)
-
-
-def _list_path(folder: Path, shard: int) -> Path:
-    return folder / f"list-{shard:05d}.npy"
+    save_array(path, list_N1[:, 0].astype(np.int32))

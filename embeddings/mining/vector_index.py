@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -54,8 +55,7 @@ class VectorIndex:
     def open(cls, folder: VectorFolder) -> Self:
         """The index beside a folder's vectors, mapped into memory.
 
-        All but the lists' content is compared with the hash that was taken when it was made; that content is as large
-        as the vectors, which an index is there not to read.
+        All but the lists' content, which is as large as the vectors, is compared with the hash taken when it was made.
 
         Raises:
             InputError: If there is none, it is damaged, it was made of other vectors, or these are int8 or binary.
@@ -76,15 +76,7 @@ class VectorIndex:
         return cls(lists, path)
 
     def search(self, query_QD: Floats, top_k: int) -> TopK:
-        """The nearest documents of each query that its lists hold.
-
-        Args:
-            query_QD: Unit vectors, (Q, D) float32.
-            top_k: Documents of a query, at most; K is the smaller of this and the number of documents.
-
-        Returns:
-            Scores and rows, (Q, K), best first, of equal scores the lower row first; row -1 with score -inf where the
-            lists hold no more.
+        """The nearest documents of each query that its lists hold (see `DocumentSearch`).
 
         Raises:
             InputError: If what was found shows that the lists are damaged.
@@ -115,8 +107,7 @@ def build_index(
     Memory: all vectors, once.
 
     Raises:
-        InputError: If a vector is zero or not finite, or the vectors are int8 or binary: the index holds all of them in
-            float32, and would take more room than they do.
+        InputError: If a vector is zero or not finite, or the vectors are int8 or binary, smaller than their index.
         MissingExtraError: If faiss is not installed.
         OptionError: If there are more lists than documents or fewer than probes.
         OSError: If the disk has no room; an index that was there is kept.
@@ -163,15 +154,11 @@ def recall_of(index: VectorIndex, folder: VectorFolder, num_queries: int = 200, 
     """
     row_Q = np.unique(np.linspace(0, folder.num_documents - 1, num_queries).astype(np.int64))
     query_QD = unit_rows(folder.shards.take(row_Q, unit=False))
-    best = [
-        [[row for row in rows if row != own][:top_k] for rows, own in zip(found.index_QK.tolist(), row_Q, strict=True)]
-        for found in (
-            search_top_k(query_QD, _shown(folder, "measuring recall"), top_k + 1),
-            index.search(query_QD, top_k + 1),
-        )
-    ]
-    hits = sum(len(set(exact) & set(found)) for exact, found in zip(*best, strict=True))
-    wanted = sum(map(len, best[0]))
+    exact = search_top_k(query_QD, _shown(folder, "measuring recall"), top_k + 1).index_QK.tolist()
+    hits = wanted = 0
+    for own, near, rows in zip(row_Q, exact, index.search(query_QD, top_k + 1).index_QK.tolist(), strict=True):
+        others, found = ([row for row in part if row != own][:top_k] for part in (near, rows))
+        hits, wanted = hits + len({*others} & {*found}), wanted + len(others)
     return hits / wanted if wanted else 1.0
 
 
@@ -179,8 +166,13 @@ def folder_sha256(folder: VectorFolder) -> str:
     """A hash that tells a folder's vectors from others: its manifest, and size and end of each file of vectors."""
     fields = {name: value for name, value in check_manifest(folder.path, {}).items() if name != "versions"}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
-    for shard in range(folder.num_shards):
-        digest.update(_size_and_tail(folder.shards.path(shard)))
+    for path in map(folder.shards.path, range(folder.num_shards)):
+        if not path.is_file():
+            raise InputError(str(path), "is missing", "delete the folder and encode again")
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            digest.update(f"{size} ".encode() + file.read())
     return digest.hexdigest()
 
 
@@ -207,13 +199,3 @@ def _of_file(path: Path, folder: VectorFolder) -> dict[str, Any]:
 
 def _require_floats(folder: VectorFolder) -> None:
     folder.require_format("float32", "float16", use="an index, which keeps float32 copies of them,")
-
-
-def _size_and_tail(path: Path) -> bytes:
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            file.seek(max(0, size - _TAIL_BYTES))
-            return f"{size} ".encode() + file.read()
-    except FileNotFoundError:
-        raise InputError(str(path), "is missing", "delete the folder and encode again") from None

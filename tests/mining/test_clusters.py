@@ -247,7 +247,7 @@ def test_tasks_of_an_array_make_the_folder_of_one_process(features, source, tmp_
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("stage", ["_make", "_learn", "_train", "_best_centroids"])
+@pytest.mark.parametrize("stage", ["_make", "_learn", "_train", "_best_run"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_task_without_shards_lives_with_others_that_finish_meanwhile(stage, after, source, tmp_path, monkeypatch):
     made = made_vectors(tmp_path / "vectors", source)
