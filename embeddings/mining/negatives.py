@@ -216,12 +216,13 @@ def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: Negati
     outside_QC = (rank_QC < rules.first_rank) | ((rank_QC > rules.last_rank) & ~drawn_QC)
     remove("outside_ranks", outside_QC & ~judged_QC)
     positive_TQ = queries.positive_score_TQ.astype(np.float64)
-    relative_TQ = None if rules.margin is None else positive_TQ - np.abs(positive_TQ) * (1 - rules.margin)
-    absolute_TQ = None if rules.absolute_margin is None else positive_TQ - rules.absolute_margin
-    for reason, bound_TQ in (("margin", relative_TQ), ("absolute_margin", absolute_TQ)):
-        too_near_QC = np.zeros_like(left_QC)
-        if bound_TQ is not None:
-            too_near_QC = (candidates.score_TQC >= bound_TQ[:, :, None]).any(axis=0)
+    bounds = {reason: np.full_like(positive_TQ, np.inf) for reason in ("margin", "absolute_margin")}
+    if rules.margin is not None:
+        bounds["margin"] = positive_TQ - np.abs(positive_TQ) * (1 - rules.margin)
+    if rules.absolute_margin is not None:
+        bounds["absolute_margin"] = positive_TQ - rules.absolute_margin
+    for reason, bound_TQ in bounds.items():
+        too_near_QC = (candidates.score_TQC >= bound_TQ[:, :, None]).any(axis=0)
         remove(reason, np.take_along_axis(too_near_QC, order_QC, axis=1) & ~judged_QC)
     return Remaining(order_QC, row_QC, mean_QC, rank_QC, left_QC, removed)
 

@@ -26,13 +26,7 @@ TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
 
 
 class EndpointError(UserError):
-    """An endpoint that no longer answers. What it has answered is kept; the same command resumes.
-
-    Args:
-        endpoint: Its address.
-        what: What happened.
-        hint: What to do, as an imperative.
-    """
+    """An endpoint that no longer answers. What it has answered is kept; the same command resumes."""
 
     exit_code = 74
 
@@ -41,14 +35,7 @@ class EndpointError(UserError):
 
 
 class UnansweredError(Exception):
-    """A request that got no answer this time.
-
-    Args:
-        kind: What happened, for the count of retries.
-        detail: What else is known of it.
-        retry_after_seconds: How long the endpoint asks to wait, or None.
-        is_final: Whether to try again would be of no use.
-    """
+    """A request that got no answer this time; `kind` is counted, and a final one is not worth another try."""
 
     def __init__(
         self, kind: str, detail: str = "", retry_after_seconds: float | None = None, is_final: bool = False
@@ -74,10 +61,7 @@ class Request(NamedTuple):
 
 
 def make_request(name: str, prompt: str, seed: int, wants_object: bool = True) -> Request:
-    """A request whose key holds its name and a hash of its prompt, so that an answer never serves another prompt.
-
-    Determinism: key and endpoint seed are pure functions of the arguments.
-    """
+    """A request whose key holds its name and a hash of its prompt, so that an answer never serves another prompt."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
     return Request(f"{name}/{digest}", prompt, derive_seed(seed, "request", name) % 2**31, wants_object)
 
@@ -190,11 +174,8 @@ class ChatClient:
 
     def _of_status(self, error: Any) -> Answer:
         """What an HTTP status that is an error means: a refusal, or one of the errors of `ask`."""
-        body = error.body
-        status, says = (
-            int(error.status_code),
-            one_line(str(body.get("message") if isinstance(body, dict) else body), _SHOWN),
-        )
+        status, body = int(error.status_code), error.body
+        says = one_line(str(body.get("message") if isinstance(body, dict) else body), _SHOWN)
         if status in _REFUSED:
             return Answer(None, refused=f"status {status}: {says}")
         if status in (401, 404):
@@ -208,11 +189,7 @@ class ChatClient:
 
 
 def _answer_of(content: bytes) -> Answer:
-    """The answer in the body of a response.
-
-    Raises:
-        UnansweredError: If the body is no chat completion.
-    """
+    """The answer in the body of a response; an `UnansweredError` if that is no chat completion."""
     try:
         body = json.loads(content)
         choice = body["choices"][0]

@@ -1,8 +1,9 @@
 """What synthesis asks for: tasks and then examples of a method's categories, or new negatives for existing records."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from embeddings.data.records import Record
 from embeddings.data.samplers.blended import Apportionment
 from embeddings.data.sources import SourceConfig, open_reader
 from embeddings.data.store import CachedSource, open_cached, read_records
-from embeddings.synthesis.client import ChatClient, Request, Sampling, make_request
-from embeddings.synthesis.job import Item, Job, Rejection, SynthesisReport, finished_report, open_job, run_rounds
+from embeddings.synthesis.client import ChatClient, Sampling, make_request
+from embeddings.synthesis.job import Item, Rejection, SynthesisReport, finished_report, open_job
 from embeddings.synthesis.prompts import (
     METHODS,
     REGENERATED_FIELD,
@@ -119,8 +120,8 @@ class Plan:
     def order(self) -> Iterator[tuple[Category, int]]:
         """The category of each example, and its number within the category."""
         before, categories = [0] * len(self.weights), self.categories
-        for draw in range(self.total):
-            counts = self._apportionment.counts(draw + 1)
+        for draw in range(1, self.total + 1):
+            counts = self._apportionment.counts(draw)
             place = next(place for place, (old, new) in enumerate(zip(before, counts, strict=True)) if new > old)
             yield categories[place], before[place]
             before = counts
@@ -139,9 +140,8 @@ def synthesize(
 
     Stage one asks for lists of tasks until each category has enough different ones. Stage two asks for one example for
     each item of the plan: item `i` of a category takes task `i` modulo their number, and draws each placeholder by
-    (seed, category, i). An answer is repaired where its meaning is plain. It is rejected, and the item asked again, if
-    it is not JSON, lacks a field, repeats a text, gives its answer away, has other levels than asked for, or has the
-    query of an earlier record. Every record written is one that training reads without a contradiction.
+    (seed, category, i). An answer is repaired where its meaning is plain; else it is rejected (see `read_example`), as
+    is one with the query of an earlier record, and the item asked again. Training reads every record written.
 
     The folder gets `CATEGORY.jsonl`, `tasks.jsonl`, `rejected.jsonl` (whose answers, and why), `journal.jsonl` (every
     answer) and `manifest.json` (what decides the records, and the report).
@@ -184,11 +184,14 @@ def synthesize(
     size = {"num_examples": plan.total, "max_attempts": limits.max_attempts}
     if (report := finished_report(output, {**identity, **size})) is not None:
         return report
-    with open_job(output, identity, size, client, limits, budget or Budget()) as job:
-        tasks = given or _brainstorm_all(job, plan, templates)
+    with open_job(output, identity, size, client, limits, budget) as job:
+        tasks = given or {}
+        # Where the budget ends stage one, the lists are shorter than those of a full run.
+        for name, wanted in plan.tasks_wanted().items() if given is None else ():
+            tasks[name], rejections = brainstorm(plan.recipe.category(name), wanted, templates, job.runner, plan.seed)
+            job.task_rejections += rejections
         items = partial(plan_items, plan, templates, tasks)
-        outcome = run_rounds(items, plan.total, job.runner, seed=plan.seed, max_attempts=limits.max_attempts)
-        return job.finish(items, plan.total, plan.seed, outcome, {TASKS_FILE: task_lines(tasks)})
+        return job.run(items, plan.total, plan.seed, {TASKS_FILE: task_lines(tasks)})
 
 
 def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
@@ -217,10 +220,7 @@ def dry_run(plan: Plan, templates: Templates) -> str:
     Before stage one has run there is no task: the example's prompt shows a reference task in its place.
     """
     tasks = None if plan.tasks is None else read_task_file(plan.tasks, plan.categories)
-    counts = {category.name: 0 for category in plan.categories}
-    for category, _ in plan.order():
-        counts[category.name] += 1
-    parts = []
+    counts, parts = Counter(category.name for category, _ in plan.order()), []
     for category in plan.categories:
         if tasks is None:
             lists = -(-plan.tasks_wanted()[category.name] // plan.recipe.tasks_per_list)
@@ -235,55 +235,29 @@ def dry_run(plan: Plan, templates: Templates) -> str:
 # Stage one: the tasks of a category, brainstormed by the model or read from another job's list.
 
 
-@dataclass
-class TaskList:
-    """The tasks of a category and what became of the answers.
-
-    Attributes:
-        tasks: The tasks, all different.
-        rejections: Answers without a task.
-        num_copies: Tasks that had been there before.
-    """
-
-    tasks: list[str] = field(default_factory=list)
-    rejections: list[Rejection] = field(default_factory=list)
-    num_copies: int = 0
-
-
-def _brainstorm_all(job: Job, plan: Plan, templates: Templates) -> dict[str, list[str]]:
-    """The tasks of all categories; where the budget ends stage one, the lists are shorter than those of a full run."""
-    tasks: dict[str, list[str]] = {}
-    for name, wanted in plan.tasks_wanted().items():
-        found = brainstorm(plan.recipe.category(name), wanted, templates, job.runner, plan.seed)
-        job.task_rejections += found.rejections
-        tasks[name] = found.tasks
-    return tasks
-
-
-def brainstorm(category: Category, num_tasks: int, templates: Templates, runner: RequestRunner, seed: int) -> TaskList:
-    """Ask for lists of tasks until there are enough different ones.
+def brainstorm(
+    category: Category, num_tasks: int, templates: Templates, runner: RequestRunner, seed: int
+) -> tuple[list[str], list[Rejection]]:
+    """Ask for lists of tasks until there are enough different ones; gives up to `num_tasks`, and what was rejected.
 
     Each round asks for as many lists as the missing tasks would fill, and takes them in order; what a round asks for
     follows from the answers of the rounds before.
 
-    Args:
-        category: The kind of task.
-        num_tasks: Number wanted; there may be fewer.
-        templates: The prompts.
-        runner: Sends the requests.
-        seed: Seed of the prompts and requests.
-
     Raises:
         InputError: If no answer holds a task.
     """
-    found, known, call = TaskList(), set[str](), 0
+    found: dict[str, str] = {}
+    rejections: list[Rejection] = []
+    call = 0
     for _ in range(MAX_ROUNDS):
-        missing = num_tasks - len(found.tasks)
+        missing = num_tasks - len(found)
         if missing <= 0 or runner.exhausted:
             break
         calls = range(call, call + -(-missing // templates.method.tasks_per_list))
         call = calls.stop
-        requests = [_task_request(category, templates, seed, number) for number in calls]
+        prompts = {number: templates.brainstorm(category, seed, number) for number in calls}
+        names = ((f"tasks/{category.name}/{number}", prompt) for number, prompt in prompts.items())
+        requests = [make_request(name, prompt, seed, wants_object=False) for name, prompt in names]
         runner.run(requests, len(requests), f"tasks, {category.name}")
         for number, request in zip(calls, requests, strict=True):
             answer = runner.journal.get(request.key)
@@ -293,27 +267,17 @@ def brainstorm(category: Category, num_tasks: int, templates: Templates, runner:
                 tasks = read_tasks(parse_answer(answer))
             except RejectedAnswer as rejected:
                 name = f"tasks-{category.name}-{number}"
-                found.rejections.append(Rejection(name, 0, rejected.reason, rejected.detail))
+                rejections.append(Rejection(name, 0, rejected.reason, rejected.detail))
                 continue
             for task in tasks:
-                if normalised(task) in known:
-                    found.num_copies += 1
-                else:
-                    known.add(normalised(task))
-                    found.tasks.append(task)
-    del found.tasks[num_tasks:]
-    if not found.tasks and not runner.exhausted:
-        reasons = ", ".join(sorted({rejection.reason for rejection in found.rejections}))
+                found.setdefault(normalised(task), task)
+    if not found and not runner.exhausted:
+        reasons = ", ".join(sorted({rejection.reason for rejection in rejections}))
         what = f"gave no task of {category.name} in {call} answers ({reasons})"
         raise InputError(runner.client.sampling.model, what, "try another model, or more max_answer_tokens")
-    if len(found.tasks) < num_tasks:
-        logger.warning("%s: %d different tasks of %d asked for", category.name, len(found.tasks), num_tasks)
-    return found
-
-
-def _task_request(category: Category, templates: Templates, seed: int, call: int) -> Request:
-    prompt = templates.brainstorm(category, seed, call)
-    return make_request(f"tasks/{category.name}/{call}", prompt, seed, wants_object=False)
+    if len(found) < num_tasks:
+        logger.warning("%s: %d different tasks of %d asked for", category.name, len(found), num_tasks)
+    return list(found.values())[:num_tasks], rejections
 
 
 def read_task_file(path: Path, categories: Sequence[Category]) -> dict[str, list[str]]:
@@ -366,7 +330,7 @@ def regenerate_negatives(
 
     Args:
         source: A source of pairs.
-        output: The folder: new, empty, or of an earlier run of the same job.
+        output: The folder, as for `synthesize`.
         templates: The prompts of MGH.
         client: The endpoint.
         seed: Seed of the requests.
@@ -374,9 +338,8 @@ def regenerate_negatives(
         budget: What it may cost.
 
     Raises:
-        InputError: If the source cannot be used, the folder is another job's, or the endpoint does not know the
-            address, the key or the model.
-        EndpointError: If it was silent for longer than the retries last.
+        InputError: As `synthesize`, or if the source cannot be used.
+        EndpointError: The same.
 
     Source: Pan et al. 2025 (MGH), section 2.1. Differs: the prompt is ours.
     """
@@ -393,9 +356,8 @@ def regenerate_negatives(
     if (report := finished_report(output, {**identity, **size})) is not None:
         return report
     total, items = len(cached.table), partial(pair_items, source, cached, templates)
-    with open_job(output, identity, size, client, limits, budget or Budget()) as job:
-        outcome = run_rounds(items, total, job.runner, seed=seed, max_attempts=limits.max_attempts)
-        return job.finish(items, total, seed, outcome, {})
+    with open_job(output, identity, size, client, limits, budget) as job:
+        return job.run(items, total, seed, {})
 
 
 def pair_items(source: SourceConfig, cached: CachedSource, templates: Templates) -> Iterable[Item]:

@@ -13,9 +13,11 @@ from embeddings.common.io import atomic_path, check_manifest, file_sha256, text_
 from embeddings.common.jobs import JobFolder, discard_on_user_error
 from embeddings.synthesis.client import ChatClient, Request, make_request
 from embeddings.synthesis.runner import Budget, Limits, RequestRunner, open_journal
-from embeddings.synthesis.validate import Answer, Draft, Parsed, Reason, RejectedAnswer, normalised, parse_answer
+from embeddings.synthesis.validate import Draft, Parsed, Reason, RejectedAnswer, normalised, parse_answer
 
 JOURNAL_FILE, REJECTED_FILE = "journal.jsonl", "rejected.jsonl"
+
+Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,6 @@ class Item:
     def request(self, seed: int, attempt: int) -> Request:
         """The request of one attempt, a pure function of the item, the job's seed and the attempt's number."""
         return make_request(f"example/{self.id}/{attempt}", self.prompt, seed)
-
-    def draft(self, answer: Answer) -> Draft:
-        """The record in an answer.
-
-        Raises:
-            RejectedAnswer: If there is none that may go to the data.
-        """
-        return self.read(parse_answer(answer))
 
 
 class Rejection(NamedTuple):
@@ -75,10 +69,8 @@ class Outcome:
     num_unasked: int = 0
 
 
-def run_rounds(
-    items: Callable[[], Iterable[Item]], total: int, runner: RequestRunner, *, seed: int, max_attempts: int
-) -> Outcome:
-    """Ask for all items, and again for those whose answer is rejected, up to `max_attempts` times each.
+def run_rounds(items: Callable[[], Iterable[Item]], total: int, runner: RequestRunner, seed: int) -> Outcome:
+    """Ask for all items, and again for those whose answer is rejected, as often as the runner's limits allow.
 
     A round is judged when all of its answers are there, in the order of the items. So what is accepted, copies of
     earlier queries included, follows from the answers alone, not from their order or from kills.
@@ -88,10 +80,8 @@ def run_rounds(
         total: Number of items.
         runner: Sends the requests.
         seed: Seed of the requests.
-        max_attempts: Maximum answers for one item.
 
     Memory: a hash of each accepted query, and the rejections.
-
     Raises:
         InputError: As `RequestRunner.run`.
         EndpointError: The same.
@@ -99,7 +89,7 @@ def run_rounds(
     if runner.exhausted:
         return Outcome(num_unasked=total)
     outcome, seen = Outcome(), set[tuple[str, int]]()
-    for attempt in range(max_attempts):
+    for attempt in range(runner.limits.max_attempts):
         left = total - len(outcome.attempts)
         requests = (item.request(seed, attempt) for place, item in enumerate(items()) if place not in outcome.attempts)
         runner.run(requests, left, "examples" if attempt == 0 else f"examples, attempt {attempt + 1}")
@@ -111,7 +101,7 @@ def run_rounds(
                 outcome.num_unasked += attempt == 0
                 continue
             try:
-                draft = item.draft(answer)
+                draft = item.read(parse_answer(answer))
                 key = (item.file, text_hash(normalised(draft.fields["query"])))
                 if item.is_unique and key in seen:
                     raise RejectedAnswer("duplicate_query", draft.fields["query"])
@@ -168,27 +158,18 @@ class Job:
         task_rejections: Rejected answers of stage one.
     """
 
-    def __init__(self, folder: Path, runner: RequestRunner, fields: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, runner: RequestRunner, fields: Fields) -> None:
         self.folder, self.runner, self._fields = folder, runner, dict(fields)
         self.task_rejections: list[Rejection] = []
 
-    def finish(
-        self,
-        items: Callable[[], Iterable[Item]],
-        total: int,
-        seed: int,
-        outcome: Outcome,
-        extra_files: Mapping[str, Iterable[str]],
+    def run(
+        self, items: Callable[[], Iterable[Item]], total: int, seed: int, extra_files: Mapping[str, Iterable[str]]
     ) -> SynthesisReport:
-        """Write every file from the journal, each atomically, and then the manifest.
+        """Ask for the items (see `run_rounds`), then write every file from the journal atomically, and the manifest.
 
-        Args:
-            items: The items, as for `run_rounds`.
-            total: Number of items.
-            seed: Seed of the requests.
-            outcome: What became of them.
-            extra_files: Lines of more files by name.
+        `extra_files` are the lines of more files by name.
         """
+        outcome = run_rounds(items, total, self.runner, seed)
         counts = self._write_records(items, seed, outcome)
         rejections = [*self.task_rejections, *outcome.rejections]
         lines = {**extra_files, REJECTED_FILE: (json.dumps(item._asdict()) + "\n" for item in rejections)}
@@ -232,13 +213,13 @@ class Job:
                     files[item.file] = stack.enter_context(open(temporary, "w", encoding="utf-8"))
                 answer = self.runner.journal.get(item.request(seed, outcome.attempts[place]).key)
                 assert answer is not None
-                files[item.file].write(json.dumps(item.draft(answer).fields, ensure_ascii=False) + "\n")
+                files[item.file].write(json.dumps(item.read(parse_answer(answer)).fields, ensure_ascii=False) + "\n")
                 counts[item.file] += 1
         return dict(sorted(counts.items()))
 
 
-def finished_report(folder: Path, fields: Mapping[str, Any]) -> SynthesisReport | None:
-    """The report of a job that was finished with these fields and whose files are unchanged, or None.
+def finished_report(folder: Path, fields: Fields) -> SynthesisReport | None:
+    """The report of a job that was finished with these fields and whose files are there, or None.
 
     Raises:
         InputError: If a file is there and is another one.
@@ -258,12 +239,7 @@ def finished_report(folder: Path, fields: Mapping[str, Any]) -> SynthesisReport 
 
 @contextmanager
 def open_job(
-    folder: Path,
-    identity: Mapping[str, Any],
-    size: Mapping[str, Any],
-    client: ChatClient,
-    limits: Limits,
-    budget: Budget,
+    folder: Path, identity: Fields, size: Fields, client: ChatClient, limits: Limits | None, budget: Budget | None
 ) -> Iterator[Job]:
     """A job's folder, made if there is none, and held by this process until leaving.
 
@@ -274,13 +250,13 @@ def open_job(
         identity: What decides prompts and records: an earlier run must have the same. JSON types.
         size: How much is asked for, which may change from run to run.
         client: The endpoint.
-        limits: How it is used.
-        budget: What it may cost.
+        limits: How it is used; None for the defaults.
+        budget: What it may cost; None for no limit.
 
     Raises:
         InputError: If the folder holds something else, or a job of another identity; the message names the field.
     """
-    journal_path = folder / JOURNAL_FILE
+    journal_path, limits, budget = folder / JOURNAL_FILE, limits or Limits(), budget or Budget()
     with discard_on_user_error(folder, unless=lambda: journal_path.exists() and journal_path.stat().st_size > 0):
         fields = {**JobFolder(folder, identity, defaults=size).fields, **size}
         with open_journal(journal_path) as journal, RequestRunner(client, journal, limits, budget) as runner:

@@ -86,7 +86,8 @@ class Method:
         return {category.name: category for category in self.categories}[name]
 
 
-_GRADED = ("hard_negative_examples",)
+_GRADED, _TWO = ("hard_negative_examples",), ("hard_negative_document1", "hard_negative_document2")
+_STS_INSTRUCTION = "Retrieve semantically similar text"
 
 # Pan et al. 2025 (MGH), section 2.1, Figure 2, Table 6, Appendix A. Table 6 prints the prompt of short-long alone; of
 # the others the text gives the category and the four levels, so their fields are Figure 2's and their placeholders
@@ -100,15 +101,7 @@ MGH = Method(
         Category("long_short", "input_text", "label", ("misleading_labels",), True, _CLASSIFICATION, label=True),
         Category("long_long", "query", "positive_example", _GRADED, True, _LONG_LONG),
         Category("short_short", "query", "positive_example", _GRADED, True, _SHORT_SHORT),
-        Category(
-            "sts",
-            "query",
-            "positive_example",
-            _GRADED,
-            True,
-            _SIMILARITY,
-            instruction="Retrieve semantically similar text",
-        ),
+        Category("sts", "query", "positive_example", _GRADED, True, _SIMILARITY, instruction=_STS_INSTRUCTION),
     ),
     {"short_long": 30, "long_short": 30, "sts": 30, "long_long": 5, "short_short": 5},
     tasks_per_list=20,
@@ -120,23 +113,9 @@ MGH = Method(
 NV_EMBED = Method(
     "nv_embed",
     (
-        Category(
-            "short_long",
-            "user_query",
-            "positive_document",
-            ("hard_negative_document1", "hard_negative_document2"),
-            False,
-            _RETRIEVAL,
-        ),
+        Category("short_long", "user_query", "positive_document", _TWO, False, _RETRIEVAL),
         Category("long_short", "input_text", "label", ("misleading_label",), False, _CLASSIFICATION, label=True),
-        Category(
-            "short_short",
-            "user_query",
-            "positive_document",
-            ("hard_negative_document1", "hard_negative_document2"),
-            False,
-            _SHORT_SHORT,
-        ),
+        Category("short_short", "user_query", "positive_document", _TWO, False, _SHORT_SHORT),
     ),
     {"short_long": 1, "long_short": 1, "short_short": 1},
     tasks_per_list=40,
@@ -253,10 +232,8 @@ class Templates:
     def drawn(self, category: Category, seed: int, index: int) -> dict[str, str]:
         """The value of each placeholder of one example, each drawn separately."""
         choices: Mapping[str, Sequence[str]] = {**category.placeholders, "language": self.languages}
-        return {
-            name: values[derive_seed(seed, "placeholder", category.name, index, name) % len(values)]
-            for name, values in choices.items()
-        }
+        seeds = {name: derive_seed(seed, "placeholder", category.name, index, name) for name in choices}
+        return {name: values[seeds[name] % len(values)] for name, values in choices.items()}
 
     def negatives(self, query: str, positive: str) -> str:
         """The prompt of four negatives for a pair that exists."""
@@ -274,9 +251,8 @@ class Templates:
             raise InputError(str(path), "holds a $ that begins no placeholder", "write $$ for the sign itself")
         found = set(template.get_identifiers())
         if unknown := sorted(found - set(known)):
-            raise InputError(
-                str(path), f"takes ${unknown[0]}, which it does not get", f"use {', '.join(sorted(known))}"
-            )
+            what = f"takes ${unknown[0]}, which it does not get"
+            raise InputError(str(path), what, f"use {', '.join(sorted(known))}")
         if missing := sorted(set(required) - found):
             raise InputError(str(path), f"does not hold ${missing[0]}", "put it where the prompt needs it")
         self._texts[name] = template

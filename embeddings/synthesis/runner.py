@@ -31,6 +31,8 @@ _MINUTE = 60.0
 # Longest sleep at a time: how soon a waiting request learns that the job has stopped.
 _TICK_SECONDS = 1.0
 
+Sleep = Callable[[float], Awaitable[None]]
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -102,16 +104,14 @@ class Budget:
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
         """The price of some tokens, or None without prices."""
-        if self.price_per_million_prompt_tokens is None or self.price_per_million_completion_tokens is None:
+        prices = self.price_per_million_prompt_tokens, self.price_per_million_completion_tokens
+        if prices[0] is None or prices[1] is None:
             return None
-        prompts = prompt_tokens * self.price_per_million_prompt_tokens
-        return (prompts + completion_tokens * self.price_per_million_completion_tokens) / 1e6
+        return (prompt_tokens * prices[0] + completion_tokens * prices[1]) / 1e6
 
 
 class RateLimiter:
-    """Spaces requests evenly, without bursts.
-
-    A request waits for its turn by number, and until the tokens of earlier answers have been worked off.
+    """Spaces requests evenly, without bursts; each waits until the tokens of earlier answers are worked off.
 
     Args:
         limits: The rates.
@@ -120,10 +120,7 @@ class RateLimiter:
     """
 
     def __init__(
-        self,
-        limits: Limits,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        self, limits: Limits, clock: Callable[[], float] = time.monotonic, sleep: Sleep = asyncio.sleep
     ) -> None:
         self._seconds_per_request = _MINUTE / limits.requests_per_minute if limits.requests_per_minute else 0.0
         self._seconds_per_token = _MINUTE / limits.tokens_per_minute if limits.tokens_per_minute else 0.0
@@ -166,7 +163,6 @@ class Journal:
         num_answers: Answers so far, refusals not counted.
 
     Memory: a key and a number an answer; the answers stay on disk.
-
     Raises:
         InputError: If a line before the last is no answer.
     """
@@ -275,10 +271,10 @@ def _answer_of(fields: dict[str, Any]) -> Answer:
 
 
 class RequestRunner:
-    """Gets answers from an endpoint into a journal.
+    """Gets answers from an endpoint into a journal; a request that has an answer there is never sent again.
 
-    A request that has an answer in the journal is never sent again. A request that fails is retried after a wait that
-    doubles, or that the endpoint asks for. Where the job has to stop, requests in flight are awaited and kept.
+    A request that fails is retried after a wait that doubles, or that the endpoint asks for. Where the job has to stop,
+    requests in flight are awaited and kept.
 
     Guarantees: with a token budget, no request goes out that could exceed it, given that the endpoint's tokenizer makes
         at most one token a byte: a request in flight counts in full until its answer is known.
@@ -310,12 +306,7 @@ class RequestRunner:
         self._loop.close()
 
     def run(self, requests: Iterable[Request], total: int, title: str) -> None:
-        """Send the requests that have no answer yet, with progress and the time left on standard error.
-
-        Args:
-            requests: The requests, drawn one by one as others are answered.
-            total: Their number.
-            title: Name of the progress bar.
+        """Send the requests, drawn one by one, that have no answer yet; a progress bar shows `title` and `total`.
 
         Raises:
             InputError: If the endpoint does not know the address, the key or the model, or refuses the first request.
@@ -366,19 +357,17 @@ class RequestRunner:
 
     async def _reserve(self, num_tokens: int) -> bool:
         """Wait until the budget has room for some tokens, and reserve them; False if it never will."""
-        budget = self.budget.token_budget
+        budget, journal = self.budget.token_budget, self.journal
         async with self._settled:
-            while budget is not None and self._spent + self._reserved + num_tokens > budget:
+            while budget is not None and (
+                journal.prompt_tokens + journal.completion_tokens + self._reserved + num_tokens > budget
+            ):
                 if not self._reserved or self._stopped.is_set():
                     self.exhausted = True
                     return False
                 await self._settled.wait()
             self._reserved += num_tokens
         return True
-
-    @property
-    def _spent(self) -> int:
-        return self.journal.prompt_tokens + self.journal.completion_tokens
 
     def _keep(self, request: Request, answer: Answer) -> None:
         """Put an answer into the journal and count its tokens."""
@@ -418,7 +407,6 @@ class RequestRunner:
             seconds = min(retry_after_seconds, _MAX_RETRY_AFTER_SECONDS)
             self._rate.pause(seconds)
         else:
-            longest = min(_MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0**retry)
-            seconds = longest * random.uniform(0.5, 1.0)
+            seconds = min(_MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0**retry) * random.uniform(0.5, 1.0)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopped.wait(), seconds)

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -18,24 +19,10 @@ from embeddings.data.sources import open_reader
 from embeddings.synthesis.prompts import LEVELS, Category
 
 Reason = Literal[
-    "refused",
-    "empty_answer",
-    "cut_off",
-    "not_json",
-    "no_tasks",
-    "not_an_object",
-    "missing_field",
-    "wrong_type",
-    "empty_text",
-    "template_text",
-    "unusable_text",
-    "wrong_levels",
-    "repeated_text",
-    "leaked_query",
-    "leaked_label",
-    "duplicate_query",
-    "copied_seed",
-]
+    "refused", "empty_answer", "cut_off", "not_json", "no_tasks", "not_an_object", "missing_field", "wrong_type",
+    "empty_text", "template_text", "unusable_text", "wrong_levels", "repeated_text", "leaked_query", "leaked_label",
+    "duplicate_query", "copied_seed",
+]  # fmt: skip
 
 # What is longer is no answer to any of our prompts, and parsers slow down on it.
 _MAX_CHARACTERS = 1_000_000
@@ -43,12 +30,7 @@ _SHOWN = 120
 
 
 class RejectedAnswer(Exception):
-    """An answer that no data may come from.
-
-    Args:
-        reason: What is wrong, as reports count it.
-        detail: Where, for the list of rejected answers.
-    """
+    """An answer that no data may come from: the reason, as reports count it, and where."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -106,7 +88,7 @@ def parse_answer(answer: Answer) -> Parsed:
         if changed != text:
             text = changed
             repairs.append(name)
-        for decode, extra in ((json.loads, ()), (_lenient, ("raw_line_break",))):
+        for decode, extra in ((json.loads, ()), (partial(json.loads, strict=False), ("raw_line_break",))):
             value = _attempt(decode, text)
             if value is not _NOTHING:
                 return Parsed(value, (*repairs, *extra))
@@ -122,11 +104,6 @@ _THOUGHTS = re.compile(r"\A\s*<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
 _COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(\s*[}\]])', re.DOTALL)
 
 
-def _fenced(text: str) -> str:
-    found = _FENCE.search(text)
-    return found[1].strip() if found else text
-
-
 def _outermost(text: str) -> str:
     """From the first opening bracket to the last closing one of its kind."""
     starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
@@ -137,21 +114,13 @@ def _outermost(text: str) -> str:
     return text[start : end + 1] if end > start else text
 
 
-def _without_commas(text: str) -> str:
-    return _COMMA.sub(lambda match: match[1] or match[2], text)
-
-
 _REPAIRS: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("none", lambda text: text),
     ("thoughts", lambda text: _THOUGHTS.sub("", text).strip()),
-    ("code_fence", _fenced),
+    ("code_fence", lambda text: found[1].strip() if (found := _FENCE.search(text)) else text),
     ("text_around", _outermost),
-    ("trailing_comma", _without_commas),
+    ("trailing_comma", lambda text: _COMMA.sub(lambda match: match[1] or match[2], text)),
 )
-
-
-def _lenient(text: str) -> Any:
-    return json.loads(text, strict=False)
 
 
 def _attempt(decode: Callable[[str], Any], text: str) -> Any:
@@ -246,26 +215,16 @@ def read_example(parsed: Parsed, category: Category, task: str, prompt: str, id:
     else:
         _require_no_leak(query, [positive, *negatives])
     fields = {"id": id, "query": query, "positive": positive, "negatives": _written(negatives, category.graded)}
-    return Draft(_usable({**fields, "instruction": category.instruction or task}), repairs)
+    return _draft({**fields, "instruction": category.instruction or task}, repairs)
 
 
 def read_negatives(parsed: Parsed, record: Mapping[str, Any], field: str, prompt: str) -> Draft:
-    """A record of a pair that exists with the negatives of an answer in place of its own.
-
-    Args:
-        parsed: The answer.
-        record: The record's fields; `positive` is a list.
-        field: Field of the answer that holds the negatives.
-        prompt: The prompt, whose own example texts are no data.
-
-    Raises:
-        RejectedAnswer: As in `read_example`.
-    """
+    """A record whose negatives are those in a field of an answer (see `read_example`); `positive` is a list."""
     negatives, sorted_ = _graded(_object(parsed.value), field, prompt)
     _require_different([record["query"], *record["positive"]], negatives)
     _require_no_leak(record["query"], negatives)
     repairs = (*parsed.repairs, "levels_sorted") if sorted_ else parsed.repairs
-    return Draft(_usable({**record, "negatives": _written(negatives, graded=True)}), repairs)
+    return _draft({**record, "negatives": _written(negatives, graded=True)}, repairs)
 
 
 def normalised(text: str) -> str:
@@ -282,15 +241,12 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _text(value: Mapping[str, Any], name: str, prompt: str) -> str:
+    """A field of an answer that is a text, without its outer white space."""
     if name not in value:
         raise RejectedAnswer("missing_field", name)
-    return _clean(value[name], name, prompt)
-
-
-def _clean(text: Any, name: str, prompt: str) -> str:
-    if not isinstance(text, str):
-        raise RejectedAnswer("wrong_type", f"{name} is {type(text).__name__}")
-    cleaned = str(text).strip()
+    if not isinstance(value[name], str):
+        raise RejectedAnswer("wrong_type", f"{name} is {type(value[name]).__name__}")
+    cleaned = str(value[name]).strip()
     if not cleaned:
         raise RejectedAnswer("empty_text", name)
     if cleaned.startswith("<") and cleaned.endswith(">") and f'"{cleaned}"' in prompt:
@@ -323,9 +279,8 @@ def _require_different(*groups: Sequence[str]) -> None:
 
 
 def _require_no_leak(query: str, documents: Sequence[str]) -> None:
-    for document in documents:
-        if _contains(document, query, MIN_LEAKED_WORDS):
-            raise RejectedAnswer("leaked_query", query)
+    if any(_contains(document, query, MIN_LEAKED_WORDS) for document in documents):
+        raise RejectedAnswer("leaked_query", query)
 
 
 def _contains(text: str, part: str, min_words: float) -> bool:
@@ -343,15 +298,15 @@ def _written(negatives: Sequence[str], graded: bool) -> list[Any]:
     return [{"text": text, "level": level} for level, text in enumerate(negatives, start=1)]
 
 
-def _usable(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, if training would read them as a record without a contradiction."""
+def _draft(fields: dict[str, Any], repairs: tuple[str, ...]) -> Draft:
+    """The record of these fields, if training would read them without a contradiction."""
     try:
         suspicion = parse_record(fields, {}, "answer").suspicion
     except InputError as error:
         raise RejectedAnswer("unusable_text", str(error)) from None
     if suspicion is not None:
         raise RejectedAnswer("repeated_text", suspicion)
-    return fields
+    return Draft(fields, repairs)
 
 
 _FIELDS = ("query", "positive", "negatives")
@@ -409,8 +364,8 @@ def check_levels(paths: Sequence[Path], encoder: TextEncoder, max_records: int =
         similarity.append(_unit(encoder.encode([record.negatives[level].text for record in chosen])))
     cosine_SN = np.stack([np.einsum("nd,nd->n", query_ND, vector_ND) for vector_ND in similarity])
     falling_N = (np.diff(cosine_SN[1:], axis=0) <= 0).all(axis=0)
-    means = [float(mean) for mean in cosine_SN.mean(axis=1)]
-    return LevelCheck(count, means[0], tuple(means[1:]), float(falling_N.mean()))
+    positive, *levels = cosine_SN.mean(axis=1).tolist()
+    return LevelCheck(count, positive, tuple(levels), float(falling_N.mean()))
 
 
 def _graded_records(paths: Sequence[Path]) -> Iterator[Record]:

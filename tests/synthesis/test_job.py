@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -29,10 +30,8 @@ def items(count):
 
 def run(folder, client=None, identity=IDENTITY, size=SIZE, budget=None, count=4):
     client = client or FakeClient(lambda prompt, seed, _: Reply(json.dumps({"query": prompt})))
-    with open_job(folder, identity, size, client, EAGER, budget or Budget()) as job:
-        found = items(count)
-        outcome = run_rounds(lambda: found, count, job.runner, seed=0, max_attempts=2)
-        return job.finish(lambda: found, count, 0, outcome, {"extra.txt": ["one\n"]})
+    with open_job(folder, identity, size, client, replace(EAGER, max_attempts=2), budget) as job:
+        return job.run(lambda: items(count), count, 0, {"extra.txt": ["one\n"]})
 
 
 def test_each_file_has_its_records_in_the_order_of_the_items(tmp_path):
@@ -134,8 +133,8 @@ def reasons(outcome):
 
 
 def rounds(folder, client, found, max_attempts=3, limits=EAGER):
-    with make_runner(folder, client, limits) as (runner, _):
-        return run_rounds(lambda: iter(found), len(found), runner, seed=1, max_attempts=max_attempts)
+    with make_runner(folder, client, replace(limits, max_attempts=max_attempts)) as (runner, _):
+        return run_rounds(lambda: iter(found), len(found), runner, seed=1)
 
 
 def says(**value):
