@@ -393,7 +393,6 @@ def choose_levels(
     Source: MGH, Sections 2.1 and 5.1. Differs: the paper's levels are written by a language model. Its mean
         similarities to the query, by an unbiased judge, are .881, .857, .845 and .793 for levels 1 to 4 (Table 4).
     """
-    require_even_levels(rules)
     found = remaining(candidates, queries, rules)
     left_QC = found.left_QC
     later_QC = None

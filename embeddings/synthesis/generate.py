@@ -255,9 +255,10 @@ def brainstorm(
             break
         calls = range(call, call + -(-missing // templates.method.tasks_per_list))
         call = calls.stop
-        prompts = {number: templates.brainstorm(category, seed, number) for number in calls}
-        names = ((f"tasks/{category.name}/{number}", prompt) for number, prompt in prompts.items())
-        requests = [make_request(name, prompt, seed, wants_object=False) for name, prompt in names]
+        requests = [
+            make_request(f"tasks/{category.name}/{number}", templates.brainstorm(category, seed, number), seed, False)
+            for number in calls
+        ]
         runner.run(requests, len(requests), f"tasks, {category.name}")
         for number, request in zip(calls, requests, strict=True):
             answer = runner.journal.get(request.key)

@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 from embeddings.common.io import write_manifest
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached
-from embeddings.inference.vectors import VectorShards, save_vectors
+from embeddings.inference.vectors import VectorShards
 from embeddings.mining.pair_index import index_pairs
 from embeddings.mining.pair_vectors import PairVectors
 from tests.data.cluster_folders import unit_vectors
 from tests.data.rows import write_jsonl
+from tests.mining.vectors import shards
 
 TOPICS = (
     ("bread", "flour", "oven", "dough", "yeast"),
@@ -38,14 +39,15 @@ def topic_source(folder: Path, num_rows: int = 60) -> CachedSource:
 
 def write_vectors(folder: Path, vectors: NDArray[np.float32], shard_size: int, kind: str) -> VectorShards:
     """Shards of vectors with the manifest that encoding leaves beside them."""
-    shards = VectorShards(folder, len(vectors), vectors.shape[1], shard_size)
-    folder.mkdir(parents=True)
-    for shard in range(shards.num_shards):
-        rows = shards.rows(shard)
-        save_vectors(shards.path(shard), vectors[rows.start : rows.stop])
+    made: VectorShards = shards(folder, vectors, shard_size)
     model = {"model_sha256": "none", "precision": "float32", "prompt_name": None}
     write_manifest(folder, {"kind": kind, "complete": True, **model})
-    return shards
+    return made
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def made_vectors(

@@ -16,8 +16,9 @@ from embeddings.mining import clusters
 from embeddings.mining.clusters import ClusterSettings, cluster_pairs
 from embeddings.mining.features import Bm25Features, VectorFeatures
 from tests.data.cluster_folders import unit_vectors
+from tests.helpers.interrupts import interrupted_at
 from tests.helpers.processes import run_command
-from tests.mining.pair_sources import made_vectors, topic_of, topic_source
+from tests.mining.pair_sources import content, made_vectors, topic_of, topic_source
 
 pytest.importorskip("faiss")
 SETTINGS = ClusterSettings(num_clusters=5, num_iterations=4, num_runs=3, num_neighbours=3, shard_size=16, seed=2)
@@ -31,10 +32,6 @@ def source(tmp_path):
 @pytest.fixture
 def features(source, tmp_path):
     return VectorFeatures(made_vectors(tmp_path / "vectors", source))
-
-
-def content(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_each_row_belongs_to_the_centroid_nearest_to_its_query_and_document(features, source, tmp_path):
@@ -113,15 +110,8 @@ def test_a_sampled_job_is_resumed_with_the_same_bytes(features, source, tmp_path
     settings = replace(SETTINGS, memory_gib=(4 * 5 * 16 * 4 + 20 * 2 * (4 * 16 + 24)) / 2**30)
     cluster_pairs(features, source, tmp_path / "whole", settings)
     assert "k-means is trained on 20 of 60 rows, 8 vectors a cluster, fewer than 39" in caplog.text
-
-    def interrupted(vectors, *args):
-        if args[1] == 1:
-            raise KeyboardInterrupt
-        return kmeans_run(vectors, *args)
-
-    kmeans_run = clusters.kmeans_run
     with monkeypatch.context() as patch:
-        patch.setattr(clusters, "kmeans_run", interrupted)
+        patch.setattr(clusters, "kmeans_run", interrupted_at(clusters.kmeans_run, 2))
         with pytest.raises(KeyboardInterrupt):
             cluster_pairs(features, source, tmp_path / "killed", settings)
     cluster_pairs(features, source, tmp_path / "killed", settings)
@@ -210,12 +200,9 @@ def _note_rows(folder, vectors):
 
 @pytest.mark.parametrize("name", ["_save", "neighbour_lists", "write_cluster_files", "rmtree"])
 def test_an_interrupt_at_any_point_loses_nothing(name, features, source, tmp_path, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
     cluster_pairs(features, source, tmp_path / "whole", SETTINGS)
     with monkeypatch.context() as patch:
-        patch.setattr(clusters.shutil if name == "rmtree" else clusters, name, interrupted)
+        patch.setattr(clusters.shutil if name == "rmtree" else clusters, name, interrupted_at(print))
         with pytest.raises(KeyboardInterrupt):
             cluster_pairs(features, source, tmp_path / "out", SETTINGS)
     cluster_pairs(features, source, tmp_path / "out", SETTINGS)
@@ -305,8 +292,7 @@ def test_the_clusters_feed_the_sampler(features, source, tmp_path):
 
 
 def test_k_follows_the_cluster_size():
-    assert ClusterSettings().resolve_num_clusters(512) == 1
-    assert ClusterSettings().resolve_num_clusters(513) == 2
+    assert [ClusterSettings().resolve_num_clusters(rows) for rows in (512, 513)] == [1, 2]
     assert ClusterSettings(cluster_size=1).resolve_num_clusters(7) == 7
     assert ClusterSettings(num_clusters=3).resolve_num_clusters(7) == 3
 

@@ -8,12 +8,12 @@ from embeddings.common.io import write_manifest
 from embeddings.common.jobs import ArrayTask
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
-from embeddings.inference.vectors import VectorShards, save_vectors, unit_rows
+from embeddings.inference.vectors import unit_rows
 from embeddings.mining import consistency
 from embeddings.mining.consistency import NOT_RANKED, Segments, rank_pairs
 from embeddings.mining.pair_index import index_pairs
-from embeddings.mining.pair_vectors import PairVectors
 from tests.data.rows import write_jsonl
+from tests.mining.pair_sources import made_vectors
 
 NUM_ROWS, WIDTH = 50, 4
 
@@ -31,16 +31,8 @@ def pair_vectors(folder, rows, query_ND, vector_of, shard_size=7):
     source = open_cached(SourceConfig("a", str(write_jsonl(folder / "a.jsonl", rows))), folder / "cache")
     index = index_pairs(source, folder / "index")
     document_MD = np.stack([vector_of(index.document_text(row)) for row in range(index.num_documents)])
-    made = []
-    for name, vector_ND in (("queries", query_ND), ("documents", document_MD)):
-        shards = VectorShards(folder / name, len(vector_ND), vector_ND.shape[1], shard_size)
-        (folder / name).mkdir(exist_ok=True)
-        write_manifest(folder / name, {"model_sha256": "m", "precision": "float32", "prompt_name": None})
-        for shard in range(shards.num_shards):
-            rows_n = shards.rows(shard)
-            save_vectors(shards.path(shard), unit_rows(vector_ND[rows_n.start : rows_n.stop].astype(np.float32)))
-        made.append(shards)
-    return PairVectors(index, *made)
+    sides = (unit_rows(vector_ND.astype(np.float32)) for vector_ND in (query_ND, document_MD))
+    return made_vectors(folder, source, *sides, shard_size)
 
 
 def rounded_vectors(folder, shard_size=7):
@@ -156,7 +148,7 @@ def test_another_seed_model_or_choice_of_rows_is_refused_by_name(tmp_path):
         rank_pairs(vectors, tmp_path / "work", segment_size=9, is_considered_N=np.arange(NUM_ROWS) > 1)
     fields = {"model_sha256": "other", "precision": "float32", "prompt_name": None}
     write_manifest(vectors.document_shards.folder, fields)
-    with pytest.raises(InputError, match="field 'model_sha256' is 'm', expected 'other'"):
+    with pytest.raises(InputError, match="field 'model_sha256' is 'none', expected 'other'"):
         rank_pairs(vectors, tmp_path / "work", segment_size=9)
 
 

@@ -19,7 +19,6 @@ from embeddings.data.store import open_cached
 from embeddings.data.table import StoredRow
 from embeddings.inference.bm25 import WordTokenizer
 from embeddings.mining import duplicates
-from embeddings.mining import duplicates as decontaminate
 from embeddings.mining.duplicates import (
     COPY,
     EQUAL,
@@ -273,7 +272,7 @@ def test_shards_and_tasks_change_no_reason(shard_size, tmp_path, monkeypatch):
     whole = rule.reasons([pairs_source.table.row(row) for row in range(21)]).tolist()
     assert whole[5] == EQUAL
     assert SIMILAR in whole
-    monkeypatch.setattr(decontaminate, "_CHECKED_TOGETHER", 3)
+    monkeypatch.setattr(duplicates, "_CHECKED_TOGETHER", 3)
     for index in (1, 0):
         found = find_contaminated(
             pairs_source, tmp_path / "work", rule, shard_size=shard_size, task=ArrayTask(index, 2)

@@ -17,18 +17,19 @@ from embeddings.mining import consistency, filter
 from embeddings.mining.duplicates import Decontaminator, EvaluationTexts
 from embeddings.mining.filter import RULES, FilterRules, filter_pairs
 from tests.data.rows import pairs, write_jsonl
+from tests.helpers.interrupts import interrupted_at
 from tests.helpers.processes import Command
 from tests.inference.models import tiny_embedder
-from tests.mining.filter_world import PLACES, planted_records, run_filter, stop_at, topic_vectors, write_source
+from tests.mining.filter_world import PLACES, planted_records, run_filter, topic_vectors, write_source
 
 CHILD = """
 import sys
 from pathlib import Path
 from embeddings.data import SourceConfig
 from embeddings.inference import Encoder
-from tests.mining.filter_world import run_filter, say_amid, stop_at, topic_vectors
+from tests.mining.filter_world import run_filter, stop_amid_segments, topic_vectors
 Encoder.encode = topic_vectors
-stop_at("segment", say_amid)
+stop_amid_segments()
 run_filter(SourceConfig("input", sys.argv[1]), Path(sys.argv[2]))
 """
 
@@ -96,16 +97,11 @@ def test_a_killed_process_is_resumed_with_the_same_bytes(whole, tmp_path):
 def test_a_run_that_ends_anywhere_is_resumed_with_the_same_bytes(place, whole, tmp_path, monkeypatch):
     config, expected = whole
     output = tmp_path / "ended" / "whole.parquet"
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    module, name, real = stop_at(place, interrupt)
+    module, name, call = PLACES[place]
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, getattr(module, name))
+        patch.setattr(module, name, interrupted_at(getattr(module, name), call))
         with pytest.raises(KeyboardInterrupt):
             run_filter(config, output)
-    setattr(module, name, real)
     assert not output.exists()
     run_filter(config, output)
     assert output.read_bytes() == expected
@@ -228,16 +224,9 @@ def test_a_killed_run_by_language_and_an_array_of_them_give_the_same_bytes(tmp_p
     for index in (1, 0):
         by_language(config, tmp_path / "array" / "kept.parquet", ArrayTask(index, 2))
     assert (tmp_path / "array" / "kept.parquet").read_bytes() == expected
-    write, calls, killed = consistency._write_ranks, [], tmp_path / "killed" / "kept.parquet"
-
-    def stopping(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        write(*args)
-
+    killed = tmp_path / "killed" / "kept.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(consistency, "_write_ranks", stopping)
+        patch.setattr(consistency, "_write_ranks", interrupted_at(consistency._write_ranks, 3))
         with pytest.raises(KeyboardInterrupt):
             by_language(config, killed)
     monkeypatch.setattr(filter, "read_languages", lambda *_: pytest.fail("read again"))
@@ -255,14 +244,6 @@ def test_a_record_without_a_language_is_named_and_nothing_is_written(tmp_path):
     with pytest.raises(InputError, match=r"a\.jsonl:5: the record has no language"):
         by_language(config, tmp_path / "kept.parquet")
     assert {path for path in files(tmp_path) if "cache" not in path.parts} == before
-
-
-def test_copies_alone_need_no_model(tmp_path):
-    rows = [*pairs(3), *pairs(2)]
-    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", rows)))
-    report = filter_pairs(config, tmp_path / "kept.parquet", FilterRules())
-    assert report.removed == {"copies": 2}
-    assert [row["query"] for row in pq.read_table(report.output).to_pylist()] == ["query 0", "query 1", "query 2"]
 
 
 def test_records_left_out_as_suspect_shift_no_row(tmp_path):

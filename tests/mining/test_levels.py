@@ -107,19 +107,23 @@ def levels_of(scores, positive, num_negatives=4, **options):
     return [found.row_QN[0][found.level_N == level].tolist() for level in (1, 2, 3, 4)]
 
 
-def test_quarters_go_from_near_to_far_below_zero_too():
-    assert levels_of([-0.9, 0.5, -0.1, 0.2, 0.4, -0.5, 0.1, 0.3], 1.0) == [[1], [7], [6], [5]]
-    assert levels_of([-0.9, 0.5, -0.1, 0.2, 0.4, -0.5, 0.1, 0.3], 1.0, 8) == [[1, 4], [7, 3], [6, 2], [5, 0]]
+MIXED = [-0.9, 0.5, -0.1, 0.2, 0.4, -0.5, 0.1, 0.3]
+NEAR = [0.99, 0.98, 0.97, 0.96, 0.5, 0.4, 0.3, 0.2]
 
 
-def test_of_equal_scores_the_lower_document_is_the_harder():
-    assert levels_of([0.0] * 8, 1.0, 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_quarters_are_cut_after_the_margin():
-    scores = [0.99, 0.98, 0.97, 0.96, 0.5, 0.4, 0.3, 0.2]
-    assert levels_of(scores, 1.0) == [[0], [2], [4], [6]]
-    assert levels_of(scores, 1.0, margin=0.95) == [[4], [5], [6], [7]]
+@pytest.mark.parametrize(
+    ("scores", "options", "expected"),
+    [
+        (MIXED, {}, [[1], [7], [6], [5]]),
+        (MIXED, {"num_negatives": 8}, [[1, 4], [7, 3], [6, 2], [5, 0]]),
+        # Of equal scores the lower document is the harder one.
+        ([0.0] * 8, {"num_negatives": 8}, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (NEAR, {}, [[0], [2], [4], [6]]),
+        (NEAR, {"margin": 0.95}, [[4], [5], [6], [7]]),
+    ],
+)
+def test_quarters_go_from_near_to_far_and_are_cut_after_the_margin(scores, options, expected):
+    assert levels_of(scores, 1.0, **options) == expected
 
 
 @pytest.mark.parametrize(
@@ -177,12 +181,6 @@ def test_documents_are_drawn_by_row_alone_and_evenly():
 def test_impossible_rules_are_refused(options, says):
     with pytest.raises(OptionError, match=says):
         LevelRules(**options)
-
-
-def test_all_levels_have_one_number_of_negatives():
-    candidates, facts = one_query([0.5, 0.4], 1.0)
-    with pytest.raises(OptionError, match="num_negatives must be a multiple of 4 with levels"):
-        choose_levels(candidates, facts, NegativeRules(7), "quantiles")
 
 
 def test_the_manifest_tells_judgments_apart():

@@ -12,7 +12,9 @@ from embeddings.inference.vector_folder import SHARD_SIZE
 from embeddings.inference.vectors import save_vectors
 from embeddings.mining.pair_vectors import EncodedTexts, encode_pairs, open_pair_vectors
 from tests.data.rows import write_jsonl
+from tests.helpers.interrupts import interrupted_at
 from tests.inference.models import some_texts, tiny_embedder
+from tests.mining.pair_sources import content
 from tests.mining.test_pair_index import source
 
 TEXTS = some_texts(12)
@@ -22,10 +24,6 @@ ROWS = [{"query": TEXTS[row], "positive": [TEXTS[6 + row // 2], TEXTS[6 + row]]}
 @pytest.fixture(scope="module")
 def encoder():
     return Encoder(tiny_embedder(normalize=False, prompts={"query": "the ", "other": "a dog "}), precision="float32")
-
-
-def content(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def unit(vectors):
@@ -51,15 +49,7 @@ def test_vectors_are_those_of_the_texts_at_unit_length(shard_size, encoder, tmp_
 def test_tasks_and_a_resumed_run_give_the_bytes_of_one_process(encoder, tmp_path, monkeypatch):
     pairs = source(tmp_path, ROWS)
     encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=2)
-    encode, calls = Encoder.encode, []
-
-    def killed(self, texts, *args, **options):
-        calls.append(texts)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return encode(self, texts, *args, **options)
-
-    monkeypatch.setattr(Encoder, "encode", killed)
+    monkeypatch.setattr(Encoder, "encode", interrupted_at(Encoder.encode, 5))
     with pytest.raises(KeyboardInterrupt):
         encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, task=ArrayTask(1, 2))
     for index in (1, 0):
@@ -187,7 +177,7 @@ def test_tasks_and_a_kill_change_no_byte_of_vectors_that_encode_made(folders, en
     pairs = source(tmp_path, ROWS)
     encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=2, encoded=folders)
     with monkeypatch.context() as patch:
-        patch.setattr("embeddings.mining.pair_vectors.save_vectors", interrupted_at(5))
+        patch.setattr("embeddings.mining.pair_vectors.save_vectors", interrupted_at(save_vectors, 5))
         with pytest.raises(KeyboardInterrupt):
             encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, encoded=folders, task=ArrayTask(1, 2))
     with pytest.raises(InputError, match="field 'encoded' is"):
@@ -198,19 +188,6 @@ def test_tasks_and_a_kill_change_no_byte_of_vectors_that_encode_made(folders, en
     # What is whole needs no folder any more.
     encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2)
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
-
-
-def interrupted_at(last_call):
-    """`save_vectors`, interrupted at one of its calls."""
-    calls = []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == last_call:
-            raise KeyboardInterrupt
-        save_vectors(*args)
-
-    return interrupted
 
 
 def test_a_folder_of_another_model_leaves_nothing_behind(folders, tmp_path):

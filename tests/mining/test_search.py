@@ -6,7 +6,6 @@ import torch
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.jobs import ArrayTask
-from embeddings.mining import search as ivf
 from embeddings.mining import search as knn
 from embeddings.mining.faiss_library import load_faiss
 from embeddings.mining.search import (
@@ -230,7 +229,7 @@ def test_the_default_number_of_lists_suits_the_documents(count, lists, tmp_path)
     documents = shards(tmp_path / "documents", clustered(count), 512)
     search = build_ivf(documents, tmp_path / "ivf")
     assert len(search.centroid_CD) == lists
-    assert search.num_probes == min(lists, ivf.PROBES)
+    assert search.num_probes == min(lists, knn.PROBES)
     np.testing.assert_allclose(np.linalg.norm(search.centroid_CD, axis=1), 1, atol=1e-5)
 
 

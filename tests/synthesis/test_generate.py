@@ -31,6 +31,7 @@ from embeddings.synthesis.generate import (
 from embeddings.synthesis.prompts import METHODS, MGH, NV_EMBED, PromptOptions, Templates
 from embeddings.synthesis.runner import Budget, Limits
 from embeddings.synthesis.validate import Parsed, RejectedAnswer, read_example
+from tests.data.rows import write_jsonl
 from tests.helpers.chat_server import Reply, answers_badly, answers_well, chat_server
 from tests.synthesis.models import EAGER, FakeClient, contents, make_runner
 
@@ -402,22 +403,13 @@ def test_a_file_that_is_no_task_file_is_refused(tmp_path, content, says):
 
 OLD = {"negatives": ["old"], "score": 2}
 ROWS = [
-    {
-        "query": f"question {n}",
-        "positive": [f"answer {n}", f"another {n}"],
-        "negatives": ["old"],
-        "id": f"r{n}",
-        "score": 2,
-    }
-    for n in range(5)
+    {"query": f"question {n}", "positive": [f"answer {n}", f"another {n}"], "id": f"r{n}", **OLD} for n in range(5)
 ] + [{"query": "question 0", "positive": "other answer", "instruction": "Answer.", "label": "x"}]
 
 
 @pytest.fixture
 def source(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return SourceConfig("input", str(path))
+    return SourceConfig("input", str(write_jsonl(tmp_path / "pairs.jsonl", ROWS)))
 
 
 def regenerate(folder, source, client, **options):
@@ -451,15 +443,13 @@ def test_a_row_without_a_usable_answer_is_left_out_and_listed(tmp_path, source):
 
 def test_other_pairs_do_not_go_on_in_the_same_folder(tmp_path, source):
     regenerate(tmp_path / "job", source, FakeClient())
-    other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps(ROWS[0]) + "\n")
+    other = write_jsonl(tmp_path / "other.jsonl", ROWS[:1])
     with pytest.raises(InputError, match=r"field .source_key. is"):
         regenerate(tmp_path / "job", SourceConfig("input", str(other)), FakeClient())
 
 
 def test_bad_pairs_are_refused_before_anything_is_asked(tmp_path, source):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(json.dumps(ROWS[0]) + "\n" + '{"query": "a", "positive": ""}\n')
+    bad = write_jsonl(tmp_path / "bad.jsonl", [ROWS[0], {"query": "a", "positive": ""}])
     client = FakeClient()
     with pytest.raises(InputError, match=r"bad\.jsonl:2"):
         regenerate(tmp_path / "job", SourceConfig("input", str(bad)), client)

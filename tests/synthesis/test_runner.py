@@ -106,10 +106,8 @@ def test_a_job_that_stops_does_not_sit_out_the_waits_of_others(tmp_path):
 
 
 def test_a_refusal_is_an_answer_once_there_was_another(tmp_path):
-    def behaviour(prompt, seed, count):
-        return Reply(None, refusal="status 400: no", usage=False) if prompt == "prompt 2" else Reply("x")
-
-    client = FakeClient(behaviour)
+    refusal = Reply(None, refusal="status 400: no", usage=False)
+    client = FakeClient(lambda prompt, seed, count: refusal if prompt == "prompt 2" else Reply("x"))
     _, journal = ask(tmp_path, client, Limits(concurrency=1))
     assert (len(journal), journal.num_answers) == (12, 11)
     ask(tmp_path, client)
@@ -216,17 +214,17 @@ def make(**rates):
     return RateLimiter(Limits(**rates), clock=clock, sleep=clock.sleep), clock
 
 
-def test_without_a_rate_nobody_waits():
-    assert turns(*make(), 3, tokens=10**9) == [0, 0, 0]
-
-
-def test_requests_are_spaced_evenly():
-    assert turns(*make(requests_per_minute=30), 4) == [0, 2, 4, 6]
-
-
-def test_tokens_are_worked_off_before_the_next_request():
-    assert turns(*make(tokens_per_minute=600), 3, tokens=25) == [0, 2.5, 5]
-    assert turns(*make(tokens_per_minute=600, requests_per_minute=10), 3, tokens=25) == [0, 6, 12]
+@pytest.mark.parametrize(
+    ("rates", "tokens", "expected"),
+    [
+        ({}, 10**9, [0, 0, 0]),
+        ({"requests_per_minute": 30}, 0, [0, 2, 4]),
+        ({"tokens_per_minute": 600}, 25, [0, 2.5, 5]),
+        ({"tokens_per_minute": 600, "requests_per_minute": 10}, 25, [0, 6, 12]),
+    ],
+)
+def test_requests_are_spaced_evenly_and_wait_until_tokens_are_worked_off(rates, tokens, expected):
+    assert turns(*make(**rates), 3, tokens) == expected
 
 
 def test_time_that_nobody_used_is_not_saved_up():
