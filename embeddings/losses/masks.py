@@ -287,11 +287,7 @@ def without_surrogates() -> OptionError:
 
 
 def surrogate_false_negatives(
-    rule: SurrogateFilter,
-    query: QueryKeys,
-    candidate: CandidateKeys,
-    surrogate: SurrogateQueries,
-    candidate_CS: Tensor,
+    rule: SurrogateFilter, query: QueryKeys, candidate: CandidateKeys, surrogate: SurrogateQueries, candidate_CS: Tensor
 ) -> Tensor:
     """Candidates that the surrogate's scores take out of each query's negatives.
 

@@ -196,12 +196,7 @@ class _Width:
 class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        scale: Tensor,
-        target_R: Tensor,
-        exclude_: ExcludeInPlace | None,
-        tile_size: int,
-        *vectors: Tensor,
+        ctx: Any, scale: Tensor, target_R: Tensor, exclude_: ExcludeInPlace | None, tile_size: int, *vectors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Losses and what goes with them; the gradients too, tile by tile, while the scores are at hand."""
         num_rows, num_widths = max(1, len(target_R)), len(vectors) // 2

@@ -95,10 +95,7 @@ class AnchorTokenPooling(Pooling):
             return (weight_NL[:, None] @ state_NLH)[:, 0]
 
     def weights(
-        self,
-        pooling_mask_NL: Tensor,
-        attention_mask_NL: Tensor | None,
-        attention: Sequence[CapturedAttention],
+        self, pooling_mask_NL: Tensor, attention_mask_NL: Tensor | None, attention: Sequence[CapturedAttention]
     ) -> Tensor:
         """The weight of each token, (N, L) float32: 0 where it is not pooled, 1 over the text; arguments as above."""
         if len(attention) != len(self.layers):

@@ -188,12 +188,7 @@ class ContextualEmbedder(Embedder):
             given = () if context is None else tuple(context.shape)
             raise OptionError("context", given, f"does not fit the model: {error}", "give fewer documents") from error
         state_NLH = states_behind_context(
-            self.backbone,
-            context_NJH,
-            self.soft_prompt(),
-            ids_NL,
-            tokens.attention_mask_NL,
-            self.has_positions,
+            self.backbone, context_NJH, self.soft_prompt(), ids_NL, tokens.attention_mask_NL, self.has_positions
         )
         vector_ND: Tensor = self.pooling(state_NLH, tokens.pooling_mask_NL)
         if self.residual is not None:
@@ -221,11 +216,7 @@ class ContextualEmbedder(Embedder):
 
     @classmethod
     def _of_directory(
-        cls,
-        folder: Path,
-        backbone: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        dropout: float | None = None,
+        cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dropout: float | None = None
     ) -> Self:
         options = read_context_options(folder)
         parts = read_model_directory(folder, backbone, tokenizer, contextual=True)

@@ -190,11 +190,7 @@ class Embedder(nn.Module):
 
     @classmethod
     def _of_directory(
-        cls,
-        folder: Path,
-        backbone: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        dropout: float | None = None,
+        cls, folder: Path, backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dropout: float | None = None
     ) -> Self:
         """The embedder around a backbone that was loaded with this dropout; None for the directory's own."""
         return cls.of_parts(folder, backbone, tokenizer, read_model_directory(folder, backbone, tokenizer))

@@ -8,14 +8,7 @@ from embeddings.common import OptionError
 
 from .anchor_token import AnchorTokenPooling
 from .latent_attention import LatentAttentionPooling
-from .pooling import (
-    ClsPooling,
-    LastTokenPooling,
-    MeanPooling,
-    Pooling,
-    SelfAttentionPooling,
-    WeightedMeanPooling,
-)
+from .pooling import ClsPooling, LastTokenPooling, MeanPooling, Pooling, SelfAttentionPooling, WeightedMeanPooling
 
 POOLINGS: dict[str, type[Pooling]] = {
     "mean": MeanPooling,

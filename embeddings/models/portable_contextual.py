@@ -23,14 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .context_layers import (
-    ContextSlots,
-    FirstStage,
-    ResidualProjection,
-    SoftPrompt,
-    plain_model,
-    states_behind_context,
-)
+from .context_layers import ContextSlots, FirstStage, ResidualProjection, SoftPrompt, plain_model, states_behind_context
 from .portable import TEXT_FILE, TextTransformer, hub_arguments, load_tensors, read_text, save_tensors
 
 CONTEXT_FOLDER = "0_Context"

@@ -102,12 +102,7 @@ class LanguageTask:
 
 
 def mask_tokens(
-    input_ids_NL: Tensor,
-    may_mask_NL: Tensor,
-    key_N: Tensor,
-    masking: Masking,
-    mask_id: int,
-    ordinary_ids_V: Tensor,
+    input_ids_NL: Tensor, may_mask_NL: Tensor, key_N: Tensor, masking: Masking, mask_id: int, ordinary_ids_V: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Token ids with some of them hidden, and which.
 

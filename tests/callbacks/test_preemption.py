@@ -237,12 +237,7 @@ def test_a_run_that_has_taken_its_last_step_ends_well(tmp_path: Path, scontrol: 
 
 
 @pytest.mark.parametrize(
-    ("limits", "step", "code"),
-    [
-        ({"min_steps": 5}, 5, 0),
-        ({"min_epochs": 1}, 3, 75),
-        ({"min_epochs": 1}, 4, 0),
-    ],
+    ("limits", "step", "code"), [({"min_steps": 5}, 5, 0), ({"min_epochs": 1}, 3, 75), ({"min_epochs": 1}, 4, 0)]
 )
 def test_a_step_is_the_last_only_where_the_trainer_may_stop(
     limits: dict[str, int], step: int, code: int, tmp_path: Path
@@ -257,10 +252,7 @@ def test_a_step_is_the_last_only_where_the_trainer_may_stop(
 
 
 def test_where_scontrol_refuses_the_checkpoint_is_kept_and_one_line_says_so(
-    tmp_path: Path,
-    scontrol: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = scontrol(code=1)
     monkeypatch.setenv("SLURM_JOB_ID", "77")

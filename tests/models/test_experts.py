@@ -30,16 +30,7 @@ from embeddings.models.moe.experts import (
 from embeddings.models.moe.rotary_moe import MoeMlp
 from embeddings.models.moe.routing import set_expert_backend
 from embeddings.training.graphs import GraphMemory
-from tests.models.moe import (
-    EXPERTS,
-    HIDDEN,
-    INNER,
-    make_experts,
-    make_router,
-    random_tokens,
-    routing_of,
-    written_out,
-)
+from tests.models.moe import EXPERTS, HIDDEN, INNER, make_experts, make_router, random_tokens, routing_of, written_out
 
 BACKENDS: dict[str, Backend] = {"grouped_mm": grouped_experts, "loop": loop_experts}
 

@@ -41,8 +41,7 @@ def rows_of_steps(ledger: Path) -> dict[int, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after", "sampler"),
-    [(2, 1, "BlendedBatchSampler"), (1, 2, "HomogeneousBatchSampler")],
+    ("before", "after", "sampler"), [(2, 1, "BlendedBatchSampler"), (1, 2, "HomogeneousBatchSampler")]
 )
 def test_the_examples_of_a_step_do_not_depend_on_the_ranks(
     before: int, after: int, sampler: str, tmp_path: Path

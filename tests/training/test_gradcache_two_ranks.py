@@ -15,14 +15,7 @@ from embeddings.common import ContrastiveBatch, Representations, TokenBatch
 from embeddings.common.distributed import gather_candidates
 from embeddings.losses import InfoNCE, MatryoshkaInfoNCE
 from embeddings.training import GradCache
-from tests.helpers.contrastive import (
-    Record,
-    TinyStep,
-    batch_of,
-    gradient_vector,
-    random_records,
-    relative_error,
-)
+from tests.helpers.contrastive import Record, TinyStep, batch_of, gradient_vector, random_records, relative_error
 from tests.helpers.ranks import run_on_two_ranks
 from tests.helpers.tiny import tiny_bert, tiny_mistral
 from tests.training.test_gradcache import TOLERANCE, lora
