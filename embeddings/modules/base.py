@@ -48,8 +48,7 @@ from embeddings.models.model_files import FrozenBase, resolve_model
 from embeddings.modules.checkpoint import configured_module, rewind, set_weights
 from embeddings.training.gradcache import GradCache, plain_step
 from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
-from embeddings.training.sharding import shard
-from embeddings.training.strategy import training_strategy
+from embeddings.training.strategy import shard, training_strategy
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 PoolingFactory = Callable[[int], Pooling]

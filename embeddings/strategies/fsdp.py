@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -12,11 +11,8 @@ from lightning.pytorch.strategies.strategy import Strategy
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from embeddings.common import ContrastiveBatch, ContrastiveStep, LossOutput
 from embeddings.strategies.ranks import TIMEOUT
-from embeddings.training import GradCache
-from embeddings.training.sharding import full_parameters, full_state, sharded_like
-from embeddings.training.strategy import TrainingStrategy
+from embeddings.training.strategy import TrainingStrategy, full_parameters, full_state, sharded_like
 
 
 class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
@@ -24,7 +20,7 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
 
     For a model that does not fit on one device together with its optimiser. The gradient equals DDP's; precision is the
     trainer's, and under `bf16-mixed` the layers' matrices are gathered in bfloat16. A module says in `configure_model`
-    what is sharded (see `training.sharding.shard`).
+    what is sharded (see `training.strategy.shard`).
 
     A checkpoint is one file with full tensors, as a single process writes it: any strategy resumes it, on any number of
     ranks. The first rank's memory has to hold it.
@@ -34,16 +30,14 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         timeout: How long a rank waits for the others in a collective before the run ends.
     """
 
-    is_sharded = True
-    equal_mini_batches = True
+    is_sharded = equal_mini_batches = True
+    # One file, by rank 0, as Lightning's base class has it.
+    save_checkpoint, load_checkpoint = Strategy.save_checkpoint, Strategy.load_checkpoint
+    lightning_restore_optimizer = Strategy.lightning_restore_optimizer
 
     def __init__(self, process_group_backend: str | None = None, timeout: timedelta = TIMEOUT) -> None:
-        super().__init__(
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=False,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
+        options: dict[str, Any] = {"process_group_backend": process_group_backend, "timeout": timeout}
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False, **options)
 
     def setup_environment(self) -> None:
         """Start the ranks' communication, with all of them in one dimension."""
@@ -54,12 +48,6 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         """A context in which rank 0 has all weights, for writing them; no forward may run inside."""
         assert self.model is not None
         return full_parameters(self.model, keep=self.is_global_zero)
-
-    def gradcache_step(
-        self, engine: GradCache, step: ContrastiveStep, batch: ContrastiveBatch, scale: float, is_last: bool
-    ) -> LossOutput:
-        """GradCache's step but for the last backward, which Lightning runs; every backward averages its gradients."""
-        return engine.forward_backward(step, batch, scale=scale, syncs_each=True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full weights on rank 0; None in their place on the others."""
@@ -80,25 +68,10 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         state: dict[str, Any] = full_state(optimizer.state_dict(), keep=self.is_global_zero)
         return state
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Yes: by `load_optimizer_state_dict`."""
-        return True
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of each optimiser's state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(_sharded_optimizer_state(optimizer, state))
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write the file, on rank 0."""
-        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the file, on every rank."""
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
 
 def _sharded_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> StateDict:

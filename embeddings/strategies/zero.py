@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from pathlib import Path
+from itertools import count
 from typing import Any, Literal
 
 import lightning as L
@@ -27,8 +27,7 @@ from embeddings.common import (
 from embeddings.common.distributed import full_shape
 from embeddings.strategies.ranks import TIMEOUT
 from embeddings.training.gradcache import GradCache, GradCacheModule
-from embeddings.training.sharding import make_contiguous
-from embeddings.training.strategy import TrainingStrategy
+from embeddings.training.strategy import TrainingStrategy, make_contiguous
 
 
 class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
@@ -51,6 +50,9 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     checks_gradients = True
     # Under bf16-mixed and 16-mixed the engine's optimiser has a float32 copy of the weights.
     keeps_float32_weights = True
+    # One file, by rank 0, as Lightning's base class has it.
+    save_checkpoint, load_checkpoint = Strategy.save_checkpoint, Strategy.load_checkpoint
+    lightning_restore_optimizer = Strategy.lightning_restore_optimizer
 
     def __init__(
         self,
@@ -60,13 +62,9 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        super().__init__(
-            stage=stage,
-            offload_optimizer=offload_optimizer,
-            offload_parameters=offload_parameters,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
+        options: dict[str, Any] = {"process_group_backend": process_group_backend, "timeout": timeout}
+        options |= {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
+        super().__init__(stage=stage, **options)
         self.is_sharded = stage == 3
         # From stage 2 on every backward averages its gradients; in stage 1 the last backward does so for all.
         self.equal_mini_batches = stage >= 2
@@ -90,7 +88,7 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Optimizer | None, *args: Any) -> Any:
         # DeepSpeed removes the parameters from the groups.
         assert optimizer is not None
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._groups: Groups = [list(group["params"]) for group in optimizer.param_groups]
         return super()._setup_model_and_optimizer(model, optimizer, *args)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -108,34 +106,18 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         zero = self.deepspeed_engine.optimizer
         return full_optimizer_state(zero, self._groups, keep=self.is_global_zero)
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Yes: by `load_optimizer_state_dict`."""
-        return True
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimiser's state."""
         (state,) = checkpoint["optimizer_states"]
         set_full_optimizer_state(self.deepspeed_engine.optimizer, self._groups, state)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write the file, on rank 0."""
-        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the file, on every rank."""
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's step, inside the engine's forward unless GradCache calls that forward for each mini-batch."""
         module: Any = self.lightning_module
         if not isinstance(module, GradCacheModule) or module.grad_cache is None:
             return super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
-            return self.lightning_module.training_step(*args, **kwargs)
+            return module.training_step(*args, **kwargs)  # type: ignore[attr-defined]
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The backward of a step's loss, which Lightning has divided by the number of accumulated batches already."""
@@ -216,12 +198,7 @@ Groups = Sequence[Sequence[nn.Parameter]]
 
 @contextmanager
 def gathered_parameters(parameters: Sequence[nn.Parameter], writer: int | None = None) -> Iterator[None]:
-    """A context with full parameters; under stages 1 and 2 they always are.
-
-    Args:
-        parameters: The parameters, the same on all ranks.
-        writer: The rank whose changes are kept, or None where nothing is changed.
-    """
+    """A context with full parameters (under stages 1 and 2 they always are); the changes of rank `writer` are kept."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=writer):
@@ -229,12 +206,7 @@ def gathered_parameters(parameters: Sequence[nn.Parameter], writer: int | None =
 
 
 def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Tensor | None]:
-    """The full weights and buffers, trained ones in float32.
-
-    Args:
-        module: The module that the engine trains.
-        keep: Whether this rank wants them; it takes part in the gathers all the same.
-    """
+    """The full weights and buffers, trained ones in float32; None where this rank does not `keep` them."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     found: dict[str, Tensor | None] = {}
@@ -248,12 +220,7 @@ def full_state_dict(module: nn.Module, keep: bool) -> dict[str, Tensor | None]:
 
 
 def set_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Set weights and buffers, and the partitions in float32 that the optimiser steps on.
-
-    Args:
-        module: The module that the engine trains.
-        state: What `full_state_dict` returned, the same on all ranks.
-    """
+    """Set what `full_state_dict` returned, the same on all ranks, and the optimiser's float32 partitions."""
     from deepspeed.utils import safe_set_full_fp32_param
 
     for name, value in module.state_dict(keep_vars=True).items():
@@ -265,22 +232,22 @@ def set_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def full_optimizer_state(optimizer: Any, groups: Groups, keep: bool) -> dict[str, Any]:
-    """The full state, as a plain optimiser over the same groups has it.
-
-    Args:
-        optimizer: DeepSpeed's optimiser.
-        groups: The parameters of each group, as the plain optimiser got them.
-        keep: As in `full_state_dict`.
-    """
+    """The full state of DeepSpeed's optimiser, as a plain one over the same groups has it; `keep` as above."""
     state: dict[int, dict[str, Any]] = {}
-    names = [name for name, value in _any_state(optimizer).items() if value.ndim]
-    single = {name: value for name, value in _any_state(optimizer).items() if not value.ndim}
+    # The first partition that has a state has the names of all.
+    any_state: dict[str, Tensor] = next((dict(found) for found in optimizer.optimizer.state.values() if found), {})
+    names = [name for name, value in any_state.items() if value.ndim]
+    single = {name: value for name, value in any_state.items() if not value.ndim}
     for index, parameter in enumerate(parameter for group in groups for parameter in group):
         full = {name: _full_entry(optimizer, parameter, name) for name in names}
         values = {name: value.cpu() if keep else None for name, value in full.items()}
         if values or single:
             state[index] = values | {name: value.clone() for name, value in single.items()}
-    return {"state": state, "param_groups": _described(optimizer, groups)}
+    place, described = count(), []
+    for inner, group in zip(optimizer.param_groups, groups, strict=True):
+        options = {name: value for name, value in inner.items() if name != "params"}
+        described.append({**options, "params": [next(place) for _ in group]})
+    return {"state": state, "param_groups": described}
 
 
 def set_full_optimizer_state(optimizer: Any, groups: Groups, state: Mapping[str, Any]) -> None:
@@ -307,24 +274,6 @@ def _full_entry(optimizer: Any, parameter: nn.Parameter, name: str) -> Tensor:
         full.narrow(0, start, size).copy_(optimizer.optimizer.state[partition][name].narrow(0, fragment, size))
     dist.all_reduce(full)
     return full.view(shape)
-
-
-def _any_state(optimizer: Any) -> dict[str, Tensor]:
-    """The state of the first partition that has one: the optimiser's names."""
-    for state in optimizer.optimizer.state.values():
-        if state:
-            return dict(state)
-    return {}
-
-
-def _described(optimizer: Any, groups: Groups) -> list[dict[str, Any]]:
-    """The groups' options, with the parameters' places."""
-    found, start = [], 0
-    for inner, group in zip(optimizer.param_groups, groups, strict=True):
-        options = {name: value for name, value in inner.items() if name != "params"}
-        found.append({**options, "params": list(range(start, start + len(group)))})
-        start += len(group)
-    return found
 
 
 def _fragments(optimizer: Any, parameter: Any) -> Iterator[tuple[Tensor, int, int, int]]:

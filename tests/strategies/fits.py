@@ -32,7 +32,7 @@ from embeddings.modules import (
 )
 from embeddings.strategies import ZeroStrategy
 from embeddings.training.optim import Schedule
-from embeddings.training.sharding import full_state
+from embeddings.training.strategy import full_state
 from tests.helpers.contrastive import batch_of, random_records
 from tests.helpers.runs import backbone_folder
 from tests.models.language_models import language_model_folder

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from embeddings.training.sharding import full_parameters, full_state, layers, make_contiguous, shard, sharded_like
+from embeddings.models.bidirectional import layers
+from embeddings.training.strategy import full_parameters, full_state, make_contiguous, shard, sharded_like
 from tests.helpers.tiny import tiny_bert
 from tests.models.moe import padded_ids, tiny_moe
 
