@@ -127,11 +127,10 @@ def make_checkpoints_durable(trainer: L.Trainer) -> None:
         OptionError: If another `CheckpointIO` was chosen, whose files this library could not read.
     """
     strategy = trainer.strategy
-    if not training_strategy(strategy).single_file_checkpoints:
-        return
-    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+    is_covered = training_strategy(strategy).single_file_checkpoints
+    if is_covered and type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = DurableCheckpointIO()
-    elif not isinstance(strategy.checkpoint_io, DurableCheckpointIO):
+    elif is_covered and not isinstance(strategy.checkpoint_io, DurableCheckpointIO):
         rule = "must write checkpoints that can be resumed"
         fix = "give embeddings.callbacks.DurableCheckpointIO, with asynchronous: true so that training does not wait"
         raise OptionError("trainer.plugins", type(strategy.checkpoint_io).__name__, rule, fix)
@@ -182,20 +181,16 @@ def check_checkpoint_room(trainer: L.Trainer, module: L.LightningModule, resumed
     if not kept or trainer.fast_dev_run or not is_first_process():  # type: ignore[attr-defined]
         return
     of_logger = trainer.loggers[0].save_dir if trainer.loggers else None
-    usual = of_logger or trainer.default_root_dir
     needed = int(_CHECKPOINTS * checkpoint_bytes(module, str(trainer.precision)))
-    for folder in {str(callback.dirpath or usual) for callback in kept}:
+    for folder in {str(callback.dirpath or of_logger or trainer.default_root_dir) for callback in kept}:
         if "://" not in folder:
-            check_disk_space(folder, needed, _replaced_bytes(folder, resumed))
+            is_own = resumed is not None and Path(resumed).is_file()
+            is_own = is_own and Path(str(resumed)).resolve().parent == Path(folder).resolve()
+            check_disk_space(folder, needed, os.path.getsize(str(resumed)) if is_own else 0)
 
 
 def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
-    """The approximate size of a run's checkpoint.
-
-    Args:
-        module: The module, not sharded, and before the trainer changes the dtype of its weights.
-        precision: One of Lightning's.
-    """
+    """The approximate size of a run's checkpoint; the module is not sharded, and has not taken `precision` yet."""
     halves = precision in ("bf16-true", "16-true")
     per_weight, left_out = 0.0, set[str]()
     if isinstance(module, _TrainedModule):
@@ -207,13 +202,6 @@ def checkpoint_bytes(module: nn.Module, precision: str = "32-true") -> int:
         size = 2 if halves and value.is_floating_point() else value.itemsize
         total += value.numel() * size * (1 + per_weight * value.requires_grad)
     return int(total)
-
-
-def _replaced_bytes(folder: str, resumed: str | None) -> int:
-    """The size of the resumed checkpoint where it is in the folder of the next ones, else 0."""
-    if resumed is None or not Path(resumed).is_file() or Path(resumed).resolve().parent != Path(folder).resolve():
-        return 0
-    return os.path.getsize(resumed)
 
 
 def load_best(trainer: L.Trainer, module: L.LightningModule) -> int:

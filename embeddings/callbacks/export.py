@@ -112,11 +112,9 @@ class ExportModel(_Export):
             write_model_card(folder, embedder, facts, name=output.resolve().name)
 
     def _with_lengths(self, text: TextSettings) -> TextSettings:
-        lengths: dict[str, Any] = {
-            "query_max_length": self.query_max_length,
-            "document_max_length": self.document_max_length,
-        }
-        return dataclasses.replace(text, **{name: length for name, length in lengths.items() if length is not None})
+        names = ("query_max_length", "document_max_length")
+        lengths: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return dataclasses.replace(text, **lengths)
 
 
 class ExportLanguageModel(_Export):

@@ -119,12 +119,7 @@ class StepProgress(ProgressBar):
 
 
 def show_whole_run(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
-    """Replace the progress bar that Lightning chose itself by `StepProgress`.
-
-    Args:
-        trainer: A bar that the config names, or no bar, stays as it is.
-        given: The callbacks that the config names.
-    """
+    """Replace the bar that Lightning chose itself by `StepProgress`; one of the config's callbacks (`given`) stays."""
     chosen = trainer.progress_bar_callback
     if chosen is not None and chosen not in given:
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -222,9 +217,8 @@ class Throughput(L.Callback):
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check that there is a backbone."""
         if backbone_of(module) is None:
-            raise UserError(
-                f"Throughput needs a module with a backbone, got {type(module).__name__}; remove the callback"
-            )
+            name = type(module).__name__
+            raise UserError(f"Throughput needs a module with a backbone, got {name}; remove the callback")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure a matrix product, and start counting."""
@@ -270,12 +264,7 @@ class Throughput(L.Callback):
 
 
 def work_of(batch: Any, engine: GradCache | None = None) -> Work:
-    """The size of a batch.
-
-    Args:
-        batch: A contrastive batch, or a language model's.
-        engine: The GradCache that cuts it into mini-batches, or None where each tower is padded to its longest text.
-    """
+    """The size of a contrastive batch, in `engine`'s mini-batches or padded to its longest texts, or of packed rows."""
     if isinstance(batch, Prediction):
         rows, length = batch.input_ids_NL.shape
         tokens = int((batch.document_NL >= 0).sum()) if batch.has_padding else rows * length
@@ -288,25 +277,19 @@ def work_of(batch: Any, engine: GradCache | None = None) -> Work:
     else:
         stages = plan_stages(batch, engine.mini_batch_tokens, engine.mini_batch_texts)
         computed = sum(mini_batch.num_tokens for stage in stages for mini_batch in stage)
-    return Work(
-        len(batch),
-        sum(tower.num_tokens for tower in (batch.query, batch.candidate, batch.context) if tower is not None),
-        computed,
-        *_sums(texts),
-        *_sums(context),
-    )
-
-
-def _sums(lengths: list[Tensor]) -> tuple[int, int]:
-    """All lengths added up, and their squares."""
-    return sum(int(length_N.sum()) for length_N in lengths), sum(int(length_N.square().sum()) for length_N in lengths)
+    tokens = sum(tower.num_tokens for tower in (batch.query, batch.candidate, batch.context) if tower is not None)
+    # Lengths and squared lengths, of the texts and of the context.
+    sums = (sum(int((length_N**power).sum()) for length_N in part) for part in (texts, context) for power in (1, 2))
+    return Work(len(batch), tokens, computed, *sums)
 
 
 def flops(module: nn.Module, work: Work) -> float:
     """Operations of training on some texts; a multiplication and an addition count as two."""
-    backbone, first = backbone_of(module), first_stage_of(module)
+    backbone, first_stage = backbone_of(module), getattr(getattr(module, "embedder", None), "first_stage", None)
     assert backbone is not None
-    of_context = 0.0 if first is None else backbone_flops(first, work.context, work.context_squares)
+    of_context = 0.0
+    if first_stage is not None:
+        of_context = backbone_flops(first_stage.backbone, work.context, work.context_squares)
     return backbone_flops(backbone, work.read, work.squares) + of_context
 
 
@@ -334,26 +317,15 @@ def _numbers(parameters: Iterable[Tensor]) -> int:
 
 def backbone_of(module: nn.Module) -> nn.Module | None:
     """The backbone that a module trains, of its embedder or of its language model."""
-    embedder: Any = getattr(module, "embedder", None)
-    language_model: Any = getattr(module, "language_model", None)
-    found = getattr(embedder, "backbone", None) or getattr(language_model, "backbone", None)
-    return found if isinstance(found, nn.Module) else None
-
-
-def first_stage_of(module: nn.Module) -> nn.Module | None:
-    """The first stage's backbone of a contextual module, None for other modules."""
-    embedder: Any = getattr(module, "embedder", None)
-    found = getattr(getattr(embedder, "first_stage", None), "backbone", None)
+    model: Any = getattr(module, "embedder", None) or getattr(module, "language_model", None)
+    found = getattr(model, "backbone", None)
     return found if isinstance(found, nn.Module) else None
 
 
 def dtype_of(precision: str) -> torch.dtype:
     """The dtype of products under one of Lightning's precisions."""
-    if precision.startswith("bf16"):
-        return torch.bfloat16
-    if precision.startswith("16"):
-        return torch.float16
-    return torch.float64 if precision.startswith("64") else torch.float32
+    dtypes = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    return dtypes.get(precision.partition("-")[0], torch.float32)
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:

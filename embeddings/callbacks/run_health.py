@@ -77,20 +77,13 @@ class RunHealth(L.Callback):
         if not isinstance(exception, NumericError):
             return
         write_none_on_exception(trainer)
-        data = run_data(trainer)
+        data, rank = run_data(trainer), trainer.global_rank
         located: Any = list if data is None else data.located
         batches = [
-            {"batch": read["batch"], "rows": None if read["rows"] is None else located(read["rows"].tolist())}
-            for read in self._read
+            {**read, "rows": None if (rows := read["rows"]) is None else located(rows.tolist())} for read in self._read
         ]
-        content = {
-            "error": str(exception),
-            "step": trainer.global_step,
-            "epoch": trainer.current_epoch,
-            "rank": trainer.global_rank,
-            "batches": batches,
-        }
-        write_json(self._folder / f"numeric-error-rank-{trainer.global_rank}.json", content)
+        content = {"error": str(exception), "step": trainer.global_step, "epoch": trainer.current_epoch, "rank": rank}
+        write_json(self._folder / f"numeric-error-rank-{rank}.json", {**content, "batches": batches})
 
     def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if not isinstance(trainer.strategy, DDPStrategy):
@@ -169,9 +162,8 @@ class RoutingStatistics(L.Callback):
         """Check that the module has routing statistics."""
         if not isinstance(module, RoutedModule) or not module.moe_layers or module.load_balancing is None:
             name = type(module).__name__
-            raise UserError(
-                f"RoutingStatistics needs a module with experts and load_balancing, got {name}; remove the callback"
-            )
+            needed = "a module with experts and load_balancing"
+            raise UserError(f"RoutingStatistics needs {needed}, got {name}; remove the callback")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check the same before training."""

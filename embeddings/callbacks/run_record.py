@@ -10,7 +10,7 @@ import subprocess
 import uuid
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -74,7 +74,9 @@ class RunRecord(SaveConfigCallback):
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write `run.json` beside `config.yaml`, on rank 0."""
-        previous, data = self._previous(trainer), run_data(trainer)
+        logger, data, path = run_logger(trainer), run_data(trainer), self.log_dir / "run.json"
+        is_resumed = logger is not None and logger.resumed is not None and path.is_file()
+        previous: dict[str, Any] = json.loads(path.read_bytes()) if is_resumed else {}
         earlier = [*previous.pop("earlier", []), previous] if previous else []
         self._record = {
             "id": previous.get("id") or uuid.uuid4().hex,
@@ -93,7 +95,7 @@ class RunRecord(SaveConfigCallback):
             "source_rows": {} if data is None else data.source_rows,
             "earlier": earlier,
         }
-        write_json(self.log_dir / "run.json", self._record)
+        write_json(path, self._record)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note that the run is finished."""
@@ -138,15 +140,6 @@ class RunRecord(SaveConfigCallback):
         """The merged config as plain types; cached, since each checkpoint contains it."""
         return plain_types(self.parser, self.config)
 
-    def _previous(self, trainer: L.Trainer) -> dict[str, Any]:
-        """The `run.json` of the run that is resumed in its folder, empty for a new run."""
-        logger = run_logger(trainer)
-        path = self.log_dir / "run.json"
-        if logger is None or logger.resumed is None or not path.is_file():
-            return {}
-        found: dict[str, Any] = json.loads(path.read_bytes())
-        return found
-
     def _note_end(self, trainer: L.Trainer, how: Literal["finished", "interrupted", "failed"], why: str) -> None:
         # Only rank 0 has a record, and none has one before its folder is known.
         if self._record:
@@ -155,13 +148,7 @@ class RunRecord(SaveConfigCallback):
 
 
 def check_output(trainer: L.Trainer, output: str, option: str, replace: bool) -> None:
-    """Check the path of a model directory: a model of another run is not replaced unless `replace` is set.
-
-    Args:
-        trainer: The run's trainer.
-        output: The directory.
-        option: The callback whose option it is.
-        replace: Whether another run's model is replaced.
+    """Check the path of a model directory of callback `option`; another run's model needs `replace` to be replaced.
 
     Raises:
         OptionError: If another run's model or anything but a folder is there.
@@ -201,14 +188,12 @@ def plain_types(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
 
 def git_commit() -> str | None:
     """The commit of the working folder, with `+` if it has uncommitted changes; None outside a checkout."""
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=10)
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
-        status = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=10
-        )
+        commit, status = run(["git", "rev-parse", "HEAD"]), run(["git", "status", "--porcelain", "-uno"])
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
+    return str(commit.stdout.strip()) + ("+" if status.stdout.strip() else "")
 
 
 def _now() -> str:
@@ -219,12 +204,7 @@ LOCK_FILE = ".lock"
 
 
 class ResumedRun(NamedTuple):
-    """A run that a new process resumes in its own folder.
-
-    Attributes:
-        folder: The run's folder.
-        step: Optimiser steps that its checkpoint has made.
-    """
+    """A run that a new process resumes in its own folder, and the optimiser steps that its checkpoint has made."""
 
     folder: Path
     step: int
@@ -355,20 +335,16 @@ def keep_metrics(trainer: L.Trainer, resumed: ResumedRun | None = None) -> None:
         return
     loggers: list[Any] = list(trainer.loggers)
     own = next((each for each in loggers if type(each) is CSVLogger), None)
-    board = next((each for each in loggers if isinstance(each, TensorBoardLogger)), None)
+    boards = [each for each in loggers if isinstance(each, TensorBoardLogger)]
     options: dict[str, Any] = {"save_dir": trainer.default_root_dir}
     if own is not None:
         options = {"save_dir": own.save_dir, "name": own.name, "version": own._version, "prefix": own._prefix}
         options["flush_logs_every_n_steps"] = own._flush_logs_every_n_steps
         loggers.remove(own)
-    elif board is not None:
-        options = {"save_dir": board.save_dir, "name": board.name, "version": board._version}
+    elif boards:
+        options = {"save_dir": boards[0].save_dir, "name": boards[0].name, "version": boards[0]._version}
     logger = RunLogger(resumed, **options)
-    logger.followers = [
-        each
-        for each in loggers
-        if isinstance(each, TensorBoardLogger) and each._version is None and each.root_dir == logger.root_dir
-    ]
+    logger.followers = [each for each in boards if each._version is None and each.root_dir == logger.root_dir]
     trainer.loggers = [logger, *loggers]
 
 

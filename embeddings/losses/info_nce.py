@@ -112,18 +112,10 @@ class InfoNCE(nn.Module):
     def at_widths(
         self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch, widths: Sequence[int]
     ) -> WidthScores:
-        """The loss at several widths: vectors are truncated to their first dimensions before they are compared.
+        """The loss at W widths from 1 to D: vectors are truncated to their first dimensions before they are compared.
 
-        The texts' keys are gathered once, and a tile's masks are made once for all widths.
-
-        Args:
-            query_BD: Query embeddings, (B, D) float.
-            candidate_CD: Candidate embeddings, (C, D) float, in the batch's order.
-            batch: What is known of each text.
-            widths: W widths from 1 to D.
-
-        Returns:
-            Loss, accuracy and scores at each width.
+        The other arguments are those of `forward`. The texts' keys are gathered once, and a tile's masks are made once
+        for all widths.
 
         Distributed: one gather of candidates a width, of that width.
         """
@@ -287,12 +279,7 @@ class MatryoshkaInfoNCE(InfoNCE):
             )
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
-        """The loss of this rank's queries.
-
-        Args:
-            query_BD: Query embeddings, (B, D) float.
-            candidate_CD: Candidate embeddings, (C, D) float, in the batch's order.
-            batch: What is known of each text.
+        """The loss of this rank's queries, (B, D) and (C, D) float as in `InfoNCE`.
 
         Returns:
             LossOutput: `loss` () fp32 mean over B and the widths; terms `loss_m` and `accuracy_m` for each width m, and

@@ -243,6 +243,7 @@ def _excluding(exclude_: ExcludeInPlace | None, rows: slice, keep: bool) -> Call
     kept: list[Tensor] = []
 
     def apply_(score_rC: Tensor) -> None:
+        """Set the scores of the tile that do not compete to minus infinity."""
         if kept:
             score_rC.masked_fill_(kept[0], -torch.inf)
         elif exclude_ is not None:

@@ -20,14 +20,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_imports
 
 from embeddings.common import InputError, OptionError, TextSettings
+from embeddings.common.io import write_json
 from embeddings.common.text import INSTRUCTION_TEMPLATE
 from embeddings.models.backbone import quiet_transformers
 from embeddings.models.context_layers import ContextSlots, FirstStage, ResidualProjection, SoftPrompt
 from embeddings.models.lora import merged_state_dict, plain_backbone
-from embeddings.models.model_files import load_weights, read_json, replaced_folder, save_weights, write_json
+from embeddings.models.model_files import load_weights, read_json, replaced_folder
 from embeddings.models.pooling import Pooling
 from embeddings.models.poolings import POOLINGS, pooling_name
-from embeddings.models.portable import TEXT_FILE, save_pooling
+from embeddings.models.portable import TEXT_FILE, save_pooling, save_tensors
 from embeddings.models.portable_contextual import (
     CONTEXT_FOLDER,
     CONTEXT_SETTINGS,
@@ -145,9 +146,8 @@ def write_model_directory(
             (new / f"{len(modules) - 1}_Normalize").mkdir()
         paths += [f"{index}_{kind.rpartition('.')[2]}" for index, kind in enumerate(modules) if index > 1]
         entries = enumerate(zip(modules, paths, strict=True))
-        write_json(
-            new / "modules.json", [{"idx": i, "name": str(i), "path": p, "type": kind} for i, (kind, p) in entries]
-        )
+        rows = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (kind, path) in entries]
+        write_json(new / "modules.json", rows)
         config: dict[str, Any] = {"prompts": text.prompts}
         config |= {TEMPLATE_KEY: text.instruction_template} if text.instruction_template != INSTRUCTION_TEMPLATE else {}
         config |= {WIDTHS_KEY: list(parts.trained_widths)} if parts.trained_widths else {}
@@ -212,11 +212,7 @@ def read_model_directory(
 ) -> ModelParts:
     """What a sentence-transformers directory holds beside its backbone; no code of the directory runs.
 
-    Args:
-        folder: The directory.
-        model: Its backbone; the second stage's in a contextual model.
-        tokenizer: Its tokenizer.
-        contextual: Whether the caller reads the parts of a contextual model itself (see `read_context_options`).
+    With `contextual` the caller reads the other parts of a contextual model itself (see `read_context_options`).
 
     Raises:
         InputError: If it is no such directory, a file of it is damaged, or it has a module that an `Embedder` has not.
@@ -249,7 +245,7 @@ def read_model_directory(
         raise InputError(str(path), "names no pooling", "use a model with a pooling module")
     config = folder / "config_sentence_transformers.json"
     fields = read_json(config) if config.is_file() else {}
-    text = _read_text(folder, fields, model, tokenizer, include_prompt)
+    text = _read_text(config, fields, model, tokenizer, include_prompt)
     width = pooling.hidden_size if head is None else head.out_features
     widths = fields.get(WIDTHS_KEY, [])
     if not isinstance(widths, list) or not all(type(found) is int and 0 < found <= width for found in widths):
@@ -260,23 +256,18 @@ def read_model_directory(
 
 
 def _read_text(
-    folder: Path,
-    fields: dict[str, Any],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    include_prompt: bool,
+    path: Path, fields: dict[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, include_prompt: bool
 ) -> TextSettings:
-    """The text settings of a directory; a tokenizer that must lower-case first is made to."""
-    path = folder / "config_sentence_transformers.json"
+    """The text settings of a directory by its main file; a tokenizer that must lower-case first is made to."""
     template = fields.get(TEMPLATE_KEY, INSTRUCTION_TEMPLATE)
     if not isinstance(template, str):
         raise InputError(str(path), f"has an {TEMPLATE_KEY} that is no text", _EXPORT_AGAIN)
     common = {"prompts": _read_prompts(path, fields), TEMPLATE_KEY: template}
-    path = folder / TEXT_FILE
+    path = path.with_name(TEXT_FILE)
     if path.is_file():
         settings = {**_without(read_json(path), "tapped_layers"), **common}
     else:
-        path = folder / "sentence_bert_config.json"
+        path = path.with_name("sentence_bert_config.json")
         settings = {**_read_lengths(path, model, tokenizer), **common, "pool_prompt": include_prompt}
     try:
         return TextSettings.from_dict(settings)
@@ -329,9 +320,8 @@ def _module_entry(folder: Path, entry: Any) -> tuple[str, Path]:
 def _read_standard_pooling(path: Path) -> tuple[Pooling, bool]:
     config = read_json(path / "config.json")
     width = config.get("word_embedding_dimension") or config.get("embedding_dimension")
-    modes = [
-        flag.removeprefix("pooling_mode_") for flag, on in config.items() if flag.startswith("pooling_mode_") and on
-    ]
+    flags = [flag for flag, on in config.items() if flag.startswith("pooling_mode_") and on]
+    modes = [flag.removeprefix("pooling_mode_") for flag in flags]
     if "pooling_mode" in config:
         named = config["pooling_mode"]
         named = list(named) if isinstance(named, list | tuple) else [named]
@@ -374,7 +364,7 @@ def write_norm(folder: Path, norm: nn.LayerNorm) -> None:
     write_json(folder / "config.json", {"dimension": norm.normalized_shape[0]})
     written = nn.LayerNorm(norm.normalized_shape)
     written.load_state_dict(norm.state_dict(), strict=False)
-    save_weights(written, folder / "model.safetensors", prefix="norm.")
+    save_tensors(written, folder / "model.safetensors", prefix="norm.")
 
 
 def read_norm(folder: Path) -> nn.LayerNorm:
@@ -399,7 +389,7 @@ def write_head(folder: Path, head: nn.Linear) -> None:
     identity = "torch.nn.modules.linear.Identity"
     shape = {"in_features": head.in_features, "out_features": head.out_features, "bias": head.bias is not None}
     write_json(folder / "config.json", {**shape, "activation_function": identity})
-    save_weights(head, folder / "model.safetensors", prefix="linear.")
+    save_tensors(head, folder / "model.safetensors", prefix="linear.")
 
 
 def read_head(folder: Path) -> nn.Linear:
@@ -435,11 +425,11 @@ def _write_context(folder: Path, parts: ContextParts) -> None:
     code_to_root(target)
     settings = context_settings(parts.first_stage, parts.slots, parts.soft_prompt, parts.has_positions)
     write_json(target / CONTEXT_SETTINGS, settings)
-    save_weights(context_layers(parts.first_stage, parts.slots, parts.soft_prompt), target / CONTEXT_WEIGHTS)
+    save_tensors(context_layers(parts.first_stage, parts.slots, parts.soft_prompt), target / CONTEXT_WEIGHTS)
     if parts.residual is not None:
         (folder / RESIDUAL_FOLDER).mkdir()
         write_json(folder / RESIDUAL_FOLDER / "config.json", residual_settings(parts.residual))
-        save_weights(parts.residual, folder / RESIDUAL_FOLDER / "model.safetensors")
+        save_tensors(parts.residual, folder / RESIDUAL_FOLDER / "model.safetensors")
 
 
 def read_context_options(folder: Path) -> dict[str, Any]:
@@ -461,11 +451,8 @@ def read_context_options(folder: Path) -> dict[str, Any]:
         raise InputError(str(path), f"has context_max_length {max_length!r}, no number", _EXPORT_AGAIN)
     has_residual = any("ResidualHead" in str(entry) for entry in read_json(folder / "modules.json", list))
     residual = read_json(folder / RESIDUAL_FOLDER / "config.json") if has_residual else {}
-    form = ContextForm(
-        adds_pooled=residual.get("adds_pooled", True) is not False,
-        has_positions=settings.get("has_positions", False) is True,
-        pools_prompt=settings.get("pools_prompt", False) is True,
-    )
+    flags = {name: settings.get(name) is True for name in ("has_positions", "pools_prompt")}
+    form = ContextForm(adds_pooled=residual.get("adds_pooled") is not False, **flags)
     options = {name: settings[name] for name in _CONTEXT_OPTIONS}
     return {**options, "context_max_length": max_length, "residual_projection": has_residual, "form": form}
 

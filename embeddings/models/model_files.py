@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from embeddings.common import InputError, OptionError
@@ -35,30 +35,15 @@ ADAPTER_FOLDER = "adapter"
 _CODE_MARK = "This file travels inside model directories"
 _MODEL_FOLDERS = ("Context", "Dense", "LayerNorm", "Normalize", "Pooling", "ResidualHead")
 _MODEL_PATTERNS = (
-    "config.json",
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-    "text_settings.json",
-    CURVES_FILE,
-    IMPORT_FILE,
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "token*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens*",
+    *("config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    *("text_settings.json", CURVES_FILE, IMPORT_FILE, "*.safetensors", "*.safetensors.index.json"),
+    *("token*", "vocab*", "merges.txt", "special_tokens*"),
 )
 _TAKE_ANOTHER = "take a complete copy of the model"
 
 
 def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
-    """The content of a JSON file.
-
-    Args:
-        path: The file.
-        kind: The type that its value must have.
-        fix: What to do where it is damaged.
+    """The content of a JSON file, a value of one kind; `fix` says what to do where it is damaged.
 
     Raises:
         InputError: If it cannot be read, or holds another kind of value.
@@ -71,17 +56,6 @@ def read_json(path: Path, kind: type = dict, fix: str = _TAKE_ANOTHER) -> Any:
     if not isinstance(value, kind):
         raise InputError(str(path), f"holds no {kind.__name__}", fix)
     return value
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON into a folder that is not yet in its place."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def save_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
-    """Write a module's weights as safetensors, `prefix` before their names."""
-    state = {f"{prefix}{name}": tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
-    save_file(state, file, metadata={"format": "pt"})
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -110,8 +84,7 @@ def load_weights(module: nn.Module, file: Path, prefix: str = "") -> None:
         state = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
         module.load_state_dict(state, assign=True)
     except (OSError, SafetensorError, RuntimeError) as error:
-        reason = one_line(str(error), 160)
-        raise InputError(str(file), f"cannot be loaded: {reason}", "take a complete copy of the model") from error
+        raise InputError(str(file), f"cannot be loaded: {one_line(str(error), 160)}", _TAKE_ANOTHER) from error
 
 
 def weights_checksum(folder: Path) -> str:
@@ -175,12 +148,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
 
 
 class Origin(NamedTuple):
-    """What a folder of `resolve_model` is a copy of.
-
-    Attributes:
-        name: A Hub id, or the folder itself.
-        commit: The commit that a Hub id stands for.
-    """
+    """What a folder of `resolve_model` is a copy of: a Hub id with its commit, or the folder itself."""
 
     name: str
     commit: str | None
@@ -196,12 +164,7 @@ def origin_of(folder: Path) -> Origin:
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """The model under LoRA matrices: a checkpoint names it, with a checksum, in place of holding its weights.
-
-    Args:
-        name: What the config calls it.
-        folder: Where its files lie.
-    """
+    """The model under LoRA matrices: a checkpoint names it, with a checksum, in place of holding its weights."""
 
     name: str
     folder: Path

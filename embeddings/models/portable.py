@@ -140,8 +140,7 @@ class TextTransformer(nn.Module):
         """Write the backbone, the tokenizer and the text settings."""
         self.model.save_pretrained(output_path)
         self.tokenizer.save_pretrained(output_path)
-        settings = json.dumps(self.settings(), indent=2)
-        Path(output_path, TEXT_FILE).write_text(settings + "\n", encoding="utf-8")
+        save_json(self.settings(), output_path, TEXT_FILE)
 
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments past the tokenizer, as plain types."""
@@ -219,16 +218,22 @@ class MaskedPooling(nn.Module):
 
 def save_pooling(folder: str | os.PathLike[str], name: str, pooling: Pooling) -> None:
     """Write a pooling's name and arguments, and its weights where it has any, into an existing folder."""
-    config = {"name": name, "hidden_size": pooling.hidden_size, "arguments": pooling.arguments()}
-    Path(folder, "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_json(
+        {"name": name, "hidden_size": pooling.hidden_size, "arguments": pooling.arguments()}, folder, "config.json"
+    )
     if pooling.state_dict():
         save_tensors(pooling, Path(folder, "model.safetensors"))
 
 
-def save_tensors(module: nn.Module, file: Path) -> None:
-    """Write a module's tensors as safetensors."""
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+def save_tensors(module: nn.Module, file: Path, prefix: str = "") -> None:
+    """Write a module's tensors as safetensors, `prefix` before their names."""
+    state = {f"{prefix}{name}": tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
     save_file(state, file, metadata={"format": "pt"})
+
+
+def save_json(value: dict[str, Any], *place: str | os.PathLike[str]) -> None:
+    """Write a value as indented JSON."""
+    Path(*place).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tensors(module: nn.Module, model_name_or_path: str, filename: str, where: dict[str, Any]) -> None:

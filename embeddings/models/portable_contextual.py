@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .context_layers import ContextSlots, FirstStage, ResidualProjection, SoftPrompt, plain_model, states_behind_context
-from .portable import TEXT_FILE, TextTransformer, hub_arguments, load_tensors, read_text, save_tensors
+from .portable import TEXT_FILE, TextTransformer, hub_arguments, load_tensors, read_text, save_json, save_tensors
 
 CONTEXT_FOLDER = "0_Context"
 CONTEXT_SETTINGS = "context.json"
@@ -130,7 +130,7 @@ class ContextualTransformer(TextTransformer):
         plain_model(self.first_stage.backbone).save_pretrained(folder)
         code_to_root(folder)
         settings = context_settings(self.first_stage, self.slots, self.soft_prompt, self.has_positions)
-        Path(folder, CONTEXT_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        save_json(settings, folder, CONTEXT_SETTINGS)
         save_tensors(context_layers(self.first_stage, self.slots, self.soft_prompt), folder / CONTEXT_WEIGHTS)
 
     @classmethod
@@ -185,8 +185,7 @@ class ResidualHead(nn.Module):
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
         """Write the width and the weights."""
-        config = json.dumps(residual_settings(self.residual), indent=2)
-        Path(output_path, "config.json").write_text(config + "\n", encoding="utf-8")
+        save_json(residual_settings(self.residual), output_path, "config.json")
         save_tensors(self.residual, Path(output_path, "model.safetensors"))
 
     @classmethod

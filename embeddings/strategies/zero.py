@@ -116,8 +116,9 @@ class ZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         module: Any = self.lightning_module
         if not isinstance(module, GradCacheModule) or module.grad_cache is None:
             return super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
-            return module.training_step(*args, **kwargs)  # type: ignore[attr-defined]
+            return self.lightning_module.training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The backward of a step's loss, which Lightning has divided by the number of accumulated batches already."""

@@ -64,26 +64,17 @@ class MiniBatch:
 
 
 def plan_stages(batch: ContrastiveBatch, mini_batch_tokens: int, mini_batch_texts: int | None) -> list[list[MiniBatch]]:
-    """The mini-batches of each stage of a step, from the longest texts to the shortest.
+    """The mini-batches of each stage of a step, from the longest texts to the shortest; limits as in `GradCache`.
 
     The first stage embeds the context, where the batch has one; the last one embeds queries and candidates.
-
-    Args:
-        batch: The batch.
-        mini_batch_tokens: Maximum of padded tokens of a mini-batch, its texts' context included.
-        mini_batch_texts: Maximum of texts of a mini-batch; None for no limit.
     """
-    stages = [(CONTEXT,), (QUERY, CANDIDATE)] if has_context(batch) else [(QUERY, CANDIDATE)]
-    return [
-        _longest_first(
-            [
-                _mini_batch(batch, tower, rows_n)
-                for tower in towers
-                for rows_n in plan_mini_batches(lengths_read(batch, tower), mini_batch_tokens, mini_batch_texts)
-            ]
-        )
-        for towers in stages
-    ]
+
+    def of_tower(tower: int) -> list[MiniBatch]:
+        rows = plan_mini_batches(lengths_read(batch, tower), mini_batch_tokens, mini_batch_texts)
+        return [_mini_batch(batch, tower, rows_n) for rows_n in rows]
+
+    texts = _longest_first(of_tower(QUERY) + of_tower(CANDIDATE))
+    return [_longest_first(of_tower(CONTEXT)), texts] if has_context(batch) else [texts]
 
 
 def extend_plan(plan: list[MiniBatch], count: int, batch: ContrastiveBatch) -> list[MiniBatch]:
@@ -140,11 +131,7 @@ class RandomState:
 
     @classmethod
     def capture(cls, device: torch.device) -> "RandomState":
-        """The states now.
-
-        Args:
-            device: The device that computes; it may be the CPU.
-        """
+        """The states now; the device may be the CPU."""
         device_state = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return cls(device, torch.get_rng_state(), device_state)
 
@@ -167,11 +154,7 @@ class RandomState:
 def plain_step(step: ContrastiveStep, batch: ContrastiveBatch) -> LossOutput:
     """The loss of a batch whose texts are all embedded at once, with the graphs of all encoders behind it.
 
-    Where the batch has a context, its documents are embedded once and both towers read the same vectors.
-
-    Args:
-        step: The method, a `ContextualStep` where the batch has a context.
-        batch: The batch.
+    Where the batch has a context, which takes a `ContextualStep`, both towers read the same vectors of its documents.
 
     Related: `GradCache`, the same loss and gradient within the memory of one mini-batch.
     """
@@ -294,15 +277,7 @@ class GradCache:
     ) -> LossOutput:
         """Run a full step: the gradient of `scale` times the loss is added to the parameters' `.grad`.
 
-        Args:
-            step: The method.
-            batch: The batch.
-            backward: Runs a backward from a scalar.
-            no_sync: As in `forward_backward`.
-            scale: Factor of the gradient, such as 1 / accumulated batches.
-
-        Returns:
-            LossOutput: the detached, unscaled loss and its terms.
+        Arguments as in `forward_backward`. Returns the detached, unscaled loss and its terms.
         """
         output = self.forward_backward(step, batch, backward, no_sync, scale)
         backward(output.loss * scale)
@@ -454,9 +429,8 @@ class _TwoPasses:
         for index, mini_batch in enumerate(self.stages[stage]):
             keeps = builds_graphs and self._keeps(stage, index)
             visit = _Visit(mini_batch, RandomState.capture(self.device), None)
-            visit.graph = self._embed_and_measure(
-                stage, mini_batch, keeps and index == 0 and self.budget.measures, keeps
-            )
+            measures = keeps and index == 0 and self.budget.measures
+            visit.graph = self._embed_and_measure(stage, mini_batch, measures, keeps)
             self._store(mini_batch, visit.graph)
             if index == 0 and builds_graphs:
                 self.num_kept[stage] = self._agreed_num_kept(stage)
@@ -466,8 +440,9 @@ class _TwoPasses:
             self.visits[stage].append(visit)
 
     def _embed_and_measure(self, stage: int, mini_batch: MiniBatch, measures: bool, keeps: bool) -> Representations:
-        memory = GraphMemory()
-        with memory.measured(self.device, self._parameters) if measures else nullcontext():
+        memory, step = GraphMemory(), self.step
+        parameters = step.parameters if isinstance(step, nn.Module) else list
+        with memory.measured(self.device, parameters) if measures else nullcontext():
             found = self._embed(mini_batch, keeps)
         if measures:
             memory.leave_out_casts(_tensors(found).values())
@@ -545,9 +520,6 @@ class _TwoPasses:
         """How many graphs a stage keeps, now that the memory of its first one may be known."""
         num_kept = self.budget.num_kept(self.stage_tokens, self.num_kept[:stage])
         return reduce_int(num_kept, "min", self.device) if self.engine.equal_mini_batches else num_kept
-
-    def _parameters(self) -> list[Tensor]:
-        return list(self.step.parameters()) if isinstance(self.step, nn.Module) else []
 
 
 _VECTOR = "the vectors"

@@ -78,11 +78,7 @@ class GraphMemory:
         self.num_bytes += sum(storage.nbytes() for storage in saved.values())
 
     def leave_out_casts(self, roots: Iterable[Tensor]) -> None:
-        """Subtract weights that were cast to another dtype: under autocast all graphs of a step share them.
-
-        Args:
-            roots: The tensors that were computed while measured, with their graph.
-        """
+        """Subtract the weights that were cast for these measured tensors: under autocast all graphs share them."""
         for node in _nodes(roots):
             if node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable"):
                 (made,) = node._input_metadata

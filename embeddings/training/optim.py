@@ -45,8 +45,7 @@ def parameter_groups(module: nn.Module, parts: Mapping[str, nn.Module] | None = 
 def state_per_weight(make: Callable[[Iterable[Any]], Optimizer]) -> float:
     """How many numbers an optimiser keeps for each trained weight, measured on a small matrix: 2 for AdamW.
 
-    Args:
-        make: Makes the optimiser. The answer is 0 for one that takes no dense gradient on a CPU.
+    It is 0 for an optimiser that takes no dense gradient on a CPU.
     """
     matrix = nn.Parameter(torch.zeros(64, 64))
     matrix.grad = torch.zeros_like(matrix)
@@ -101,12 +100,10 @@ class Schedule:
     def scheduler(
         self, optimizer: Optimizer, trainer_steps: int | None, part_factor: PartFactor | None = None
     ) -> LambdaLR:
-        """The schedule as a PyTorch scheduler that is stepped once an optimiser step.
+        """The schedule as a PyTorch scheduler that is stepped once an optimiser step, from the optimiser's peak rates.
 
-        Args:
-            optimizer: Whose learning rates are the peak.
-            trainer_steps: The trainer's optimiser steps, used where `total_steps` is None.
-            part_factor: Replaces `factor`; its first argument is a group's `part`, or None.
+        `trainer_steps` are used where `total_steps` is None. `part_factor` replaces `factor`; its first argument is a
+        group's `part`, or None.
         """
         steps = self._length(trainer_steps) or self.warmup_steps + 1
 
@@ -117,9 +114,6 @@ class Schedule:
 
     def check(self, trainer_steps: int | None) -> None:
         """Check that a decaying schedule has a last step, and that the warm-up is shorter than the run.
-
-        Args:
-            trainer_steps: The trainer's optimiser steps, used where `total_steps` is None.
 
         Raises:
             OptionError: If not.
@@ -132,19 +126,13 @@ class Schedule:
     def _length(self, trainer_steps: int | None) -> int | None:
         total_steps = self.total_steps or trainer_steps
         if total_steps is None and self.decay != "constant":
-            raise OptionError(
-                "model.schedule.total_steps", None, "must be known to decay", "set trainer.max_steps or max_epochs"
-            )
+            fix = "set trainer.max_steps or max_epochs"
+            raise OptionError("model.schedule.total_steps", None, "must be known to decay", fix)
         return total_steps
 
 
 def scale_rates(scheduler: Any, peak: float) -> None:
-    """Give a `LambdaLR` other peak rates: one for the first parameter group, and in proportion for the others.
-
-    Args:
-        scheduler: The schedule, at any step.
-        peak: The rate of the first group where its factor is 1.
-    """
+    """Give a `LambdaLR` at any step another peak rate of its first parameter group, the others in proportion."""
     first = scheduler.base_lrs[0]
     scheduler.base_lrs = [peak * (rate / first) for rate in scheduler.base_lrs]
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]

@@ -10,6 +10,7 @@ from huggingface_hub.utils import filter_repo_objects
 from torch import nn
 
 from embeddings.common import InputError, OptionError
+from embeddings.common.io import write_json
 from embeddings.models import model_files
 from embeddings.models.model_files import (
     PACKAGED_NAME,
@@ -17,11 +18,10 @@ from embeddings.models.model_files import (
     origin_of,
     read_json,
     resolve_model,
-    save_weights,
     weight_files,
     weights_checksum,
-    write_json,
 )
+from embeddings.models.portable import save_tensors
 from tests.helpers.tiny import tiny_bert
 
 
@@ -36,7 +36,7 @@ def test_json_that_cannot_be_used_is_one_line(tmp_path: Path, content: str | Non
 
 
 def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
-    save_weights(nn.Linear(3, 2), tmp_path / "w.safetensors")
+    save_tensors(nn.Linear(3, 2), tmp_path / "w.safetensors")
     for file, layer in ((tmp_path / "w.safetensors", nn.Linear(3, 4)), (tmp_path / "no.safetensors", nn.Linear(3, 2))):
         with pytest.raises(InputError, match=r"safetensors: cannot be loaded: .*; take a complete copy of the model"):
             load_weights(layer, file)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import NomicBertConfig
 
 from embeddings.common import InputError, OptionError, UserError
+from embeddings.common.io import write_json
 from embeddings.common.process import logger
 from embeddings.common.text import one_line
 from embeddings.interop.released import cde, llm2vec, nomic, nv_embed, sentence_transformers
@@ -27,7 +28,6 @@ from embeddings.models.model_files import (
     replaced_folder,
     require_folder_or_nothing,
     resolve_model,
-    write_json,
 )
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
 from embeddings.models.pooling import MeanPooling
