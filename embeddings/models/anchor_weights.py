@@ -132,11 +132,8 @@ class _AnchorWeights(torch.autograd.Function):
             if per_head:
                 log = gain.log_()
             else:
-                log = (
-                    torch.stack([part.prod(dim=1) for part in torch.split(gain, groups, dim=1)], dim=1)
-                    .log_()
-                    .sum(dim=1)
-                )
+                products = [part.prod(dim=1) for part in torch.split(gain, groups, dim=1)]
+                log = torch.stack(products, dim=1).log_().sum(dim=1)
             if axis == "key":
                 weight += log.sum(dim=-2)
             else:

@@ -143,17 +143,9 @@ def _captured_attention(
     scaling = arguments.get("scaling")
     # Where there is a mask it says all; two-dimensional ones, of flash attention, are padding alone.
     mask = None if attention_mask is None or attention_mask.dim() == 2 else attention_mask
-    capture.note(
-        module,
-        CapturedAttention(
-            query,
-            key,
-            mask,
-            bool(is_causal) and mask is None,
-            query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            arguments.get("sliding_window") if mask is None else None,
-        ),
-    )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    is_causal, window = bool(is_causal) and mask is None, arguments.get("sliding_window") if mask is None else None
+    capture.note(module, CapturedAttention(query, key, mask, is_causal, scaling, window))
     if inner == "eager":
         run = sys.modules[type(module).__module__].eager_attention_forward
     else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from embeddings.common import OptionError
+from embeddings.models.context_layers import evaluating
 from embeddings.models.lora import without_cache
 
 _FIX = "use an architecture that transformers builds its masks for, or another attn_implementation"
@@ -27,7 +29,9 @@ def make_bidirectional_config(config: PretrainedConfig) -> None:
     text, unless the architecture can do without one (Mistral, Qwen).
     """
     config.is_causal = False
-    if _rope_by_layer_type(config) or getattr(config, "sliding_window", None) is None:
+    rope = getattr(config, "rope_parameters", None)
+    rotates_by_layer_type = isinstance(rope, dict) and "sliding_attention" in rope
+    if rotates_by_layer_type or getattr(config, "sliding_window", None) is None:
         return
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and not hasattr(config, "use_sliding_window"):
@@ -110,18 +114,13 @@ def check_bidirectional(model: PreTrainedModel) -> None:
     attention_NL = torch.ones(2, 12, dtype=torch.int64)
     attention_NL[1, 9:] = 0
     changed_NL = ids_NL.clone()
-    changed_NL[0, 11] = vocab_size - 1
-    changed_NL[1, 8] = vocab_size - 1
-    was_training = model.training
-    model.train(False)
-    try:
+    changed_NL[[0, 1], [11, 8]] = vocab_size - 1
+    with evaluating(model):
         with _recorded(model) as calls:
             first_NH = _states(model, ids_NL, attention_NL)[:, 0]
         moved_N = (_states(model, changed_NL, attention_NL)[:, 0] - first_NH).abs().amax(dim=1)
         alone_LH = _states(model, ids_NL[1:, :9], attention_NL[1:, :9])[0]
         causal = sorted({call.layer for call in calls if _is_causal(call)})
-    finally:
-        model.train(was_training)
     name = f"{type(model).__name__} with {model.config._attn_implementation} attention"
     if float(moved_N.min()) == 0.0:
         rule = "cannot take effect: the first token does not see the last one"
@@ -150,14 +149,11 @@ def _recorded(model: PreTrainedModel) -> Iterator[list[_Call]]:
     """Inside, the calls of each layer and of its direct parts: a mixer may stay causal beside an attention."""
     calls: list[_Call] = []
 
-    def recorder(index: int) -> Any:
-        def record(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            calls.append(_Call(index, part, args, kwargs, output))
-
-        return record
+    def record(index: int, *call: Any) -> None:
+        calls.append(_Call(index, *call))
 
     handles = [
-        part.register_forward_hook(recorder(index), with_kwargs=True)
+        part.register_forward_hook(partial(record, index), with_kwargs=True)
         for index, layer in enumerate(layers(model))
         for part in (layer, *layer.children())
     ]
@@ -220,12 +216,8 @@ def check_causal(model: PreTrainedModel) -> None:
     changed_NL = ids_NL.clone()
     changed_NL[0, -1] = int(model.config.vocab_size) - 1
     all_NL = torch.ones_like(ids_NL)
-    was_training = model.training
-    model.train(False)
-    try:
+    with evaluating(model):
         first_H, other_H = (_states(model, ids, all_NL)[0, 0] for ids in (ids_NL, changed_NL))
-    finally:
-        model.train(was_training)
     if float((first_H - other_H).abs().max()) > 1e-5 * float(first_H.abs().max()):
         rule = "needs a causal mask: here the first token sees the last one"
         raise OptionError("model.objective", "causal", rule, "take a decoder that was saved with its mask, or mntp")
@@ -234,15 +226,9 @@ def check_causal(model: PreTrainedModel) -> None:
 def _states(model: PreTrainedModel, ids_NL: Tensor, attention_NL: Tensor) -> Tensor:
     device = model.device
     # A cache would hand a layer that is called again the tokens of its first call.
-    options = without_cache(model)
-    output = model(input_ids=ids_NL.to(device), attention_mask=attention_NL.to(device), **options)
+    output = model(input_ids=ids_NL.to(device), attention_mask=attention_NL.to(device), **without_cache(model))
     states: Tensor = output.last_hidden_state
     return states.float()
-
-
-def _rope_by_layer_type(config: PretrainedConfig) -> bool:
-    parameters = getattr(config, "rope_parameters", None)
-    return isinstance(parameters, dict) and "sliding_attention" in parameters
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:

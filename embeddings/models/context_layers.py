@@ -3,6 +3,8 @@
 This file travels inside model directories: it imports nothing but torch, transformers and its siblings.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,11 +61,8 @@ class FirstStage(nn.Module):
         Precision: pooling sums in float32; the result is float32 under autocast and for bfloat16 weights too.
         """
         if self.max_length is not None and input_ids_ML.shape[1] > self.max_length:
-            input_ids_ML, attention_mask_ML = (
-                input_ids_ML[:, : self.max_length],
-                attention_mask_ML[:, : self.max_length],
-            )
-            pooling_mask_ML = pooling_mask_ML[:, : self.max_length].clone()
+            parts = (input_ids_ML, attention_mask_ML, pooling_mask_ML.clone())
+            input_ids_ML, attention_mask_ML, pooling_mask_ML = (part[:, : self.max_length] for part in parts)
             # A document that was cut within its prompt would have no pooled token, so the last one is.
             last_M1 = attention_mask_ML.sum(dim=1, keepdim=True).clamp(min=1) - 1
             pooling_mask_ML.scatter_(1, last_M1, True)
@@ -242,27 +241,33 @@ def states_behind_context(
     (num_texts, length), device = input_ids_NL.shape, input_ids_NL.device
     prefix_NPH = torch.cat([context_NMH, soft_prompt_SH.expand(num_texts, -1, -1)], dim=1).to(word_NLH.dtype)
     num_context, num_prefix = context_NMH.shape[1], prefix_NPH.shape[1]
-    if has_positions:
-        seen_NT = torch.cat([attention_mask_NL.new_ones(num_texts, num_prefix), attention_mask_NL], dim=1).long()
-        output = backbone(inputs_embeds=torch.cat([prefix_NPH, word_NLH], dim=1), attention_mask=seen_NT)
-        text_NLH: Tensor = output.last_hidden_state[:, num_prefix:]
-        return text_NLH
-    position_T = torch.arange(num_prefix + length, device=device)
-    learned = learned_positions(model)
-    if learned is None:
-        position_T = position_T.masked_fill(position_T < num_context, 0)
-    else:
-        first = first_position(learned)
-        position_T = (position_T - num_prefix).clamp(min=0) + first
-        prefix_NPH = prefix_NPH - learned(torch.tensor([first], device=device))
     seen_NT = torch.cat([attention_mask_NL.new_ones(num_texts, num_prefix), attention_mask_NL], dim=1).bool()
-    output = backbone(
-        inputs_embeds=torch.cat([prefix_NPH, word_NLH], dim=1),
-        attention_mask=_attention_mask(model, seen_NT, num_prefix, word_NLH.dtype),
-        position_ids=position_T[None],
-    )
+    inputs: dict[str, Any] = {"attention_mask": seen_NT.long()}
+    if not has_positions:
+        position_T = torch.arange(num_prefix + length, device=device)
+        learned = learned_positions(model)
+        if learned is None:
+            position_T = position_T.masked_fill(position_T < num_context, 0)
+        else:
+            first = first_position(learned)
+            position_T = (position_T - num_prefix).clamp(min=0) + first
+            prefix_NPH = prefix_NPH - learned(torch.tensor([first], device=device))
+        mask = _attention_mask(model, seen_NT, num_prefix, word_NLH.dtype)
+        inputs = {"attention_mask": mask, "position_ids": position_T[None]}
+    output = backbone(inputs_embeds=torch.cat([prefix_NPH, word_NLH], dim=1), **inputs)
     states: Tensor = output.last_hidden_state
     return states[:, num_prefix:]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, a model is in evaluation mode."""
+    was_training = model.training
+    model.train(False)
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def plain_model(backbone: nn.Module) -> PreTrainedModel:
@@ -314,15 +319,10 @@ def check_position_free(backbone: nn.Module) -> None:
     mask_NL = torch.ones_like(ids_NL, dtype=torch.bool)
     mask_NL[1, 9:] = False
     context_NMH, none_SH = words(ids_NL[:, 3:6]), words.weight.new_zeros(0, words.weight.shape[1])
-    was_training = backbone.training
-    backbone.train(False)
-    try:
-        given = states_behind_context(backbone, context_NMH, none_SH, ids_NL, mask_NL)
-        turned = states_behind_context(backbone, context_NMH.flip(1), none_SH, ids_NL, mask_NL)
-        alone = states_behind_context(backbone, context_NMH[:, :0], none_SH, ids_NL, mask_NL)
+    contexts = (context_NMH, context_NMH.flip(1), context_NMH[:, :0])
+    with evaluating(backbone):
+        given, turned, alone = (states_behind_context(backbone, c, none_SH, ids_NL, mask_NL) for c in contexts)
         usual = backbone(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state
-    finally:
-        backbone.train(was_training)
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
     if _spread(given, turned, mask_NL) > tolerance:
         raise ValueError("must read its context as a set, and sees its order")

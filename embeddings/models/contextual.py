@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from embeddings.common import InputError, OptionError, PaddedTokens, TextSettings
-from embeddings.models.backbone import BackboneConfig, enable_checkpointing, load_model
+from embeddings.models.backbone import BackboneConfig, enable_checkpointing, highest_id, load_model
 from embeddings.models.context_layers import (
     ContextSlots,
     FirstStage,
@@ -106,9 +106,8 @@ class ContextualEmbedder(Embedder):
         _check_positions(first, context_max_length)
         first_size = int(first.config.hidden_size)
         self.has_positions = form.has_positions
-        self.first_stage = FirstStage(
-            first_stage_backbone, first_size, self.context_size, context_max_length, form.pools_prompt
-        )
+        size, limit = self.context_size, context_max_length
+        self.first_stage = FirstStage(first_stage_backbone, first_size, size, limit, form.pools_prompt)
         self.slots = ContextSlots(num_context, self.context_size, context_dropout)
         self.soft_prompt = SoftPrompt(num_soft_prompts, self.context_size)
         self.residual = ResidualProjection(hidden_size, form.adds_pooled) if residual_projection else None
@@ -198,13 +197,7 @@ class ContextualEmbedder(Embedder):
 
     @classmethod
     def from_config(cls, config: BackboneConfig) -> Self:
-        """The contextual model of a directory to train on: both backbones are loaded as the config says.
-
-        Args:
-            config: The directory as `name`, and dtype, attention, dropout and checkpointing of the backbones.
-
-        Returns:
-            The embedder in training mode.
+        """The contextual model of a directory to train on, as `Embedder.from_config`, with both backbones as it says.
 
         Raises:
             InputError: If the model cannot be had, a file of it is damaged, or it is no contextual model.
@@ -239,9 +232,8 @@ class ContextualEmbedder(Embedder):
         The directory carries its own code, which sentence-transformers runs under `trust_remote_code=True` and our
         loaders never do.
         """
-        parts = ModelParts(
-            self.pooling, None, self.normalize, self.text, self._context_parts(), trained_widths=self.trained_widths
-        )
+        context, widths = self._context_parts(), self.trained_widths
+        parts = ModelParts(self.pooling, None, self.normalize, self.text, context, widths)
         write_model_directory(folder, self.backbone, self.tokenizer, parts)
 
     def _context_parts(self) -> ContextParts:
@@ -256,14 +248,7 @@ def load_embedder(
 ) -> Embedder:
     """The model of a directory or Hub id, contextual or not, in evaluation mode; no code of the directory runs.
 
-    Args:
-        name: A directory, a Hub id, or `all-MiniLM-L6-v2`, the model that the `quickstart` extra brings.
-        revision: Commit, tag or branch of a Hub id.
-        device: Where to put it, the CPU if None.
-        dtype: Dtype of the backbones' weights, the checkpoint's own if None.
-
-    Returns:
-        A `ContextualEmbedder` where the directory is a contextual model's, else an `Embedder`.
+    Arguments as in `Embedder.from_pretrained`. A contextual model's directory gives a `ContextualEmbedder`.
 
     Raises:
         InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
@@ -308,7 +293,7 @@ def _check_positions(first_stage_backbone: nn.Module, context_max_length: int | 
 
 
 def _check_vocabulary(words: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    highest, rows = max(tokenizer.get_vocab().values(), default=0), words.weight.shape[0]
+    highest, rows = highest_id(tokenizer), words.weight.shape[0]
     if highest >= rows:
         rule = f"must read the tokens of the second stage's tokenizer, whose highest id is {highest}"
         raise OptionError("first_stage_backbone", f"{rows} embeddings", rule, "take two backbones of one tokenizer")

@@ -128,11 +128,7 @@ class Embedder(nn.Module):
         return num_positions(self.backbone)
 
     def check_lengths(self, text: TextSettings, owner: str = "data.text") -> None:
-        """Check that the backbone has positions for texts of these lengths.
-
-        Args:
-            text: The lengths.
-            owner: Whose options they are, for the message.
+        """Check that the backbone has positions for texts of these lengths, which are options of `owner`.
 
         Raises:
             OptionError: If a length is too large; the message names it and the limit.
@@ -174,13 +170,9 @@ class Embedder(nn.Module):
 
     @classmethod
     def from_config(cls, config: BackboneConfig) -> Self:
-        """The model of a sentence-transformers directory to train on: its backbone is loaded as the config says.
+        """The model of a sentence-transformers directory to train on, in training mode.
 
-        Args:
-            config: The directory as `name`, and dtype, attention, dropout and checkpointing of the backbone.
-
-        Returns:
-            The embedder in training mode.
+        The config's `name` is the directory, and its backbone is loaded as the config says.
 
         Raises:
             InputError: If the model cannot be had, a file of it is damaged, or its parts do not fit together.
@@ -208,9 +200,8 @@ class Embedder(nn.Module):
         try:
             return cls(backbone, tokenizer, parts.pooling, **options)
         except OptionError as error:
-            raise InputError(
-                str(folder), f"its parts do not fit: {error}", "take a complete copy of the model"
-            ) from error
+            fix = "take a complete copy of the model"
+            raise InputError(str(folder), f"its parts do not fit: {error}", fix) from error
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a sentence-transformers directory, atomically; adapters are merged into the written weights.
@@ -241,9 +232,8 @@ def capture_of(backbone: nn.Module, pooling: Pooling) -> AttentionCapture | None
     try:
         capture = AttentionCapture(plain_backbone(backbone), pooling.captured_layers)
     except ValueError as error:
-        raise OptionError(
-            "pooling.layers", list(pooling.captured_layers), str(error), "-1 is the last layer"
-        ) from error
+        given = list(pooling.captured_layers)
+        raise OptionError("pooling.layers", given, str(error), "-1 is the last layer") from error
     if getattr(pooling, "needs_both_ways", False) and capture.is_causal(backbone):
         capture.detach()
         rule = "weighs early tokens more under a causal mask, whatever they say"

@@ -37,7 +37,7 @@ from embeddings.models.backbone import (
     read_tokenizer,
 )
 from embeddings.models.bidirectional import make_bidirectional_config, require_bidirectional
-from embeddings.models.context_layers import first_position, learned_positions
+from embeddings.models.context_layers import evaluating, first_position, learned_positions
 from embeddings.models.lora import LoraSettings, add_lora, merged_state_dict, plain_backbone, without_cache
 from embeddings.models.model_files import replaced_folder, resolve_model
 from embeddings.models.moe.rotary_moe import RotaryMoeConfig
@@ -112,12 +112,9 @@ class FromScratch:
 def load_language_model(
     config: BackboneConfig | FromScratch, kind: HeadKind, new_head: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model with a language-model head, in evaluation mode, and its tokenizer.
+    """A model with an encoder's (`masked`) or a decoder's (`causal`) head, in evaluation mode, and its tokenizer.
 
-    Args:
-        config: Which checkpoint, or which architecture with random weights.
-        kind: Whose head: an encoder's (`masked`) or a decoder's (`causal`).
-        new_head: Whether a head that the checkpoint lacks is left random.
+    With `new_head` a head that the checkpoint lacks is left random.
 
     Raises:
         InputError: If the model cannot be had, a file of it is damaged, or weights are missing from it.
@@ -171,8 +168,7 @@ class LanguageModel(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         """What computes the states, adapted by peft or not."""
-        backbone: nn.Module = _backbone(self.model)
-        return backbone
+        return _backbone(self.model)
 
     def forward(self, input_ids_NL: Tensor, document_NL: Tensor, separate_documents: bool, has_padding: bool) -> Tensor:
         """The last layer's states of packed rows.
@@ -187,13 +183,10 @@ class LanguageModel(nn.Module):
             States, (N, L, H), in the model's dtype.
         """
         plain = plain_backbone(self.backbone)
-        inputs: dict[str, Any] = {}
+        inputs = {"attention_mask": (document_NL >= 0).long()} if has_padding else {}
         if separate_documents:
-            inputs = dict(document_inputs(plain, document_NL, self.causal))
-        elif has_padding:
-            inputs = {"attention_mask": (document_NL >= 0).long()}
-        inputs |= without_cache(plain)
-        states_NLH: Tensor = self.backbone(input_ids=input_ids_NL, **inputs).last_hidden_state
+            inputs = document_inputs(plain, document_NL, self.causal)
+        states_NLH: Tensor = self.backbone(input_ids=input_ids_NL, **inputs, **without_cache(plain)).last_hidden_state
         return states_NLH
 
     def head(self, state_PH: Tensor) -> Tensor:
@@ -252,18 +245,14 @@ def check_head(model: PreTrainedModel) -> None:
     if model.base_model_prefix not in model._modules:
         raise OptionError("model.backbone", name, "has no backbone apart from its head", fix)
     ids_NL = (torch.arange(16, device=model.device).view(2, 8) * 3) % (int(model.config.vocab_size) - 4) + 3
-    was_training = model.training
-    model.train(False)
     try:
-        whole_NLV = model(input_ids=ids_NL).logits
-        states_NLH = _backbone(model)(input_ids=ids_NL).last_hidden_state
-        parts_PV = head_logits(model, states_NLH.flatten(0, 1))
+        with evaluating(model):
+            whole_NLV = model(input_ids=ids_NL).logits
+            states_NLH = _backbone(model)(input_ids=ids_NL).last_hidden_state
+            parts_PV = head_logits(model, states_NLH.flatten(0, 1))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise OptionError("model.backbone", name, "has a head that cannot be computed alone", fix) from error
-    finally:
-        model.train(was_training)
-    exact = model.dtype in (torch.float32, torch.float64)
-    tolerance = 1e-4 if exact else 0.05
+    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
     if not torch.allclose(whole_NLV.flatten(0, 1), parts_PV, rtol=tolerance, atol=tolerance):
         raise OptionError("model.backbone", name, "has a head that reads more than the last states", fix)
 
@@ -291,8 +280,8 @@ def _in_place_of_backbone(model: PreTrainedModel, module: nn.Module) -> Iterator
         model._modules[prefix] = backbone
 
 
-def _backbone(model: PreTrainedModel) -> Any:
-    return model._modules[model.base_model_prefix]
+def _backbone(model: PreTrainedModel) -> nn.Module:
+    return model.get_submodule(model.base_model_prefix)
 
 
 def _check_kind(config: PretrainedConfig, kind: HeadKind) -> None:
@@ -335,16 +324,12 @@ def new_model(scratch: FromScratch, auto_class: Any) -> tuple[PreTrainedModel, P
 
 def _of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     """What the tokenizer decides of a config."""
-    bos = _first(tokenizer.bos_token_id, tokenizer.cls_token_id)
-    eos = _first(tokenizer.eos_token_id, tokenizer.sep_token_id)
+    bos = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    eos = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
     rows = -(-(highest_id(tokenizer) + 1) // VOCABULARY_STEP) * VOCABULARY_STEP
     # The vector of a config's pad token is never trained, so a separator must not be named as one.
     return {"vocab_size": rows, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None if pad == eos else pad}
-
-
-def _first(*ids: Any) -> int | None:
-    return next((token for token in ids if isinstance(token, int)), None)
 
 
 # The others take no mask that says which token sees which.
@@ -396,15 +381,13 @@ def check_separation(model: PreTrainedModel, causal: bool) -> None:
         raise OptionError(option, name, "cannot take effect", fix)
     ids_NL = ((torch.arange(12) * 5) % (int(model.config.vocab_size) - 4) + 3)[None].to(model.device)
     document_NL = torch.tensor([[0] * 5 + [1] * 7], device=model.device)
-    was_training = model.training
-    model.train(False)
+    inputs = document_inputs(model, document_NL, causal)
     try:
-        packed_LH = model(input_ids=ids_NL, **document_inputs(model, document_NL, causal)).last_hidden_state[0].float()
-        alone = [model(input_ids=part).last_hidden_state[0].float() for part in (ids_NL[:, :5], ids_NL[:, 5:])]
+        with evaluating(model):
+            packed_LH = model(input_ids=ids_NL, **inputs).last_hidden_state[0].float()
+            alone = [model(input_ids=part).last_hidden_state[0].float() for part in (ids_NL[:, :5], ids_NL[:, 5:])]
     except (TypeError, ValueError, RuntimeError) as error:
         raise OptionError(option, name, "cannot take effect", fix) from error
-    finally:
-        model.train(was_training)
     alone_LH = torch.cat(alone)
     spread = float((packed_LH - alone_LH).abs().max() / alone_LH.abs().max().clamp(min=1e-6))
     if spread > (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1):

@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from embeddings.common import OptionError
+from embeddings.models.context_layers import plain_model
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+# Defined there, since code that travels cannot import this file.
+plain_backbone = plain_model
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,9 @@ def add_lora(backbone: PreTrainedModel, settings: LoraSettings) -> "PeftModel":
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             return get_peft_model(backbone, config)
     except ValueError as error:
-        layers = [name for name, layer in backbone.named_modules() if isinstance(layer, nn.Linear)]
-        linear = sorted({name.split(".")[-1] for name in layers})
+        linear = {name.split(".")[-1] for name, layer in backbone.named_modules() if isinstance(layer, nn.Linear)}
         rule = "names no layer of the backbone"
-        raise OptionError("lora.target_modules", targets, rule, f"choose of {', '.join(linear)}") from error
+        raise OptionError("lora.target_modules", targets, rule, f"choose of {', '.join(sorted(linear))}") from error
 
 
 def merge_lora(backbone: nn.Module) -> PreTrainedModel:
@@ -105,13 +108,6 @@ def merged_state_dict(backbone: nn.Module) -> dict[str, Tensor]:
     return merged
 
 
-def plain_backbone(backbone: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model inside: what peft wraps, or the backbone itself."""
-    plain = backbone if isinstance(backbone, PreTrainedModel) else backbone.get_base_model()  # type: ignore[operator]
-    assert isinstance(plain, PreTrainedModel)
-    return plain
-
-
 def without_cache(backbone: nn.Module) -> dict[str, bool]:
     """What a forward pass is given so that a decoder keeps no keys and values of its layers; nothing for an encoder."""
     return {"use_cache": False} if getattr(plain_backbone(backbone).config, "use_cache", False) else {}
@@ -129,13 +125,9 @@ def frozen_weights(module: nn.Module) -> set[str]:
 
 
 def save_adapters(backbone: nn.Module, folder: Path, base: str, revision: str | None) -> None:
-    """Write LoRA matrices unmerged in peft's layout, for `PeftModel.from_pretrained(base, folder)`.
+    """Write the LoRA matrices of `add_lora` unmerged in peft's layout, for `PeftModel.from_pretrained(base, folder)`.
 
-    Args:
-        backbone: What `add_lora` made.
-        folder: The folder to make.
-        base: Name of the model under them.
-        revision: Its commit, where it is the Hub's.
+    `revision` is the commit of a base of the Hub.
     """
     from peft import get_peft_model_state_dict
 

@@ -18,14 +18,8 @@ from embeddings.models.poolings import pooling_name
 _MAX_CHARACTERS = 200
 _MAX_SETTINGS = 20_000
 _TRAINER_KEYS = (
-    "precision",
-    "strategy",
-    "num_nodes",
-    "devices",
-    "max_epochs",
-    "max_steps",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
+    *("precision", "strategy", "num_nodes", "devices", "max_epochs", "max_steps"),
+    *("accumulate_grad_batches", "gradient_clip_val"),
 )
 _METHOD_PARTS = ("pooling", "loss", "optimizer")
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -169,13 +163,7 @@ def _front_matter(
     sources = _sources(facts.config) if isinstance(facts, TrainingFacts) else []
     datasets = [dataset for dataset in map(_hub_dataset, sources) if dataset is not None]
     results = [
-        EvalResult(
-            task_type=str(score.get("kind", "retrieval")),
-            dataset_type=str(score["name"]),
-            dataset_name=str(score["name"]),
-            metric_type=metric,
-            metric_value=value,
-        )
+        EvalResult(str(score.get("kind", "retrieval")), str(score["name"]), str(score["name"]), metric, value)
         for score in scores
         for metric, value in score["metrics"].items()
     ]

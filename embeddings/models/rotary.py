@@ -25,19 +25,9 @@ KINDS = ("xlm-roberta", "roberta", "bert")
 # Padding rows are never predicted: their logit is far below any other.
 _UNUSED_BIAS = -100.0
 _COPIED = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "hidden_act",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "type_vocab_size",
-    "initializer_range",
-    "layer_norm_eps",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size", "initializer_range"),
+    *("layer_norm_eps", "pad_token_id", "bos_token_id", "eos_token_id"),
 )
 _IN_LAYER = {
     "attention.self.query": "self_attn.q_proj",
@@ -97,13 +87,7 @@ def to_rotary(model: PreTrainedModel, num_positions: int = 2048, rope_theta: flo
 
 
 class Conversion(NamedTuple):
-    """How large a written rotary model is.
-
-    Attributes:
-        num_parameters: Its parameters; those that two parts share count once.
-        vocabulary_before: Tokens that the source has embeddings for.
-        vocabulary_after: The same with the rows that no token has.
-    """
+    """A written rotary model's parameters (shared ones once), and the rows of its embeddings before and after."""
 
     num_parameters: int
     vocabulary_before: int

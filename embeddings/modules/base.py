@@ -177,9 +177,8 @@ class BaseModule(L.LightningModule):
         """
         if self._loss_scaler() is not None or training_strategy(self.trainer.strategy).checks_gradients:
             return
-        norm = torch.nn.utils.get_total_norm(
-            [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        )
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if not torch.isfinite(norm):
@@ -216,10 +215,9 @@ class BaseModule(L.LightningModule):
         if saved is None or self.frozen_base is None:
             return
         self.frozen_base.check(saved)
-        own, names = self.state_dict(), self.frozen_names()
-        for key in _WEIGHTS:
-            if key in checkpoint:
-                checkpoint[key] = {**{name: own[name] for name in names}, **checkpoint[key]}
+        state, names = self.state_dict(), self.frozen_names()
+        own = {name: state[name] for name in names}
+        checkpoint |= {key: own | checkpoint[key] for key in _WEIGHTS if key in checkpoint}
 
     def frozen_names(self) -> set[str]:
         """The weights that a checkpoint leaves out, since the files of the frozen base hold them."""
@@ -277,10 +275,9 @@ class BaseModule(L.LightningModule):
         keeps_copy = training_strategy(strategy).keeps_float32_weights and precision != "32-true"
         if half and not keeps_copy and not precision.endswith("16-true"):
             rule = "loses most updates of weights that are trained in it"
-            hint = (
-                "set float32 with trainer.precision bf16-mixed, or add lora; bf16-true trains in bfloat16 all the same"
-            )
-            raise OptionError("model.backbone.dtype", half.pop(), rule, hint)
+            fix = "set float32 with trainer.precision bf16-mixed, or add lora"
+            fix = f"{fix}; bf16-true trains in bfloat16 all the same"
+            raise OptionError("model.backbone.dtype", half.pop(), rule, fix)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BaseFinetuning):
                 rule = "would train weights that the optimiser and its schedule do not have from the first step"
@@ -288,9 +285,8 @@ class BaseModule(L.LightningModule):
                 raise OptionError("trainer.callbacks", type(callback).__name__, rule, hint)
         compiler = os.environ.get("CXX", "g++")
         if is_compiled(self) and strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
-            raise OptionError(
-                "model.backbone.compile", True, f"needs {compiler} on a CPU", "install it, or leave it out"
-            )
+            rule = f"needs {compiler} on a CPU"
+            raise OptionError("model.backbone.compile", True, rule, "install it, or leave it out")
 
     def _loss_scaler(self) -> Any:
         """The loss scaler of float16, None for other precisions."""
@@ -325,15 +321,10 @@ class ContrastiveModule(BaseModule):
     two functions then run in mini-batches with the same gradient. Both keep Lightning's automatic optimisation:
     precision, accumulation, clipping and schedules work as in any module.
 
-    Determinism: every random choice of a step (dropout) follows from (seed, epoch, batch, rank), so a resumed run
-    draws what the uninterrupted run would have drawn.
-
     Args:
         embedder: The model that is trained and saved.
         loss: The contrastive loss.
-        optimizer: Makes the optimiser from parameter groups.
-        schedule: Learning-rate schedule in optimiser steps.
-        seed: Seed of the step's random choices, None for the run's (`seed_everything`).
+        optimizer, schedule, seed: As in `BaseModule`.
     """
 
     # The batch sampler that a method needs, and what it loses with another one (`BatchNeeds`); empty where any will do.
@@ -390,10 +381,7 @@ class ContrastiveModule(BaseModule):
         return [(self.embedder, self.embedder.entries)]
 
     def setup(self, stage: str) -> None:
-        """Take the text settings from the data module, so that a saved model encodes as it was trained.
-
-        Settings that the data module leaves open stay, such as the pooling rule of an imported model.
-        """
+        """Take the text settings from the data module, so that a saved model encodes as trained; open ones stay."""
         data = run_data(self.trainer)
         if data is not None and data.text is not None:
             self.embedder.text = data.text.following(self.embedder.text)
@@ -439,11 +427,7 @@ class ContrastiveModule(BaseModule):
         return output.loss
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Clear gradients, unless GradCache did so before its first backward pass.
-
-        Lightning calls this between `training_step` and its own backward pass, when GradCache's early gradients exist
-        already.
-        """
+        """Clear gradients, but not GradCache's: Lightning calls this between `training_step` and its own backward."""
         if self.grad_cache is None:
             optimizer.zero_grad()
 
@@ -480,38 +464,30 @@ def build_embedder(
     Determinism: random initial weights follow from the seed; the global random state does not change.
 
     Args:
-        backbone: Which model, and how it is loaded.
-        pooling: Makes the pooling from the hidden size.
-        lora: LoRA settings, or None to train the full backbone.
-        initial_model: A model directory whose weights replace those of `backbone` and `pooling`, or None.
-        normalize: Whether vectors have unit norm.
-        seed: Seed of random initial weights, None for the run's (`seed_everything`).
+        backbone, pooling, lora, initial_model, normalize, seed: The method's options.
         usual_pooling: What the method's paper uses, for the error about an impossible pooling.
         change: Changes the loaded backbone before adapters are added, such as upcycling; None for no change.
 
     Raises:
         UserError: If the pooling is impossible, or differs from that of `initial_model`, or no layer can be compiled.
     """
+    source = backbone if initial_model is None else replace(backbone, name=initial_model, revision=None)
+    parts: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run_seed(seed))
-        text = TextSettings()
-        norm: nn.LayerNorm | None = None
-        head: nn.Linear | None = None
-        if initial_model is None:
-            model, tokenizer = load_backbone(backbone)
-            made = _make_pooling(pooling, model.config.hidden_size, usual_pooling)
-        else:
-            # The parts, since an embedder would already hook the backbone for a pooling by attention.
-            model, tokenizer = load_backbone(replace(backbone, name=initial_model, revision=None))
-            parts = read_model_directory(resolve_model(initial_model), model, tokenizer)
-            made, norm, head, text = parts.pooling, parts.norm, parts.head, parts.text
-            _check_pooling(made, _make_pooling(pooling, made.hidden_size, usual_pooling), initial_model)
+        model, tokenizer = load_backbone(source)
+        # The parts, since an embedder would already hook the backbone for a pooling by attention.
+        found = None if initial_model is None else read_model_directory(resolve_model(initial_model), model, tokenizer)
+        hidden_size = model.config.hidden_size if found is None else found.pooling.hidden_size
+        made = _make_pooling(pooling, hidden_size, usual_pooling)
+        if found is not None:
+            _check_pooling(found.pooling, made, source.name)
+            made, parts = found.pooling, {name: getattr(found, name) for name in ("norm", "head", "text")}
         changed = model if change is None else change(model)
         adapted = changed if lora is None else add_lora(changed, lora)
-    embedder = Embedder(adapted, tokenizer, made, norm=norm, head=head, normalize=normalize, text=text)
+    embedder = Embedder(adapted, tokenizer, made, normalize=normalize, **parts)
     if lora is not None and changed is model:
-        name, revision = (backbone.name, backbone.revision) if initial_model is None else (initial_model, None)
-        embedder.frozen_base = FrozenBase(name, resolve_model(name, revision))
+        embedder.frozen_base = FrozenBase(source.name, resolve_model(source.name, source.revision))
     if backbone.compile:
         compile_layers(embedder.backbone)
     return embedder

@@ -176,7 +176,11 @@ class CDEModule(ContrastiveModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run_seed(seed))
             if initial_model is None:
-                embedder = _new_embedder(backbone, first_stage_backbone or backbone, context, normalize)
+                first, (second, tokenizer) = load_backbone(first_stage_backbone or backbone)[0], load_backbone(backbone)
+                options: dict[str, Any] = {"num_context": context.num_context, "normalize": normalize}
+                options |= {name: getattr(context, name) for name in ("num_soft_prompts", "residual_projection")}
+                options["context_dropout"] = context.dropout_fraction
+                embedder = ContextualEmbedder(first, second, tokenizer, **options)
             else:
                 embedder = ContextualEmbedder.from_config(replace(backbone, name=initial_model, revision=None))
                 _check_architecture(embedder, context, initial_model)
@@ -246,12 +250,8 @@ class CDEModule(ContrastiveModule):
         if self._phase != "words":
             return super().loss_from_representations(query, candidate, batch)
         assert self._words is not None
-        towers = (batch.query, batch.candidate)
-        texts = TokenBatch(
-            torch.cat([tokens.input_ids_T for tokens in towers]),
-            torch.cat([tokens.pooling_mask_T for tokens in towers]),
-            torch.cat([tokens.lengths_N for tokens in towers]),
-        )
+        fields, towers = ("input_ids_T", "pooling_mask_T", "lengths_N"), (batch.query, batch.candidate)
+        texts = TokenBatch(*(torch.cat([getattr(tower, field) for tower in towers]) for field in fields))
         loss: Tensor = self._words(torch.cat([query.vector_ND, candidate.vector_ND]), texts)
         return LossOutput(loss, {"word_loss": loss.detach()})
 
@@ -292,9 +292,13 @@ class CDEModule(ContrastiveModule):
         """Some texts, or all, as the first stage reads them."""
         if self.context.max_length is None:
             return tokens if rows is None else take_texts(tokens, rows)
-        return _pool_somewhere(
-            take_texts(tokens, torch.arange(len(tokens)) if rows is None else rows, self.context.max_length)
-        )
+        rows = torch.arange(len(tokens)) if rows is None else rows
+        tokens = take_texts(tokens, rows, self.context.max_length)
+        # The last token of each is pooled too, since a text cut within its prompt would have no pooled token.
+        pooling_mask_T = tokens.pooling_mask_T.clone()
+        last_N = torch.cumsum(tokens.lengths_N, 0)[tokens.lengths_N > 0] - 1
+        pooling_mask_T[last_N.to(tokens.device)] = True
+        return TokenBatch(tokens.input_ids_T, pooling_mask_T, tokens.lengths_N)
 
     def _frozen_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters that the current step does not change."""
@@ -351,39 +355,11 @@ def context_spread(context_MH: Tensor) -> Tensor:
     return 1.0 - others / (num_vectors * (num_vectors - 1))
 
 
-def _pool_somewhere(tokens: TokenBatch) -> TokenBatch:
-    """The texts with their last tokens pooled, since a text cut within its prompt would have no pooled token."""
-    pooling_mask_T = tokens.pooling_mask_T.clone()
-    last_N = torch.cumsum(tokens.lengths_N, 0)[tokens.lengths_N > 0] - 1
-    pooling_mask_T[last_N.to(tokens.device)] = True
-    return TokenBatch(tokens.input_ids_T, pooling_mask_T, tokens.lengths_N)
-
-
-def _new_embedder(
-    backbone: BackboneConfig, first_stage_backbone: BackboneConfig, context: ContextSettings, normalize: bool
-) -> ContextualEmbedder:
-    first, _ = load_backbone(first_stage_backbone)
-    second, tokenizer = load_backbone(backbone)
-    return ContextualEmbedder(
-        first,
-        second,
-        tokenizer,
-        num_context=context.num_context,
-        num_soft_prompts=context.num_soft_prompts,
-        residual_projection=context.residual_projection,
-        context_dropout=context.dropout_fraction,
-        normalize=normalize,
-    )
-
-
 def _check_architecture(embedder: ContextualEmbedder, context: ContextSettings, initial_model: str) -> None:
-    for name, found in (
-        ("num_context", embedder.num_context),
-        ("num_soft_prompts", embedder.soft_prompt.num_soft_prompts),
-        ("residual_projection", embedder.residual is not None),
-    ):
-        if (asked := getattr(context, name)) != found:
-            rule = f"must be what {initial_model} was trained with: {found}"
+    found = {"num_context": embedder.num_context, "num_soft_prompts": embedder.soft_prompt.num_soft_prompts}
+    for name, value in {**found, "residual_projection": embedder.residual is not None}.items():
+        if (asked := getattr(context, name)) != value:
+            rule = f"must be what {initial_model} was trained with: {value}"
             raise OptionError(f"model.context.{name}", asked, rule, "repeat that value")
 
 

@@ -16,12 +16,7 @@ ALLOWED_CLASSES = ("embeddings.", "torch.optim.")
 def configured_module(
     content: Mapping[str, Any], source: str, explain: Callable[[str], str] = str
 ) -> L.LightningModule:
-    """The module that the configuration inside a checkpoint makes, without the checkpoint's weights.
-
-    Args:
-        content: The checkpoint.
-        source: Its file.
-        explain: Shortens the parser's message to a reason.
+    """The module that the configuration inside a checkpoint makes, without its weights; `explain` shortens a message.
 
     Raises:
         InputError: If there is no configuration, it does not make a module, or it names a class that is not allowed.
@@ -68,13 +63,7 @@ def class_paths(value: Any) -> list[str]:
 
 
 def rewind(checkpoint: dict[str, Any], data_key: str, num_batches: int) -> None:
-    """Set the state of Lightning's loops and of the loader back to the end of the last optimiser step.
-
-    Args:
-        checkpoint: The checkpoint's content.
-        data_key: Where the data module's state is in it.
-        num_batches: The batches since that step.
-    """
+    """Set Lightning's loops, and the loader in the data module's state, back by the batches since an optimiser step."""
     loops = checkpoint["loops"]["fit_loop"]
     batches = loops["epoch_loop.batch_progress"]
     for counts in (batches["total"], batches["current"]):

@@ -17,7 +17,7 @@ from embeddings.losses.prediction import token_cross_entropy
 from embeddings.models import BackboneConfig, LoraSettings
 from embeddings.models.backbone import compile_layers
 from embeddings.models.bidirectional import check_causal
-from embeddings.models.context_layers import first_position, learned_positions
+from embeddings.models.embedder import num_positions
 from embeddings.models.language_model import (
     FromScratch,
     HeadSettings,
@@ -166,13 +166,11 @@ class MaskedLMModule(BaseModule):
         self.language_model.save_pretrained(folder)
 
     def _check_row_length(self, row_length: int) -> None:
-        plain = plain_backbone(self.language_model.backbone)
-        table = learned_positions(plain)
-        limit = None if table is None else table.num_embeddings - first_position(table)
+        limit = num_positions(self.language_model.backbone)
         if limit is not None and row_length > limit:
             rule = f"must be <= {limit}, the positions that the backbone has"
             raise OptionError("data.row_length", row_length, rule, "lower it")
-        reach = window(plain.config)
+        reach = window(plain_backbone(self.language_model.backbone).config)
         if self.task.separate_documents and reach is not None and reach < row_length:
             rule = f"must be <= {reach}, the window of some layer, where documents are separate"
             raise OptionError("data.row_length", row_length, rule, "lower it, or set separate_documents: false")

@@ -133,6 +133,5 @@ class MoEEmbedModule(ContrastiveModule):
         finite_Y = probability_YX.isfinite().all(dim=1).tolist()
         if not all(finite_Y):
             layer = self.moe_layers[finite_Y.index(False)]
-            raise NumericError(
-                f"router of layer {layer} gives no numbers at step {self.global_step}: no update was made"
-            )
+            step = self.global_step
+            raise NumericError(f"router of layer {layer} gives no numbers at step {step}: no update was made")

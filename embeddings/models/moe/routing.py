@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -136,20 +136,14 @@ def set_expert_backend(model: nn.Module, name: BackendName) -> None:
     Raises:
         OptionError: If there is no such back end, or megablocks is asked for and not installed.
     """
-    backend = _backend(name)
+    if name not in get_args(BackendName):
+        fix = "leave it out for grouped_mm"
+        raise OptionError("expert_backend", name, "must be grouped_mm, loop or megablocks", fix)
+    known: dict[str, Backend] = {"grouped_mm": grouped_experts, "loop": loop_experts}
+    backend = known[name] if name in known else MegablocksExperts()
     for module in model.modules():
         if isinstance(module, Experts):
             module.backend = backend
-
-
-def _backend(name: str) -> Backend:
-    if name == "grouped_mm":
-        return grouped_experts
-    if name == "loop":
-        return loop_experts
-    if name == "megablocks":
-        return MegablocksExperts()
-    raise OptionError("expert_backend", name, "must be grouped_mm, loop or megablocks", "leave it out for grouped_mm")
 
 
 _MEGABLOCKS_PIN = "its newest release, 0.10.0, requires torch<2.7.1, and this library torch>=2.11"

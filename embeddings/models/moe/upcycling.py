@@ -128,12 +128,7 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
 
 
 class ParameterCounts(NamedTuple):
-    """How large a model is.
-
-    Attributes:
-        total: All its parameters.
-        active: Those that one token passes: of each sparse layer the share of its K experts.
-    """
+    """All parameters of a model, and those that one token passes: of each sparse layer the share of its K experts."""
 
     total: int
     active: int
@@ -150,8 +145,7 @@ def parameter_counts(model: nn.Module) -> ParameterCounts:
         experts, router = getattr(layer, "experts", None), getattr(layer, "router", None)
         if isinstance(experts, Experts) and router is not None:
             stacked = [full_shape(weight) for weight in (experts.w1, experts.w2, experts.bias1) if weight is not None]
-            num_experts = stacked[0][0]
-            idle += (num_experts - router.top_k) * sum(shape[1:].numel() for shape in stacked)
+            idle += (stacked[0][0] - router.top_k) * sum(shape[1:].numel() for shape in stacked)
     return ParameterCounts(total, total - idle)
 
 
