@@ -76,18 +76,23 @@ class Preemption(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Restore the signal handlers."""
-        self._give_back()
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Restore the signal handlers."""
-        self._give_back()
+        if self._is_listener:
+            stop_request.leave()
+        self._is_listener = False
 
     def _stop_if_asked(self, trainer: L.Trainer, where: str, is_in_step: bool) -> None:
         number = reduce_int(stop_request.first, "max", trainer.strategy.root_device)
         if not number:
             return
         if is_in_step:
-            _log_step(trainer)
+            # The step's row, which Lightning would write after all callbacks.
+            connector: Any = trainer._logger_connector
+            connector.on_batch_end()
+            connector.update_train_step_metrics()
         # One checkpoint is enough, and so is one failure to write it.
         write_none_on_exception(trainer)
         writes = is_in_step and not trainer.fast_dev_run  # type: ignore[attr-defined]
@@ -97,18 +102,6 @@ class Preemption(L.Callback):
         # Lightning would kill this process as soon as another rank that it started has ended, and all of them do.
         getattr(trainer.strategy.launcher, "procs", []).clear()
         raise PreemptedError(stop.line, code)
-
-    def _give_back(self) -> None:
-        if self._is_listener:
-            stop_request.leave()
-        self._is_listener = False
-
-
-def _log_step(trainer: L.Trainer) -> None:
-    """Write the step's row to the loggers, as Lightning would after all callbacks."""
-    connector: Any = trainer._logger_connector
-    connector.on_batch_end()
-    connector.update_train_step_metrics()
 
 
 def _write_checkpoint(trainer: L.Trainer) -> str:

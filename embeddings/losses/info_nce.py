@@ -274,9 +274,8 @@ class MatryoshkaInfoNCE(InfoNCE):
         self._check_fits(embedding_dim)
         if max(self.widths) < embedding_dim:
             rule = f"leave the last of the model's {embedding_dim} dimensions untrained"
-            raise OptionError(
-                "widths", list(self.widths), rule, f"add {embedding_dim}, or give the model a smaller head"
-            )
+            fix = f"add {embedding_dim}, or give the model a smaller head"
+            raise OptionError("widths", list(self.widths), rule, fix)
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, batch: ContrastiveBatch) -> LossOutput:
         """The loss of this rank's queries, (B, D) and (C, D) float as in `InfoNCE`.

@@ -102,9 +102,8 @@ def check_flex(config: PretrainedConfig, name: str | None) -> None:
     names = [field for field, value in _dropouts(config).items() if field.startswith("att") and value > 0]
     if name == "flex_attention" and names:
         rule = f"has no dropout, and the model's {names[0]} is {getattr(config, names[0])}"
-        raise OptionError(
-            "backbone.attn_implementation", name, rule, "set dropout to 0, or attn_implementation to sdpa"
-        )
+        fix = "set dropout to 0, or attn_implementation to sdpa"
+        raise OptionError("backbone.attn_implementation", name, rule, fix)
 
 
 def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -179,7 +178,10 @@ def load_model(
     if num_layers is not None:
         _take_layers(model_config, num_layers)
     check_flex(model_config, attn_implementation)
-    _check_weights(folder)
+    # The weights must be the folder's own and safetensors, before transformers follows a reference elsewhere.
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(str(folder), "holds adapters of another model", "merge them into it and give the result")
+    weight_files(folder)
     options: dict[str, Any] = {"config": model_config, "dtype": dtype, "use_safetensors": True}
     options["trust_remote_code"] = False
     options["ignore_mismatched_sizes"] = True  # so that they are reported by name; below they are refused
@@ -211,17 +213,6 @@ def load_model(
         what = f"{len(missing)} weights of {type(model).__name__} are missing, {missing[0]} first"
         raise MissingWeightsError(str(folder), what, "give a checkpoint of this architecture")
     return model
-
-
-def _check_weights(folder: Path) -> None:
-    """Check that the weights are the folder's own and safetensors, before transformers follows a reference elsewhere.
-
-    Raises:
-        InputError: If adapters ask for a model of elsewhere, or an index of shards for other files.
-    """
-    if (folder / "adapter_config.json").is_file():
-        raise InputError(str(folder), "holds adapters of another model", "merge them into it and give the result")
-    weight_files(folder)
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -291,9 +282,8 @@ def read_tokenizer(folder: Path, kind: Any = AutoTokenizer) -> PreTrainedTokeniz
                 tokenizer("a 1 é")
     # A damaged tokenizer.json is reported by the Rust library as a bare Exception.
     except Exception as error:
-        raise InputError(
-            str(folder), f"tokenizer cannot be read: {_first_line(error)}", "take a complete copy"
-        ) from error
+        what = f"tokenizer cannot be read: {_first_line(error)}"
+        raise InputError(str(folder), what, "take a complete copy") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -335,17 +325,13 @@ def _dropouts(config: PretrainedConfig) -> dict[str, float]:
 
 
 def _has_pooling_layer(config: PretrainedConfig) -> bool:
-    if type(config) not in MODEL_MAPPING:
-        return False
-    kind: Any = MODEL_MAPPING[type(config)]
+    kind: Any = MODEL_MAPPING.get(type(config), PreTrainedModel)
     return "add_pooling_layer" in inspect.signature(kind).parameters
 
 
 def _is_encoder_of_two(config: PretrainedConfig) -> bool:
     """Whether the architecture is an encoder with a decoder whose encoder embeds texts alone (T5, as in GTR)."""
-    if type(config) not in MODEL_FOR_TEXT_ENCODING_MAPPING:
-        return False
-    kind: Any = MODEL_FOR_TEXT_ENCODING_MAPPING[type(config)]
+    kind: Any = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), PreTrainedModel)
     return bool(kind.__name__.endswith("EncoderModel"))
 
 

@@ -57,9 +57,8 @@ class LatentAttentionPooling(Pooling):
     ) -> None:
         super().__init__(hidden_size)
         if paper_literal and (head_dim is not None or zero_init_residual):
-            raise ValueError(
-                "pooling: paper_literal has neither projections nor residuals; drop head_dim and zero_init"
-            )
+            rule = "paper_literal has neither projections nor residuals"
+            raise ValueError(f"pooling: {rule}; drop head_dim and zero_init")
         for name, value in (("num_latents", num_latents), ("num_heads", num_heads), ("head_dim", head_dim)):
             if value is not None and value < 1:
                 raise ValueError(f"pooling.{name} must be >= 1, got {value}")

@@ -95,9 +95,8 @@ def merged_state_dict(backbone: nn.Module) -> dict[str, Tensor]:
         return plain.state_dict()
     from peft.tuners.lora import LoraLayer
 
-    merged = {
-        name.replace(".base_layer.", "."): tensor for name, tensor in plain.state_dict().items() if ".lora_" not in name
-    }
+    own = {name: tensor for name, tensor in plain.state_dict().items() if ".lora_" not in name}
+    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}
     for name, layer in plain.named_modules():
         if isinstance(layer, LoraLayer):
             weight = merged[f"{name}.weight"].float()
@@ -132,9 +131,8 @@ def save_adapters(backbone: nn.Module, folder: Path, base: str, revision: str | 
     from peft import get_peft_model_state_dict
 
     adapted: Any = backbone
-    config = replace(
-        adapted.peft_config["default"], base_model_name_or_path=base, revision=revision, inference_mode=True
-    )
+    config, where = adapted.peft_config["default"], {"base_model_name_or_path": base, "revision": revision}
+    config = replace(config, **where, inference_mode=True)
     folder.mkdir()
     config.save_pretrained(str(folder))
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)

@@ -35,8 +35,7 @@ class TextTransformer(nn.Module):
     Args:
         model: The backbone.
         tokenizer: Its tokenizer, padding on the right.
-        query_max_length: Maximum number of tokens of a query, prompt and special tokens included.
-        document_max_length: The same of a document.
+        query_max_length, document_max_length: Maximum tokens of a text, prompt and special tokens included.
         append_eos: Whether every text ends in the end-of-sequence token, truncated ones too.
         pool_prompt: Whether a prompt's tokens enter the pooling.
         suffix: Text behind every text, under truncation too.
@@ -92,11 +91,7 @@ class TextTransformer(nn.Module):
         Prompt and text are tokenised as one string. A token that ends within the prompt is left out, and so are the
         special tokens before it; one that reaches into the text belongs to the text. Another `pooling_rule` may say
         otherwise. Where nothing of the text is left, the special tokens after it are pooled, or else the last token.
-
-        Args:
-            texts: Texts without their prompt.
-            prompt: Put in front of each.
-            max_length: Maximum number of tokens of a text.
+        A text has at most `max_length` tokens.
         """
         probe = self.tokenizer("a", return_special_tokens_mask=True)
         num_trailing = probe["special_tokens_mask"][::-1].index(0)
@@ -109,6 +104,9 @@ class TextTransformer(nn.Module):
         joined = [prompt + text for text in texts]
         encoded = self.tokenizer(joined, truncation=True, max_length=limit, return_offsets_mapping=True)
         colon, num_counted = self.tokenizer.convert_tokens_to_ids(":"), len(self.tokenizer.tokenize(prompt))
+        # The only token of a text that leaves none.
+        known = (getattr(self.tokenizer, f"{name}_token_id") for name in ("eos", "sep", "pad", "unk"))
+        stand_in = next(int(token) for token in known if token is not None)
         ids, firsts = [], []
         for row, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             first, end_of_text = 0, len(row) - num_trailing
@@ -121,15 +119,9 @@ class TextTransformer(nn.Module):
             elif prompt or not self.pool_start:
                 # Special tokens span no characters, so none of them is taken for text.
                 first = next((i for i, (_, end) in enumerate(offsets) if end > len(prompt)), end_of_text)
-            ids.append((row + appended)[:max_length] or [self._stand_in])
+            ids.append((row + appended)[:max_length] or [stand_in])
             firsts.append(min(first, len(ids[-1]) - 1))
         return ids, firsts
-
-    @property
-    def _stand_in(self) -> int:
-        """The only token of a text that leaves none."""
-        known = (getattr(self.tokenizer, f"{name}_token_id") for name in ("eos", "sep", "pad", "unk"))
-        return next(int(token) for token in known if token is not None)
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
         """The features with the states of the last layer added."""

@@ -86,8 +86,12 @@ class MaskedLMModule(BaseModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, tokenizer = load_language_model(source, "masked" if objective == "mlm" else "causal", head.new)
-            _check_model(model, objective, separate_documents)
-            causal = objective == "causal"
+            causal, backbone_model = objective == "causal", model.base_model
+            assert isinstance(backbone_model, PreTrainedModel)
+            if causal:
+                check_causal(backbone_model)
+            if separate_documents:
+                check_separation(backbone_model, causal)
             self.language_model = LanguageModel(model, tokenizer, causal, lora, head.train_beside_lora)
         if backbone is not None and lora is not None:
             self.frozen_base = FrozenBase(backbone.name, resolve_model(backbone.name, backbone.revision))
@@ -95,7 +99,8 @@ class MaskedLMModule(BaseModule):
             compile_layers(self.language_model.backbone)
         if not causal and masking is None:
             masking = Masking()
-        ordinary = _ordinary_ids(tokenizer)
+        special = set(tokenizer.all_special_ids)
+        ordinary = torch.tensor([token for token in sorted(tokenizer.get_vocab().values()) if token not in special])
         mask_id = -1 if masking is None else _mask_id(tokenizer, masking)
         self.task = LanguageTask(objective, masking, mask_id, ordinary, separate_documents, seed)
         self._tile_positions = max(1, head.tile_logits // self.language_model.vocab_size)
@@ -193,15 +198,6 @@ def _source(
     return source
 
 
-def _check_model(model: PreTrainedModel, objective: Objective, separate_documents: bool) -> None:
-    backbone = model.base_model
-    assert isinstance(backbone, PreTrainedModel)
-    if objective == "causal":
-        check_causal(backbone)
-    if separate_documents:
-        check_separation(backbone, causal=objective == "causal")
-
-
 def _mask_id(tokenizer: PreTrainedTokenizerBase, masking: Masking) -> int:
     """The id of the mask token."""
     name = masking.mask_token if masking.mask_token is not None else tokenizer.mask_token
@@ -210,12 +206,5 @@ def _mask_id(tokenizer: PreTrainedTokenizerBase, masking: Masking) -> int:
         raise OptionError("model.masking.mask_token", None, rule, 'LLM2Vec takes "_"')
     found = tokenizer.get_vocab().get(name)
     if found is None:
-        rule = "must be a token of the vocabulary"
-        raise OptionError("model.masking.mask_token", name, rule, "name another")
+        raise OptionError("model.masking.mask_token", name, "must be a token of the vocabulary", "name another")
     return int(found)
-
-
-def _ordinary_ids(tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """All ids but those of special tokens, in order."""
-    special = set(tokenizer.all_special_ids)
-    return torch.tensor([token for token in sorted(tokenizer.get_vocab().values()) if token not in special])

@@ -328,14 +328,11 @@ def _grouped_mm(row_PI: Tensor, matrix_XIO: Tensor, end_X: Tensor) -> Tensor:
 
 
 def _quick_mlps(row_PH: Tensor, count_X: Tensor, weights: ExpertWeights) -> Tensor:
-    is_large = row_PH.device.type == "cpu" and len(row_PH) >= ROWS_BY_EXPERT * len(count_X)
-    if is_large and row_PH.dtype == torch.float32 and not _learns(weights.activation):
+    is_large, activation = len(row_PH) >= ROWS_BY_EXPERT * len(count_X), weights.activation
+    learns = isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None
+    if row_PH.device.type == "cpu" and is_large and row_PH.dtype == torch.float32 and not learns:
         return pass_experts(row_PH, count_X.tolist(), *weights)
     return grouped_mlps(row_PH, count_X, weights, _grouped_mm)
-
-
-def _learns(activation: Activation) -> bool:
-    return isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None
 
 
 def _sorted_quickly(token_TH: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
