@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from tests.helpers.runs import run_config, write_config, write_pairs
+from tests.helpers.runs import component, run_config, write_config, write_pairs
 
 STEPS = 6
 
@@ -57,18 +57,15 @@ def preempted_config(folder: Path, **data: Any) -> dict[str, Any]:
     write_pairs(folder / "pairs.jsonl", num_pairs=32)
     config["trainer"] |= {"max_steps": STEPS, "logger": None}
     config["trainer"]["callbacks"] = [
-        {
-            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-            "init_args": {"every_n_train_steps": 500, "save_last": True, "save_on_exception": True},
-        },
-        {"class_path": "tests.callbacks.preempted_runs.Notes", "init_args": {"folder": str(folder)}},
+        component("ModelCheckpoint", every_n_train_steps=500, save_last=True, save_on_exception=True),
+        component("tests.callbacks.preempted_runs.Notes", folder=str(folder)),
     ]
     return config
 
 
 def signalled(config: dict[str, Any], **options: Any) -> dict[str, Any]:
     """The config with a `SignalAt`."""
-    at = {"class_path": "tests.callbacks.preempted_runs.SignalAt", "init_args": options}
+    at = component("tests.callbacks.preempted_runs.SignalAt", **options)
     return config | {"trainer": config["trainer"] | {"callbacks": [*config["trainer"]["callbacks"], at]}}
 
 

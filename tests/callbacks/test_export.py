@@ -18,7 +18,7 @@ from embeddings.common import OptionError, UserError, instruction_prompt
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.inference import Encoder
 from embeddings.models import Embedder
-from tests.helpers.runs import run_config, write_config, write_retrieval_folder
+from tests.helpers.runs import component, run_config, write_config, write_retrieval_folder
 from tests.modules.language_runs import language_config
 
 
@@ -37,19 +37,13 @@ def run_with_export(tmp_path, best, **lengths):
     config = run_config(tmp_path)
     folder = write_retrieval_folder(tmp_path / "eval")
     config["trainer"]["callbacks"] = [
-        {
-            "class_path": "embeddings.callbacks.RetrievalEvaluation",
-            "init_args": {"folder": str(folder), "every_n_steps": 1},
-        },
+        component("RetrievalEvaluation", folder=str(folder), every_n_steps=1),
         {
             "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
             # Minimising a score keeps a checkpoint that is not the last one's equal.
             "init_args": {"monitor": "train/loss", "mode": "max", "every_n_train_steps": 1, "save_top_k": 1},
         },
-        {
-            "class_path": "embeddings.callbacks.ExportModel",
-            "init_args": {"output": str(tmp_path / "model"), "best": best, **lengths},
-        },
+        component("ExportModel", output=str(tmp_path / "model"), best=best, **lengths),
     ]
     return run_trainer(["fit", "--config", write_config(tmp_path, config)])
 
@@ -95,9 +89,7 @@ def test_an_impossible_length_is_refused_before_training():
 def test_a_fast_development_run_writes_nothing(tmp_path):
     config = run_config(tmp_path)
     config["trainer"]["fast_dev_run"] = True
-    config["trainer"]["callbacks"] = [
-        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / "model")}}
-    ]
+    config["trainer"]["callbacks"] = [component("ExportModel", output=str(tmp_path / "model"))]
     run_trainer(["fit", "--config", write_config(tmp_path, config)])
     assert not (tmp_path / "model").exists()
 
@@ -106,9 +98,7 @@ def test_a_fast_development_run_writes_nothing(tmp_path):
 def test_the_model_knows_the_prompts_that_its_sources_put_before_texts(tmp_path):
     config = run_config(tmp_path)
     config["data"]["init_args"]["sources"][0] |= {"instruction": "Find it", "document_prompt": "passage: "}
-    config["trainer"]["callbacks"] = [
-        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / "model")}}
-    ]
+    config["trainer"]["callbacks"] = [component("ExportModel", output=str(tmp_path / "model"))]
     run_trainer(["fit", "--config", write_config(tmp_path, config)])
     encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32")
     prompt = instruction_prompt("Find it")
@@ -152,7 +142,7 @@ def test_a_model_of_another_run_is_replaced_only_on_request(tmp_path):
 
 def export(folder: Path, best: bool = False) -> dict[str, Any]:
     init_args = {"output": str(folder / "model"), "best": best}
-    return {"class_path": "embeddings.callbacks.ExportLanguageModel", "init_args": init_args}
+    return component("ExportLanguageModel", **init_args)
 
 
 @pytest.mark.parametrize("best", [False, True])
@@ -162,7 +152,7 @@ def test_the_best_or_the_last_weights_are_written(best: bool, tmp_path: Path) ->
     keep = {"monitor": "val/loss", "mode": "max", "save_on_train_epoch_end": False}
     config["trainer"]["callbacks"] = [
         # The highest loss is the first one's, so that best and last differ.
-        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep},
+        component("ModelCheckpoint", **keep),
         export(tmp_path, best),
     ]
     cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])

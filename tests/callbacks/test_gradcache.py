@@ -10,7 +10,7 @@ from embeddings.callbacks import GradCacheCallback
 from embeddings.common import OptionError, UserError
 from embeddings.training.gradcache import GradCache
 from tests.helpers.processes import run_command
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import component, run_config, write_config
 
 
 class Module(L.LightningModule):
@@ -51,13 +51,10 @@ def test_two_ranks_train_to_the_weights_of_one_with_twice_the_batch(kind, tmp_pa
     """Two gloo processes, GradCache and LoRA, in float64; the schedule, the clipping and the plan are those of one."""
     config = run_config(tmp_path, kind)
     config["trainer"] |= {"precision": "64-true", "gradient_clip_val": 0.05, "max_steps": 2}
-    cache = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 40}}
+    cache = component("GradCacheCallback", mini_batch_tokens=40)
     weights = {}
     for ranks, batch_size in ((1, 16), (2, 8)):
-        export = {
-            "class_path": "embeddings.callbacks.ExportModel",
-            "init_args": {"output": str(tmp_path / f"m{ranks}")},
-        }
+        export = component("ExportModel", output=str(tmp_path / f"m{ranks}"))
         config["trainer"] |= {
             "devices": ranks,
             "strategy": "ddp" if ranks > 1 else "auto",

@@ -17,7 +17,7 @@ from embeddings.cli.main import main
 from embeddings.common import PreemptedError
 from embeddings.common.signals import STOP_SIGNALS, stop_request
 from tests.callbacks.preempted_runs import STEPS, fake_scontrol, fit_words, preempted_config, signalled
-from tests.helpers.runs import write_config
+from tests.helpers.runs import component, write_config
 
 USR1, TERM = int(signal.SIGUSR1), int(signal.SIGTERM)
 SLURM = {"SLURM_JOB_ID": "77"}
@@ -161,10 +161,7 @@ def test_gradients_that_are_being_accumulated_are_not_lost(tmp_path: Path) -> No
 
 def test_a_checkpoint_that_is_due_at_the_last_step_is_kept_first(tmp_path: Path) -> None:
     config = preempted_config(tmp_path)
-    due = {
-        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-        "init_args": {"every_n_train_steps": 3, "save_top_k": -1, "filename": "due-{step}"},
-    }
+    due = component("ModelCheckpoint", every_n_train_steps=3, save_top_k=-1, filename="due-{step}")
     config["trainer"]["callbacks"].append(due)
     assert main(fit_words(tmp_path, signalled(config, step=3, numbers=[USR1]))) == 75
     assert checkpoints(tmp_path) == ["due-step=3.ckpt", "last.ckpt"]

@@ -24,12 +24,12 @@ from embeddings.common.types import Prediction
 from embeddings.models.moe.upcycling import Upcycling, upcycle
 from embeddings.training.gradcache import GradCache
 from tests.helpers.contrastive import random_batch, with_context
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import component, run_config, write_config
 from tests.helpers.tiny import tiny_bert
 from tests.models.moe import tiny_rotary
 from tests.modules.cde_runs import cde_config
 
-EACH_STEP: dict[str, Any] = {"class_path": "embeddings.callbacks.StepProgress", "init_args": {"every_seconds": 0}}
+EACH_STEP: dict[str, Any] = component("StepProgress", every_seconds=0)
 
 
 def fit(folder: Path, *arguments: str, callbacks: list[dict[str, Any]], **trainer: Any) -> TrainerCLI:
@@ -62,10 +62,7 @@ def test_an_accumulated_batch_is_no_step_and_epochs_are_one_run(tmp_path, capsys
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_resumed_run_begins_at_its_step(tmp_path, capsys):
-    checkpoint = {
-        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-        "init_args": {"dirpath": str(tmp_path / "kept"), "save_last": True, "every_n_train_steps": 2},
-    }
+    checkpoint = component("ModelCheckpoint", dirpath=str(tmp_path / "kept"), save_last=True, every_n_train_steps=2)
     fit(tmp_path, callbacks=[EACH_STEP, checkpoint], max_steps=2)
     capsys.readouterr()
     config = str(tmp_path / "config.yaml")
@@ -246,9 +243,7 @@ def test_the_type_of_the_products(precision, dtype):
 
 def test_a_run_logs_its_speed(tmp_path):
     config = run_config(tmp_path)
-    config["trainer"]["callbacks"] = [
-        {"class_path": "embeddings.callbacks.Throughput", "init_args": {"every_n_steps": 2}}
-    ]
+    config["trainer"]["callbacks"] = [component("Throughput", every_n_steps=2)]
     run_trainer(["fit", "--config", write_config(tmp_path, config)])
     with next((tmp_path / "run").rglob("metrics.csv")).open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["throughput/pairs_per_second"]]

@@ -8,7 +8,7 @@ from embeddings.cli.fit import run_trainer
 from embeddings.common import InputError, OptionError
 from embeddings.evaluation import evaluate_folder, evaluate_widths
 from embeddings.inference import Encoder
-from tests.helpers.runs import run_config, write_config, write_retrieval_folder
+from tests.helpers.runs import component, run_config, write_config, write_retrieval_folder
 from tests.inference.models import counted_encodings
 
 
@@ -16,21 +16,10 @@ def scored_run(tmp_path, widths=None, trainer=None, words=(), **options):
     config = run_config(tmp_path)
     config["trainer"] |= trainer or {}
     if widths:
-        loss = {"class_path": "embeddings.losses.MatryoshkaInfoNCE", "init_args": {"widths": widths}}
-        config["model"]["init_args"]["loss"] = loss
-    config["trainer"]["callbacks"] = [
-        {"class_path": "embeddings.callbacks.RetrievalEvaluation", "init_args": options},
-        {
-            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-            "init_args": {
-                "monitor": "val/ndcg_at_10",
-                "mode": "max",
-                "every_n_train_steps": 2,
-                "save_top_k": -1,
-                "save_last": True,
-            },
-        },
-    ]
+        config["model"]["init_args"]["loss"] = component("embeddings.losses.MatryoshkaInfoNCE", widths=widths)
+    keep = {"monitor": "val/ndcg_at_10", "mode": "max", "every_n_train_steps": 2, "save_top_k": -1, "save_last": True}
+    callbacks = [component("RetrievalEvaluation", **options), component("ModelCheckpoint", **keep)]
+    config["trainer"]["callbacks"] = callbacks
     return run_trainer(["fit", "--config", write_config(tmp_path, config), *words])
 
 

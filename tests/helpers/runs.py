@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch.callbacks
 import yaml
 
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
@@ -26,6 +27,14 @@ WORDS = [
     "question",
     "passage",
 ]
+
+
+def component(class_path: str, **init_args: Any) -> dict[str, Any]:
+    """A class of a config and what it is made with; a callback of Lightning's or of ours may go by its name alone."""
+    if "." not in class_path:
+        owner = "lightning.pytorch" if hasattr(lightning.pytorch.callbacks, class_path) else "embeddings"
+        class_path = f"{owner}.callbacks.{class_path}"
+    return {"class_path": class_path, "init_args": init_args}
 
 
 def write_pairs(path: Path, num_pairs: int = 64, num_negatives: int = 2) -> Path:
@@ -63,61 +72,48 @@ def backbone_folder(folder: Path, kind: str = "bert", dropout: float = 0.0) -> s
     return save_backbone(str(folder), tiny_mistral(), sentencepiece_tokenizer())
 
 
+def tiny_trainer(folder: Path) -> dict[str, Any]:
+    """A trainer of four steps on one CPU that logs each of them to a CSV file."""
+    return {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 4,
+        "use_distributed_sampler": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+        "default_root_dir": str(folder / "run"),
+        "logger": component("lightning.pytorch.loggers.CSVLogger", save_dir=str(folder / "run"), name="tiny"),
+        "callbacks": [],
+    }
+
+
 def run_config(folder: Path, kind: str = "bert", dropout: float = 0.0, **data: Any) -> dict[str, Any]:
     """A config of a tiny NV-Embed run in `folder`: four steps of eight pairs."""
     lora = {"rank": 4, "alpha": 8, "dropout": dropout} if kind == "mistral" else None
+    sources = [{"name": "pairs", "path": str(write_pairs(folder / "pairs.jsonl"))}]
+    text = {"query_max_length": 16, "document_max_length": 16}
+    usual = {"text": text, "batch_size": 8, "num_negatives": 2, "cache_dir": str(folder / "cache"), "sources": sources}
     return {
         "seed_everything": 0,
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_steps": 4,
-            "use_distributed_sampler": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "log_every_n_steps": 1,
-            "default_root_dir": str(folder / "run"),
-            "logger": {
-                "class_path": "lightning.pytorch.loggers.CSVLogger",
-                "init_args": {"save_dir": str(folder / "run"), "name": "tiny"},
-            },
-            "callbacks": [],
-        },
-        "model": {
-            "class_path": "embeddings.modules.NVEmbedModule",
-            "init_args": {
-                "backbone": {
-                    "name": backbone_folder(folder / "backbone", kind, dropout),
-                    "bidirectional": kind == "mistral",
-                },
-                "pooling": {
-                    "class_path": "embeddings.models.LatentAttentionPooling",
-                    "init_args": {"num_latents": 4, "num_heads": 2, "head_dim": 8},
-                },
-                "lora": lora,
-                "loss": {"class_path": "embeddings.losses.InfoNCE", "init_args": {"temperature": 0.1}},
-                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
-                "schedule": {"warmup_steps": 1, "decay": "linear"},
-            },
-        },
-        "data": {
-            "class_path": "embeddings.data.EmbeddingDataModule",
-            "init_args": {
-                "text": {"query_max_length": 16, "document_max_length": 16},
-                "batch_size": 8,
-                "num_negatives": 2,
-                "cache_dir": str(folder / "cache"),
-                "sources": [{"name": "pairs", "path": str(write_pairs(folder / "pairs.jsonl"))}],
-                **data,
-            },
-        },
+        "trainer": tiny_trainer(folder),
+        "model": component(
+            "embeddings.modules.NVEmbedModule",
+            backbone={"name": backbone_folder(folder / "backbone", kind, dropout), "bidirectional": kind == "mistral"},
+            pooling=component("embeddings.models.LatentAttentionPooling", num_latents=4, num_heads=2, head_dim=8),
+            lora=lora,
+            loss=component("embeddings.losses.InfoNCE", temperature=0.1),
+            optimizer=component("torch.optim.AdamW", lr=1e-2),
+            schedule={"warmup_steps": 1, "decay": "linear"},
+        ),
+        "data": component("embeddings.data.EmbeddingDataModule", **(usual | data)),
     }
 
 
 def float16_on_cpu(config: dict[str, Any]) -> dict[str, Any]:
     """The config with `16-mixed`, loss scaler and all, which Lightning's own option refuses on a CPU."""
     options = {"precision": "16-mixed", "device": "cpu"}
-    plugin = {"class_path": "lightning.pytorch.plugins.MixedPrecision", "init_args": options}
+    plugin = component("lightning.pytorch.plugins.MixedPrecision", **options)
     return config | {"trainer": config["trainer"] | {"plugins": [plugin]}}
 
 

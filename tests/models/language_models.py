@@ -1,44 +1,29 @@
 """Tiny language models of the real architectures, on disk."""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import BertConfig, BertForMaskedLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 from transformers.trainer_utils import set_seed
 
 from tests.helpers.tiny import VOCAB_SIZE, save_backbone, sentencepiece_tokenizer, wordpiece_tokenizer
 
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"intermediate_size": 64, "max_position_embeddings": 128}
+
 
 def masked_bert(seed: int = 0) -> PreTrainedModel:
     """A two-layer random BERT with its masked-LM head, tied to the embeddings."""
     set_seed(seed)
-    config = BertConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForMaskedLM(config).eval()
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(**SMALL, vocab_size=VOCAB_SIZE, **dropouts)).eval()
 
 
 def causal_mistral(seed: int = 0, tied: bool = False, attention: str = "sdpa") -> PreTrainedModel:
     """A two-layer random Mistral with its language-model head, causal."""
     set_seed(seed)
-    config = MistralConfig(
-        vocab_size=VOCAB_SIZE + 128,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        sliding_window=None,
-        tie_word_embeddings=tied,
-        attn_implementation=attention,
-    )
+    options = {"num_key_value_heads": 2, "sliding_window": None, "tie_word_embeddings": tied}
+    config = MistralConfig(**SMALL, vocab_size=VOCAB_SIZE + 128, attn_implementation=attention, **options)
     return MistralForCausalLM(config).eval()
 
 

@@ -1,6 +1,7 @@
 """Tokens, routings and experts of small sizes, and the written-out sum over a token's experts."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from embeddings.models.rotary import to_rotary
 from tests.helpers.tiny import VOCAB_SIZE
 
 HIDDEN, INNER, EXPERTS = 16, 24, 8
+SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_attention_heads": 4}
+SMALL |= {"intermediate_size": 64, "pad_token_id": 0}
 
 
 def make_experts(inner_bias: bool = True, num_experts: int = EXPERTS, seed: int = 0) -> Experts:
@@ -67,17 +70,8 @@ def written_out(experts: Experts, token_TH: Tensor, routing: Routing) -> Tensor:
 def tiny_rotary(seed: int = 0, dropout: float = 0.0, num_layers: int = 2) -> PreTrainedModel:
     """A small random rotary encoder in float32, in evaluation mode, that attends unevenly and has biases."""
     set_seed(seed)
-    config = XLMRobertaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=66,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        pad_token_id=0,
-    )
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    config = XLMRobertaConfig(**SMALL, num_hidden_layers=num_layers, max_position_embeddings=66, **dropouts)
     model = XLMRobertaModel(config, add_pooling_layer=False).eval()
     for name, parameter in model.named_parameters():
         if name.startswith("encoder.") and "LayerNorm" not in name:
@@ -88,15 +82,7 @@ def tiny_rotary(seed: int = 0, dropout: float = 0.0, num_layers: int = 2) -> Pre
 def tiny_nomic(seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
     """A small random NomicBert in float32, in evaluation mode: gated MLPs, no biases, uneven attention."""
     set_seed(seed)
-    config = NomicBertConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        intermediate_size=64,
-        pad_token_id=0,
-    )
-    model = NomicBertModel(config).eval()
+    model = NomicBertModel(NomicBertConfig(**SMALL, num_hidden_layers=num_layers)).eval()
     for name, parameter in model.named_parameters():
         if name.startswith("layers.") and "norm" not in name:
             nn.init.normal_(parameter, std=0.2)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.runs import WORDS
+from tests.helpers.runs import WORDS, component, tiny_trainer
 from tests.models.language_models import language_model_folder
 
 
@@ -24,7 +24,7 @@ def language_config(folder: Path, objective: str, **model: Any) -> dict[str, Any
     init_args: dict[str, Any] = {
         "objective": objective,
         "masking": None if objective == "causal" else masking | ({} if bert else {"mask_token": "_"}),
-        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
+        "optimizer": component("torch.optim.AdamW", lr=1e-2),
         "schedule": {"warmup_steps": 1, "decay": "constant"},
     }
     if "from_scratch" not in model:
@@ -32,31 +32,14 @@ def language_config(folder: Path, objective: str, **model: Any) -> dict[str, Any
         init_args["backbone"] = {"name": name, "bidirectional": objective == "mntp"}
     return {
         "seed_everything": 0,
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_steps": 12,
-            "use_distributed_sampler": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "log_every_n_steps": 1,
-            "default_root_dir": str(folder / "run"),
-            "logger": {
-                "class_path": "lightning.pytorch.loggers.CSVLogger",
-                "init_args": {"save_dir": str(folder / "run"), "name": "tiny"},
-            },
-            "callbacks": [],
-        },
-        "model": {"class_path": "embeddings.modules.MaskedLMModule", "init_args": {**init_args, **model}},
-        "data": {
-            "class_path": "embeddings.data.TextDataModule",
-            "init_args": {
-                "row_length": 24,
-                "batch_size": 8,
-                "cache_dir": str(folder / "cache"),
-                "sources": [{"name": "texts", "path": str(write_texts(folder / "texts.jsonl"))}],
-                "validation_sources": [{"name": "held", "path": str(write_texts(folder / "held.jsonl", 21))}],
-            },
-        },
+        "trainer": tiny_trainer(folder) | {"max_steps": 12, "num_sanity_val_steps": 0},
+        "model": component("embeddings.modules.MaskedLMModule", **(init_args | model)),
+        "data": component(
+            "embeddings.data.TextDataModule",
+            row_length=24,
+            batch_size=8,
+            cache_dir=str(folder / "cache"),
+            sources=[{"name": "texts", "path": str(write_texts(folder / "texts.jsonl"))}],
+            validation_sources=[{"name": "held", "path": str(write_texts(folder / "held.jsonl", 21))}],
+        ),
     }

@@ -14,7 +14,7 @@ from embeddings.models import BackboneConfig, RotaryMoeModel, Upcycling
 from embeddings.modules import MoEEmbedModule
 from embeddings.training import GradCache
 from tests.helpers.contrastive import gradient_vector
-from tests.helpers.runs import run_config
+from tests.helpers.runs import component, run_config
 from tests.helpers.tiny import save_backbone, wordpiece_tokenizer
 from tests.models.moe import stirred, tiny_rotary
 
@@ -63,18 +63,16 @@ def direct_gradient(module: MoEEmbedModule, batch: ContrastiveBatch, engine: Gra
 def moe_config(folder: Path) -> dict[str, Any]:
     """Four steps of eight pairs over an upcycled encoder, under GradCache, exported at the end."""
     config = run_config(folder)
-    config["model"] = {
-        "class_path": "embeddings.modules.MoEEmbedModule",
-        "init_args": {
-            "backbone": {"name": dense_folder(folder / "dense", dropout=0.1), "gradient_checkpointing": True},
-            "upcycling": {"num_experts": 4},
-            "load_balancing": {"coefficient": 1.0},
-            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
-            "schedule": {"warmup_steps": 1, "decay": "cosine"},
-        },
-    }
+    config["model"] = component(
+        "embeddings.modules.MoEEmbedModule",
+        backbone={"name": dense_folder(folder / "dense", dropout=0.1), "gradient_checkpointing": True},
+        upcycling={"num_experts": 4},
+        load_balancing={"coefficient": 1.0},
+        optimizer=component("torch.optim.AdamW", lr=1e-2),
+        schedule={"warmup_steps": 1, "decay": "cosine"},
+    )
     config["trainer"]["callbacks"] = [
-        {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 64}},
-        {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(folder / "model")}},
+        component("GradCacheCallback", mini_batch_tokens=64),
+        component("ExportModel", output=str(folder / "model")),
     ]
     return config

@@ -19,10 +19,10 @@ from embeddings.modules import MGHCurriculumModule
 from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import Record, batch_of, gradient_vector, random_records, relative_error
-from tests.helpers.runs import WORDS, backbone_folder, run_config, write_config
+from tests.helpers.runs import WORDS, backbone_folder, component, run_config, write_config
 from tests.modules.moe_modules import direct_gradient
 
-CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 24}}
+CACHE = component("GradCacheCallback", mini_batch_tokens=24)
 LORA = LoraSettings(rank=4, alpha=8, dropout=0.0)
 
 
@@ -113,10 +113,9 @@ def mgh_config(folder: Path, kind: str = "mistral", dropout: float = 0.0, **samp
     config["model"]["class_path"] = "embeddings.modules.MGHCurriculumModule"
     config["model"]["init_args"]["pooling"] = {"class_path": "embeddings.models.AnchorTokenPooling"}
     config["data"]["init_args"]["num_negatives"] = 1
-    config["data"]["init_args"]["sampler"] = {
-        "class_path": "embeddings.data.CurriculumBatchSampler",
-        "init_args": {"inner": {"class_path": "embeddings.data.BlendedBatchSampler"}, **sampler},
-    }
+    config["data"]["init_args"]["sampler"] = component(
+        "embeddings.data.CurriculumBatchSampler", inner={"class_path": "embeddings.data.BlendedBatchSampler"}, **sampler
+    )
     records = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     for row, record in enumerate(records):
         negatives = [
@@ -154,10 +153,7 @@ def test_the_level_of_each_step_is_logged(accumulate: int, tmp_path: Path) -> No
 def test_a_run_resumed_across_a_boundary_ends_with_the_same_bits(tmp_path: Path) -> None:
     config = mgh_config(tmp_path, dropout=0.1)
     checkpoint = {"every_n_train_steps": 3, "save_top_k": -1}
-    config["trainer"]["callbacks"] = [
-        CACHE,
-        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": checkpoint},
-    ]
+    config["trainer"]["callbacks"] = [CACHE, component("ModelCheckpoint", **checkpoint)]
     whole = fit(tmp_path, config)
     (first,) = Path(whole.trainer.log_dir).rglob("*step=3.ckpt")
     resumed = fit(tmp_path, config, "--ckpt_path", str(first))
@@ -171,7 +167,7 @@ def test_eight_pairs_are_learnt_by_heart_and_the_exported_model_gives_the_same_v
     records = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     write_records(tmp_path, records[:8])
     config["trainer"]["max_steps"] = 40
-    export = {"class_path": "embeddings.callbacks.ExportModel", "init_args": {"output": str(tmp_path / "model")}}
+    export = component("ExportModel", output=str(tmp_path / "model"))
     config["trainer"]["callbacks"] = [export]
     cli = fit(tmp_path, config)
     assert cli.trainer.callback_metrics["train/accuracy"] == 1.0

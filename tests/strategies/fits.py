@@ -40,6 +40,7 @@ from tests.modules.moe_modules import dense_folder
 
 # So large that what was there before is lost beside it, and the new weights are the gradient.
 RATE = 1e5
+CONTEXT = ContextSettings(num_context=5)
 
 Make = Callable[[], L.LightningModule]
 State = dict[str, Tensor]
@@ -78,27 +79,16 @@ def methods(folder: Path) -> dict[str, Make]:
     }
     contrastive = options | {"loss": InfoNCE(temperature=0.1, gather_across_devices=True)}
     decoder, lora = BackboneConfig(mistral, bidirectional=True), LoraSettings(rank=4, dropout=0.0)
-    recomputed = replace(decoder, gradient_checkpointing=True)
+    recomputed, contextual = replace(decoder, gradient_checkpointing=True), contrastive | {"context": CONTEXT}
+    words, frozen = FirstStageTraining(word_steps=1), FirstStageTraining(frozen_steps=1)
     return {
         "nv-embed": partial(NVEmbedModule, decoder, lora=lora, **contrastive),
         "nv-embed, whole backbone": partial(NVEmbedModule, recomputed, **contrastive),
         "mgh": partial(MGHCurriculumModule, decoder, lora=lora, **contrastive),
         "moe": partial(MoEEmbedModule, BackboneConfig(dense), upcycling=Upcycling(num_experts=4), **contrastive),
-        "cde": partial(SharedContext, BackboneConfig(bert), context=ContextSettings(num_context=5), **contrastive),
-        "cde, words": partial(
-            WordsAlone,
-            BackboneConfig(bert),
-            context=ContextSettings(num_context=5),
-            first_stage_training=FirstStageTraining(word_steps=1),
-            **contrastive,
-        ),
-        "cde, frozen": partial(
-            SharedContext,
-            BackboneConfig(bert),
-            context=ContextSettings(num_context=5),
-            first_stage_training=FirstStageTraining(frozen_steps=1),
-            **contrastive,
-        ),
+        "cde": partial(SharedContext, BackboneConfig(bert), **contextual),
+        "cde, words": partial(WordsAlone, BackboneConfig(bert), first_stage_training=words, **contextual),
+        "cde, frozen": partial(SharedContext, BackboneConfig(bert), first_stage_training=frozen, **contextual),
         "language model": partial(MaskedLMModule, "causal", BackboneConfig(causal), **options),
     }
 
@@ -136,32 +126,12 @@ def train(
     output: Path | None = None,
     **options: Any,
 ) -> State:
-    """The weights after some steps, on every rank.
-
-    Args:
-        make: Makes the module.
-        data: The batches of an epoch.
-        strategy: Lightning's.
-        devices: The number of ranks.
-        steps: Where training ends.
-        start: The checkpoint to go on from.
-        output: Where to write one at the end.
-        **options: The trainer's.
-    """
+    """The weights after some steps, on every rank, from checkpoint `start`; writes checkpoint `output` at the end."""
     torch.manual_seed(0)
     module = make().train()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **options,
-    )
+    options |= {"accelerator": "cpu", "devices": devices, "strategy": strategy, "max_steps": steps}
+    options |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(use_distributed_sampler=False, **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You defined a `validation_step`")
         trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=start)
