@@ -7,15 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.data import SourceConfig
 from embeddings.data.store import open_cached
-from tests.helpers.runs import run_config, write_config, write_retrieval_folder
-
-
-def fit(folder, config, *extra):
-    return run_trainer(["fit", "--config", write_config(folder, config), *extra])
+from tests.helpers.runs import fit, run_config, write_config, write_retrieval_folder
 
 
 def weights(cli):

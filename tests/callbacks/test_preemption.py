@@ -51,6 +51,17 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
     return make
 
 
+@pytest.fixture
+def requeued(scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The process is job 77 of SLURM; what `scontrol` is asked."""
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    return scontrol()
+
+
+def preempted_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("preempted: ")]
+
+
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*.ckpt*"))
 
@@ -93,21 +104,19 @@ def test_a_signal_is_one_checkpoint_one_requeue_and_the_runs_own_exit_code(
     assert checkpoints(tmp_path) == ["last.ckpt"]
     assert log.read_text().splitlines() == asked
     assert not (tmp_path / "final.pt").exists()
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("preempted: ")]
-    assert len(lines) == 1
-    assert "stopped after step 3" in lines[0]
-    assert lines[0].endswith("last.ckpt")
+    (line,) = preempted_lines(capsys)
+    assert "stopped after step 3" in line
+    assert line.endswith("last.ckpt")
     assert steps(tmp_path) == [1, 2, 3]
 
 
 def test_ctrl_c_writes_the_checkpoint_that_a_signal_writes(
-    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, requeued: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log, config = scontrol(), preempted_config(tmp_path)
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    config = preempted_config(tmp_path)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert main(fit_words(tmp_path, signalled(config, step=3, numbers=[int(signal.SIGINT)]))) == 130
-    assert (checkpoints(tmp_path), log.read_text(), steps(tmp_path)) == (["last.ckpt"], "", [1, 2, 3])
+    assert (checkpoints(tmp_path), requeued.read_text(), steps(tmp_path)) == (["last.ckpt"], "", [1, 2, 3])
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("interrupted: ")]
     assert line.startswith("interrupted: SIGINT: stopped after step 3; resume with --ckpt_path ")
     assert main(fit_words(tmp_path, config)) == 0
@@ -187,17 +196,14 @@ def test_a_signal_to_another_rank_stops_this_one_and_the_first_speaks(
 
 
 def test_a_checkpoint_that_cannot_be_written_is_no_promise_to_go_on(
-    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, requeued: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = scontrol()
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device", "last.ckpt")
 
     monkeypatch.setattr(DurableCheckpointIO, "save_checkpoint", refuse)
     assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=2, numbers=[TERM]))) == 74
-    assert (checkpoints(tmp_path), log.read_text()) == ([], "")
+    assert (checkpoints(tmp_path), requeued.read_text()) == ([], "")
 
 
 def test_another_runs_last_checkpoint_in_the_same_folder_is_left(tmp_path: Path) -> None:
@@ -254,40 +260,34 @@ def test_where_scontrol_refuses_the_checkpoint_is_kept_and_one_line_says_so(
     log = scontrol(code=1)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=3, numbers=[TERM]))) == 143
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("preempted: ")]
-    assert len(lines) == 1
-    assert "scontrol requeue 77 failed (Invalid job id); resume with --ckpt_path" in lines[0]
+    (line,) = preempted_lines(capsys)
+    assert "scontrol requeue 77 failed (Invalid job id); resume with --ckpt_path" in line
     assert (checkpoints(tmp_path), log.read_text()) == (["last.ckpt"], "requeue 77\n")
 
 
-@pytest.mark.parametrize("at", ["setup", "on_train_start"])
+@pytest.mark.parametrize(("at", "num_ranks"), [("setup", 1), ("on_train_start", 1), ("setup", 2)])
 def test_a_signal_before_the_first_step_leaves_nothing_and_is_answered(
-    at: str, tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    at: str,
+    num_ranks: int,
+    tmp_path: Path,
+    requeued: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    log = scontrol()
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    """One of several ranks waits for the others."""
+    if num_ranks > 1:
+        monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=1, numbers=[TERM], at=at))) == 75
-    assert checkpoints(tmp_path) == []
-    assert log.read_text() == "requeue 77\n"
+    if num_ranks > 1:
+        assert "SIGTERM: stopped at step 0, where it began; job 77" in capsys.readouterr().err
+    assert (checkpoints(tmp_path), requeued.read_text()) == ([], "requeue 77\n")
 
 
-def test_one_of_several_ranks_that_gets_a_signal_early_waits_for_the_others(
-    tmp_path: Path, scontrol: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = scontrol()
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(fit_words(tmp_path, signalled(preempted_config(tmp_path), step=1, numbers=[TERM], at="setup"))) == 75
-    assert "SIGTERM: stopped at step 0, where it began; job 77" in capsys.readouterr().err
-    assert (checkpoints(tmp_path), log.read_text()) == ([], "requeue 77\n")
-
-
-@pytest.mark.parametrize("strategy", ["ddp_spawn"])
 def test_ranks_that_are_no_commands_of_their_own_are_refused(
-    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = preempted_config(tmp_path)
-    config["trainer"] |= {"devices": 2, "strategy": strategy}
+    config["trainer"] |= {"devices": 2, "strategy": "ddp_spawn"}
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 2
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("error: trainer.strategy must start each rank as a command of its own")

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch.callbacks
 import yaml
 
+from embeddings.cli.fit import run_trainer
 from tests.helpers.tiny import save_backbone, sentencepiece_tokenizer, tiny_bert, tiny_mistral, wordpiece_tokenizer
 
 WORDS = [
@@ -122,3 +123,8 @@ def write_config(folder: Path, config: dict[str, Any], name: str = "config.yaml"
     path = folder / name
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return str(path)
+
+
+def fit(folder: Path, config: dict[str, Any], *words: str) -> Any:
+    """Run `fit` by the command line's own parser; returns it, with the trainer, the model and the data."""
+    return run_trainer(["fit", "--config", write_config(folder, config), *words])

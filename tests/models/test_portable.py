@@ -155,6 +155,16 @@ def test_travelling_tokenisation_equals_a_loop_over_offsets(
     assert torch.equal(features["pooling_mask"], expected.pooling_mask_NL)
 
 
+def assert_as_in_training(module: TextTransformer, settings: TextSettings, texts: list[str], prompt: str) -> None:
+    """The module reads queries as training does under the same settings."""
+    features = module.preprocess(texts, prompt=prompt, task="query")
+    trained = TextTokenizer(module.tokenizer, settings)(texts, "query", prompt)
+    expected = trained.padded(pad_token_id=module.tokenizer.pad_token_id)
+    assert torch.equal(features["input_ids"], expected.input_ids_NL)
+    assert torch.equal(features["attention_mask"].bool(), expected.attention_mask_NL)
+    assert torch.equal(features["pooling_mask"], expected.pooling_mask_NL)
+
+
 @pytest.mark.parametrize("append_eos", [False, True])
 @pytest.mark.parametrize("pool_prompt", [False, True])
 @pytest.mark.parametrize("prompt", ["", QUERY, "naïve café – "])
@@ -166,11 +176,7 @@ def test_travelling_tokenisation_is_the_trainings(
     append_eos = append_eos and tokenizer.eos_token_id is not None
     module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, append_eos=append_eos, pool_prompt=pool_prompt)
     settings = TextSettings(query_max_length=40, document_max_length=30, append_eos=append_eos, pool_prompt=pool_prompt)
-    features = module.preprocess(TEXTS, prompt=prompt, task="query")
-    trained = TextTokenizer(tokenizer, settings)(TEXTS, "query", prompt).padded(pad_token_id=tokenizer.pad_token_id)
-    assert torch.equal(features["input_ids"], trained.input_ids_NL)
-    assert torch.equal(features["attention_mask"].bool(), trained.attention_mask_NL)
-    assert torch.equal(features["pooling_mask"], trained.pooling_mask_NL)
+    assert_as_in_training(module, settings, TEXTS, prompt)
 
 
 @pytest.mark.parametrize("rule", ["exact", "after_colon", "instruction_count"])
@@ -181,10 +187,7 @@ def test_a_released_pooling_rule_travels_along(make_tokenizer: object, prompt: s
     append_eos, texts = tokenizer.eos_token_id is not None, [*TEXTS, "sum: the fox: 7", "a:"]
     module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, append_eos, pool_prompt=False, pooling_rule=rule)
     settings = TextSettings(40, 30, append_eos=append_eos, pooling_rule=rule)
-    features = module.preprocess(texts, prompt=prompt, task="query")
-    trained = TextTokenizer(tokenizer, settings)(texts, "query", prompt).padded(pad_token_id=tokenizer.pad_token_id)
-    assert torch.equal(features["input_ids"], trained.input_ids_NL)
-    assert torch.equal(features["pooling_mask"], trained.pooling_mask_NL)
+    assert_as_in_training(module, settings, texts, prompt)
     # Where truncation leaves the instruction alone, its last token is pooled.
     cut = TextTransformer(tiny_mistral(), tokenizer, 4, 4, append_eos, pool_prompt=False, pooling_rule=rule)
     assert cut.preprocess(["x"], prompt=QUERY, task="query")["pooling_mask"].any(1).all()
@@ -195,11 +198,8 @@ def test_what_follows_every_text_and_the_special_tokens_before_it_travel_along(p
     tokenizer = sentencepiece_tokenizer()
     module = TextTransformer(tiny_mistral(), tokenizer, 40, 30, True, False, suffix=" [/INST]", pool_start=False)
     settings = TextSettings(40, 30, append_eos=True, suffix=" [/INST]", pool_start=False)
-    features = module.preprocess(TEXTS, prompt=prompt, task="query")
-    trained = TextTokenizer(tokenizer, settings)(TEXTS, "query", prompt).padded(pad_token_id=tokenizer.pad_token_id)
-    assert torch.equal(features["input_ids"], trained.input_ids_NL)
-    assert torch.equal(features["pooling_mask"], trained.pooling_mask_NL)
-    assert not features["pooling_mask"][:, 0].any()
+    assert_as_in_training(module, settings, TEXTS, prompt)
+    assert not module.preprocess(TEXTS, prompt=prompt, task="query")["pooling_mask"][:, 0].any()
 
 
 def test_a_truncated_text_keeps_its_end_token_and_an_empty_one_gets_it() -> None:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from embeddings.cli.fit import run_trainer
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import run_config
 
 CONTEXT = {"num_context": 6, "num_soft_prompts": 2}
 CACHE = {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 80}}
@@ -18,7 +17,3 @@ def cde_config(folder: Path, dropout: float = 0.0, **context: Any) -> dict[str, 
     del init_args["pooling"], init_args["lora"], init_args["backbone"]["bidirectional"]
     init_args["context"] = {**CONTEXT, "dropout_fraction": dropout, **context}
     return config
-
-
-def fit(folder: Path, config: dict[str, Any], *extra: str) -> Any:
-    return run_trainer(["fit", "--config", write_config(folder, config), *extra])

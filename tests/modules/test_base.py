@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from embeddings.callbacks import GradCacheCallback
-from embeddings.cli.fit import run_trainer
 from embeddings.common import ContrastiveStep, InputError, NumericError, OptionError, TextSettings, UserError
 from embeddings.models import (
     AnchorTokenPooling,
@@ -21,12 +20,8 @@ from embeddings.modules import ContrastiveModule
 from embeddings.modules.base import PoolingFactory, build_embedder
 from tests.data.rows import write_jsonl
 from tests.helpers.contrastive import relative_error
-from tests.helpers.runs import backbone_folder, float16_on_cpu, run_config, write_config
+from tests.helpers.runs import backbone_folder, component, fit, float16_on_cpu, run_config
 from tests.models.reading import random_tokens
-
-
-def fit(folder, config, *extra):
-    return run_trainer(["fit", "--config", write_config(folder, config), *extra])
 
 
 def test_a_module_is_a_contrastive_step_and_takes_the_datas_text_settings(tmp_path):
@@ -109,7 +104,7 @@ def test_every_trainable_tensor_changes_in_two_steps(tmp_path):
     config = run_config(tmp_path, "mistral")
     config["trainer"]["max_steps"] = 2
     config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
-    start = run_trainer(["fit", "--config", write_config(tmp_path, config), "--trainer.max_steps", "0"]).model
+    start = fit(tmp_path, config, "--trainer.max_steps", "0").model
     end = fit(tmp_path, config).model
     trainable = {name for name, parameter in end.named_parameters() if parameter.requires_grad}
     assert any("lora_A" in name for name in trainable)
@@ -126,11 +121,9 @@ def test_gradcache_scales_early_gradients_like_the_last_one(tmp_path):
     config = run_config(tmp_path)
     config["trainer"] |= {"max_steps": 1, "accumulate_grad_batches": 4, "precision": "64-true"}
     config["model"]["init_args"]["schedule"]["warmup_steps"] = 0
-    config["model"]["init_args"]["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
+    config["model"]["init_args"]["optimizer"] = component("torch.optim.SGD", lr=1.0)
     plain = fit(tmp_path, config).model.state_dict()
-    config["trainer"]["callbacks"] = [
-        {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 20}}
-    ]
+    config["trainer"]["callbacks"] = [component("GradCacheCallback", mini_batch_tokens=20)]
     cached = fit(tmp_path, config).model.state_dict()
     worst = max((plain[name] - cached[name]).abs().max().item() for name in plain if plain[name].is_floating_point())
     assert worst < 1e-12
@@ -142,13 +135,11 @@ def test_gradcache_scales_early_gradients_as_the_loss_scaler_does_the_last_one(t
     config = float16_on_cpu(run_config(tmp_path))
     config["trainer"]["max_steps"] = 1
     config["model"]["init_args"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
-    config["model"]["init_args"]["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
-    start = run_trainer(["fit", "--config", write_config(tmp_path, config), "--trainer.max_steps", "0"]).model
+    config["model"]["init_args"]["optimizer"] = component("torch.optim.SGD", lr=1.0)
+    start = fit(tmp_path, config, "--trainer.max_steps", "0").model
     plain = fit(tmp_path, config)
     assert plain.trainer.precision_plugin.scaler.get_scale() == 65536
-    config["trainer"]["callbacks"] = [
-        {"class_path": "embeddings.callbacks.GradCacheCallback", "init_args": {"mini_batch_tokens": 20}}
-    ]
+    config["trainer"]["callbacks"] = [component("GradCacheCallback", mini_batch_tokens=20)]
     cached = fit(tmp_path, config).model
     old, one, other = (
         torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
@@ -159,8 +150,8 @@ def test_gradcache_scales_early_gradients_as_the_loss_scaler_does_the_last_one(t
 
 def with_widths(folder, widths):
     config = run_config(folder)
-    init_args = {"temperature": 0.1, "widths": widths, "weights": [2.0, 1.0]}
-    config["model"]["init_args"]["loss"] = {"class_path": "embeddings.losses.MatryoshkaInfoNCE", "init_args": init_args}
+    loss = component("embeddings.losses.MatryoshkaInfoNCE", temperature=0.1, widths=widths, weights=[2.0, 1.0])
+    config["model"]["init_args"]["loss"] = loss
     return config
 
 

@@ -20,9 +20,9 @@ from embeddings.modules import CDEModule, ContextSettings
 from embeddings.training.gradcache import plain_step
 from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
-from tests.helpers.runs import backbone_folder, write_config, write_retrieval_folder
+from tests.helpers.runs import backbone_folder, fit, write_config, write_retrieval_folder
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
-from tests.modules.cde_runs import CACHE, CONTEXT, cde_config, fit
+from tests.modules.cde_runs import CACHE, CONTEXT, cde_config
 
 
 @pytest.fixture(scope="module")

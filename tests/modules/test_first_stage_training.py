@@ -21,9 +21,9 @@ from embeddings.modules.cde import context_spread
 from embeddings.training import gradcache
 from embeddings.training.optim import Schedule
 from tests.helpers.contrastive import random_batch
-from tests.helpers.runs import backbone_folder
+from tests.helpers.runs import backbone_folder, fit
 from tests.losses.test_prediction import by_loops
-from tests.modules.cde_runs import CACHE, CONTEXT, cde_config, fit
+from tests.modules.cde_runs import CACHE, CONTEXT, cde_config
 
 WORDS_THEN_FROZEN = {"word_steps": 2, "frozen_steps": None}
 ALL_PHASES = {"word_steps": 2, "frozen_steps": 2, "learning_rate_factor": 0.1}

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common.checkpoint_file import read_checkpoint
-from tests.helpers.runs import run_config, write_config
+from tests.helpers.runs import fit, run_config, write_config
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Checkpoint directory",
@@ -30,10 +29,6 @@ def with_callback(folder: Path, name: str, kind: str = "bert", **options: Any) -
         {"class_path": f"{module}.{name}", "init_args": options},
     ]
     return config
-
-
-def fit(folder: Path, config: dict[str, Any], *words: str) -> Any:
-    return run_trainer(["fit", "--config", write_config(folder, config), *words])
 
 
 @pytest.mark.parametrize("kind", ["bert", "mistral"])

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.common import OptionError
 from embeddings.common.types import PackedRows, Prediction
@@ -19,7 +18,7 @@ from embeddings.figures.run_facts import read_curves
 from embeddings.models import BackboneConfig, FromScratch, HeadSettings, LoraSettings, MeanPooling
 from embeddings.modules import MaskedLMModule, NVEmbedModule
 from embeddings.training.language_task import Masking
-from tests.helpers.runs import write_config
+from tests.helpers.runs import fit
 from tests.helpers.tiny import bpe_tokenizer, save_backbone, wordpiece_tokenizer
 from tests.models.language_models import causal_mistral, language_model_folder
 from tests.models.moe import tiny_moe
@@ -38,10 +37,6 @@ SCRATCH = {
 }
 UNDERSCORE = Masking(0.5, 1.0, 0.0, mask_token="_")
 PARTS = (slice(0, 1), slice(1, 4))
-
-
-def fit(folder: Path, config: dict[str, Any], *extra: str) -> Any:
-    return run_trainer(["fit", "--config", write_config(folder, config), *extra])
 
 
 def logged(cli: Any, name: str) -> list[float]:

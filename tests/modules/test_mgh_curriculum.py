@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from embeddings.cli.fit import run_trainer
 from embeddings.common import ContrastiveBatch, ContrastiveStep, OptionError, TokenBatch
 from embeddings.inference import Encoder
 from embeddings.losses import InfoNCE
@@ -19,7 +18,7 @@ from embeddings.modules import MGHCurriculumModule
 from embeddings.training import GradCache
 from embeddings.training.gradcache import plain_step
 from tests.helpers.contrastive import Record, batch_of, gradient_vector, random_records, relative_error
-from tests.helpers.runs import WORDS, backbone_folder, component, run_config, write_config
+from tests.helpers.runs import WORDS, backbone_folder, component, fit, run_config
 from tests.modules.moe_modules import direct_gradient
 
 CACHE = component("GradCacheCallback", mini_batch_tokens=24)
@@ -128,10 +127,6 @@ def mgh_config(folder: Path, kind: str = "mistral", dropout: float = 0.0, **samp
 
 def write_records(folder: Path, records: list[dict[str, Any]]) -> None:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def fit(folder: Path, config: dict[str, Any], *extra: str) -> Any:
-    return run_trainer(["fit", "--config", write_config(folder, config), *extra])
 
 
 def logged_levels(cli: Any) -> dict[int, float]:
