@@ -62,7 +62,6 @@ def test_a_query_without_any_negative_costs_nothing() -> None:
     loss.backward()
     assert terms["no_negative_fraction"].item() == terms["accuracy"].item() == 1
     assert loss.item() == pytest.approx(0, abs=1e-12)
-    assert query.grad is not None
     assert query.grad.abs().max() < 1e-12
 
 
@@ -188,9 +187,6 @@ def test_a_learnt_temperature_gets_its_gradient_and_is_reported() -> None:
     output.loss.backward()
     temperature = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
     dense_loss(query, candidate, batch, temperature).backward()
-    assert temperature.grad is not None
-    assert module.log_temperature is not None
-    assert module.log_temperature.grad is not None
     assert module.log_temperature.grad.item() == pytest.approx(0.1 * temperature.grad.item(), rel=1e-6)
     assert output.terms["temperature"].item() == pytest.approx(0.1)
 
@@ -205,7 +201,6 @@ def test_half_precision_vectors_are_scored_in_float32_even_under_autocast(dtype:
     expected = dense_loss(query.detach().float(), candidate.detach().float(), batch, 0.02)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert query.grad is not None
     assert query.grad.dtype == dtype
 
 
@@ -228,7 +223,6 @@ def test_far_apart_scores_overflow_nothing() -> None:
     loss = InfoNCE(similarity="dot")(query, torch.eye(2).flip(0), batch).loss
     loss.backward()
     assert loss.item() == pytest.approx(5e5)
-    assert query.grad is not None
     assert query.grad.isfinite().all()
 
 
@@ -314,7 +308,6 @@ def test_what_lies_beyond_the_widest_width_gets_no_gradient() -> None:
     batch = random_batch(5, 1)
     query, candidate = vectors(batch)
     MatryoshkaInfoNCE((4, 2))(query, candidate, batch).loss.backward()
-    assert query.grad is not None
     assert query.grad[:, 4:].abs().max() == 0
     assert query.grad[:, 3].abs().min() > 0
 

@@ -159,8 +159,6 @@ def found_mask(batch: ContrastiveBatch, rule: SurrogateFilter) -> list[list[bool
 
 def filter_reference(batch: ContrastiveBatch, rule: SurrogateFilter) -> list[list[bool]]:
     """The rule in words; a comparison with a score that is not there is false."""
-    assert batch.surrogate_query_BS is not None
-    assert batch.surrogate_candidate_CS is not None
     queries, candidates = batch.surrogate_query_BS.tolist(), batch.surrogate_candidate_CS.tolist()
     mask = []
     for row, query in enumerate(queries):

@@ -68,7 +68,6 @@ def test_without_targets_the_loss_and_all_gradients_are_zero() -> None:
     output = token_cross_entropy(state_0H, torch.zeros(0, dtype=torch.int64), head, 4, num_targets=3.0)
     assert output.loss.item() == 0.0
     output.loss.backward()
-    assert head.weight.grad is not None
     assert not head.weight.grad.any()
 
 
@@ -116,7 +115,6 @@ def test_value_and_gradient_are_those_of_loops_and_a_text_without_words_has_no_p
     # The table is kept in float32.
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert first.grad is not None
-    assert second.grad is not None
     assert second.grad.abs().max() > 1e-2
     torch.testing.assert_close(first.grad, second.grad, rtol=1e-5, atol=1e-7)
     assert torch.equal(first.grad[2], torch.zeros(6).double())

@@ -240,27 +240,19 @@ def test_an_initial_model_goes_on_with_the_vectors_it_had(
     assert any("lora_" in name for name, _ in two.named_parameters()) == (lora is not None)
 
 
-def test_a_head_of_the_initial_model_is_kept(mistral: str, tmp_path: Path) -> None:
-    one = make(mistral, MeanPooling)
-    headed = Embedder(one.backbone, one.tokenizer, MeanPooling(32), head=torch.nn.Linear(32, 8))
-    headed.save_pretrained(tmp_path / "one")
-    two = make("not-asked-for", MeanPooling, initial_model=tmp_path / "one")
-    assert two.embedding_dim == 8
-    assert two.head is not None
-    assert two.head.weight.requires_grad
-
-
 @torch.no_grad()
-def test_a_layer_norm_of_the_initial_model_is_kept(mistral: str, tmp_path: Path) -> None:
+def test_head_and_layer_norm_of_the_initial_model_are_kept(mistral: str, tmp_path: Path) -> None:
     one = make(mistral, MeanPooling)
-    normed = Embedder(
-        one.backbone, one.tokenizer, MeanPooling(32), norm=torch.nn.LayerNorm(32, elementwise_affine=False)
-    )
-    normed.save_pretrained(tmp_path / "one")
+    head, norm = torch.nn.Linear(32, 8), torch.nn.LayerNorm(32, elementwise_affine=False)
+    whole = Embedder(one.backbone, one.tokenizer, MeanPooling(32), norm=norm, head=head)
+    whole.save_pretrained(tmp_path / "one")
     two = make("not-asked-for", MeanPooling, initial_model=tmp_path / "one").eval()
-    torch.testing.assert_close(two(TOKENS), normed.eval()(TOKENS), rtol=0, atol=1e-6)
-    assert (two(TOKENS) - one.eval()(TOKENS)).abs().max() > 1e-3
-    assert two.state_dict().keys() == one.state_dict().keys()
+    torch.testing.assert_close(two(TOKENS), whole.eval()(TOKENS), rtol=0, atol=1e-6)
+    headed = Embedder(one.backbone, one.tokenizer, MeanPooling(32), head=head).eval()
+    assert (two(TOKENS) - headed(TOKENS)).abs().max() > 1e-3
+    assert two.embedding_dim == 8
+    assert two.head.weight.requires_grad
+    assert two.state_dict().keys() == headed.state_dict().keys()
 
 
 def test_another_pooling_than_the_initial_models_is_refused(mistral: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from embeddings.modules import CDEModule, ContextSettings
 from embeddings.training.gradcache import plain_step
 from tests.data.surrogates import write_surrogates
 from tests.helpers.contrastive import Record, batch_of, random_batch
-from tests.helpers.runs import backbone_folder, fit, write_config, write_retrieval_folder
+from tests.helpers.runs import backbone_folder, component, fit, write_config, write_retrieval_folder
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 from tests.modules.cde_runs import CACHE, CONTEXT, cde_config
 
@@ -166,7 +166,7 @@ def test_scores_during_training_are_behind_a_context_of_the_folder(
     folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
     config = cde_config(tmp_path)
     options = {"folder": str(folder), "every_n_steps": 2, "at_start": False, "context_size": size}
-    config["trainer"]["callbacks"] = [{"class_path": "embeddings.callbacks.RetrievalEvaluation", "init_args": options}]
+    config["trainer"]["callbacks"] = [component("RetrievalEvaluation", **options)]
     cli = fit(tmp_path, config)
     assert [result.counts.get("num_context") for result in results] == [expected, expected]
     last = evaluate_folder(Encoder(cli.model.embedder), folder, context_size=expected)
@@ -176,8 +176,7 @@ def test_scores_during_training_are_behind_a_context_of_the_folder(
 def test_a_context_that_the_model_has_no_place_for_is_refused_before_the_first_step(tmp_path: Path) -> None:
     folder = write_retrieval_folder(tmp_path / "eval")
     config = cde_config(tmp_path)
-    options = {"folder": str(folder), "context_size": 7}
-    config["trainer"]["callbacks"] = [{"class_path": "embeddings.callbacks.RetrievalEvaluation", "init_args": options}]
+    config["trainer"]["callbacks"] = [component("RetrievalEvaluation", folder=str(folder), context_size=7)]
     with pytest.raises(OptionError, match="must be from 1 to the model's 6 context documents"):
         fit(tmp_path, config)
 
@@ -216,12 +215,7 @@ def short_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("document_max_length", "max_length", "exported", "says"),
     [
         (25, None, None, "data.text.document_max_length must be <= 24, the positions that the first stage has for a"),
-        (
-            16,
-            25,
-            None,
-            "model.context.max_length must be <= 24, the positions that the first stage has, got 25; lower it",
-        ),
+        (16, 25, None, "context.max_length must be <= 24, the positions that the first stage has, got 25; lower it"),
         (24, None, 25, "ExportModel.document_max_length must be <= 24, the positions that the first stage has for a"),
         (129, 24, None, "data.text.document_max_length must be <= 128, the positions that the backbone has beside"),
     ],
@@ -239,8 +233,8 @@ def test_documents_that_the_first_stage_has_no_positions_for_are_refused_before_
     config["model"]["init_args"]["first_stage_backbone"] = {"name": short_bert}
     config["data"]["init_args"]["text"]["document_max_length"] = document_max_length
     if exported is not None:
-        options = {"output": str(tmp_path / "model"), "document_max_length": exported}
-        config["trainer"]["callbacks"] = [{"class_path": "embeddings.callbacks.ExportModel", "init_args": options}]
+        export = component("ExportModel", output=str(tmp_path / "model"), document_max_length=exported)
+        config["trainer"]["callbacks"] = [export]
     path = write_config(tmp_path, config)
     before = sorted(tmp_path.rglob("*"))
     assert main(["fit", "--config", path]) == 2
