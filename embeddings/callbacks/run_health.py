@@ -92,10 +92,9 @@ class RunHealth(L.Callback):
         different = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
         if different:
             ranks = ", ".join(map(str, different))
-            raise NumericError(
-                f"the weights of rank {ranks} are not those of rank 0 after step {trainer.global_step}; "
-                "resume from the last checkpoint, on another machine if it comes again"
-            )
+            what = f"the weights of rank {ranks} are not those of rank 0 after step {trainer.global_step}"
+            fix = "resume from the last checkpoint, on another machine if it comes again"
+            raise NumericError(f"{what}; {fix}")
 
 
 def weights_checksum(module: nn.Module) -> int:

@@ -140,11 +140,8 @@ class InfoNCE(nn.Module):
 
     def _terms(self, scores: WidthScores, index: int) -> dict[str, Tensor]:
         """What is logged of one of the widths, and of the temperature."""
-        terms = {
-            "accuracy": scores.accuracy_W[index],
-            "positive_score": scores.positive_score_W[index],
-            "no_negative_fraction": scores.alone_W[index],
-        }
+        terms = {"accuracy": scores.accuracy_W[index], "positive_score": scores.positive_score_W[index]}
+        terms["no_negative_fraction"] = scores.alone_W[index]
         if self.log_temperature is not None:
             terms["temperature"] = self.log_temperature.detach().exp()
         return terms

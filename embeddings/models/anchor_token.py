@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,17 +112,6 @@ class AnchorTokenPooling(Pooling):
             shares.append(weight_NL / total_N1.clamp(min=torch.finfo(weight_NL.dtype).tiny))
         weight_NL = shares[0] if len(shares) == 1 else torch.stack(shares).mean(dim=0)
         return weight_NL.detach() if self.detach else weight_NL
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments past the hidden size."""
-        return {
-            "axis": self.axis,
-            "layers": list(self.layers),
-            "per_head": self.per_head,
-            "include_first": self.include_first,
-            "detach": self.detach,
-            "by_visible_queries": self.by_visible_queries,
-        }
 
 
 def _without_first(pooling_mask_NL: Tensor) -> Tensor:

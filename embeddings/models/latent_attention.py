@@ -64,8 +64,7 @@ class LatentAttentionPooling(Pooling):
                 raise ValueError(f"pooling.{name} must be >= 1, got {value}")
         if paper_literal and hidden_size % num_heads:
             raise ValueError(f"pooling.num_heads must divide the hidden size {hidden_size}, got {num_heads}")
-        self.num_heads = num_heads
-        self.head_dim = head_dim
+        self.num_latents, self.num_heads, self.head_dim = num_latents, num_heads, head_dim
         self.paper_literal = paper_literal
         self.zero_init_residual = zero_init_residual
         self.latents = nn.Parameter(torch.randn(num_latents, hidden_size))
@@ -108,16 +107,6 @@ class LatentAttentionPooling(Pooling):
             scale = query_ATE.shape[-1] ** -0.5
         dtype = torch.promote_types(query_ATE.dtype, torch.float32)
         return (scale * query_ATE.to(dtype) @ key_ARE.to(dtype).mT).softmax(dim=-1)
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments past the hidden size."""
-        return {
-            "num_latents": self.latents.shape[0],
-            "num_heads": self.num_heads,
-            "head_dim": self.head_dim,
-            "paper_literal": self.paper_literal,
-            "zero_init_residual": self.zero_init_residual,
-        }
 
     def _block(self, token_TH: Tensor) -> Tensor:
         """Every token after the dictionary and the MLP, (T, H)."""

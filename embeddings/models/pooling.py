@@ -3,6 +3,7 @@
 This file travels inside model directories: it imports nothing but torch.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ class Pooling(nn.Module):
     """What turns the states of a text's tokens into one vector; the base of every pooling.
 
     A config names a class and the arguments past the first (`Callable[[int], Pooling]`), since the hidden size is
-    known only when the backbone is there. A pooling that travels in a model directory imports nothing but torch and
-    its siblings here.
+    known only when the backbone is there. Each of them is an attribute of its name. A pooling that travels in a model
+    directory imports nothing but torch and its siblings here.
 
     Args:
         hidden_size: Width of the states, H. The vectors are as wide.
@@ -39,7 +40,8 @@ class Pooling(nn.Module):
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments past the hidden size, as plain types: what a model directory keeps."""
-        return {}
+        values = {name: getattr(self, name) for name in signature(type(self)).parameters if name != "hidden_size"}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -169,10 +171,6 @@ class SelfAttentionPooling(Pooling):
         state_NLH = state_NLH + self.feed_forward(state_NLH)
         state_NLH = state_NLH.to(torch.promote_types(state_NLH.dtype, torch.float32)).masked_fill(outside_NL1, 0.0)
         return mean_of_sum(state_NLH.sum(dim=1), pooling_mask_NL)
-
-    def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments past the hidden size."""
-        return {"num_heads": self.num_heads, "zero_init_residual": self.zero_init_residual}
 
 
 class GatedFeedForward(nn.Module):

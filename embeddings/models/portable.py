@@ -136,15 +136,9 @@ class TextTransformer(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments past the tokenizer, as plain types."""
-        return {
-            "query_max_length": self.query_max_length,
-            "document_max_length": self.max_seq_length,
-            "append_eos": self.append_eos,
-            "pool_prompt": self.pool_prompt,
-            "suffix": self.suffix,
-            "pool_start": self.pool_start,
-            **({"pooling_rule": self.pooling_rule} if self.pooling_rule else {}),
-        }
+        lengths = {"query_max_length": self.query_max_length, "document_max_length": self.max_seq_length}
+        own = {name: getattr(self, name) for name in ("append_eos", "pool_prompt", "suffix", "pool_start")}
+        return {**lengths, **own, **({"pooling_rule": self.pooling_rule} if self.pooling_rule else {})}
 
     @classmethod
     def load(
@@ -237,12 +231,8 @@ def load_tensors(module: nn.Module, model_name_or_path: str, filename: str, wher
 
 def hub_arguments(loading: dict[str, Any]) -> dict[str, Any]:
     """What transformers calls the arguments that say where on the Hub a file lies."""
-    return {
-        "token": loading.get("token"),
-        "cache_dir": loading.get("cache_folder"),
-        "revision": loading.get("revision"),
-        "local_files_only": loading.get("local_files_only", False),
-    }
+    where = {"token": loading.get("token"), "cache_dir": loading.get("cache_folder")}
+    return {**where, "revision": loading.get("revision"), "local_files_only": loading.get("local_files_only", False)}
 
 
 def read_text(model_name_or_path: str, filename: str, where: dict[str, Any]) -> str:

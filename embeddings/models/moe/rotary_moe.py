@@ -221,11 +221,8 @@ class RotaryMoeModel(JinaEmbeddingsV3PreTrainedModel):  # type: ignore[no-untype
             position_ids = torch.arange(states_NLH.shape[1], device=states_NLH.device)[None]
         row_T = _token_rows(attention_mask)
         mask = create_bidirectional_mask(config=self.config, inputs_embeds=states_NLH, attention_mask=attention_mask)
-        common = {
-            "attention_mask": mask,
-            "position_embeddings": self.rotary_emb(states_NLH, position_ids),
-            **attention_options,
-        }
+        rotation = self.rotary_emb(states_NLH, position_ids)
+        common = {"attention_mask": mask, "position_embeddings": rotation, **attention_options}
         sums = []
         for layer in self.layers:
             if isinstance(layer, RotaryMoeLayer):

@@ -108,10 +108,8 @@ def routing_metrics(count_YX: Tensor, probability_YX: Tensor, layers: list[int])
         for name, value_Y in by_name.items()
         for layer, value in zip(layers, value_Y.tolist(), strict=True)
     }
-    return values | {
-        "routing/load_entropy": float(load.entropy_Y.mean()),
-        "routing/idle_experts": float(load.idle_Y.sum()),
-    }
+    totals = {"load_entropy": load.entropy_Y.mean(), "idle_experts": load.idle_Y.sum()}
+    return values | {f"routing/{name}": float(value) for name, value in totals.items()}
 
 
 def relative_entropy(amount_YX: Tensor) -> Tensor:
