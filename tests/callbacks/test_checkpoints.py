@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
@@ -28,10 +28,9 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.checkpoint_file import inspect_checkpoint, read_checkpoint
 from embeddings.strategies import FSDP2Strategy
 from tests.helpers.checkpoints import save
+from tests.helpers.runs import quiet_trainer
 
-
-def trainer(**options: Any) -> Trainer:
-    return Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, **options)
+trainer = partial(quiet_trainer, enable_checkpointing=True)
 
 
 class Held:
@@ -294,8 +293,7 @@ class Refuses(L.Callback):
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_callback_can_keep_checkpoints_from_being_written(silent: bool, tmp_path: Path) -> None:
     kept = ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True)
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
-    trainer = L.Trainer(accelerator="cpu", callbacks=[kept, Refuses(silent)], max_steps=4, **options)
+    run = trainer(callbacks=[kept, Refuses(silent)], max_steps=4, limit_val_batches=0)
     with pytest.raises(ArithmeticError):
-        trainer.fit(BoringModel())
+        run.fit(BoringModel())
     assert [path.name for path in tmp_path.iterdir()] == ([] if silent else ["step=2.ckpt"])

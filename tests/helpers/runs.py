@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning
 import lightning.pytorch.callbacks
 import yaml
 
@@ -87,6 +88,12 @@ def tiny_trainer(folder: Path) -> dict[str, Any]:
         "logger": component("lightning.pytorch.loggers.CSVLogger", save_dir=str(folder / "run"), name="tiny"),
         "callbacks": [],
     }
+
+
+def quiet_trainer(**options: Any) -> lightning.Trainer:
+    """A trainer on the CPU that shows and writes nothing, unless an option says otherwise."""
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return lightning.Trainer(**({"accelerator": "cpu"} | off | options))
 
 
 def run_config(folder: Path, kind: str = "bert", dropout: float = 0.0, **data: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from embeddings.modules.cde import context_spread
 from embeddings.training import gradcache
 from embeddings.training.optim import Schedule
 from tests.helpers.contrastive import random_batch
-from tests.helpers.runs import backbone_folder, fit
+from tests.helpers.runs import backbone_folder, component, fit, quiet_trainer
 from tests.losses.test_prediction import by_loops
 from tests.modules.cde_runs import CACHE, CONTEXT, cde_config
 
@@ -62,15 +62,8 @@ class Kept(L.Callback):
 
 def train(module: CDEModule, batches: list[ContrastiveBatch]) -> list[dict[str, Tensor]]:
     kept = Kept()
-    L.Trainer(
-        accelerator="cpu",
-        max_steps=len(batches),
-        callbacks=[kept],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    trainer = quiet_trainer(max_steps=len(batches), callbacks=[kept])
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return kept.states
 
 
@@ -165,10 +158,7 @@ def gradient_of_a_step(module: CDEModule, batch: ContrastiveBatch) -> dict[str, 
         def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
             seen.update({n: p.grad.clone() for n, p in pl_module.named_parameters() if p.grad is not None})
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=2, max_epochs=1, callbacks=[Seen()], enable_model_summary=False, **quiet
-    )
+    trainer = quiet_trainer(max_steps=2, max_epochs=1, callbacks=[Seen()])
     trainer.fit(module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
     return seen
 
@@ -217,8 +207,7 @@ def test_gradcache_embeds_a_frozen_first_stage_once_and_without_a_graph(
 def test_a_run_resumed_at_any_boundary_ends_with_the_same_bits(tmp_path: Path) -> None:
     config = cde_config(tmp_path, dropout=0.1)
     config["model"]["init_args"]["first_stage_training"] = ALL_PHASES
-    checkpoint = {"every_n_train_steps": 1, "save_top_k": -1}
-    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": checkpoint}
+    callback = component("ModelCheckpoint", every_n_train_steps=1, save_top_k=-1)
     config["trainer"] |= {"callbacks": [CACHE, callback], "max_steps": 6}
     whole = fit(tmp_path, config)
     expected = whole.model.state_dict()
@@ -230,12 +219,8 @@ def test_a_run_resumed_at_any_boundary_ends_with_the_same_bits(tmp_path: Path) -
 
 def test_the_spread_is_one_minus_the_mean_cosine_of_all_pairs() -> None:
     vectors = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    cosines = [
-        torch.nn.functional.cosine_similarity(vectors[i], vectors[j], dim=0)
-        for i in range(5)
-        for j in range(5)
-        if i != j
-    ]
+    pairs = [(vectors[i], vectors[j]) for i in range(5) for j in range(5) if i != j]
+    cosines = [torch.nn.functional.cosine_similarity(*pair, dim=0) for pair in pairs]
     assert context_spread(vectors).item() == pytest.approx(1 - torch.stack(cosines).mean().item(), abs=1e-6)
     assert context_spread(torch.eye(2)).item() == pytest.approx(1.0)
     assert context_spread(torch.tensor([[1.0, 0.0], [3.0, 0.0]])).item() == pytest.approx(0.0, abs=1e-6)

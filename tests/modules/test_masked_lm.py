@@ -18,23 +18,15 @@ from embeddings.figures.run_facts import read_curves
 from embeddings.models import BackboneConfig, FromScratch, HeadSettings, LoraSettings, MeanPooling
 from embeddings.modules import MaskedLMModule, NVEmbedModule
 from embeddings.training.language_task import Masking
-from tests.helpers.runs import fit
+from tests.helpers.runs import component, fit
 from tests.helpers.tiny import bpe_tokenizer, save_backbone, wordpiece_tokenizer
 from tests.models.language_models import causal_mistral, language_model_folder
 from tests.models.moe import tiny_moe
 from tests.modules.language_runs import language_config
 
-SCRATCH = {
-    "model_type": "mistral",
-    "settings": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-}
+SETTINGS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SETTINGS |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
+SCRATCH = {"model_type": "mistral", "settings": SETTINGS}
 UNDERSCORE = Masking(0.5, 1.0, 0.0, mask_token="_")
 PARTS = (slice(0, 1), slice(1, 4))
 
@@ -93,9 +85,7 @@ def test_a_run_without_validation_sources_validates_nothing_and_warns_of_nothing
 
 def test_lora_leaves_the_models_own_weights_alone_and_its_export_starts_an_embedder(tmp_path: Path) -> None:
     config = language_config(tmp_path, "mntp", lora={"rank": 4, "alpha": 8, "dropout": 0.1})
-    config["trainer"]["callbacks"] = [
-        {"class_path": "embeddings.callbacks.ExportLanguageModel", "init_args": {"output": str(tmp_path / "mntp")}}
-    ]
+    config["trainer"]["callbacks"] = [component("ExportLanguageModel", output=str(tmp_path / "mntp"))]
     cli = fit(tmp_path, config)
     start, end = load_file(tmp_path / "backbone/model.safetensors"), load_file(tmp_path / "mntp/model.safetensors")
     assert start.keys() == end.keys()

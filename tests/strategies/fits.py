@@ -34,7 +34,7 @@ from embeddings.strategies import ZeroStrategy
 from embeddings.training.optim import Schedule
 from embeddings.training.strategy import full_state
 from tests.helpers.contrastive import batch_of, random_records
-from tests.helpers.runs import backbone_folder
+from tests.helpers.runs import backbone_folder, quiet_trainer
 from tests.models.language_models import language_model_folder
 from tests.modules.moe_modules import dense_folder
 
@@ -129,9 +129,8 @@ def train(
     """The weights after some steps, on every rank, from checkpoint `start`; writes checkpoint `output` at the end."""
     torch.manual_seed(0)
     module = make().train()
-    options |= {"accelerator": "cpu", "devices": devices, "strategy": strategy, "max_steps": steps}
-    options |= dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(use_distributed_sampler=False, **options)
+    options |= {"devices": devices, "strategy": strategy, "max_steps": steps, "use_distributed_sampler": False}
+    trainer = quiet_trainer(**options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You defined a `validation_step`")
         trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=start)
