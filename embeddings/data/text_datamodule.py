@@ -15,13 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from embeddings.common.distributed import rank, world_size
 from embeddings.common.protocols import RowTaskModule
 from embeddings.common.types import PackedRows
-from embeddings.data.datamodule import (
-    PlannedDataModule,
-    ResumableLoader,
-    ShieldedLoader,
-    check_minimum,
-    start_worker,
-)
+from embeddings.data.datamodule import PlannedDataModule, ResumableLoader, ShieldedLoader, check_minimum, start_worker
 from embeddings.data.samplers.base import PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
 from embeddings.data.sources import check_names

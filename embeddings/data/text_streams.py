@@ -338,10 +338,7 @@ def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, ide
     starts = array("q")
     total, dtype = 0, np.dtype(np.uint32)
     title = f"tokenising {documents.source.name}"
-    with (
-        open(folder / TOKENS_FILE, "wb") as file,
-        progress_bar(None, title, " documents") as bar,
-    ):
+    with open(folder / TOKENS_FILE, "wb") as file, progress_bar(None, title, " documents") as bar:
         for texts in _batches(documents):
             for ids in tokenizer(texts):
                 if ids:

@@ -8,12 +8,7 @@ import pytest
 
 from embeddings.common import InputError
 from embeddings.data import table as table_module
-from embeddings.data.table import (
-    ROWS_FILE,
-    StoredRow,
-    Table,
-    write_table,
-)
+from embeddings.data.table import ROWS_FILE, StoredRow, Table, write_table
 
 DAMAGED = "the converted data is damaged; delete the folder and run again"
 

@@ -1,10 +1,5 @@
 """The corpus that every machine already has: the documented functions of installed packages."""
 
-from embeddings.data.docstrings.prepare import (
-    HELD_OUT_PACKAGES,
-    TRAINING_PACKAGES,
-    DocstringCorpus,
-    prepare_docstrings,
-)
+from embeddings.data.docstrings.prepare import HELD_OUT_PACKAGES, TRAINING_PACKAGES, DocstringCorpus, prepare_docstrings
 
 __all__ = ["HELD_OUT_PACKAGES", "TRAINING_PACKAGES", "DocstringCorpus", "prepare_docstrings"]

@@ -149,12 +149,7 @@ class PackedClusters:
     """
 
     def __init__(
-        self,
-        rows_by_cluster: NDArray[np.uint32],
-        offsets: NDArray[np.int64],
-        order: Order,
-        batch_size: int,
-        key: int,
+        self, rows_by_cluster: NDArray[np.uint32], offsets: NDArray[np.int64], order: Order, batch_size: int, key: int
     ) -> None:
         self._rows, self._offsets, self._order = np.asarray(rows_by_cluster), np.asarray(offsets), order
         self._starts = np.zeros(len(order) + 1, dtype=np.int64)

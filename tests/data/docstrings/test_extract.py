@@ -69,11 +69,7 @@ def test_methods_carry_their_classes_and_inner_functions_are_part_of_the_outer_o
                 return 1
     '''
     found = extract(source)
-    assert [function.id for function in found] == [
-        "pkg.mod.Outer.Inner.add",
-        "pkg.mod.guarded",
-        "pkg.mod.otherwise",
-    ]
+    assert [function.id for function in found] == ["pkg.mod.Outer.Inner.add", "pkg.mod.guarded", "pkg.mod.otherwise"]
     assert found[0].document.startswith("pkg.mod.Outer.Inner.add\nasync def add(self):\n    def inner():")
 
 
