@@ -78,11 +78,12 @@ class ClassExamples:
         for position in drawn:
             if len(negatives) == self.num_negatives:
                 break
-            text = self.table.query(self.classes.outsider(label, position))
+            row, label_of_row = self.classes.outsider(label, position)
+            text = self.table.query(row)
             if text.strip() not in seen:
                 seen.add(text.strip())
                 negatives.append(Negative(text))
-                labels.append(self.classes.label_of_outsider(label, position))
+                labels.append(label_of_row)
         return ExampleTexts((positive,), tuple(negatives), tuple(labels))
 
 
@@ -173,7 +174,7 @@ class SourceDataset:
         self.config, self.cached, self._text = config, cached, text or TextSettings()
         self._choose_texts = _texts_rule(config, cached)
         self._paired = cached.classes if config.single_text_classes == "leave_out" else None
-        self._total = len(cached.table) if self._paired is None else self._paired.num_paired
+        self._total = len(cached.table if self._paired is None else self._paired.paired)
         self._length = min(self._total, config.max_rows or self._total)
         self._prompts = config.query_prompts(self._text)
         self.surrogates: SurrogateVectors | None = None
@@ -247,7 +248,7 @@ class SourceDataset:
         if self._length < self._total:
             start, end = row * self._total // self._length, (row + 1) * self._total // self._length
             row = start + derive_seed(self.config.seed, "max_rows", row) % (end - start)
-        return row if self._paired is None else self._paired.paired(row)
+        return row if self._paired is None else int(self._paired.paired[row])
 
 
 def _texts_rule(config: SourceConfig, cached: CachedSource) -> ChooseTexts:

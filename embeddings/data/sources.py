@@ -7,10 +7,11 @@ import math
 import os
 import re
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import IO, Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,12 +32,54 @@ _FIELDS: dict[Conversion, tuple[str, ...]] = {
     "binary_by_label": LABELLED_FIELDS,
     "sts": SCORED_FIELDS,
 }
-_DRAWS_NEGATIVES = ("class_by_example", "class_by_label")
-_BY_LABEL = ("class_by_label", "binary_by_label")
+# The conversions on which an option has an effect.
+_ONLY_ON: dict[str, tuple[Conversion, ...]] = {
+    "num_negatives": ("class_by_example", "class_by_label"),
+    "min_score": ("sts",),
+    "label_texts": ("class_by_label", "binary_by_label"),
+    "single_text_classes": ("class_by_example",),
+    "suspect_rows": ("pairs",),
+    "surrogate_vectors": ("pairs", "sts"),
+}
+_NOT_GIVEN: tuple[object, ...] = (None, {}, "refuse")
 
 
 @dataclass(frozen=True)
-class SourceConfig:
+class Origin:
+    """Where a source lies, files or a split of a Hub data set, and its share: what every kind of source has."""
+
+    name: str
+    path: str | list[str] | None
+    subset: str | None = field(default=None, kw_only=True)
+    split: str | None = field(default=None, kw_only=True)
+    revision: str | None = field(default=None, kw_only=True)
+    weight: float = field(default=1.0, kw_only=True)
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether the source is a Hub data set."""
+        return isinstance(self.path, str) and self.path.startswith(HUB_PREFIX)
+
+    def fault(self, option: str, value: object, rule: str, fix: str) -> OptionError:
+        """The error of one of this source's options."""
+        return OptionError(f"data.sources[{self.name}].{option}", value, rule, fix)
+
+    def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise OptionError("data.sources.name", self.name, "must not be empty", "name the source")
+        if self.is_hub and not re.fullmatch(r"hub:[\w.-]+(/[\w.-]+)?", str(self.path)):
+            raise self.fault("path", self.path, "is no name of a Hub data set", "write hub:organisation/name")
+        if isinstance(self.path, list) and any(part.startswith(HUB_PREFIX) for part in self.path):
+            raise self.fault("path", self.path, "lists a Hub data set", "give each Hub data set its own source")
+        for option in ("subset", "split", "revision"):
+            if (value := getattr(self, option)) is not None and not self.is_hub:
+                raise self.fault(option, value, "has no meaning for files", "leave it out, or read from hub:")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise self.fault("weight", self.weight, "must be a finite number > 0", "leave the source out to skip it")
+
+
+@dataclass(frozen=True)
+class SourceConfig(Origin):
     """One source of training data: where it lies, how its rows become examples, and which prompts they carry.
 
     Conversions:
@@ -89,19 +132,14 @@ class SourceConfig:
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, section 4.2 and Table 12.
     """
 
-    name: str
     path: str | list[str]
     conversion: Conversion = "pairs"
-    subset: str | None = None
-    split: str | None = None
-    revision: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
     instruction: str | list[str] | None = None
     query_prompt: str = ""
     document_prompt: str = ""
     symmetric: bool = False
     in_batch_negatives: bool = True
-    weight: float = 1.0
     max_rows: int | None = None
     seed: int = 0
     label_texts: dict[str, str] = field(default_factory=dict)
@@ -113,22 +151,15 @@ class SourceConfig:
     licence: str | None = None
 
     def __post_init__(self) -> None:
-        self._check_origin()
+        super().__post_init__()
+        if not self.path or (isinstance(self.path, list) and not all(self.path)):
+            raise self.fault("path", self.path, "must not be empty", "name a file, a glob, or hub:organisation/name")
         self._check_prompts()
         self._check_numbers()
         for name in self.columns:
             if name not in self.fields:
-                raise self.fault(
-                    "columns",
-                    name,
-                    f"may map only {', '.join(self.fields)} for conversion {self.conversion}",
-                    "write it as {field: column}",
-                )
-
-    @property
-    def is_hub(self) -> bool:
-        """Whether the source is a Hub data set."""
-        return isinstance(self.path, str) and self.path.startswith(HUB_PREFIX)
+                rule = f"may map only {', '.join(self.fields)} for conversion {self.conversion}"
+                raise self.fault("columns", name, rule, "write it as {field: column}")
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -141,25 +172,6 @@ class SourceConfig:
             return (self.query_prompt,)
         alternates = [self.instruction] if isinstance(self.instruction, str) else self.instruction
         return tuple(text.instruction_prompt(alternate) for alternate in alternates)
-
-    def fault(self, option: str, value: object, rule: str, fix: str) -> OptionError:
-        """The error of one of this source's options."""
-        return OptionError(f"data.sources[{self.name}].{option}", value, rule, fix)
-
-    def _check_origin(self) -> None:
-        if not self.name.strip():
-            raise OptionError("data.sources.name", self.name, "must not be empty", "name the source")
-        if not self.path or (isinstance(self.path, list) and not all(self.path)):
-            raise self.fault("path", self.path, "must not be empty", "name a file, a glob, or hub:organisation/name")
-        if self.is_hub:
-            if not re.fullmatch(r"hub:[\w.-]+(/[\w.-]+)?", str(self.path)):
-                raise self.fault("path", self.path, "is no name of a Hub data set", "write hub:organisation/name")
-            return
-        if isinstance(self.path, list) and any(part.startswith(HUB_PREFIX) for part in self.path):
-            raise self.fault("path", self.path, "lists a Hub data set", "give each Hub data set its own source")
-        for option in ("subset", "split", "revision"):
-            if (value := getattr(self, option)) is not None:
-                raise self.fault(option, value, "has no meaning for files", "leave it out, or read from hub:")
 
     def _check_prompts(self) -> None:
         if self.instruction is not None:
@@ -174,28 +186,15 @@ class SourceConfig:
             raise self.fault("symmetric", True, "needs an instruction or a query_prompt", "give one, or leave it out")
 
     def _check_numbers(self) -> None:
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise self.fault("weight", self.weight, "must be a finite number > 0", "leave the source out to skip it")
         for option in ("max_rows", "num_negatives"):
             if (count := getattr(self, option)) is not None and count < 1:
                 raise self.fault(option, count, "must be >= 1", "leave it out for the default")
         if self.min_score is not None and not math.isfinite(self.min_score):
             raise self.fault("min_score", self.min_score, "must be finite", "the paper uses 4")
-        for option, value, where in (
-            ("num_negatives", self.num_negatives, _DRAWS_NEGATIVES),
-            ("min_score", self.min_score, ("sts",)),
-            ("label_texts", self.label_texts or None, _BY_LABEL),
-            ("single_text_classes", _unless_refuse(self.single_text_classes), ("class_by_example",)),
-            ("suspect_rows", _unless_refuse(self.suspect_rows), ("pairs",)),
-            ("surrogate_vectors", self.surrogate_vectors, ("pairs", "sts")),
-        ):
-            if value is not None and self.conversion not in where:
-                raise self.fault(
-                    option,
-                    value,
-                    f"has no effect on conversion {self.conversion}",
-                    f"leave it out, or use {' or '.join(where)}",
-                )
+        for option, where in _ONLY_ON.items():
+            if (value := getattr(self, option)) not in _NOT_GIVEN and self.conversion not in where:
+                rule = f"has no effect on conversion {self.conversion}"
+                raise self.fault(option, value, rule, f"leave it out, or use {' or '.join(where)}")
         if self.licence is not None and not self.licence.strip():
             raise self.fault("licence", self.licence, "must not be empty", "leave it out where it is not known")
         for label, text in self.label_texts.items():
@@ -204,23 +203,14 @@ class SourceConfig:
 
 
 def check_names(names: Sequence[str], option: str = "sources") -> None:
-    """Check that no two sources have one name.
-
-    Args:
-        names: The names.
-        option: Which option of the data lists the sources.
+    """Check that no two sources have one name; `option` is the option of the data that lists them.
 
     Raises:
-        OptionError: If two are equal.
+        OptionError: If two have.
     """
     for name in names:
         if names.count(name) > 1:
             raise OptionError(f"data.{option}", name, "must have different names", "rename one of them")
-
-
-def _unless_refuse(policy: str) -> str | None:
-    """A policy that was chosen, or None for the one that stands where nothing was said."""
-    return None if policy == "refuse" else policy
 
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -255,30 +245,33 @@ def fill_path(path: str) -> Path:
 
 
 def _fill(part: str) -> str:
-    return os.path.expanduser(_VARIABLE.sub(lambda match: _variable(part, match), part))
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in os.environ:
+            raise InputError(part, f"the environment variable {name} is not set", f"run: export {name}=FOLDER")
+        return os.environ[name]
+
+    return os.path.expanduser(_VARIABLE.sub(value, part))
 
 
 def _expand(part: str) -> list[Path]:
     filled = _fill(part)
     if os.path.isdir(filled):
         raise InputError(filled, "is a folder, expected a file", "name its files, such as FOLDER/*.jsonl")
-    if os.path.exists(filled) or not glob.has_magic(filled):
-        if not os.path.exists(filled):
-            raise InputError(filled, "no such file", "check the path")
-        if not os.path.isfile(filled):
-            raise InputError(filled, "is no regular file", "write what it gives to a file, and name that")
+    if os.path.isfile(filled):
         return [Path(filled)]
+    if os.path.exists(filled):
+        raise _not_regular(filled)
+    if not glob.has_magic(filled):
+        raise InputError(filled, "no such file", "check the path")
     matches = [Path(match) for match in sorted(glob.glob(filled, recursive=True)) if os.path.isfile(match)]
     if not matches:
         raise InputError(filled, "no file matches", "check the pattern")
     return matches
 
 
-def _variable(part: str, match: re.Match[str]) -> str:
-    name = match[1] or match[2]
-    if name not in os.environ:
-        raise InputError(part, f"the environment variable {name} is not set", f"run: export {name}=FOLDER")
-    return os.environ[name]
+def _not_regular(path: str) -> InputError:
+    return InputError(path, "is no regular file", "write what it gives to a file, and name that")
 
 
 MAX_LINE_BYTES = 32 * 2**20
@@ -307,22 +300,22 @@ class Row(NamedTuple):
     fields: Mapping[str, Any]
 
 
-class Reader(Protocol):
-    """Rows in their order, and how far reading has come."""
+class Reader(ABC):
+    """Rows in their order, and how far reading has come.
 
-    @property
-    def total_bytes(self) -> int | None:
-        """Bytes to read, or None where it is not known."""
+    Attributes:
+        total_bytes: Bytes to read, or None where it is not known.
+        bytes_read: Bytes read so far.
+        unread_columns: Columns that the rows leave out, known once the first row is read.
+    """
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read so far."""
+    total_bytes: int | None = None
+    bytes_read: int = 0
+    unread_columns: Sequence[str] = ()
 
-    @property
-    def unread_columns(self) -> Sequence[str]:
-        """Columns that the rows leave out, known once the first row is read."""
-
-    def __iter__(self) -> Iterator[Row]: ...
+    @abstractmethod
+    def __iter__(self) -> Iterator[Row]:
+        """The rows from the first."""
 
 
 def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> Reader:
@@ -338,14 +331,13 @@ def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> R
         InputError: If the file is empty, cannot be opened, or contradicts its name.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise InputError(str(path), "is no regular file", "write what it gives to a file, and name that")
+        raise _not_regular(str(path))
     try:
         with open(path, "rb") as file:
             start = file.read(4)
     except OSError as error:
-        raise InputError(
-            str(path), f"cannot be read ({error.strerror})", "check the path and its permissions"
-        ) from None
+        what = f"cannot be read ({error.strerror})"
+        raise InputError(str(path), what, "check the path and its permissions") from None
     if not start:
         raise InputError(str(path), "is empty", "write the file again, or leave it out")
     if start == _PARQUET:
@@ -355,7 +347,7 @@ def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> R
     return JsonlReader(path, gzipped=start.startswith(_GZIP))
 
 
-class JsonlReader:
+class JsonlReader(Reader):
     """Rows of a file with one JSON object a line; rows count from 1 as an editor's lines do.
 
     A byte-order mark and blank lines are passed over, up to `MAX_BLANK_LINES` of them in one stretch.
@@ -368,7 +360,6 @@ class JsonlReader:
     def __init__(self, path: Path, gzipped: bool) -> None:
         self.path, self.gzipped = path, gzipped
         self.total_bytes = path.stat().st_size
-        self.bytes_read, self.unread_columns = 0, ()
 
     def __iter__(self) -> Iterator[Row]:
         """The rows from the first."""
@@ -391,20 +382,17 @@ class JsonlReader:
             raise InputError(str(self.path), "holds no rows", "write the file again, or leave it out")
 
     def _next_line(self, file: IO[bytes] | gzip.GzipFile, number: int) -> bytes:
+        where = f"{self.path}:{number}"
         try:
             line = file.readline(MAX_LINE_BYTES + 1)
         except (OSError, EOFError, zlib.error):
             if not self.gzipped:
                 raise
-            raise InputError(
-                f"{self.path}:{number}", "the gzip data is cut off or damaged here", "fetch or compress the file again"
-            ) from None
+            what = "the gzip data is cut off or damaged here"
+            raise InputError(where, what, "fetch or compress the file again") from None
         if len(line) > MAX_LINE_BYTES:
-            raise InputError(
-                f"{self.path}:{number}",
-                f"the row is longer than {MAX_LINE_BYTES >> 20} MiB",
-                "check that the file is JSON lines, or cut the text",
-            )
+            what = f"the row is longer than {MAX_LINE_BYTES >> 20} MiB"
+            raise InputError(where, what, "check that the file is JSON lines, or cut the text")
         return line
 
     def _without_mark(self, line: bytes) -> bytes:
@@ -414,7 +402,7 @@ class JsonlReader:
         return line.removeprefix(_BOM)
 
 
-class ParquetReader:
+class ParquetReader(Reader):
     """Rows of a Parquet file, counted from 1; one batch of rows is in memory at a time.
 
     Raises:
@@ -423,9 +411,7 @@ class ParquetReader:
 
     def __init__(self, path: Path, fields: Sequence[str], required: Sequence[str]) -> None:
         self.path, self.fields, self.required = path, fields, required
-        self.total_bytes = path.stat().st_size
-        self.bytes_read = 0
-        self.unread_columns: Sequence[str] = ()
+        self.total_bytes: int = path.stat().st_size
 
     def __iter__(self) -> Iterator[Row]:
         """The rows from the first."""
@@ -439,7 +425,9 @@ class ParquetReader:
                         yield Row(f"{self.path}:{number}", fields)
                     self.bytes_read = self.total_bytes * number // total
         except (pa.ArrowException, OSError) as error:
-            self._refuse(number, error)
+            reason = one_line(str(error) or type(error).__name__, 100)
+            what = f"the Parquet data is cut off or damaged ({reason})"
+            raise InputError(f"{self.path}:{number + 1}", what, "write the file again") from error
         if number == 0:
             raise InputError(str(self.path), "holds no rows", "write the file again, or leave it out")
 
@@ -461,15 +449,8 @@ class ParquetReader:
                 try:
                     batch.slice(index, 1).to_pylist()
                 except UnicodeDecodeError:
-                    raise InputError(
-                        f"{self.path}:{done + index + 1}", "a text is not valid UTF-8", "write the file again as UTF-8"
-                    ) from None
-
-    def _refuse(self, number: int, error: Exception) -> NoReturn:
-        reason = one_line(str(error) or type(error).__name__, 100)
-        raise InputError(
-            f"{self.path}:{number + 1}", f"the Parquet data is cut off or damaged ({reason})", "write the file again"
-        ) from error
+                    where, fix = f"{self.path}:{done + index + 1}", "write the file again as UTF-8"
+                    raise InputError(where, "a text is not valid UTF-8", fix) from None
 
 
 def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
@@ -479,9 +460,8 @@ def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
     except UnicodeDecodeError as error:
         if error.reason == "unexpected end of data":
             raise _cut_off(where) from None
-        raise InputError(
-            where, f"byte {error.start + 1} of the row is not valid UTF-8", "save the file as UTF-8"
-        ) from None
+        what = f"byte {error.start + 1} of the row is not valid UTF-8"
+        raise InputError(where, what, "save the file as UTF-8") from None
     except RecursionError:
         raise InputError(where, "the JSON is nested too deep", "write flat records") from None
     except ValueError as error:
@@ -533,7 +513,7 @@ def _ask_commit(name: str, revision: str | None) -> str:
     return commit
 
 
-class HubReader:
+class HubReader(Reader):
     """Rows of one split of a Hub data set, streamed, counted from 1.
 
     Args:
@@ -546,38 +526,28 @@ class HubReader:
         InputError: While reading, if the Hub cannot be reached or the split is not there.
     """
 
-    total_bytes = None
-
     def __init__(self, name: str, subset: str | None, split: str, commit: str) -> None:
         self.name, self.subset, self.split, self.commit = name, subset, split, commit
-        self.bytes_read, self.unread_columns = 0, ()
 
     def __iter__(self) -> Iterator[Row]:
         """The rows from the first."""
         # Streaming would try an unreachable Hub again for half a minute, and say so each time.
         _ask_commit(self.name, self.commit)
-        rows, number = self._next_rows(), 0
-        while True:
-            try:
-                fields = next(rows, None)
-            except Exception as error:
-                raise _unreachable(self.name, error) from error
-            if fields is None:
-                break
-            number += 1
-            yield Row(f"hub:{self.name}[{self.split}]:{number}", fields)
-        if number == 0:
-            raise InputError(f"hub:{self.name}", f"split {self.split!r} holds no rows", "choose another split")
-
-    def _next_rows(self) -> Iterator[dict[str, Any]]:
         # Imported here because it is slow to load, and most runs read files.
         from datasets import load_dataset
 
-        yield from load_dataset(self.name, self.subset, split=self.split, revision=self.commit, streaming=True)
+        number = 0
+        try:
+            rows = load_dataset(self.name, self.subset, split=self.split, revision=self.commit, streaming=True)
+            for number, fields in enumerate(rows, start=1):
+                yield Row(f"hub:{self.name}[{self.split}]:{number}", fields)
+        except Exception as error:
+            raise _unreachable(self.name, error) from error
+        if number == 0:
+            raise InputError(f"hub:{self.name}", f"split {self.split!r} holds no rows", "choose another split")
 
 
 def _unreachable(name: str, error: Exception) -> InputError:
     reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0], 160)
-    return InputError(
-        f"hub:{name}", f"cannot be read ({reason})", "check name, split and network, or download it and give its files"
-    )
+    fix = "check name, split and network, or download it and give its files"
+    return InputError(f"hub:{name}", f"cannot be read ({reason})", fix)

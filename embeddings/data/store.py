@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError
@@ -34,6 +33,7 @@ from embeddings.data.sources import (
     HUB_PREFIX,
     Conversion,
     HubReader,
+    Origin,
     Reader,
     Row,
     SourceConfig,
@@ -73,11 +73,9 @@ def hash_file(path: Path, memory: Path) -> FileHash:
     """
     try:
         stamp = _stamp(path)
-        note = _note(path, memory)
-        known = _known(note)
-        if known.get("stamp") == stamp and "sha256" in known:
-            return FileHash(path, stamp, known["sha256"])
-        return FileHash(path, stamp, file_sha256(path))
+        known = _known(_note(path, memory))
+        unchanged = known.get("stamp") == stamp and "sha256" in known
+        return FileHash(path, stamp, known["sha256"] if unchanged else file_sha256(path))
     except OSError as error:
         raise InputError(str(path), f"cannot be read ({error.strerror})", "check its permissions") from None
 
@@ -106,6 +104,61 @@ def _note(path: Path, memory: Path) -> Path:
 def _stamp(path: Path) -> list[int]:
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+class SourceInputs:
+    """The files or the Hub split of a source, whose content is known by hashes or a commit.
+
+    Attributes:
+        identity: What tells the content from others, in plain types.
+
+    Args:
+        source: The source.
+        root: Folder of converted sources, where the files' hashes are remembered.
+        commit: Commit of the Hub data set, or None for that of the source's revision.
+
+    Raises:
+        InputError: If a file or the Hub cannot be read.
+    """
+
+    def __init__(self, source: Origin, root: Path, commit: str | None = None) -> None:
+        self._is_hub, self._memory = source.is_hub, root / _HASHES
+        self._files: list[FileHash] = []
+        self.identity: list[dict[str, Any]]
+        if source.is_hub:
+            name = str(source.path).removeprefix(HUB_PREFIX)
+            split, commit = source.split or "train", commit or resolve_revision(name, source.revision)
+            self.identity = [{"hub": name, "subset": source.subset, "split": split, "commit": commit}]
+        else:
+            self._files = [hash_file(path, self._memory) for path in resolve_files(source.path or [])]
+            self.identity = [{"sha256": file.sha256} for file in self._files]
+
+    @property
+    def paths(self) -> list[str]:
+        """The files; none of a Hub data set."""
+        return [str(file.path) for file in self._files]
+
+    def readers(self, columns: Sequence[str], required: Sequence[str]) -> list[Reader]:
+        """Readers of these columns; see `open_reader`."""
+        if self._is_hub:
+            (hub,) = self.identity
+            return [HubReader(hub["hub"], hub["subset"], hub["split"], hub["commit"])]
+        return [open_reader(file.path, columns, required) for file in self._files]
+
+    def require_unchanged(self) -> None:
+        """Check that the files are what they were when they were hashed.
+
+        Raises:
+            InputError: If one is not.
+        """
+        for file in self._files:
+            if not file.is_current():
+                raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")
+
+    def remember(self) -> None:
+        """Note the files' hashes, so that the next run need not read them whole."""
+        for file in self._files:
+            remember_hash(file, self._memory)
 
 
 @dataclass
@@ -165,11 +218,6 @@ def layout(conversion: Conversion) -> str:
     return {"pairs": "records", "sts": "scored"}.get(conversion, "labelled")
 
 
-def required_fields(config: SourceConfig) -> tuple[str, ...]:
-    """The fields that every row must have."""
-    return ("query", "positive") if config.conversion == "pairs" else config.fields
-
-
 def min_score(config: SourceConfig) -> float:
     """The least score of a positive pair."""
     return DEFAULT_MIN_SCORE if config.min_score is None else config.min_score
@@ -186,12 +234,8 @@ def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Ite
     Raises:
         InputError: At the first row that cannot be used, or if no row at all makes an example.
     """
-    converters: dict[str, Callable[[SourceConfig, Iterable[Row], Facts], Iterator[StoredRow]]] = {
-        "records": _convert_records,
-        "labelled": _convert_labelled,
-        "scored": _convert_records,
-    }
-    return converters[layout(config.conversion)](config, rows, facts)
+    convert = _convert_labelled if layout(config.conversion) == "labelled" else _convert_records
+    return convert(config, rows, facts)
 
 
 def usable_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[tuple[str, Record]]:
@@ -248,20 +292,16 @@ def _convert_labelled(config: SourceConfig, rows: Iterable[Row], facts: Facts) -
 
 
 def _scored_records(config: SourceConfig, rows: Iterable[Row]) -> Iterator[tuple[str, Record]]:
-    threshold, highest, kept = min_score(config), float("-inf"), False
+    threshold, highest = min_score(config), float("-inf")
     for where, fields in rows:
         first, second, score = parse_scored_pair(fields, config.columns, where)
         highest = max(highest, score)
         if score >= threshold:
-            kept = True
             yield where, Record(first, (second,))
             yield where, Record(second, (first,))
-    if not kept:
-        raise InputError(
-            f"source {config.name!r}",
-            f"no pair reaches the score {threshold:g} (the highest is {highest:g})",
-            "set min_score to the source's own scale",
-        )
+    if highest < threshold:
+        what = f"no pair reaches the score {threshold:g} (the highest is {highest:g})"
+        raise InputError(f"source {config.name!r}", what, "set min_score to the source's own scale")
 
 
 def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int, lone: Collection[int] = ()) -> None:
@@ -282,6 +322,9 @@ def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int,
 class ClassIndex:
     """The rows of each class and the rows outside it, memory-mapped; it travels to another process by its folder.
 
+    Attributes:
+        paired: The rows that can have a positive, another text of their class, (rows,) int64.
+
     Raises:
         InputError: If a file is missing or damaged.
     """
@@ -290,7 +333,7 @@ class ClassIndex:
         self.folder = folder
         fix = "delete its folder and run again"
         self._order = load_array(folder / ORDER_FILE, fix, mapped=True)
-        self._paired = load_array(folder / PAIRED_FILE, fix, mapped=True)
+        self.paired: NDArray[np.int64] = load_array(folder / PAIRED_FILE, fix, mapped=True)
         self._offsets: list[int] = load_array(folder / OFFSETS_FILE, fix).tolist()
 
     def __reduce__(self) -> tuple[type["ClassIndex"], tuple[Path]]:
@@ -300,15 +343,6 @@ class ClassIndex:
     def __len__(self) -> int:
         """Number of classes."""
         return len(self._offsets) - 1
-
-    @property
-    def num_paired(self) -> int:
-        """Number of rows that can have a positive: another text of their class."""
-        return len(self._paired)
-
-    def paired(self, position: int) -> int:
-        """The row at `position` (0 to `num_paired` - 1) of those that can have a positive."""
-        return int(self._paired[position])
 
     def size(self, label: int) -> int:
         """Number of rows of a class."""
@@ -322,15 +356,10 @@ class ClassIndex:
         """The row at `position` (0 to `size` - 1) of a class."""
         return int(self._order[self._offsets[label] + position])
 
-    def outsider(self, label: int, position: int) -> int:
-        """The row at `position` (0 to `num_outside` - 1) of all other classes."""
+    def outsider(self, label: int, position: int) -> tuple[int, int]:
+        """The row at `position` (0 to `num_outside` - 1) of all other classes, and its class."""
         skipped = position if position < self._offsets[label] else position + self.size(label)
-        return int(self._order[skipped])
-
-    def label_of_outsider(self, label: int, position: int) -> int:
-        """The class of the row at `position` of all other classes."""
-        skipped = position if position < self._offsets[label] else position + self.size(label)
-        return bisect_right(self._offsets, skipped) - 1
+        return int(self._order[skipped]), bisect_right(self._offsets, skipped) - 1
 
 
 class CachedSource:
@@ -390,9 +419,8 @@ def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[P
             with atomic_folder(root / key) as folder:
                 write(folder, {**identity, "key": key})
         except (PermissionError, FileExistsError, NotADirectoryError) as error:
-            raise InputError(
-                str(root), f"the cache cannot be written ({error.strerror})", f"set {CACHE_VARIABLE} to another folder"
-            ) from None
+            what = f"the cache cannot be written ({error.strerror})"
+            raise InputError(str(root), what, f"set {CACHE_VARIABLE} to another folder") from None
     return key
 
 
@@ -411,19 +439,18 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
     """
     # A worker opens the folder again, perhaps after the working directory has changed.
     root = cache_folder(cache_dir).absolute()
-    files = [] if config.is_hub else [hash_file(path, root / _HASHES) for path in resolve_files(config.path)]
+    inputs = SourceInputs(config, root)
     identity = {
         "schema_version": SCHEMA_VERSION,
         "layout": layout(config.conversion),
         "columns": dict(sorted(config.columns.items())),
         "min_score": min_score(config) if config.conversion == "sts" else None,
         "suspect_rows": config.suspect_rows if config.conversion == "pairs" else None,
-        "inputs": [{"sha256": file.sha256} for file in files] or [_hub_input(config)],
+        "inputs": inputs.identity,
     }
-    key = converted_folder(root, identity, partial(_convert, config, files))
+    key = converted_folder(root, identity, partial(_convert, config, inputs))
     cached = CachedSource(root / key, key)
-    for file in files:
-        remember_hash(file, root / _HASHES)
+    inputs.remember()
     return cached
 
 
@@ -435,8 +462,7 @@ def read_records(config: SourceConfig, cached: CachedSource) -> Iterator[Record]
     Raises:
         InputError: If the source can no longer be read, or is not what was converted.
     """
-    for _, record in read_located_records(config, cached):
-        yield record
+    return (record for _, record in read_located_records(config, cached))
 
 
 def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
@@ -451,39 +477,24 @@ def record_place(config: SourceConfig, cached: CachedSource, row: int) -> str:
 def read_located_records(config: SourceConfig, cached: CachedSource) -> Iterator[tuple[str, Record]]:
     """The records as `read_records` gives them, each with its file and row for messages."""
     assert layout(config.conversion) in ("records", "scored")
-    files = (
-        []
-        if config.is_hub
-        else [hash_file(path, cached.folder.parent / _HASHES) for path in resolve_files(config.path)]
-    )
-    if not config.is_hub and [{"sha256": file.sha256} for file in files] != cached.inputs:
+    inputs = SourceInputs(config, cached.folder.parent, cached.inputs[0].get("commit"))
+    if not config.is_hub and inputs.identity != cached.inputs:
         raise InputError(f"source {config.name!r}", "its files have changed since the work began", "begin again")
-    readers = _readers(config, [file.path for file in files], cached.inputs[0])
-    yield from usable_records(config, _with_progress(f"reading {config.name}", readers), Facts())
-    require_unchanged(files)
+    rows = _with_progress(f"reading {config.name}", _readers(config, inputs))
+    yield from usable_records(config, rows, Facts())
+    inputs.require_unchanged()
 
 
-def require_unchanged(files: Sequence[FileHash]) -> None:
-    """Check that files are what they were when they were hashed.
-
-    Raises:
-        InputError: If one is not.
-    """
-    for file in files:
-        if not file.is_current():
-            raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")
-
-
-def _convert(config: SourceConfig, files: Sequence[FileHash], folder: Path, identity: dict[str, Any]) -> None:
+def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity: dict[str, Any]) -> None:
     """Write a converted source, and log the suspect rows."""
     facts = Facts()
-    readers = _readers(config, [file.path for file in files], identity["inputs"][0])
+    readers = _readers(config, inputs)
     rows = facts.noting_columns(_with_progress(f"converting {config.name}", readers))
     num_rows = write_table(folder, convert_rows(config, rows, facts))
     facts.columns |= dict.fromkeys(name for reader in readers for name in reader.unread_columns)
     if identity["layout"] == "labelled":
         write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
-    require_unchanged(files)
+    inputs.require_unchanged()
     fields = {
         "num_rows": num_rows,
         "num_bytes": (folder / ROWS_FILE).stat().st_size,
@@ -491,7 +502,7 @@ def _convert(config: SourceConfig, files: Sequence[FileHash], folder: Path, iden
         "lone_class": facts.lone_class,
         "longest_instruction": facts.longest_instruction,
         "unused_columns": facts.unused_columns(config),
-        "paths": [str(file.path) for file in files],
+        "paths": inputs.paths,
     }
     write_manifest(folder, {**identity, **fields})
     for suspicion, count in facts.suspects.items():
@@ -499,18 +510,10 @@ def _convert(config: SourceConfig, files: Sequence[FileHash], folder: Path, iden
         logger.warning("source %s: in %d rows, which are %s, %s", config.name, count, done, suspicion)
 
 
-def _hub_input(config: SourceConfig) -> dict[str, Any]:
-    name = str(config.path).removeprefix(HUB_PREFIX)
-    commit = resolve_revision(name, config.revision)
-    return {"hub": name, "subset": config.subset, "split": config.split or "train", "commit": commit}
-
-
-def _readers(config: SourceConfig, files: Sequence[Path], hub: dict[str, Any]) -> list[Reader]:
-    if config.is_hub:
-        return [HubReader(hub["hub"], hub["subset"], hub["split"], hub["commit"])]
-    columns = [config.columns.get(name, name) for name in config.fields]
-    required = [config.columns.get(name, name) for name in required_fields(config)]
-    return [open_reader(path, columns, required) for path in files]
+def _readers(config: SourceConfig, inputs: SourceInputs) -> list[Reader]:
+    required = ("query", "positive") if config.conversion == "pairs" else config.fields
+    named = [[config.columns.get(name, name) for name in names] for names in (config.fields, required)]
+    return inputs.readers(*named)
 
 
 def _with_progress(title: str, readers: Sequence[Reader]) -> Iterator[Row]:
@@ -529,14 +532,10 @@ def _with_progress(title: str, readers: Sequence[Reader]) -> Iterator[Row]:
             bar.update(total - bar.n)
 
 
-def read_languages(config: SourceConfig, cached: CachedSource) -> npt.NDArray[np.uint16]:
+def read_languages(config: SourceConfig, cached: CachedSource) -> NDArray[np.uint16]:
     """The language of each row of a source of pairs, numbered by first appearance, (rows,); one pass over the source.
 
     Languages are told apart by how the field `language` is written.
-
-    Args:
-        config: The source.
-        cached: Its converted form.
 
     Raises:
         InputError: If a record has no language, or there are more than 65,536; the message names file and row. Or if

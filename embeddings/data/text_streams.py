@@ -3,12 +3,10 @@
 import copy
 import hashlib
 import io
-import math
 import os
-import re
 import tokenize
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,15 +24,15 @@ from embeddings.common.jobs import progress_bar
 from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES
 from embeddings.data.docstrings.extract import SourceFile, find_sources, is_available, require_available
 from embeddings.data.records import kind_of
-from embeddings.data.sources import HUB_PREFIX, HubReader, Reader, open_reader, resolve_files, resolve_revision
-from embeddings.data.store import FileHash, cache_folder, converted_folder, hash_file, remember_hash, require_unchanged
+from embeddings.data.sources import Origin, resolve_files
+from embeddings.data.store import SourceInputs, cache_folder, converted_folder
 
 # Names that stand for lists of packages.
 PACKAGE_LISTS = {"training": TRAINING_PACKAGES, "held_out": HELD_OUT_PACKAGES}
 
 
 @dataclass(frozen=True)
-class TextSource:
+class TextSource(Origin):
     """One source of plain texts, one document a record or a source file.
 
     Args:
@@ -53,37 +51,17 @@ class TextSource:
         OptionError: If a value is impossible or cannot take effect.
     """
 
-    name: str
     path: str | list[str] | None = None
     packages: list[str] | None = None
     column: str = "text"
-    subset: str | None = None
-    split: str | None = None
-    revision: str | None = None
-    weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.name.strip():
-            raise OptionError("data.sources.name", self.name, "must not be empty", "name the source")
+        super().__post_init__()
         if bool(self.path) == bool(self.packages):
             given = "both" if self.path else "neither"
-            raise self._fault("path", given, "or packages must be given", "give exactly one of the two")
-        if self.is_hub and not re.fullmatch(r"hub:[\w.-]+(/[\w.-]+)?", str(self.path)):
-            raise self._fault("path", self.path, "is no name of a Hub data set", "write hub:organisation/name")
-        if isinstance(self.path, list) and any(part.startswith(HUB_PREFIX) for part in self.path):
-            raise self._fault("path", self.path, "lists a Hub data set", "give each Hub data set its own source")
-        for option in ("subset", "split", "revision"):
-            if (value := getattr(self, option)) is not None and not self.is_hub:
-                raise self._fault(option, value, "has a meaning for Hub data sets only", "leave it out")
+            raise self.fault("path", given, "or packages must be given", "give exactly one of the two")
         if self.packages and self.column != "text":
-            raise self._fault("column", self.column, "has no meaning for packages", "leave it out")
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise self._fault("weight", self.weight, "must be a finite number > 0", "leave the source out to skip it")
-
-    @property
-    def is_hub(self) -> bool:
-        """Whether the source is a Hub data set."""
-        return isinstance(self.path, str) and self.path.startswith(HUB_PREFIX)
+            raise self.fault("column", self.column, "has no meaning for packages", "leave it out")
 
     def check(self) -> None:
         """Check that what the source names is there, without reading it; the Hub is not asked.
@@ -96,44 +74,34 @@ class TextSource:
             for package in _packages(self.packages):
                 require_available(package)
         elif not self.is_hub:
-            assert self.path is not None
-            resolve_files(self.path)
-
-    def _fault(self, option: str, value: object, rule: str, fix: str) -> OptionError:
-        return OptionError(f"data.sources[{self.name}].{option}", value, rule, fix)
+            resolve_files(self.path or [])
 
 
 class Documents:
     """The documents of a source, in an order that the source alone decides, and what tells its content from others.
 
     Attributes:
-        inputs: Hashes of the files, the commit of the Hub data set, or the hash of the packages' files.
+        identity: Hashes of the files, the commit of the Hub data set, or the hash of the packages' files.
 
     Args:
         source: The source.
-        memory: Folder of remembered file hashes.
+        root: Folder of token streams, where the files' hashes are remembered.
 
     Raises:
         InputError: If a file or the Hub cannot be read.
         OptionError: If a package is not installed.
     """
 
-    def __init__(self, source: TextSource, memory: Path) -> None:
+    def __init__(self, source: TextSource, root: Path) -> None:
         self.source = source
-        self.inputs: list[dict[str, Any]]
-        self._files: list[FileHash] = []
         self._modules: list[SourceFile] = []
+        self._inputs: SourceInputs | None = None
         if source.packages:
             self._modules = [file for package in _packages(source.packages) for file in find_sources(package)]
-            self.inputs = [{"packages": _digest(self._modules)}]
-        elif source.is_hub:
-            name = str(source.path).removeprefix(HUB_PREFIX)
-            commit = resolve_revision(name, source.revision)
-            self.inputs = [{"hub": name, "subset": source.subset, "split": source.split or "train", "commit": commit}]
+            self.identity: list[dict[str, Any]] = [{"packages": _digest(self._modules)}]
         else:
-            assert source.path is not None
-            self._files = [hash_file(path, memory) for path in resolve_files(source.path)]
-            self.inputs = [{"sha256": file.sha256} for file in self._files]
+            self._inputs = SourceInputs(source, root)
+            self.identity = self._inputs.identity
 
     def __iter__(self) -> Iterator[str]:
         """The texts, without those that are empty or white space.
@@ -141,7 +109,7 @@ class Documents:
         Raises:
             InputError: At the first record without a text in its column; the message names file and row.
         """
-        texts = _module_texts(self._modules) if self.source.packages else self._record_texts()
+        texts = _module_texts(self._modules) if self._inputs is None else self._record_texts(self._inputs)
         return (text for text in texts if text.strip())
 
     def require_unchanged(self) -> None:
@@ -150,16 +118,17 @@ class Documents:
         Raises:
             InputError: If one is not.
         """
-        require_unchanged(self._files)
+        if self._inputs is not None:
+            self._inputs.require_unchanged()
 
-    def remember(self, memory: Path) -> None:
+    def remember(self) -> None:
         """Note the files' hashes, so that the next run need not read them whole."""
-        for file in self._files:
-            remember_hash(file, memory)
+        if self._inputs is not None:
+            self._inputs.remember()
 
-    def _record_texts(self) -> Iterator[str]:
-        column, readers = self.source.column, self._readers()
-        for reader in readers:
+    def _record_texts(self, inputs: SourceInputs) -> Iterator[str]:
+        column = self.source.column
+        for reader in inputs.readers([column], [column]):
             for where, fields in reader:
                 if column not in fields:
                     names = ", ".join(map(str, fields))[:80]
@@ -170,21 +139,11 @@ class Documents:
                     raise InputError(where, what, "mend the record, or leave it out")
                 yield text
 
-    def _readers(self) -> list[Reader]:
-        if self.source.is_hub:
-            (hub,) = self.inputs
-            return [HubReader(hub["hub"], hub["subset"], hub["split"], hub["commit"])]
-        column = self.source.column
-        return [open_reader(file.path, [column], [column]) for file in self._files]
-
 
 def _packages(names: Sequence[str]) -> list[str]:
     """The packages that the names stand for, each once, in the order given."""
-    found: dict[str, None] = {}
-    for name in names:
-        listed = [package for package in PACKAGE_LISTS.get(name, ()) if is_available(package)]
-        found |= dict.fromkeys(listed if name in PACKAGE_LISTS else [name])
-    return list(found)
+    listed = {name: filter(is_available, packages) for name, packages in PACKAGE_LISTS.items()}
+    return list(dict.fromkeys(package for name in names for package in listed.get(name, [name])))
 
 
 def _module_texts(modules: Sequence[SourceFile]) -> Iterator[str]:
@@ -245,8 +204,7 @@ class DocumentTokenizer:
     @property
     def fingerprint(self) -> str:
         """A hash of all that decides the tokens of a document."""
-        content = f"{self._backend.to_str()}\0{self._separator}"
-        return hashlib.sha256(content.encode()).hexdigest()
+        return hashlib.sha256(f"{self._backend.to_str()}\0{self._separator}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each document."""
@@ -320,17 +278,17 @@ def open_stream(
         OptionError: If a package is not installed.
     """
     root = cache_folder(cache_dir).absolute()
-    documents = Documents(source, root / "hashes")
+    documents = Documents(source, root)
     identity = {
         "schema_version": SCHEMA_VERSION,
         "kind": "token stream",
         "tokenizer": tokenizer.fingerprint,
         "column": source.column,
-        "inputs": documents.inputs,
+        "inputs": documents.identity,
     }
     key = converted_folder(root, identity, partial(_write, documents, tokenizer))
     stream = TokenStream(root / key, key)
-    documents.remember(root / "hashes")
+    documents.remember()
     return stream
 
 
@@ -339,7 +297,8 @@ def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, ide
     total, dtype = 0, np.dtype(np.uint32)
     title = f"tokenising {documents.source.name}"
     with open(folder / TOKENS_FILE, "wb") as file, progress_bar(None, title, " documents") as bar:
-        for texts in _batches(documents):
+        remaining = iter(documents)
+        while texts := list(islice(remaining, _BATCH)):
             for ids in tokenizer(texts):
                 if ids:
                     starts.append(total)
@@ -352,12 +311,6 @@ def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, ide
     np.save(folder / STARTS_FILE, np.frombuffer(starts, dtype=np.int64))
     fields = {"num_tokens": total, "num_documents": len(starts), "dtype": dtype.str}
     write_manifest(folder, {**identity, **fields})
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    remaining = iter(documents)
-    while texts := list(islice(remaining, _BATCH)):
-        yield texts
 
 
 def _damaged(folder: Path) -> InputError:

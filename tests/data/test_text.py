@@ -44,7 +44,7 @@ DOCUMENTS = ["one fox", "two foxes", " \n", "", "naïve café"]
 
 
 def documents(tmp_path: Path, **fields: Any) -> Documents:
-    return Documents(TextSource("texts", **fields), tmp_path / "hashes")
+    return Documents(TextSource("texts", **fields), tmp_path)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_every_kind_of_file_gives_its_texts_without_blank_ones(files: list[str],
 
 def test_inputs_follow_from_the_bytes(files: list[str], tmp_path: Path) -> None:
     one, two = documents(tmp_path, path=files[0]), documents(tmp_path, path=files[1])
-    assert one.inputs == documents(tmp_path, path=files[0]).inputs != two.inputs
+    assert one.identity == documents(tmp_path, path=files[0]).identity != two.identity
     one.require_unchanged()
     Path(files[0]).write_text('{"text": "other"}\n')
     with pytest.raises(InputError, match="changed while it was read"):
@@ -99,7 +99,7 @@ def test_packages_give_their_source_files_without_importing_them(
     found = documents(tmp_path, packages=["zoo_text", "zoo_text"])
     assert list(found) == ["raise RuntimeError('imported')\n", "# -*- coding: latin-1 -*-\nname = 'café'\n"]
     (package / "empty.py").write_text("x = 1\n")
-    assert documents(tmp_path, packages=["zoo_text"]).inputs != found.inputs
+    assert documents(tmp_path, packages=["zoo_text"]).identity != found.identity
 
 
 def test_a_name_stands_for_the_packages_of_the_docstring_corpus(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_name_stands_for_the_packages_of_the_docstring_corpus(tmp_path: Path) 
         ({"path": "a", "packages": ["b"]}, "path or packages must be given, got 'both'"),
         ({"path": "hub:a b"}, "is no name of a Hub data set"),
         ({"path": ["hub:a/b", "c"]}, "lists a Hub data set"),
-        ({"path": "a", "split": "train"}, "split has a meaning for Hub data sets only"),
+        ({"path": "a", "split": "train"}, "split has no meaning for files"),
         ({"packages": ["a"], "column": "body"}, "column has no meaning for packages"),
         ({"path": "a", "weight": 0.0}, "weight must be a finite number > 0"),
     ],
@@ -139,7 +139,7 @@ def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sources, "_ask_commit", lambda name, revision: "c" * 40)
     monkeypatch.setattr(sources.HubReader, "__iter__", lambda self: iter(rows))
     found = documents(tmp_path, path="hub:a/b", split="test")
-    assert found.inputs == [{"hub": "a/b", "subset": None, "split": "test", "commit": "c" * 40}]
+    assert found.identity == [{"hub": "a/b", "subset": None, "split": "test", "commit": "c" * 40}]
     assert list(found) == ["one"]
 
 
