@@ -45,11 +45,8 @@ class MappedFile:
         words: The same as 8-byte integers, for a look at one of them.
         words_W: The same as an array, for a look at many.
 
-    Args:
-        path: The file.
-
     Raises:
-        OSError: If it cannot be opened.
+        OSError: If the file cannot be opened.
         ValueError: If it is empty.
     """
 
@@ -64,11 +61,7 @@ class MappedFile:
         self.words = self.words_W.data
 
     def position(self, buffer: pa.Buffer | None) -> int:
-        """Where a buffer of the file starts, in bytes; 0 for an empty one, which may lie nowhere.
-
-        Raises:
-            ValueError: If it does not start at a word.
-        """
+        """Where a buffer of the file starts, in bytes, at a word; 0 for an empty one, which may lie nowhere."""
         found: int = buffer.address - self.buffer.address if buffer is not None and buffer.size else 0
         if found % _WORD_BYTES:
             raise ValueError(f"a buffer at byte {found}")
@@ -76,13 +69,7 @@ class MappedFile:
 
 
 class NumberColumn:
-    """Numbers of an integer column without nulls.
-
-    Args:
-        file: The file.
-        num_batches: Its record batches, R.
-        dtype: Type of the numbers.
-    """
+    """Numbers of an integer column without nulls."""
 
     def __init__(self, file: MappedFile, num_batches: int, dtype: Literal["int8", "int32"]) -> None:
         self._file, self._width = file, np.dtype(dtype).itemsize
@@ -129,11 +116,7 @@ class _OffsetColumn:
         self._size[batch] = size
 
     def bounds(self, batch: int, number: int) -> tuple[int, int]:
-        """Where the elements of one value start and stop.
-
-        Raises:
-            ValueError: If they are not in the batch.
-        """
+        """Where the elements of one value start and stop; a `ValueError` if they are not in the batch."""
         at = self._at[batch] + number
         start, stop = self._words[at], self._words[at + 1]
         if not 0 <= start <= stop <= self._size[batch]:
@@ -152,9 +135,8 @@ class _OffsetColumn:
 class TextColumn(_OffsetColumn):
     """Texts of a `large_string` column without nulls; each is decoded when it is asked for.
 
-    Args:
-        file: The file.
-        num_batches: Its record batches, R.
+    Raises:
+        ValueError: At a text that is damaged.
     """
 
     def __init__(self, file: MappedFile, num_batches: int) -> None:
@@ -169,11 +151,7 @@ class TextColumn(_OffsetColumn):
         self._data[batch] = self._file.position(data)
 
     def at(self, batch: int, number: int) -> str:
-        """One text.
-
-        Raises:
-            ValueError: If it is damaged.
-        """
+        """One text."""
         start, stop = self.bounds(batch, number)
         data = self._data[batch]
         return self._file.data[data + start : data + stop].decode()
@@ -183,11 +161,7 @@ class TextColumn(_OffsetColumn):
         return [self.at(batch, number) for number in range(start, stop)]
 
     def take(self, batch_N: Int64s, number_N: Int64s) -> list[str]:
-        """N texts.
-
-        Raises:
-            ValueError: If one is damaged.
-        """
+        """N texts."""
         if not self._size_R[batch_N].any():
             return [""] * len(batch_N)
         start_N, stop_N = self.bounds_of(batch_N, number_N)
@@ -199,12 +173,10 @@ class TextColumn(_OffsetColumn):
 
 
 class ListColumn(_OffsetColumn):
-    """Lists of a `large_list` column without nulls.
+    """Lists of a `large_list` column without nulls; `child` is the column of all their elements, opened with this one.
 
-    Args:
-        file: The file.
-        num_batches: Its record batches, R.
-        child: The column of all their elements, one list after another, which is opened with this one.
+    Raises:
+        ValueError: At a list that is damaged.
     """
 
     def __init__(self, file: MappedFile, num_batches: int, child: TextColumn | NumberColumn) -> None:
@@ -217,11 +189,7 @@ class ListColumn(_OffsetColumn):
         self.child.open(batch, array.values)
 
     def at(self, batch: int, number: int) -> list[Any]:
-        """One list.
-
-        Raises:
-            ValueError: If it is damaged.
-        """
+        """One list."""
         start, stop = self.bounds(batch, number)
         return self.child.part(batch, start, stop) if start < stop else []
 
@@ -235,11 +203,7 @@ class ListColumn(_OffsetColumn):
         return self._size[batch]
 
     def take(self, batch_N: Int64s, number_N: Int64s) -> list[list[Any]]:
-        """N lists.
-
-        Raises:
-            ValueError: If one is damaged.
-        """
+        """N lists."""
         if not self._size_R[batch_N].any():
             return [[] for _ in range(len(batch_N))]
         start_N, stop_N = self.bounds_of(batch_N, number_N)
@@ -357,7 +321,7 @@ class Table:
         index_N = np.asarray(indices, dtype=np.int64)
         outside_N = (index_N < 0) | (index_N >= len(self))
         if outside_N.any():
-            raise self._outside(int(index_N[outside_N][0]))
+            raise IndexError(f"row {index_N[outside_N][0]} of {len(self)}")
         batch_N = np.searchsorted(self._start_R, index_N, side="right") - 1
         closed_N = ~self._is_open_R[batch_N]
         if closed_N.any():
@@ -373,10 +337,6 @@ class Table:
     def query(self, index: int) -> str:
         """The query at `index` alone."""
         return self._value(self._query, index)  # type: ignore[no-any-return]
-
-    def positives(self, index: int) -> list[str]:
-        """The positives at `index` alone."""
-        return self._value(self._positives, index)  # type: ignore[no-any-return]
 
     def negatives(self, index: int) -> list[str]:
         """The negatives at `index` alone."""
@@ -413,7 +373,7 @@ class Table:
     def _batch_of(self, index: int) -> int:
         """The batch of a row, opened."""
         if not 0 <= index < len(self):
-            raise self._outside(index)
+            raise IndexError(f"row {index} of {len(self)}")
         batch = bisect_right(self._starts, index) - 1
         if not self._is_open[batch]:
             self._open(batch)
@@ -422,8 +382,7 @@ class Table:
     def _batches(self) -> Iterator[int]:
         """All batches, each opened."""
         for batch in range(len(self._is_open)):
-            if not self._is_open[batch]:
-                self._open(batch)
+            self._open(batch)
             yield batch
 
     def _bounds(self, batch: int) -> tuple[int, int]:
@@ -431,7 +390,9 @@ class Table:
         return self._starts[batch], self._starts[batch + 1]
 
     def _open(self, batch: int) -> None:
-        """Note where a batch's columns lie."""
+        """Note where a batch's columns lie, once."""
+        if self._is_open[batch]:
+            return
         first, stop = self._bounds(batch)
         try:
             arrays = self._reader.get_batch(batch)
@@ -443,9 +404,6 @@ class Table:
         except (pa.ArrowException, OSError, ValueError) as error:
             raise _damaged(self.folder) from error
         self._is_open[batch] = True
-
-    def _outside(self, index: int) -> IndexError:
-        return IndexError(f"row {index} of {len(self)}")
 
 
 def _damaged(folder: Path) -> InputError:

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def test_every_row_comes_back_wherever_the_batches_are_cut(tmp_path, monkeypatch
     assert len(table) == 7
     assert [table.row(i) for i in range(7)] == rows
     assert [table.query(i) for i in (6, 0)] == ["query 6", "query 0"]
-    assert [table.positives(i) for i in (5, 3)] == [["positive 5"] * 2, []]
+    assert [table.negatives(i) for i in (4, 2)] == [[], rows[2].negatives]
     np.testing.assert_array_equal(table.labels(), np.arange(7))
     assert [level for levels in table.negative_levels() for level in levels.tolist()] == [1] * 9
 
@@ -76,7 +77,8 @@ def test_only_the_batches_of_the_rows_asked_for_are_opened(tmp_path, monkeypatch
     monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", 2)
     write_table(tmp_path, rows_of(9))
     table, opened = Table(tmp_path), []
-    monkeypatch.setattr(table, "_open", lambda batch, open_it=table._open: (opened.append(batch), open_it(batch)))
+    read = table._reader.get_batch
+    monkeypatch.setattr(table, "_reader", SimpleNamespace(get_batch=lambda batch: opened.append(batch) or read(batch)))
     table.rows([7, 2, 6, 3])
     table.rows([2, 6])
     table.row(7)
@@ -128,7 +130,7 @@ def test_a_damaged_file_is_refused(tmp_path, cut):
 
 def reads(table):
     """Each way to read row 4, in which the damage is."""
-    return lambda: table.row(4), lambda: table.rows([0, 4]), lambda: table.positives(4)
+    return lambda: table.row(4), lambda: table.rows([0, 4])
 
 
 def overwrite(tmp_path, place, data):

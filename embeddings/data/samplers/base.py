@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import accumulate, pairwise, repeat
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -84,9 +84,8 @@ class RunLength:
     @classmethod
     def of(cls, trainer: Any, batches_per_epoch: int) -> "RunLength":
         """The length of a Lightning trainer's run over a plan with so many batches of one rank in an epoch."""
-        taken = batches_taken(trainer, batches_per_epoch)
-        total_steps = run_steps(trainer, batches_per_epoch)
         accumulated = trainer.accumulate_grad_batches if _accumulation_scheduler(trainer) is None else None
+        taken, total_steps = batches_taken(trainer, batches_per_epoch), run_steps(trainer, batches_per_epoch)
         return cls(taken, accumulated, total_steps, bool(trainer.fast_dev_run))
 
     def step_of(self, epoch: int, batch: int) -> int:
@@ -246,9 +245,8 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
     def left_out(self, sizes: Sequence[int], names: Sequence[str], batch_size: int) -> list[str]:
         """The remark of sources that fill no batch, where there are any."""
         small = [f"{name} ({size})" for name, size in zip(names, sizes, strict=True) if size < batch_size]
-        if not small:
-            return []
-        return [f"sources with fewer rows than a batch of {batch_size} are not trained on: {', '.join(small)}"]
+        remark = f"sources with fewer rows than a batch of {batch_size} are not trained on: {', '.join(small)}"
+        return [remark] if small else []
 
     def draw_keys(self, epoch: int, step: int) -> Rows:
         """The draw keys of one step, (global_batch_size,) int64 >= 0: a hash of (seed, epoch, position)."""
@@ -273,6 +271,17 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
             yield list(map(partial(tuple.__new__, PlanEntry), entries))
 
 
+def first_rows(sizes: Sequence[int]) -> list[int]:
+    """The number of each source's first row in the mixture, and the number of all rows.
+
+    Raises:
+        OptionError: If there is no source, or one without rows.
+    """
+    if not sizes or min(sizes) < 1:
+        raise OptionError("data.sources", list(sizes), "must each have rows", "leave out the empty source")
+    return [0, *accumulate(sizes)]
+
+
 # Makes a plan of the rows of each source, batch_size, the seed and the weight of each source.
 SamplerFactory = Callable[[Sequence[int], int, int, Sequence[float]], BatchSampler]
 
@@ -293,12 +302,8 @@ def run_steps(trainer: Any, batches_per_epoch: int | None) -> int | None:
         taken, scheduler = batches_taken(trainer, batches_per_epoch), _accumulation_scheduler(trainer)
         changes = [0] if scheduler is None else [epoch for epoch in scheduler.epochs if epoch < trainer.max_epochs]
         # From one change of the accumulation to the next all epochs have equally many steps.
-        ends.append(
-            sum(
-                (end - start) * -(-taken // accumulated_batches(trainer, start))
-                for start, end in pairwise([*changes, trainer.max_epochs])
-            )
-        )
+        stretches = pairwise([*changes, trainer.max_epochs])
+        ends.append(sum((end - start) * -(-taken // accumulated_batches(trainer, start)) for start, end in stretches))
     return min(ends, default=None)
 
 
@@ -359,9 +364,8 @@ def source_parts(
         raise OptionError("sampler.temperature", temperature, rule, "set the sampler's proportions to size")
     if proportions == "given":
         if not all(0 < weight < float("inf") for weight in given):
-            raise OptionError(
-                "data.sources[].weight", given, "must be > 0 and finite", "leave out a source without part"
-            )
+            rule = "must be > 0 and finite"
+            raise OptionError("data.sources[].weight", given, rule, "leave out a source without part")
         return given
     if len(set(given)) > 1:
         rule = f"cannot take effect with proportions {proportions!r}"
@@ -421,14 +425,7 @@ class KeyedPermutation:
         self._round_keys = [np.uint64(derive_seed(key, "round", index)) for index in range(num_rounds)]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The values at some positions of the order.
-
-        Args:
-            positions: Each in 0 … n-1, (k,) int64.
-
-        Returns:
-            Their values in 0 … n-1, (k,) int64, different for different positions.
-        """
+        """The values, (k,) int64 in 0 … n-1, at some positions of the order, (k,) int64 in 0 … n-1."""
         values = self._encipher(positions.astype(np.uint64))
         limit = np.uint64(self.n)
         outside = values >= limit

@@ -9,7 +9,7 @@ import numpy as np
 
 from embeddings.common.errors import OptionError
 from embeddings.common.random import derive_seed
-from embeddings.data.samplers.base import BatchSampler, KeyedPermutation, Proportions, Rows, source_parts
+from embeddings.data.samplers.base import BatchSampler, KeyedPermutation, Proportions, Rows, first_rows, source_parts
 
 
 class BlendedBatchSampler(BatchSampler):
@@ -62,15 +62,13 @@ class BlendedBatchSampler(BatchSampler):
         temperature: float = 1.0,
     ) -> None:
         super().__init__(batch_size, seed, num_replicas, rank)
-        if not sizes or min(sizes) < 1:
-            raise OptionError("data.sources", list(sizes), "must each have rows", "leave out the empty source")
+        *self._offsets, self._num_rows = first_rows(sizes)
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise OptionError("steps_per_epoch", steps_per_epoch, "must be >= 1", "leave it out for one pass")
         self.sizes = tuple(sizes)
         self.proportions: Proportions = proportions
         self.temperature = temperature
         self.steps_per_epoch = steps_per_epoch
-        self._offsets = [sum(self.sizes[:source]) for source in range(len(self.sizes))]
         self._shares = source_parts(self.sizes, weights, proportions, temperature)
         self._apportionment = Apportionment(self._shares)
         self._walks: dict[int, tuple[int, KeyedPermutation]] = {}
@@ -79,11 +77,10 @@ class BlendedBatchSampler(BatchSampler):
     @property
     def num_steps(self) -> int:
         """Global batches in an epoch."""
-        num_rows = sum(self.sizes)
-        if num_rows < self.global_batch_size:
-            rule = f"must not exceed the {num_rows} training rows (batch_size x {self.place[1]} ranks)"
+        if self._num_rows < self.global_batch_size:
+            rule = f"must not exceed the {self._num_rows} training rows (batch_size x {self.place[1]} ranks)"
             raise OptionError("data.batch_size", self.batch_size, rule, "lower it or add data")
-        return self.steps_per_epoch or num_rows // self.global_batch_size
+        return self.steps_per_epoch or self._num_rows // self.global_batch_size
 
     def plan_fields(self) -> dict[str, int | str]:
         """What the plan depends on, in plain types."""
@@ -104,7 +101,7 @@ class BlendedBatchSampler(BatchSampler):
     def _draws_per_epoch(self) -> int:
         """Draws between the starts of two epochs; a natural one counts the rows left out, so that each is one pass."""
         if self.proportions == "size" and self.temperature == 1 and self.steps_per_epoch is None:
-            return sum(self.sizes)
+            return self._num_rows
         return self.num_steps * self.global_batch_size
 
     def _walk(self, source: int, start: int, stop: int) -> Rows:
@@ -141,8 +138,7 @@ class Apportionment:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        assert weights
-        assert all(weight > 0 for weight in weights)
+        assert min(weights, default=0) > 0
         ratios = [Fraction(weight) for weight in weights]
         scale = lcm(*(ratio.denominator for ratio in ratios))
         self.num_sources = len(weights)

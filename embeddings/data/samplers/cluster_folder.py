@@ -57,9 +57,16 @@ class ClusterFolder:
         self.neighbours = self._load(NEIGHBOURS_FILE, sizes, np.int32, (k, fields.integer("num_neighbours")))
         if self.offsets[0] != 0 or self.offsets[-1] != self.num_rows or (np.diff(self.offsets) < 0).any():
             raise self._damaged(OFFSETS_FILE)
-        self._check(ROWS_FILE, self.rows_by_cluster, self._are_rows, f"is none of the {self.num_rows} rows")
-        self._check(NEIGHBOURS_FILE, self.neighbours, self._are_clusters, f"is not of the {k} clusters")
-        self._check(CENTROIDS_FILE, self.centroids, _are_finite, "is not finite")
+        not_a_row = f"is none of the {self.num_rows} rows"
+        self._check(ROWS_FILE, self.rows_by_cluster, lambda row_N: row_N < self.num_rows, not_a_row)
+        # A negative number is a large one without its sign.
+        not_a_cluster = f"is not of the {k} clusters"
+        self._check(
+            NEIGHBOURS_FILE, self.neighbours, lambda near_NK: (near_NK.view(np.uint32) < k).all(1), not_a_cluster
+        )
+        self._check(
+            CENTROIDS_FILE, self.centroids, lambda x_ND: np.isfinite(np.einsum("nd,nd->n", x_ND, x_ND)), "is not finite"
+        )
 
     def _check(
         self, name: str, array: NDArray[Any], are_good: Callable[[NDArray[Any]], NDArray[np.bool_]], what: str
@@ -70,13 +77,6 @@ class ClusterFolder:
             is_good_N = are_good(np.asarray(array[start : start + size]))
             if not is_good_N.all():
                 raise InputError(f"{self.path / name}:{start + int(is_good_N.argmin())}", what, _AGAIN)
-
-    def _are_rows(self, block_N: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        return block_N < self.num_rows
-
-    def _are_clusters(self, block_NK: NDArray[np.int32]) -> NDArray[np.bool_]:
-        # A negative number is a large one without its sign.
-        return np.asarray((block_NK.view(np.uint32) < self.num_clusters).all(axis=1))
 
     def _load(self, name: str, sizes: Any, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
         path = self.path / name
@@ -92,10 +92,6 @@ class ClusterFolder:
 
     def _damaged(self, name: str) -> InputError:
         return InputError(str(self.path / name), "is missing or not what was written", _AGAIN)
-
-
-def _are_finite(block_ND: NDArray[np.float32]) -> NDArray[np.bool_]:
-    return np.asarray(np.isfinite(np.einsum("nd,nd->n", block_ND, block_ND)))
 
 
 def write_cluster_files(

@@ -14,7 +14,14 @@ from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import check_manifest
 from embeddings.common.protocols import BatchNeeds
 from embeddings.common.random import derive_seed
-from embeddings.data.samplers.base import BatchSampler, KeyedPermutation, Rows, SourceIdentity, sorted_permutation
+from embeddings.data.samplers.base import (
+    BatchSampler,
+    KeyedPermutation,
+    Rows,
+    SourceIdentity,
+    first_rows,
+    sorted_permutation,
+)
 from embeddings.data.samplers.cluster_folder import KIND, ClusterFolder
 from embeddings.data.sources import fill_path
 
@@ -28,15 +35,7 @@ _STEPS = 4096.0
 
 
 def random_order(num_clusters: int, key: int) -> Order:
-    """The clusters in a random order.
-
-    Args:
-        num_clusters: Number of clusters, k >= 1.
-        key: Any integer; different keys give independent orders.
-
-    Returns:
-        Each of 0 … k-1 once, (k,) int32.
-    """
+    """The clusters 0 … k-1 in a random order of the key's own, (k,) int32."""
     return KeyedPermutation(num_clusters, key)(np.arange(num_clusters)).astype(np.int32)
 
 
@@ -92,11 +91,9 @@ def nearest_order(centroids: NDArray[np.float32], neighbours: NDArray[np.int32],
 
 
 class _Remaining:
-    """The clusters that a tour has not visited.
+    """The clusters that a tour has not visited: those of a random order, from which visited ones are dropped at times.
 
-    Args:
-        visited: True where a cluster was visited, (k,) bool, changed by the tour.
-        order: All clusters in a random order, (k,) int32; the visited ones are dropped now and then.
+    `visited` is True where a cluster was visited, (k,) bool, changed by the tour; `order` holds all clusters, (k,).
     """
 
     def __init__(self, visited: NDArray[np.bool_], order: Order) -> None:
@@ -161,8 +158,7 @@ class PackedClusters:
     def batch(self, number: int) -> Rows:
         """The rows of batch `number` (0 to `num_batches` - 1), (batch_size,) int64, cluster after cluster."""
         start = number * self.batch_size + (self._num_skipped if number >= self._skips_before else 0)
-        places = self._places(start, start + self.batch_size)
-        return self._rows[places].astype(np.int64)
+        return self._rows[self._places(start, start + self.batch_size)].astype(np.int64)
 
     def _places(self, start: int, stop: int) -> Rows:
         """Where in the rows by cluster positions `start` … `stop` - 1 of the order lie."""
@@ -244,8 +240,7 @@ class ClusteredBatchSampler(BatchSampler):
         rank: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_replicas, rank)
-        if not sizes or min(sizes) < 1:
-            raise OptionError("data.sources", list(sizes), "must each have rows", "leave out the empty source")
+        self._first_rows = first_rows(sizes)
         if weights is not None and len(set(weights)) > 1:
             rule = "cannot take effect where every row comes once an epoch"
             raise OptionError("data.sources[].weight", list(weights), rule, "leave the weights out")
@@ -255,7 +250,6 @@ class ClusteredBatchSampler(BatchSampler):
         self.sizes, self.order, self.clusters = tuple(sizes), order, clusters
         self.across_ranks: AcrossRanks = across_ranks
         self._gathers_candidates = True
-        self._first_rows = [0, *accumulate(self.sizes)]
         self._names: tuple[str, ...] = ()
         self._folders: tuple[ClusterFolder, ...] = ()
         self._packed: dict[int, tuple[tuple[int, int], PackedClusters]] = {}
@@ -278,9 +272,8 @@ class ClusteredBatchSampler(BatchSampler):
             OptionError: If a source has no clusters, or there are too few rows for one step.
         """
         assert len(sources) == len(self.sizes)
-        paths = cluster_paths(self.clusters, [source.name for source in sources])
         self._names = tuple(source.name for source in sources)
-        self._folders = tuple(ClusterFolder(path) for path in paths)
+        self._folders = tuple(ClusterFolder(path) for path in cluster_paths(self.clusters, self._names))
         for source, size, folder in zip(sources, self.sizes, self._folders, strict=True):
             _check_same_data(folder, source, size)
         _ = self.num_steps
@@ -359,11 +352,7 @@ class ClusteredBatchSampler(BatchSampler):
 
 
 def cluster_paths(clusters: str | dict[str, str], names: Sequence[str]) -> list[Path]:
-    """The folder of each source's clusters, in the order of the names.
-
-    Args:
-        clusters: The folder of each source by its name, or one folder that holds a folder of each name.
-        names: The sources.
+    """The folder of each source's clusters, in the order of the names; `clusters` as `ClusteredBatchSampler` takes it.
 
     Raises:
         InputError: If an environment variable is not set.

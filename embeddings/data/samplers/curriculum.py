@@ -51,8 +51,7 @@ def level_of(
     Args:
         step: Optimiser step of the run, from 0: the number of updates made before it.
         total_steps: Optimiser steps of the whole curriculum, >= 1.
-        order: `coarse_to_fine` and `cumulative`: from level 4 to level 1; `reverse`: from level 1 to level 4;
-            `random`: the steps of `coarse_to_fine` in a random order; `fixed`: always `fixed_level`.
+        order: As in `CurriculumBatchSampler`; `random` has the steps of `coarse_to_fine` in a random order.
         fractions: Share of the steps of each level, of level 4 first and of level 1 last.
         fixed_level: The level of `fixed`.
         seed: Seed of the random order.
@@ -229,19 +228,15 @@ class CurriculumBatchSampler(BatchSampler):
         if self.level is not None:
             return LevelRule(self.level)
         run = self._run or RunLength(self.num_steps)
-        total_steps = self._curriculum_steps(run)
-        level = level_of(run.step_of(epoch, step), total_steps, self.order, self.fractions, seed=self.seed)
+        optimiser_step, total_steps = run.step_of(epoch, step), self._curriculum_steps(run)
+        level = level_of(optimiser_step, total_steps, self.order, self.fractions, seed=self.seed)
         return LevelRule(level, cumulative=self.order == "cumulative")
 
     def plan_fields(self) -> dict[str, int | str]:
         """What the plan depends on, in plain types."""
         inner = self.inner.plan_fields()
-        fields = {
-            **inner,
-            "sampler": f"{type(self).__name__} of {inner['sampler']}",
-            "level_order": self.order,
-            "missing_level": self.missing_level,
-        }
+        kind = f"{type(self).__name__} of {inner['sampler']}"
+        fields = {**inner, "sampler": kind, "level_order": self.order, "missing_level": self.missing_level}
         if self.level is not None:
             return {**fields, "level": self.level}
         run = self._run or RunLength(self.num_steps)

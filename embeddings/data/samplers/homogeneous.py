@@ -2,13 +2,11 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embeddings.common.errors import OptionError
 from embeddings.common.random import derive_seed
 from embeddings.data.samplers.base import (
     BatchSampler,
@@ -16,6 +14,7 @@ from embeddings.data.samplers.base import (
     Proportions,
     Rows,
     SourceIdentity,
+    first_rows,
     source_parts,
 )
 
@@ -71,12 +70,10 @@ class HomogeneousBatchSampler(BatchSampler):
         rank: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_replicas, rank)
-        if not sizes or min(sizes) < 1:
-            raise OptionError("data.sources", list(sizes), "must each have rows", "leave out the empty source")
+        self._first_rows = first_rows(sizes)
         self.sizes, self.weights = tuple(sizes), weights
         self.proportions: Proportions = proportions
         self.temperature = temperature
-        self._first_rows = [0, *accumulate(self.sizes)]
         self._names: tuple[str, ...] = ()
         self._planned: tuple[int, _Plan] | None = None
         _ = self.num_steps
@@ -127,8 +124,7 @@ class HomogeneousBatchSampler(BatchSampler):
         if self._planned is None or self._planned[0] != size:
             batches = self.whole_batches(self.sizes, size)
             # A source without a batch has its time over at 0, whatever its part.
-            at_least_one = [max(1, count) for count in batches]
-            parts = source_parts(at_least_one, self.weights, self.proportions, self.temperature)
+            parts = source_parts([max(1, count) for count in batches], self.weights, self.proportions, self.temperature)
             self._planned = (size, _Plan.of(batches, parts))
         return self._planned[1]
 
