@@ -27,12 +27,13 @@ def check_negatives_asked_for(sources: Sequence[SourceConfig], needs: BatchNeeds
         InputError: If a source has neither in-batch nor hard negatives; the message names it and what to do.
     """
     for source in sources:
-        if not _has_in_batch(source, needs):
-            if num_negatives == 0:
-                raise _without_negatives(source, needs, "set data.num_negatives to 1 or more")
-            if source.conversion == "sts":
-                fix = "mine negatives for it (`mine --conversion sts`) and train on what that writes, as pairs"
-                raise _without_negatives(source, needs, fix)
+        if _has_in_batch(source, needs):
+            continue
+        if num_negatives == 0:
+            raise _without_negatives(source, needs, "set data.num_negatives to 1 or more")
+        if source.conversion == "sts":
+            fix = "mine negatives for it (`mine --conversion sts`) and train on what that writes, as pairs"
+            raise _without_negatives(source, needs, fix)
 
 
 def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -> None:
@@ -51,12 +52,8 @@ def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -
             mapped = f"map them with columns: {{negatives: {alike[0]}}}" if alike else ""
             raise _without_negatives(source.config, needs, mapped or "give its records `negatives`, which `mine` finds")
         if count:
-            logger.warning(
-                "source %s: %d of %d records have no negative, and without in-batch negatives train nothing",
-                source.config.name,
-                count,
-                total,
-            )
+            why = "have no negative, and without in-batch negatives train nothing"
+            logger.warning("source %s: %d of %d records %s", source.config.name, count, total, why)
 
 
 def check_levels(sources: Sequence[SourceDataset], levels: Sequence[int], allow_missing: bool) -> None:
@@ -138,11 +135,11 @@ def warn_of_unscored_negatives(source: SourceDataset) -> None:
     if surrogates is None or surrogates.has_negatives:
         return
     if any(levels.size for levels in source.cached.table.negative_levels()):
+        why = "so a filter of false negatives leaves those of other queries in"
+        fix = "encode them too (`cluster --negatives true`)"
+        where = surrogates.folder
         logger.warning(
-            "source %s: its hard negatives have no vectors in %s, so a filter of false negatives leaves those of "
-            "other queries in; encode them too (`cluster --negatives true`)",
-            source.config.name,
-            surrogates.folder,
+            "source %s: its hard negatives have no vectors in %s, %s; %s", source.config.name, where, why, fix
         )
 
 
@@ -167,10 +164,8 @@ def with_source_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> 
 def warn_of_unnamed_prompts(text: TextSettings, sources: Sequence[SourceConfig]) -> None:
     """Log where queries are trained with prompts, and encoding has none by default."""
     if "query" not in text.prompts and any(any(source.query_prompts(text)) for source in sources):
-        logger.warning(
-            "the sources put different prompts before their queries: encoding uses none unless one is named "
-            "(prompt_name: a source's name), or data.text.prompts gives one as `query`"
-        )
+        what = "the sources put different prompts before their queries: encoding uses none unless one is named"
+        logger.warning("%s (prompt_name: a source's name), or data.text.prompts gives one as `query`", what)
 
 
 def check_instruction(tokenizer: TextTokenizer, where: str, instruction: str) -> None:

@@ -40,7 +40,7 @@ from embeddings.data.dataset import Mixture, open_source
 from embeddings.data.samplers.base import BatchSampler, PlanEntry, RunLength, SamplerFactory, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
 from embeddings.data.samplers.curriculum import CurriculumBatchSampler
-from embeddings.data.sources import SourceConfig, check_names, fill_path, resolve_files
+from embeddings.data.sources import Origin, SourceConfig, check_names, fill_path, resolve_files
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
 
 
@@ -171,31 +171,12 @@ class ResumableLoader(ShieldedLoader):
         self.batch_sampler.resume(state["epoch"], state["delivered"])
 
 
-class PlannedSource(Protocol):
-    """What a plan asks of a source."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def weight(self) -> float: ...
-
-
 class PlannedDataModule(LightningDataModule, RunData):
     """Batches drawn by a plan from sources, made in workers, resumed exactly: what all data modules share.
 
     The place in the plan travels in the checkpoint twice: Lightning keeps the loader's state, but drops it where the
     loader was made before the checkpoint was read (any schedule that asks for the number of steps does that), so this
-    module carries it too.
-
-    Args:
-        sources: What is trained on.
-        batch_size: Entries of one rank's batch.
-        sampler: Makes the plan of the rows of each source, batch_size, the seed and the weight of each source.
-        num_workers: Processes that make batches ahead of training; 0 does it between the steps.
-        cache_dir: Where converted sources are kept, or None for the default.
-        seed: Decides the order of the rows and every random choice; None for the run's (`seed_everything`).
-        tokenizer: Directory or Hub name of a fast tokenizer, or None for the `tokenizer` of the trained module.
+    module carries it too. The arguments are those of `EmbeddingDataModule`.
 
     Raises:
         OptionError: If a number is out of its range, or two sources have one name.
@@ -203,7 +184,7 @@ class PlannedDataModule(LightningDataModule, RunData):
 
     def __init__(
         self,
-        sources: Sequence[PlannedSource],
+        sources: Sequence[Origin],
         batch_size: int,
         sampler: SamplerFactory,
         num_workers: int,
@@ -303,8 +284,8 @@ class PlannedDataModule(LightningDataModule, RunData):
             OptionError: If they do not suit the sources.
             InputError: If a folder that the sampler reads is not there.
         """
-        plan = self._make_plan([self.batch_size * trainer.world_size for _ in self._planned_sources], module)
-        plan.check_sources([source.name for source in self._planned_sources])
+        names = [source.name for source in self._planned_sources]
+        self._make_plan([self.batch_size * trainer.world_size] * len(names), module).check_sources(names)
 
     def _check_plan(self, plan: BatchSampler) -> None:
         """Refuse a plan other than that of the expected state, and log what the user should know of the plan."""

@@ -73,18 +73,17 @@ class ClassExamples:
         num_outside = self.classes.num_outside(label)
         # Twice as many as are needed, to make up for texts that occur more than once.
         drawn = generator.choice(num_outside, size=min(num_outside, 2 * self.num_negatives), replace=False).tolist()
-        negatives: list[Negative] = []
-        labels: list[int] = []
+        found: list[tuple[Negative, int]] = []
         for position in drawn:
-            if len(negatives) == self.num_negatives:
+            if len(found) == self.num_negatives:
                 break
             row, label_of_row = self.classes.outsider(label, position)
             text = self.table.query(row)
             if text.strip() not in seen:
                 seen.add(text.strip())
-                negatives.append(Negative(text))
-                labels.append(label_of_row)
-        return ExampleTexts((positive,), tuple(negatives), tuple(labels))
+                found.append((Negative(text), label_of_row))
+        negatives, labels = zip(*found, strict=True) if found else ((), ())
+        return ExampleTexts((positive,), negatives, labels)
 
 
 class LabelTexts:
@@ -95,7 +94,6 @@ class LabelTexts:
 
     Args:
         texts: Text of each label, by its code, all different.
-        num_negatives: Negatives for each query.
 
     Source: Lee et al. 2024 (NV-Embed), arXiv:2405.17428, sections 4.2 and 5.2.4.
     """
@@ -109,8 +107,7 @@ class LabelTexts:
         generator = numpy_generator(draw, "class_by_label", index)
         drawn = generator.choice(num_others, size=min(num_others, self.num_negatives), replace=False).tolist()
         others = tuple(code + (code >= stored.label) for code in drawn)
-        negatives = tuple(Negative(self.texts[code]) for code in others)
-        return ExampleTexts((self.texts[stored.label],), negatives, others)
+        return ExampleTexts((self.texts[stored.label],), tuple(Negative(self.texts[code]) for code in others), others)
 
 
 def places_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -> list[int]:
@@ -139,12 +136,10 @@ def places_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -
 def open_source(
     config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None, text: TextSettings | None = None
 ) -> "SourceDataset":
-    """A source ready for training, converted first where it has not been yet.
+    """A source ready for training, converted first where it has not been yet; arguments as in `SourceDataset`.
 
     Args:
-        config: The source.
         cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`.
-        text: What an instruction becomes; None for the default template.
 
     Raises:
         InputError: If the source cannot be read, or its rows do not suit the conversion.
@@ -182,13 +177,9 @@ class SourceDataset:
             self.surrogates = SurrogateVectors(fill_path(config.surrogate_vectors), cached.folder.name)
         if self._total == 0:
             raise InputError(f"source {config.name!r}", "no class has two texts", "use conversion: class_by_label")
-        if self._total < len(cached.table):
-            logger.info(
-                "source %s: %d of %d rows are left out as queries, since their class has only one text",
-                config.name,
-                len(cached.table) - self._total,
-                len(cached.table),
-            )
+        if left_out := len(cached.table) - self._total:
+            why = "are left out as queries, since their class has only one text"
+            logger.info("source %s: %d of %d rows %s", config.name, left_out, len(cached.table), why)
 
     def __len__(self) -> int:
         """Number of examples of an epoch."""
@@ -219,6 +210,9 @@ class SourceDataset:
             prompt = self._text.instruction_prompt(stored.instruction)
         elif len(self._prompts) > 1:
             prompt = self._prompts[derive_seed(entry.draw, "instruction") % len(self._prompts)]
+        surrogates, scored = self.surrogates, None
+        if surrogates is not None and surrogates.has_negatives:
+            scored = partial(surrogates.negatives, index, places)
         return Example(
             row=entry.row,
             draw=entry.draw,
@@ -231,13 +225,9 @@ class SourceDataset:
             query_prompt=prompt,
             document_prompt=prompt if self.config.symmetric else self.config.document_prompt,
             in_batch_negatives=self.config.in_batch_negatives,
-            surrogate_query=None if self.surrogates is None else self.surrogates.query(index),
-            surrogate_positives=None if self.surrogates is None else self.surrogates.positives(index),
-            surrogate_negatives=(
-                partial(self.surrogates.negatives, index, places)
-                if self.surrogates is not None and self.surrogates.has_negatives
-                else None
-            ),
+            surrogate_query=None if surrogates is None else surrogates.query(index),
+            surrogate_positives=None if surrogates is None else surrogates.positives(index),
+            surrogate_negatives=scored,
             level=0 if entry.rule is None else entry.rule.level,
         )
 
@@ -254,46 +244,36 @@ class SourceDataset:
 def _texts_rule(config: SourceConfig, cached: CachedSource) -> ChooseTexts:
     if cached.classes is None:
         return stored_texts
+    where = f"source {config.name!r}"
     if len(cached.labels) < 2:
-        raise InputError(
-            f"source {config.name!r}", f"all rows have the label {cached.labels[0]!r}", "give it two classes or more"
-        )
+        raise InputError(where, f"all rows have the label {cached.labels[0]!r}", "give it two classes or more")
     num_negatives = DEFAULT_NUM_NEGATIVES if config.num_negatives is None else config.num_negatives
     if config.conversion == "class_by_example":
         if cached.lone_class is not None and config.single_text_classes == "refuse":
             label, where = cached.lone_class
-            raise InputError(
-                where,
-                f"the class {label!r} has only one text, so it has no positive",
-                "remove its rows, or set single_text_classes: leave_out",
-            )
+            what = f"the class {label!r} has only one text, so it has no positive"
+            raise InputError(where, what, "remove its rows, or set single_text_classes: leave_out")
         return ClassExamples(cached.table, cached.classes, num_negatives)
     if config.conversion == "binary_by_label" and len(cached.labels) != 2:
-        raise InputError(
-            f"source {config.name!r}",
-            f"it has {len(cached.labels)} labels, expected two",
-            "use conversion: class_by_example or class_by_label",
-        )
+        what = f"it has {len(cached.labels)} labels, expected two"
+        raise InputError(where, what, "use conversion: class_by_example or class_by_label")
     return LabelTexts(_label_texts(config, cached.labels), num_negatives)
 
 
 def _label_texts(config: SourceConfig, labels: list[str]) -> list[str]:
     """The text of each label, by its code."""
-    if not config.label_texts:
-        for label in labels:
-            if label.lstrip("-").isdigit() or label in ("true", "false"):
-                raise config.fault("label_texts", label, "must give a text to labels that are not words", "add it")
-        return labels
     texts = {label_key(label): text for label, text in config.label_texts.items()}
     for label in labels:
-        if label not in texts:
+        if not texts and (label.lstrip("-").isdigit() or label in ("true", "false")):
+            raise config.fault("label_texts", label, "must give a text to labels that are not words", "add it")
+        if texts and label not in texts:
             raise config.fault("label_texts", sorted(texts), f"must give a text to the label {label!r}", "add it")
     for label in texts:
         if label not in labels:
             raise config.fault("label_texts", label, "names a label that the source does not have", "remove it")
     if len(set(texts.values())) < len(texts):
         raise config.fault("label_texts", texts, "must give each label its own text", "tell them apart")
-    return [texts[label] for label in labels]
+    return [texts.get(label, label) for label in labels]
 
 
 class Mixture:
@@ -303,9 +283,6 @@ class Mixture:
     Length: the sum of the sources' lengths.
     Guarantees: it can be pickled and forked, since its sources can. `surrogate_width` is that of the surrogate's
         vectors of those sources that have them, None where none has.
-
-    Args:
-        sources: The sources, at least one, with different names.
 
     Raises:
         OptionError: If there is no source, two share a name, or their surrogates' vectors differ in width.
@@ -360,12 +337,9 @@ class Mixture:
     def __getitems__(self, entries: Sequence[PlanEntry]) -> list[Example]:
         """The examples of some entries, in their order; those of a source are read together."""
         sources = [self.source_of(entry.row) for entry in entries]
+        pairs = list(zip(entries, sources, strict=True))
         read = {}
         for source in set(sources):
-            own = [entry for entry, its in zip(entries, sources, strict=True) if its == source]
-            local = [entry._replace(row=entry.row - self._starts[source]) for entry in own]
+            local = [entry._replace(row=entry.row - self._starts[source]) for entry, its in pairs if its == source]
             read[source] = iter(self.sources[source].__getitems__(local))
-        return [
-            replace(next(read[source]), row=entry.row, source=source)
-            for entry, source in zip(entries, sources, strict=True)
-        ]
+        return [replace(next(read[source]), row=entry.row, source=source) for entry, source in pairs]

@@ -164,10 +164,9 @@ class _Row:
         column = self.columns.get(field, field)
         if column not in self.fields:
             alike = next(iter(look_alikes(map(str, self.fields), (field,))), "YOUR_COLUMN")
-            raise self.fault(
-                f"field {field!r}: no column {column!r} among {shortened(', '.join(map(str, self.fields)), 80)}",
-                f"map it with columns: {{{field}: {alike}}}",
-            )
+            names = shortened(", ".join(map(str, self.fields)), 80)
+            what = f"field {field!r}: no column {column!r} among {names}"
+            raise self.fault(what, f"map it with columns: {{{field}: {alike}}}")
         return self.fields[column]
 
     def optional(self, field: str) -> Any:
@@ -181,18 +180,16 @@ class _Row:
         if not isinstance(value, str):
             raise self.fault(f"{name} is {kind_of(value)}, expected text", "give it a text, or leave the row out")
         if not value.strip():
-            raise self.fault(
-                f"{name} is {'white space' if value else 'an empty text'}", "give it a text, or leave the row out"
-            )
+            kind = "white space" if value else "an empty text"
+            raise self.fault(f"{name} is {kind}", "give it a text, or leave the row out")
         if "\x00" in value:
             raise self.fault(f"{name} holds a NUL character", "take the character out")
         if not value.isascii():
             try:
                 value.encode()
             except UnicodeEncodeError:
-                raise self.fault(
-                    f"{name} holds half of a character (a lone surrogate)", "write the file again as UTF-8"
-                ) from None
+                what = f"{name} holds half of a character (a lone surrogate)"
+                raise self.fault(what, "write the file again as UTF-8") from None
         return value
 
     def positives(self, value: Any) -> tuple[str, ...]:
@@ -220,23 +217,19 @@ class _Row:
     def _graded(self, index: int, item: Any) -> Negative:
         name = f"negatives[{index}]"
         if not isinstance(item, dict):
-            raise self.fault(
-                f"{name} is {kind_of(item)} where negatives[0] is an object", "give every negative a level, or none"
-            )
+            what = f"{name} is {kind_of(item)} where negatives[0] is an object"
+            raise self.fault(what, "give every negative a level, or none")
         level = item.get("level")
         if isinstance(level, bool) or not isinstance(level, int) or not 1 <= level <= NUM_LEVELS:
-            raise self.fault(
-                f"{name}.level is {level!r}, expected a whole number from 1 (hardest) to {NUM_LEVELS}",
-                "correct the level, or write the negatives as plain texts",
-            )
+            what = f"{name}.level is {level!r}, expected a whole number from 1 (hardest) to {NUM_LEVELS}"
+            raise self.fault(what, "correct the level, or write the negatives as plain texts")
         return Negative(self.text(f"{name}.text", item.get("text")), level)
 
     def label(self, value: Any) -> str:
         """A class: a text or a whole number."""
         if not isinstance(value, str | int):
-            raise self.fault(
-                f"label is {kind_of(value)}, expected text or a whole number", "give it a label, or leave the row out"
-            )
+            what = f"label is {kind_of(value)}, expected text or a whole number"
+            raise self.fault(what, "give it a label, or leave the row out")
         return self.text("label", label_key(value))
 
     def number(self, name: str, value: Any) -> float:

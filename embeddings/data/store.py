@@ -224,12 +224,7 @@ def min_score(config: SourceConfig) -> float:
 
 
 def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
-    """The rows to store, in the order of the source.
-
-    Args:
-        config: Decides the conversion and the columns.
-        rows: The source's rows.
-        facts: Filled in on the way.
+    """The rows to store, in the order of the source; `facts` are filled in on the way.
 
     Raises:
         InputError: At the first row that cannot be used, or if no row at all makes an example.
@@ -241,12 +236,7 @@ def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Ite
 def usable_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[tuple[str, Record]]:
     """The records of a source of pairs that are to be used, each with file and row, in the order of the source.
 
-    A pair of `sts` with a high enough score is two records, one in each direction.
-
-    Args:
-        config: Decides conversion and columns, and what becomes of suspect records or which score is high enough.
-        rows: The source's rows.
-        facts: Counts the suspect records.
+    A pair of `sts` with a high enough score is two records, one in each direction. `facts` counts suspect records.
 
     Raises:
         InputError: At the first row that cannot be used, or if no record is left.
@@ -428,11 +418,7 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
     """A source in converted form; the first call for a content converts it, later ones find it.
 
     The key is a hash of the files' bytes (or the Hub data set's commit), of what the conversion stores, and of the
-    schema's version.
-
-    Args:
-        config: The source.
-        cache_dir: Folder of converted sources (see `cache_folder`).
+    schema's version. `cache_dir` is the folder of converted sources (see `cache_folder`).
 
     Raises:
         InputError: If the source cannot be read, a row cannot be used, or the folder cannot be written.

@@ -84,10 +84,8 @@ class SurrogateVectors:
         return self._documents([documents[place] for place in places[:most]])
 
     def _documents(self, documents: Sequence[int]) -> Vectors:
-        found = np.empty((len(documents), self.width), np.float32)
-        for place, document in enumerate(documents):
-            found[place] = self._document_shards[document]
-        return found
+        found = [self._document_shards[document] for document in documents]
+        return np.array(found, np.float32).reshape(len(found), self.width)
 
 
 class _Entries(NamedTuple):

@@ -205,10 +205,9 @@ class TextDataModule(PlannedDataModule):
         if self._validation_rows is None:
             return []
         rows = self._validation_rows
-        batches = validation_batches(len(rows), self.batch_size, rank(), world_size())
         loader = ShieldedLoader(
             rows,  # type: ignore[arg-type]  # torch calls `__getitems__` alone
-            batch_sampler=batches,
+            batch_sampler=validation_batches(len(rows), self.batch_size, rank(), world_size()),
             collate_fn=self._collator(),
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
@@ -222,13 +221,12 @@ class TextDataModule(PlannedDataModule):
 
     def _collator(self) -> RowCollator:
         module = self._trained_module
-        return RowCollator(
-            self._base_tokenizer(module), self.row_length, module.task if isinstance(module, RowTaskModule) else None
-        )
+        task = module.task if isinstance(module, RowTaskModule) else None
+        return RowCollator(self._base_tokenizer(module), self.row_length, task)
 
     def _identities(self) -> Sequence[SourceIdentity]:
-        pairs = zip(self.sources, self.rows.streams, strict=True)
-        return [SourceIdentity(source.name, stream.key) for source, stream in pairs]
+        streams = self.rows.streams
+        return [SourceIdentity(source.name, one.key) for source, one in zip(self.sources, streams, strict=True)]
 
 
 def validation_batches(num_rows: int, batch_size: int, rank: int, num_ranks: int) -> list[list[PlanEntry]]:

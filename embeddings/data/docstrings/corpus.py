@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -48,10 +48,9 @@ def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[Documente
 
     Determinism: the result depends on the order of `functions` alone.
     """
+    given = list(functions)
     by_name: dict[str, DocumentedFunction] = {}
-    given = 0
-    for function in functions:
-        given += 1
+    for function in given:
         by_name.setdefault(function.id, function)
     by_code: dict[str, DocumentedFunction] = {}
     for function in by_name.values():
@@ -65,7 +64,7 @@ def deduplicate(functions: Iterable[DocumentedFunction]) -> tuple[list[Documente
     groups = [group for group in by_query.values() if len(group) <= BOILERPLATE_FUNCTIONS]
     shared = sum(len(group) for group in groups)
     removed = Removed(
-        same_name=given - len(by_name),
+        same_name=len(given) - len(by_name),
         same_code=len(by_name) - len(distinct),
         near_duplicate=len(distinct) - len(originals),
         boilerplate_query=len(originals) - shared,
@@ -89,10 +88,8 @@ def near_duplicates(texts: Sequence[str]) -> list[bool]:
     def sets(index: int) -> Sequence[npt.NDArray[np.uint64]]:
         return rule.sets(items[index])
 
-    is_copy: list[bool] = mark_copies(
-        rule.keys(items).T, len(items), lambda earlier, later: rule.alike(sets(earlier), sets(later))
-    ).tolist()
-    return is_copy
+    is_copy = mark_copies(rule.keys(items).T, len(items), lambda one, other: rule.alike(sets(one), sets(other)))
+    return is_copy.tolist()  # type: ignore[no-any-return]
 
 
 def _code(function: DocumentedFunction) -> str:
@@ -118,41 +115,24 @@ def namespace_negatives(functions: Sequence[DocumentedFunction], seed: int) -> l
         functions: The training functions.
         seed: Seed of the draws.
     """
-    keys: tuple[Key, ...] = (_scope, lambda f: f.module, lambda f: f.package, lambda f: "")
-    groups = [_groups(functions, key) for key in keys]
+    keys: tuple[Key, ...] = (lambda f: f.id.rpartition(".")[0], lambda f: f.module, lambda f: f.package, lambda f: "")
+    groups: list[dict[str, list[int]]] = [defaultdict(list) for _ in keys]
+    for key, members in zip(keys, groups, strict=True):
+        for row, function in enumerate(functions):
+            members[key(function)].append(row)
     draw_NLT = numpy_generator(seed, "namespace").random((len(functions), len(keys), _TRIES))
-    return [_of_one(functions, row, keys, groups, draw_NLT[row]) for row in range(len(functions))]
 
+    def of_one(own: DocumentedFunction, draw_LT: npt.NDArray[np.float64]) -> Iterator[Negative]:
+        for level, (key, members) in enumerate(zip(keys, groups, strict=True)):
+            group = members[key(own)]
+            for draw in draw_LT[level]:
+                other = functions[group[int(draw * len(group))]]
+                nearer = level > 0 and keys[level - 1](other) == keys[level - 1](own)
+                if other.id != own.id and not nearer:
+                    yield Negative(other.document, level + 1)
+                    break
 
-def _of_one(
-    functions: Sequence[DocumentedFunction],
-    row: int,
-    keys: Sequence[Key],
-    groups: Sequence[dict[str, list[int]]],
-    draw_LT: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
-) -> tuple[Negative, ...]:
-    own = functions[row]
-    found = []
-    for level, (key, members) in enumerate(zip(keys, groups, strict=True)):
-        group = members[key(own)]
-        for draw in draw_LT[level]:
-            other = functions[group[int(draw * len(group))]]
-            nearer = level > 0 and keys[level - 1](other) == keys[level - 1](own)
-            if other.id != own.id and not nearer:
-                found.append(Negative(other.document, level + 1))
-                break
-    return tuple(found)
-
-
-def _scope(function: DocumentedFunction) -> str:
-    return function.id.rpartition(".")[0]
-
-
-def _groups(functions: Sequence[DocumentedFunction], key: Key) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = defaultdict(list)
-    for row, function in enumerate(functions):
-        groups[key(function)].append(row)
-    return groups
+    return [tuple(of_one(own, draw_LT)) for own, draw_LT in zip(functions, draw_NLT, strict=True)]
 
 
 class SplitSizes(NamedTuple):
@@ -212,33 +192,23 @@ def split_functions(
     held_out = [function for function in ordered if function.package in held_out_packages]
     trainable = [function for function in ordered if function.package not in held_out_packages]
     if not held_out:
-        raise OptionError(
-            "held_out_packages", sorted(held_out_packages), "must have documented functions", "name larger packages"
-        )
+        rule = "must have documented functions"
+        raise OptionError("held_out_packages", sorted(held_out_packages), rule, "name larger packages")
     num_taken = sizes.validation_documents + sizes.in_domain_documents
     if len(trainable) <= num_taken:
-        raise OptionError(
-            "num_validation_documents + num_in_domain_documents",
-            num_taken,
-            f"must leave functions to train on, and packages has {len(trainable)} documented ones",
-            "lower it, or add packages",
-        )
-    in_domain = _evaluation_set(trainable, sizes.in_domain_documents, sizes.in_domain_queries, seed, "in_domain")
+        rule = f"must leave functions to train on, and packages has {len(trainable)} documented ones"
+        option = "num_validation_documents + num_in_domain_documents"
+        raise OptionError(option, num_taken, rule, "lower it, or add packages")
+
+    def evaluation_set(pool: list[DocumentedFunction], name: str, documents: int, queries: int) -> EvaluationSet:
+        searched = _draw(pool, documents, seed, name)
+        return EvaluationSet(searched, _draw(searched, queries, seed, f"{name}_queries"))
+
+    in_domain = evaluation_set(trainable, "in_domain", sizes.in_domain_documents, sizes.in_domain_queries)
     trainable = _without(trainable, in_domain.documents)
-    validation = _evaluation_set(trainable, sizes.validation_documents, sizes.validation_queries, seed, "validation")
-    return DocstringSplit(
-        _without(trainable, validation.documents),
-        validation,
-        in_domain,
-        _evaluation_set(held_out, sizes.held_out_documents, sizes.held_out_queries, seed, "held_out"),
-    )
-
-
-def _evaluation_set(
-    functions: list[DocumentedFunction], num_documents: int, num_queries: int, seed: int, stream: str
-) -> EvaluationSet:
-    documents = _draw(functions, num_documents, seed, stream)
-    return EvaluationSet(documents, _draw(documents, num_queries, seed, f"{stream}_queries"))
+    validation = evaluation_set(trainable, "validation", sizes.validation_documents, sizes.validation_queries)
+    searched = evaluation_set(held_out, "held_out", sizes.held_out_documents, sizes.held_out_queries)
+    return DocstringSplit(_without(trainable, validation.documents), validation, in_domain, searched)
 
 
 def _without(functions: list[DocumentedFunction], taken: list[DocumentedFunction]) -> list[DocumentedFunction]:

@@ -13,7 +13,7 @@ import sysconfig
 import textwrap
 import tokenize
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -202,21 +202,13 @@ def find_sources(package: str) -> list[SourceFile]:
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
     """The installed version of each package, Python's own for the standard library, and "" where none is recorded."""
-    distributions = _distributions()
-    versions = {}
-    for package in sorted(packages):
-        if package == STANDARD_LIBRARY:
-            versions[package] = platform.python_version()
-        else:
-            names = distributions.get(package, [])
-            versions[package] = version(names[0]) if names else ""
-    return versions
+    names = {package: _distributions().get(package) for package in sorted(packages)}
+    versions = {package: version(found[0]) if found else "" for package, found in names.items()}
+    return versions | ({STANDARD_LIBRARY: platform.python_version()} if STANDARD_LIBRARY in versions else {})
 
 
-@functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    """The distributions of each top-level module: a scan of every installed file list, so it is made once."""
-    return packages_distributions()
+# A scan of every installed file list, so it is made once.
+_distributions = functools.cache(packages_distributions)
 
 
 def _roots(package: str) -> list[Path]:
@@ -242,11 +234,8 @@ def _walk(package: str, prefix: str, root: Path) -> Iterator[SourceFile]:
         return
     for folder, subfolders, names in os.walk(root):
         parents = [part for part in (prefix, *Path(folder).relative_to(root).parts) if part]
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if name.isidentifier() and name not in SKIPPED_FOLDERS and ".".join((*parents, name)) not in SKIPPED_MODULES
-        ]
+        kept = (name for name in subfolders if name.isidentifier() and name not in SKIPPED_FOLDERS)
+        subfolders[:] = [name for name in kept if ".".join((*parents, name)) not in SKIPPED_MODULES]
         for name in names:
             stem, extension = os.path.splitext(name)
             if extension == ".py" and stem.isidentifier() and not _is_test(stem):
@@ -321,9 +310,7 @@ def first_sentence(docstring: str) -> str | None:
     Args:
         docstring: The docstring as the source has it.
     """
-    paragraph = _first_paragraph(docstring)
-    text = _plain(paragraph)
-    sentence = _cut(text).rstrip(" .!;,").strip()
+    sentence = _cut(_plain(_first_paragraph(docstring))).rstrip(" .!;,").strip()
     return sentence if _says_enough(sentence) else None
 
 

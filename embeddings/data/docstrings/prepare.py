@@ -6,18 +6,17 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import atomic_path, check_manifest, file_sha256, write_manifest, write_text
+from embeddings.common.jobs import progress_bar
 from embeddings.common.process import logger
 from embeddings.data.docstrings.corpus import (
     DocstringSplit,
@@ -109,15 +108,15 @@ def prepare_docstrings(
     """
     folder = Path(os.path.abspath(output))
     check_output(folder)
+    validation, in_domain = num_validation_documents, num_in_domain_documents
     sizes = SplitSizes(
-        num_validation_documents,
-        num_validation_queries,
-        num_in_domain_documents,
-        num_in_domain_queries,
-        num_held_out_documents,
-        num_held_out_queries,
+        *(validation, num_validation_queries),
+        *(in_domain, num_in_domain_queries),
+        *(num_held_out_documents, num_held_out_queries),
     )
-    _check_sizes(sizes)
+    for name, size in sizes._asdict().items():
+        if size < 1:
+            raise OptionError(f"num_{name}", size, "must be >= 1", "leave it out for the default")
     held_out = sorted(set(held_out_packages))
     training = _training_packages(packages, held_out)
     # Held-out functions come first: of two copies the first one stays, and training gives way to the test.
@@ -127,30 +126,13 @@ def prepare_docstrings(
     if not force and (manifest := finished_manifest(folder, inputs)) is not None:
         logger.info("%s is already made from these packages and arguments; --force makes it again", output)
         return DocstringCorpus(folder, manifest["counts"], reused=True)
-    return _write(folder, list(_read(sources, contents)), held_out, sizes, inputs)
-
-
-def _write(
-    folder: Path,
-    functions: list[DocumentedFunction],
-    held_out: Sequence[str],
-    sizes: SplitSizes,
-    inputs: dict[str, Any],
-) -> DocstringCorpus:
-    """Write the corpus of some functions without their copies."""
+    functions = list(_read(sources, contents))
     logger.info("removing copies among %d documented functions", len(functions))
     kept, removed = deduplicate(functions)
-    split = split_functions(kept, held_out, sizes, inputs["seed"])
+    split = split_functions(kept, held_out, sizes, seed)
     counts = _counts(split)
-    fields = {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)}
-    write_corpus(folder, split, fields, inputs["seed"])
+    write_corpus(folder, split, {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)}, seed)
     return DocstringCorpus(folder, counts, reused=False)
-
-
-def _check_sizes(sizes: SplitSizes) -> None:
-    for name, size in sizes._asdict().items():
-        if size < 1:
-            raise OptionError(f"num_{name}", size, "must be >= 1", "leave it out for the default")
 
 
 def _inputs(seed: int, sizes: SplitSizes, held_out: list[str], training: list[str]) -> dict[str, Any]:
@@ -190,9 +172,7 @@ def _read(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> Iterator[
     size = sum(len(content) for content in contents)
     num_workers = min(4, os.cpu_count() or 1)
     with ExitStack() as stack:
-        bar = stack.enter_context(
-            tqdm(total=size, unit="B", unit_scale=True, desc="reading functions", mininterval=0.5)
-        )
+        bar = stack.enter_context(progress_bar(size, "reading functions", "B", unit_scale=True))
         found: Iterator[list[DocumentedFunction]]
         if size < _WORTH_PROCESSES or num_workers == 1:
             found = map(_functions_of, sources, contents)
@@ -205,32 +185,22 @@ def _read(sources: Sequence[SourceFile], contents: Sequence[bytes]) -> Iterator[
 
 
 def _functions_of(source: SourceFile, content: bytes) -> list[DocumentedFunction]:
-    with _paused_collector():
-        return list(documented_functions(content, source.package, source.module))
-
-
-@contextmanager
-def _paused_collector() -> Iterator[None]:
-    """No cycle collection: syntax trees have none, and looking for them takes half of the parser's time."""
+    # No cycle collection: syntax trees have none, and looking for them takes half of the parser's time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        return list(documented_functions(content, source.package, source.module))
     finally:
         if was_enabled:
             gc.enable()
 
 
 def _counts(split: DocstringSplit) -> dict[str, int]:
-    return {
-        "train": len(split.train),
-        "validation_documents": len(split.validation.documents),
-        "validation_queries": len(split.validation.queries),
-        "in_domain_documents": len(split.in_domain.documents),
-        "in_domain_queries": len(split.in_domain.queries),
-        "held_out_documents": len(split.held_out.documents),
-        "held_out_queries": len(split.held_out.queries),
-    }
+    counts = {"train": len(split.train)}
+    for name in ("validation", "in_domain", "held_out"):
+        evaluation: EvaluationSet = getattr(split, name)
+        counts |= {f"{name}_documents": len(evaluation.documents), f"{name}_queries": len(evaluation.queries)}
+    return counts
 
 
 KIND = "docstring_corpus"
@@ -243,9 +213,8 @@ def finished_manifest(output: Path, inputs: Mapping[str, Any]) -> dict[str, Any]
     except InputError:
         return None
     manifest: dict[str, Any] = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
-    intact = all(
-        (output / name).is_file() and file_sha256(output / name) == digest for name, digest in manifest["files"].items()
-    )
+    files = {output / name: digest for name, digest in manifest["files"].items()}
+    intact = all(path.is_file() and file_sha256(path) == digest for path, digest in files.items())
     return manifest if intact else None
 
 
@@ -261,9 +230,8 @@ def check_output(output: Path) -> None:
         try:
             check_manifest(output, {"kind": KIND})
         except (InputError, ValueError):
-            raise OptionError(
-                "output", str(output), "must be new, empty or an earlier docstring corpus", "name another folder"
-            ) from None
+            rule = "must be new, empty or an earlier docstring corpus"
+            raise OptionError("output", str(output), rule, "name another folder") from None
 
 
 def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any], seed: int = 0) -> None:
@@ -304,7 +272,7 @@ def _write_train(path: Path, split: DocstringSplit, seed: int) -> None:
                 "id": function.id,
                 "query": function.query,
                 "positive": function.document,
-                "negatives": [{"text": negative.text, "level": negative.level} for negative in negatives],
+                "negatives": [negative._asdict() for negative in negatives],
                 "package": function.package,
                 "module": function.module,
             }
@@ -313,28 +281,15 @@ def _write_train(path: Path, split: DocstringSplit, seed: int) -> None:
 
 def _write_evaluation(folder: Path, evaluation: EvaluationSet) -> None:
     """One folder in the layout of BEIR; a query has the id of the one function that answers it."""
-    _write_lines(
-        folder / "corpus.jsonl",
-        (
-            {
-                "_id": function.id,
-                "title": "",
-                "text": function.document,
-                "package": function.package,
-                "module": function.module,
-            }
-            for function in evaluation.documents
-        ),
+    documents = (
+        {"_id": f.id, "title": "", "text": f.document, "package": f.package, "module": f.module}
+        for f in evaluation.documents
     )
-    _write_lines(
-        folder / "queries.jsonl", ({"_id": function.id, "text": function.query} for function in evaluation.queries)
-    )
+    write_text(folder / "corpus.jsonl", "".join(map(_line, documents)))
+    queries = ({"_id": function.id, "text": function.query} for function in evaluation.queries)
+    write_text(folder / "queries.jsonl", "".join(map(_line, queries)))
     rows = [f"{function.id}\t{function.id}\t1\n" for function in evaluation.queries]
     write_text(folder / "qrels.tsv", "query-id\tcorpus-id\tscore\n" + "".join(rows))
-
-
-def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    write_text(path, "".join(_line(record) for record in records))
 
 
 def _line(record: Mapping[str, Any]) -> str:
