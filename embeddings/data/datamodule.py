@@ -97,9 +97,7 @@ class ResumableLoader(ShieldedLoader):
         batch_sampler: The plan.
         collate_fn: Makes a batch of a list of rows.
         num_workers: Processes that read and tokenise ahead; 0 does it between the steps.
-        prefetch_factor: Batches each worker runs ahead, or None for torch's own choice.
-        pin_memory: Whether batches lie in page-locked memory, for asynchronous copies to a GPU.
-        worker_init_fn: Called with its number in each worker before it starts.
+        options: Further options of `DataLoader`.
 
     Attributes:
         in_flight: Gives the number of delivered batches that have not been trained on.
@@ -115,21 +113,17 @@ class ResumableLoader(ShieldedLoader):
         batch_sampler: BatchSampler,
         collate_fn: Callable[[list[Any]], Any],
         num_workers: int = 0,
-        prefetch_factor: int | None = None,
-        pin_memory: bool = False,
-        worker_init_fn: Callable[[int], None] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(
             _Batches(dataset, collate_fn),  # type: ignore[arg-type]  # torch calls `__getitems__` alone
             batch_sampler=batch_sampler,
             collate_fn=_unchanged,
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            worker_init_fn=worker_init_fn,
             persistent_workers=num_workers > 0,
             # A generator of its own: each iterator draws from it, and a resumed run makes fewer iterators.
             generator=torch.Generator().manual_seed(batch_sampler.seed),
+            **options,
         )
         self.in_flight: Callable[[], int] = int
         self.tries_batch_sizes = False

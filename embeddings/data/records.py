@@ -300,8 +300,6 @@ class Example:
 
 # Records of a row group: as many are in memory at once.
 GROUP_ROWS = 4096
-_PLAIN = pa.string()
-_GRADED = pa.struct([("text", pa.string()), ("level", pa.int8())])
 
 
 def has_levels(table: Table, where: str) -> bool:
@@ -320,12 +318,8 @@ def has_levels(table: Table, where: str) -> bool:
 def write_records(path: Path, records: Iterable[Record], graded: bool) -> int:
     """Write records to a Parquet file with the columns of a source of pairs; returns their number.
 
+    `GROUP_ROWS` records are in memory at a time. The file is written in place: give the path that `atomic_path` gives.
     Determinism: the same records give the same bytes with one version of pyarrow.
-
-    Args:
-        path: The file, which is written in place: give the path that `atomic_path` gives.
-        records: What to write; `GROUP_ROWS` of them are in memory at a time.
-        graded: Whether the negatives have levels (`has_levels`).
     """
     return _write_rows(path, (_fields(record, graded) for record in records), record_schema(graded))
 
@@ -348,18 +342,10 @@ def _write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema) -
 
 def record_schema(graded: bool) -> pa.Schema:
     """The columns of a source of pairs, the negatives with levels (`graded`) or without."""
-    return pa.schema(
-        [
-            ("query", pa.string()),
-            ("positive", pa.list_(pa.string())),
-            ("negatives", pa.list_(_GRADED if graded else _PLAIN)),
-            ("instruction", pa.string()),
-            ("label", pa.string()),
-            ("score", pa.float64()),
-            ("id", pa.string()),
-            ("language", pa.string()),
-        ]
-    )
+    negative = pa.struct([("text", pa.string()), ("level", pa.int8())]) if graded else pa.string()
+    types = dict.fromkeys(RECORD_FIELDS, pa.string())
+    types |= {"positive": pa.list_(pa.string()), "negatives": pa.list_(negative), "score": pa.float64()}
+    return pa.schema(types)
 
 
 def record_table(records: Sequence[Record], graded: bool) -> pa.Table:

@@ -160,20 +160,29 @@ def test_a_cache_folder_that_is_a_file_is_refused(tmp_path):
         open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
 
 
+SUSPECTS = {
+    "a negative is also a positive": {"query": "q", "positive": ["a", "b"], "negatives": ["c", " b"]},
+    "a negative is the query itself": {"query": "q ", "positive": "a", "negatives": ["c", "q"]},
+    "a positive is the query itself": {"query": "q", "positive": ["a", "q\n"]},
+}
+
+
 def test_suspect_rows_are_refused_and_nothing_written_or_counted_in_one_warning_a_kind(tmp_path, caplog):
-    rows = [*pairs(3), {"query": "q", "positive": "p", "negatives": ["p"]}, {"query": "q", "positive": "q"}]
-    path = str(write_jsonl(tmp_path / "a.jsonl", rows))
+    path = str(write_jsonl(tmp_path / "a.jsonl", [*pairs(3), *SUSPECTS.values(), {"query": "r", "positive": "r"}]))
     with pytest.raises(InputError, match=r"a\.jsonl:4: a negative is also a positive"):
         open_cached(SourceConfig("mine", path), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-    for policy, done, count in (("keep", "kept", 5), ("leave_out", "left out", 3)):
+    for policy, done, count in (("keep", "kept", 7), ("leave_out", "left out", 3)):
         caplog.clear()
         cached = open_cached(SourceConfig("mine", path, suspect_rows=policy), tmp_path / "cache")
         assert len(cached.table) == count
         assert [record.getMessage() for record in caplog.records] == [
-            f"source mine: in 1 rows, which are {done}, a negative is also a positive",
-            f"source mine: in 1 rows, which are {done}, a positive is the query itself",
+            f"source mine: in {number} rows, which are {done}, {kind}"
+            for kind, number in zip(SUSPECTS, (1, 1, 2), strict=True)
         ]
+    path = str(write_jsonl(tmp_path / "a.jsonl", SUSPECTS.values()))
+    with pytest.raises(InputError, match="every row is suspect"):
+        open_cached(SourceConfig("mine", path, suspect_rows="leave_out"), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("policy", ["leave_out", "keep"])
@@ -247,26 +256,6 @@ def test_a_record_is_stored_with_levels_and_a_label_code():
     assert list(facts.labels) == ["x", "7"]
 
 
-SUSPECTS = {
-    "a negative is also a positive": {"query": "q", "positive": ["a", "b"], "negatives": ["c", " b"]},
-    "a negative is the query itself": {"query": "q ", "positive": "a", "negatives": ["c", "q"]},
-    "a positive is the query itself": {"query": "q", "positive": ["a", "q\n"]},
-}
-SOUND = {"query": "q", "positive": "a", "negatives": ["b"]}
-
-
-def test_suspect_rows_are_left_out_or_kept_when_asked_and_counted():
-    rows = [SOUND, *SUSPECTS.values(), SUSPECTS["a positive is the query itself"]]
-    kept, facts = convert("pairs", rows, suspect_rows="keep")
-    assert len(kept) == 5
-    assert facts.suspects == dict.fromkeys(SUSPECTS, 1) | {"a positive is the query itself": 2}
-    sound, facts = convert("pairs", rows, suspect_rows="leave_out")
-    assert sound == kept[:1]
-    assert facts.suspects.total() == 4
-    with pytest.raises(InputError, match="every row is suspect"):
-        convert("pairs", rows[1:], suspect_rows="leave_out")
-
-
 def test_a_class_with_one_text_is_remembered_with_its_first_row():
     texts = [("one", "x"), ("two", "y"), (" one ", "x"), ("three", "y"), ("only", "z")]
     rows, facts = convert("class_by_example", [{"text": text, "label": label} for text, label in texts])
@@ -276,16 +265,9 @@ def test_a_class_with_one_text_is_remembered_with_its_first_row():
 
 def test_a_pair_that_people_found_similar_goes_both_ways_and_others_are_left_out():
     rows = [{"sentence1": f"a{s}", "sentence2": f"b{s}", "score": s} for s in (3.99, 4, 5)]
-    assert convert("sts", rows)[0] == [
-        StoredRow("a4", ("b4",)),
-        StoredRow("b4", ("a4",)),
-        StoredRow("a5", ("b5",)),
-        StoredRow("b5", ("a5",)),
-    ]
+    both_ways = [StoredRow(one, (other,)) for one, other in (("a4", "b4"), ("b4", "a4"), ("a5", "b5"), ("b5", "a5"))]
+    assert convert("sts", rows)[0] == both_ways
     assert len(convert("sts", rows, min_score=3.5)[0]) == 6
-
-
-def test_a_scale_on_which_no_pair_is_similar_is_refused_with_its_highest_score():
     rows = [{"sentence1": "a", "sentence2": "b", "score": score} for score in (0.3, 0.9)]
     with pytest.raises(InputError, match=r"source 'mine': no pair reaches the score 4 \(the highest is 0\.9\)"):
         convert("sts", rows)
@@ -358,11 +340,8 @@ def read(folder, rows, **options):
     return read_languages(config, open_cached(config, folder / "cache")).tolist()
 
 
-def test_languages_are_numbered_by_first_appearance(tmp_path):
+def test_languages_are_numbered_by_first_appearance_and_a_record_without_one_is_named(tmp_path):
     assert read(tmp_path, in_languages("de", "fr", "de", "DE", "fr")) == [0, 1, 0, 2, 1]
-
-
-def test_a_record_without_a_language_is_named(tmp_path):
     with pytest.raises(InputError, match=r"a\.jsonl:2: the record has no language; give every record one, or map it"):
         read(tmp_path, in_languages("de", None, "de"))
 

@@ -49,38 +49,26 @@ def test_every_row_has_the_vectors_of_its_query_and_positives(plain, tmp_path):
             assert number_of(each.positives(row)).tolist() == expected
 
 
-def test_the_vectors_that_the_jobs_write_are_read(plain, tmp_path):
+def test_the_vectors_that_the_jobs_write_are_read_and_vouched_for(plain, tmp_path):
     from embeddings.inference import Encoder
     from embeddings.mining.pair_vectors import encode_pairs
     from tests.inference.models import tiny_embedder
 
     encoder = Encoder(tiny_embedder(), precision="float32")
-    written = encode_pairs(encoder, plain.cached, tmp_path / "s", shard_size=3)
+    written = encode_pairs(encoder, plain.cached, tmp_path / "s", shard_size=3, negatives=True)
+    for name in ("queries", "documents"):
+        assert json.loads((tmp_path / "s" / name / "manifest.json").read_text())[CHECKED] is True
     vectors = SurrogateVectors(tmp_path / "s", plain.cached.folder.name)
     assert vectors.width == written.query_shards.embedding_dim
     queries, documents = (np.concatenate(list(shards)) for shards in (written.query_shards, written.document_shards))
     for row in range(8):
         np.testing.assert_array_equal(vectors.query(row), queries[row])
         np.testing.assert_array_equal(vectors.positives(row), documents[written.index.positives(row)])
-
-
-def test_the_jobs_vouch_for_every_vector_they_write(plain, tmp_path):
-    from embeddings.inference import Encoder
-    from embeddings.mining.pair_vectors import encode_pairs
-    from tests.inference.models import tiny_embedder
-
-    encode_pairs(Encoder(tiny_embedder(), precision="float32"), plain.cached, tmp_path / "s", negatives=True)
-    for name in ("queries", "documents"):
-        assert json.loads((tmp_path / "s" / name / "manifest.json").read_text())[CHECKED] is True
-    vectors = SurrogateVectors(tmp_path / "s", plain.cached.folder.name)
     assert vectors.negatives(3, [0], 5).shape == (1, vectors.width)
 
 
 def test_hard_negatives_have_the_vectors_of_their_texts_as_many_as_are_drawn(tmp_path):
-    rows = [
-        {"query": f"query {row}", "positive": f"positive {row}", "negatives": [f"n {row + k}" for k in range(row % 4)]}
-        for row in range(8)
-    ]
+    rows = [pair | {"negatives": [f"n {row + k}" for k in range(row % 4)]} for row, pair in enumerate(pairs(8))]
     plain = dataset(tmp_path, rows)
     source = with_vectors(plain, write_surrogates(tmp_path / "s", plain.cached, negatives=True))
     # Documents: eight positives, then the negatives by first appearance.
@@ -165,14 +153,10 @@ def test_a_batch_carries_the_vectors_of_queries_and_drawn_positives(plain, tmp_p
     assert drawn == {"positive 5", "positive 2", "positive 1"}
 
 
-def test_vectors_of_another_source_are_refused(plain, tmp_path):
+def test_vectors_of_another_source_and_an_encoding_that_is_not_complete_are_refused(plain, tmp_path):
     other = dataset(tmp_path, pairs(8), name="other")
-    folder = write_surrogates(tmp_path / "s", other.cached)
     with pytest.raises(InputError, match="field 'source_key' is"):
-        with_vectors(plain, folder)
-
-
-def test_an_encoding_that_is_not_complete_is_refused(plain, tmp_path):
+        with_vectors(plain, write_surrogates(tmp_path / "other", other.cached))
     folder = write_surrogates(tmp_path / "s", plain.cached)
     manifest = folder / "documents" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": False}))

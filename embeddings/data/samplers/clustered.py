@@ -71,7 +71,9 @@ def nearest_order(centroids: NDArray[np.float32], neighbours: NDArray[np.int32],
     # Plain views: each look into a memory map would cost a microsecond more.
     near, centroids = np.asarray(neighbours), np.asarray(centroids)
     visited = bytearray(num_clusters)
-    remaining = _Remaining(np.frombuffer(visited, dtype=np.bool_), random_order(num_clusters, derive_seed(key, "left")))
+    is_visited = np.frombuffer(visited, dtype=np.bool_)
+    # All clusters in a random order; where half of the first ones were visited, the visited ones are dropped.
+    left = random_order(num_clusters, derive_seed(key, "left"))
     order = np.empty(num_clusters, dtype=np.int32)
     current = derive_seed(key, "start") % num_clusters
     for position in range(num_clusters - 1):
@@ -82,34 +84,16 @@ def nearest_order(centroids: NDArray[np.float32], neighbours: NDArray[np.int32],
                 current = cluster
                 break
         else:
-            found = remaining.of(near[near[current]].ravel())
+            listed = near[near[current]].ravel()
+            found = listed[~is_visited[listed]]
             if not len(found):
-                found = remaining.sample()
+                found = left[:SAMPLE][~is_visited[left[:SAMPLE]]]
+                if 2 * len(found) < SAMPLE:
+                    left = left[~is_visited[left]]
+                    found = left[:SAMPLE]
             current = int(found[np.argmax(_products(centroids, found, current))])
     order[-1] = current
     return order
-
-
-class _Remaining:
-    """The clusters that a tour has not visited: those of a random order, from which visited ones are dropped at times.
-
-    `visited` is True where a cluster was visited, (k,) bool, changed by the tour; `order` holds all clusters, (k,).
-    """
-
-    def __init__(self, visited: NDArray[np.bool_], order: Order) -> None:
-        self._visited, self._order = visited, order
-
-    def of(self, clusters: Order) -> Order:
-        """Those of `clusters` that were not visited."""
-        return clusters[~self._visited[clusters]]
-
-    def sample(self) -> Order:
-        """Random ones that were not visited, `SAMPLE` / 2 or more where there are as many, at least one."""
-        found = self.of(self._order[:SAMPLE])
-        if 2 * len(found) < SAMPLE:
-            self._order = self.of(self._order)
-            found = self._order[:SAMPLE]
-        return found
 
 
 def _products(centroids: NDArray[np.float32], clusters: Order, cluster: int) -> NDArray[np.float64]:

@@ -29,15 +29,9 @@ def source_of(row: int, sizes: list[int]) -> int:
     return int(np.searchsorted(np.cumsum(sizes), row, side="right"))
 
 
-def test_a_natural_epoch_holds_no_row_twice_and_leaves_out_less_than_a_batch() -> None:
-    for epoch in range(8):
-        rows = list(chain(*rows_of(make(4), epoch)))
-        assert len(rows) == len(set(rows)) == 68
-        assert set(rows) <= set(range(71))
-
-
-def test_the_rows_left_out_differ_from_epoch_to_epoch() -> None:
+def test_a_natural_epoch_leaves_out_less_than_a_batch_and_another_each_time() -> None:
     left_out = [frozenset(range(71)) - set(chain(*rows_of(make(4), epoch))) for epoch in range(20)]
+    assert {len(rows) for rows in left_out} == {71 - 68}
     assert len(set(left_out)) > 10
 
 
@@ -122,14 +116,9 @@ def test_a_far_step_of_a_large_plan_is_found_within_ten_milliseconds() -> None:
     [
         ({"batch_size": 72}, r"data\.batch_size must not exceed the 71 training rows \(batch_size x 1 ranks\), got 72"),
         ({"batch_size": 36, "num_replicas": 2, "rank": 0}, r"x 2 ranks\), got 36"),
-        ({"batch_size": 0}, r"data\.batch_size must be >= 1"),
-        ({"sizes": []}, r"data\.sources must each have rows"),
-        ({"sizes": [3, 0]}, r"data\.sources must each have rows"),
         ({"steps_per_epoch": 0}, "steps_per_epoch must be >= 1"),
         ({"weights": [1, 2, 3, 4]}, "cannot take effect with proportions 'size'"),
         ({"temperature": 1.5}, "must be from 0 to 1"),
-        ({"weights": [1, 1]}, "one for each of the 4 sources"),
-        ({"weights": [1, 1, 1, 0], "proportions": "given"}, "must be > 0 and finite"),
     ],
 )
 def test_impossible_options_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:

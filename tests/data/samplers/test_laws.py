@@ -9,6 +9,7 @@ import pytest
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader
 
+from embeddings.common import OptionError
 from embeddings.data import PlanEntry, ResumableLoader
 from embeddings.data.samplers import (
     BatchSampler,
@@ -45,8 +46,8 @@ def make(request: pytest.FixtureRequest, clusters: str) -> Make:
     kind, fixed = SAMPLERS[request.param]
     fixed = fixed | ({"clusters": clusters} if kind is ClusteredBatchSampler else {})
 
-    def maker(batch_size: int = 6, **options: Any) -> BatchSampler:
-        sampler: BatchSampler = kind(SIZES, batch_size, **fixed | options)
+    def maker(batch_size: int = 6, sizes: list[int] = SIZES, **options: Any) -> BatchSampler:
+        sampler: BatchSampler = kind(sizes, batch_size, **fixed | options)
         sampler.identify([SourceIdentity(str(number), f"key {number}") for number in range(len(SIZES))])
         return sampler
 
@@ -134,3 +135,18 @@ def test_plan_fields_are_plain_and_do_not_name_the_rank(make: Make) -> None:
     fields = [make(3, num_replicas=2, rank=rank).plan_fields() for rank in range(2)]
     assert fields[0] == fields[1] != make(3, num_replicas=2, rank=0, seed=1).plan_fields()
     assert {type(value) for value in fields[0].values()} <= {int, str}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, r"data\.batch_size must be >= 1"),
+        ({"sizes": []}, r"data\.sources must each have rows"),
+        ({"sizes": [3, 0, 1]}, r"data\.sources must each have rows"),
+        ({"num_replicas": 2}, "rank goes with num_replicas"),
+    ],
+)
+def test_what_suits_no_sampler_is_refused_in_one_line(make: Make, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as raised:
+        make(**options)
+    assert "\n" not in str(raised.value)
