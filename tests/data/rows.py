@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from embeddings.data import SourceConfig, SourceDataset, open_source
 
 
@@ -13,6 +16,14 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     """One JSON value a line; gzipped where the name says so."""
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """The rows as Parquet or JSON lines, as the name says."""
+    if path.suffix != ".parquet":
+        return write_jsonl(path, rows)
+    pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 

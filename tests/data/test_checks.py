@@ -79,12 +79,7 @@ NEEDS = {forced: BatchNeeds(in_batch_negatives=forced) for forced in ("source", 
 @pytest.mark.parametrize(
     ("options", "needs", "num_negatives", "message"),
     [
-        (
-            {"in_batch_negatives": False},
-            "source",
-            0,
-            "data.num_negatives to 1 or more, or set in_batch_negatives: true",
-        ),
+        ({"in_batch_negatives": False}, "source", 0, "num_negatives to 1 or more, or set in_batch_negatives: true"),
         ({}, "off", 0, "num_negatives to 1 or more, or set model.loss.in_batch_negatives: source"),
         ({"in_batch_negatives": False, "conversion": "sts"}, "source", 7, "`mine --conversion sts`.* as pairs, or set"),
         ({"conversion": "sts"}, "off", 7, "mine negatives for it .* model.loss.in_batch_negatives: source"),
@@ -137,7 +132,8 @@ def config(name: str, **options: object) -> SourceConfig:
     return SourceConfig(name, "a.jsonl", **options)  # type: ignore[arg-type]
 
 
-ROLES = {"query_prompt": "q: ", "document_prompt": "d: "}
+DOCUMENT = {"document_prompt": "d: "}
+ROLES = {"query_prompt": "q: ", **DOCUMENT}
 BOTH = ["Answer", "Find"]
 
 
@@ -145,11 +141,7 @@ BOTH = ["Answer", "Find"]
     ("sources", "given", "expected"),
     [
         # One source gives its prompts by its name and by role; several only those that they share.
-        (
-            [("faq", {"instruction": "Answer", "document_prompt": "d: "})],
-            {},
-            {"faq": ASK, "query": ASK, "document": "d: "},
-        ),
+        ([("a", {"instruction": "Answer", **DOCUMENT})], {}, {"a": ASK, "query": ASK, "document": "d: "}),
         ([("a", ROLES), ("b", ROLES)], {}, {"a": "q: ", "b": "q: ", "query": "q: ", "document": "d: "}),
         ([("a", {"instruction": "Answer"}), ("b", {"instruction": "Find"})], {}, {"a": ASK, "b": FIND}),
         ([("a", {"instruction": "Answer"}), ("b", {})], {}, {"a": ASK}),
@@ -188,6 +180,7 @@ def test_prompts_that_no_encoding_uses_by_itself_are_worth_a_warning(caplog: pyt
         ({"instruction": ["Find", "f o x " * 4]}, {}, "query_max_length"),
         ({"query_prompt": "f o x " * 4}, {}, "query_max_length"),
         ({"document_prompt": "f o x " * 4}, {}, "document_max_length"),
+        ({"query_prompt": "f o x " * 4, "symmetric": True}, {}, "document_max_length"),
         ({}, {"query": "f o x " * 4}, "query_max_length"),
         ({}, {"document": "f o x " * 4}, "document_max_length"),
     ],
@@ -202,11 +195,3 @@ def test_a_prompt_that_leaves_no_room_is_refused_before_a_text_is_read(
     tokenizer = TextTokenizer(wordpiece_tokenizer(), TextSettings(**lengths, prompts=given))
     with pytest.raises(OptionError, match=rf"data\.text\.{limit} must exceed the \d+ tokens of the prompt"):
         check_prompts(tokenizer, sources)
-
-
-def test_a_symmetric_sources_prompt_takes_room_from_documents_too() -> None:
-    settings = TextSettings(query_max_length=64, document_max_length=8)
-    with pytest.raises(OptionError, match=r"data\.text\.document_max_length must exceed"):
-        check_prompts(
-            TextTokenizer(wordpiece_tokenizer(), settings), [config("sts", query_prompt="f o x " * 4, symmetric=True)]
-        )

@@ -20,38 +20,20 @@ def make(num_negatives: int, **settings: object) -> ContrastiveCollator:
 
 
 def examples() -> list[Example]:
+    positives, negatives = ("sum of two", "two numbers", "return"), (Negative("jumps"),)
+    labelled = Example(99, 2, 3, "sum", positives, negatives, label=5, negative_labels=(6,))
     return [
-        Example(
-            row=10,
-            draw=1,
-            source=0,
-            query="fox",
-            positives=("the fox",),
-            negatives=(Negative("a dog", 1), Negative("lazy dog", 2), Negative("how", 3)),
-        ),
-        Example(
-            row=99,
-            draw=2,
-            source=3,
-            query="sum",
-            positives=("sum of two", "two numbers", "return"),
-            negatives=(Negative("jumps"),),
-            label=5,
-            negative_labels=(6,),
-            query_prompt="search_query: ",
-            document_prompt="search_document: ",
-            in_batch_negatives=False,
-        ),
+        Example(10, 1, 0, "fox", ("the fox",), (Negative("a dog", 1), Negative("lazy dog", 2), Negative("how", 3))),
+        replace(labelled, query_prompt="search_query: ", document_prompt="search_document: ", in_batch_negatives=False),
         Example(row=7, draw=3, source=1, query="pad", positives=("sequences", "sequences one"), label=2),
     ]
 
 
 def test_solved_examples_of_the_same_source_stand_before_a_query() -> None:
+    texts = [("fox", "the fox"), ("sum", "two"), ("dog", "lazy dog"), ("pad", "one")]
     batch = [
         Example(row=row, draw=row, source=row % 2, query=query, positives=(document,), query_prompt="find ")
-        for row, (query, document) in enumerate(
-            [("fox", "the fox"), ("sum", "two"), ("dog", "lazy dog"), ("pad", "one")]
-        )
+        for row, (query, document) in enumerate(texts)
     ]
     collate = ContrastiveCollator(TextTokenizer(TOKENIZER, TextSettings(query_max_length=64)), 0, None, 1)
     plain = make(0, query_max_length=64)
@@ -73,12 +55,8 @@ def test_solved_examples_of_the_same_source_stand_before_a_query() -> None:
 
 
 def test_solved_examples_leave_half_of_the_length_to_the_query() -> None:
-    batch = [
-        Example(
-            row=row, draw=row, source=0, query=f"fox {'the ' * row}", positives=("lazy dog " * 5,), query_prompt="find "
-        )
-        for row in range(12)
-    ]
+    positives = ("lazy dog " * 5,)
+    batch = [Example(row, row, 0, f"fox {'the ' * row}", positives, query_prompt="find ") for row in range(12)]
     collate = ContrastiveCollator(TextTokenizer(TOKENIZER, TextSettings(query_max_length=64)), 0, None, 50)
     lengths = []
     for place, prompt in enumerate(collate._with_examples(batch, ["find "] * 12, ["lazy dog " * 5] * 12)):

@@ -2,10 +2,9 @@
 
 import pickle
 from collections import Counter
+from itertools import zip_longest
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError, OptionError, TextSettings
@@ -15,25 +14,16 @@ from embeddings.data.dataset import ClassExamples, LabelTexts, places_of_level
 from embeddings.data.samplers.base import LevelRule
 from embeddings.data.store import ClassIndex, write_class_index
 from embeddings.data.table import StoredRow, Table, write_table
-from tests.data.rows import dataset, graded, labelled, pairs, write_jsonl
+from tests.data.rows import dataset, graded, labelled, pairs, write_jsonl, write_rows
 
 
 def test_a_pair_becomes_an_example_with_its_prompts(tmp_path):
     rows = [{"query": "q", "positive": ["p", "r"], "negatives": ["n"], "label": "l"}]
     source = dataset(tmp_path, rows, instruction="find", document_prompt="document: ", in_batch_negatives=False)
     assert len(source) == 1
-    assert source[PlanEntry(0, 9)] == Example(
-        row=0,
-        draw=9,
-        source=0,
-        query="q",
-        positives=("p", "r"),
-        negatives=(Negative("n"),),
-        label=0,
-        query_prompt="Instruct: find\nQuery: ",
-        document_prompt="document: ",
-        in_batch_negatives=False,
-    )
+    prompts = {"query_prompt": "Instruct: find\nQuery: ", "document_prompt": "document: "}
+    expected = Example(0, 9, 0, "q", ("p", "r"), (Negative("n"),), label=0, **prompts, in_batch_negatives=False)
+    assert source[PlanEntry(0, 9)] == expected
 
 
 def test_documents_of_a_symmetric_source_carry_the_querys_prompt(tmp_path):
@@ -143,9 +133,6 @@ def test_a_class_of_one_text_may_be_left_out_and_still_gives_negatives(tmp_path)
     assert all("only" in [negative.text for negative in example.negatives] for example in queries)
     fewer = dataset(tmp_path, rows, conversion="class_by_example", single_text_classes="leave_out", max_rows=4)
     assert len({fewer[PlanEntry(row, 0)].query for row in range(4)} - {"only"}) == 4
-
-
-def test_a_source_of_classes_of_one_text_has_no_query(tmp_path):
     with pytest.raises(InputError, match="no class has two texts"):
         dataset(tmp_path, labelled(1, 1), conversion="class_by_example", single_text_classes="leave_out")
 
@@ -168,11 +155,7 @@ def test_a_source_is_pickled_without_its_data(tmp_path, conversion):
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
 def test_levels_of_a_file_decide_which_negatives_a_step_may_use(tmp_path, kind):
-    path = tmp_path / f"records.{kind}"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(graded(3)), path)
-    else:
-        write_jsonl(path, graded(3))
+    path = write_rows(tmp_path / f"records.{kind}", graded(3))
     source = open_source(SourceConfig("records", str(path)), tmp_path / "cache")
     for row in range(3):
         for level in (1, 2, 3, 4):
@@ -197,11 +180,7 @@ TRIPLETS = [{**pair, "negative": f"n {row}", "score": 1.0, "anchor": None} for r
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_columns_that_look_like_a_field_are_named_in_one_line(form, tmp_path, caplog):
     """sentence-transformers calls a column of one negative `negative`; a cached source says it again."""
-    path = tmp_path / f"triplets.{form}"
-    if form == "jsonl":
-        write_jsonl(path, TRIPLETS)
-    else:
-        pq.write_table(pa.Table.from_pylist(TRIPLETS), path)
+    path = write_rows(tmp_path / f"triplets.{form}", TRIPLETS)
     for _ in range(2):
         caplog.clear()
         warn_of_unused_columns(open_source(SourceConfig("triplets", str(path)), tmp_path / "cache"), 1)
@@ -233,13 +212,10 @@ def test_columns_that_are_used_or_not_asked_for_are_not_named(tmp_path, caplog):
 
 def class_examples(folder, texts_by_class, num_negatives):
     """The rule, and its rows as a plain list; classes take turns."""
-    longest = max(map(len, texts_by_class))
-    rows = [
-        StoredRow(texts[i], label=label)
-        for i in range(longest)
-        for label, texts in enumerate(texts_by_class)
-        if i < len(texts)
-    ]
+    turns = zip_longest(
+        *([StoredRow(text, label=label) for text in texts] for label, texts in enumerate(texts_by_class))
+    )
+    rows = [row for turn in turns for row in turn if row is not None]
     write_table(folder, rows)
     write_class_index(folder, np.array([row.label for row in rows], dtype=np.int32), len(texts_by_class))
     return ClassExamples(Table(folder), ClassIndex(folder), num_negatives), rows
@@ -315,11 +291,6 @@ def texts(negatives: tuple[Negative, ...], level: int, cumulative: bool = False,
     return [negatives[place].text for place in places_of_level(negatives, LevelRule(level, cumulative), draw)]
 
 
-@pytest.mark.parametrize("level", [1, 2, 3, 4])
-def test_a_level_allows_its_own_negatives_in_the_rows_order(level: int) -> None:
-    assert texts(ALL, level) == [f"{level}a", f"{level}b"]
-
-
 @pytest.mark.parametrize(
     ("levels", "expected"),
     [
@@ -338,7 +309,8 @@ def test_the_nearest_coarser_level_stands_in_and_never_a_finer_one(
 
 
 @pytest.mark.parametrize("level", [1, 2, 3, 4])
-def test_cumulative_levels_are_the_present_and_all_coarser_ones(level: int) -> None:
+def test_a_level_allows_its_own_negatives_in_their_order_and_cumulative_ones_all_coarser_too(level: int) -> None:
+    assert texts(ALL, level) == [f"{level}a", f"{level}b"]
     found = texts(ALL, level, cumulative=True)
     assert sorted(found) == [f"{coarser}{name}" for coarser in range(level, 5) for name in "ab"]
 
@@ -359,13 +331,9 @@ def test_negatives_without_levels_belong_to_every_level(cumulative: bool) -> Non
 
 @pytest.fixture
 def mixture(tmp_path):
-    return Mixture(
-        [
-            dataset(tmp_path, pairs(3), name="one", weight=2.0),
-            dataset(tmp_path, labelled(4, 4), name="two", conversion="class_by_example", in_batch_negatives=False),
-            dataset(tmp_path, pairs(1, "three "), name="three"),
-        ]
-    )
+    first, last = dataset(tmp_path, pairs(3), name="one", weight=2.0), dataset(tmp_path, pairs(1, "x "), name="three")
+    classes = {"name": "two", "conversion": "class_by_example", "in_batch_negatives": False}
+    return Mixture([first, dataset(tmp_path, labelled(4, 4), **classes), last])
 
 
 def test_rows_of_all_sources_lie_one_after_another(mixture):

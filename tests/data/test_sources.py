@@ -15,7 +15,7 @@ import pytest
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.data import PlanEntry, SourceConfig, open_source, sources
 from embeddings.data.sources import HubReader, check_names, open_reader, resolve_files, resolve_revision
-from tests.data.rows import pairs, write_jsonl
+from tests.data.rows import pairs, write_jsonl, write_rows
 
 
 class Holder:
@@ -50,19 +50,13 @@ def test_a_list_of_sources_is_read_from_yaml():
     sources = parser.instantiate(parser.parse_string(YAML)).data.sources
     assert [source.name for source in sources] == ["msmarco", "files", "toxic"]
     assert sources[0].is_hub
-    assert sources[0].query_prompts(TextSettings()) == (
-        "Instruct: find passages\nQuery: ",
-        "Instruct: answer the question\nQuery: ",
-    )
+    prompts = tuple(f"Instruct: {task}\nQuery: " for task in ("find passages", "answer the question"))
+    assert sources[0].query_prompts(TextSettings()) == prompts
     assert sources[1].path == ["a.jsonl", "b.parquet"]
     assert sources[1].weight == 2.0
     assert not sources[2].in_batch_negatives
-
-
-def test_prompts_are_the_instruction_or_the_prefix_or_nothing():
-    assert SourceConfig("a", "a").query_prompts(TextSettings()) == ("",)
+    assert sources[1].query_prompts(TextSettings()) == ("",)
     assert SourceConfig("a", "a", query_prompt="query: ").query_prompts(TextSettings()) == ("query: ",)
-    assert SourceConfig("a", "a", instruction="find").query_prompts(TextSettings()) == ("Instruct: find\nQuery: ",)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +211,6 @@ def test_a_byte_order_mark_and_windows_line_ends_are_passed_over(tmp_path, data)
 def test_a_bad_file_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypatch, data, where, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_bytes(data)
-    from pathlib import Path
-
     with pytest.raises(InputError) as error:
         read(Path("bad.jsonl"))
     text = str(error.value)
@@ -234,18 +226,18 @@ def test_a_column_of_parquet_that_is_there_twice_is_refused_where_it_is_asked_fo
     with pytest.raises(InputError, match=r"a\.parquet: has two columns 'positive'; rename one of them"):
         read(tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet", ["query"], ["query"])[0].fields == {"query": "a"}
+    # Without a required column the row shows all that there are.
+    pq.write_table(pa.table({"question": ["q"], "answer": ["p"]}), tmp_path / "b.parquet")
+    assert read(tmp_path / "b.parquet")[0].fields == {"question": "q", "answer": "p"}
 
 
-def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+def test_a_line_without_end_and_a_file_that_is_not_there_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"gone\.jsonl: cannot be read \(No such file"):
+        read(tmp_path / "gone.jsonl")
     monkeypatch.setattr(sources, "MAX_LINE_BYTES", 2**20)
     (tmp_path / "a.jsonl").write_bytes(LINE + b'{"query": "' + b"x" * 2**20 + b'"}\n')
     with pytest.raises(InputError, match=r"a\.jsonl:2: the row is longer than 1 MiB"):
         read(tmp_path / "a.jsonl")
-
-
-def test_parquet_without_a_required_column_shows_the_columns_it_has(tmp_path):
-    pq.write_table(pa.table({"question": ["q"], "answer": ["p"]}), tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet")[0].fields == {"question": "q", "answer": "p"}
 
 
 def test_parquet_cut_off_without_rows_or_with_broken_text_is_refused(tmp_path):
@@ -263,18 +255,9 @@ def test_parquet_cut_off_without_rows_or_with_broken_text_is_refused(tmp_path):
         read(tmp_path / "text.parquet")
 
 
-def test_a_file_that_may_not_be_read_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"gone\.jsonl: cannot be read \(No such file"):
-        open_reader(tmp_path / "gone.jsonl", (), ())
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_reading_ends_with_all_bytes_read(tmp_path, name):
-    path = tmp_path / name
-    if name.endswith("parquet"):
-        pq.write_table(pa.Table.from_pylist(pairs(3000)), path)
-    else:
-        write_jsonl(path, pairs(3000))
+    path = write_rows(tmp_path / name, pairs(3000))
     reader = open_reader(path, ("query", "positive"), ("query", "positive"))
     assert reader.bytes_read == 0
     assert sum(1 for _ in reader) == 3000

@@ -1,7 +1,5 @@
 """Plain texts: their sources, token streams and packed rows, in a training, a killed one, and in validation."""
 
-import gzip
-import json
 import multiprocessing
 import pickle
 import subprocess
@@ -11,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -33,6 +29,7 @@ from embeddings.data.text_streams import (
     open_stream,
 )
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run, quiet_trainer
+from tests.data.rows import write_jsonl, write_rows
 from tests.helpers.tiny import bpe_tokenizer, save_backbone, sentencepiece_tokenizer, tiny_bert, wordpiece_tokenizer
 
 # The ledger only trains.
@@ -49,11 +46,8 @@ def documents(tmp_path: Path, **fields: Any) -> Documents:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
-    lines = "".join(json.dumps({"id": row, "text": text}) + "\n" for row, text in enumerate(DOCUMENTS))
-    (tmp_path / "a.jsonl").write_text(lines)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    pq.write_table(pa.table({"text": DOCUMENTS, "id": range(5)}), tmp_path / "c.parquet")
-    return [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet")]
+    rows = [{"id": row, "text": text} for row, text in enumerate(DOCUMENTS)]
+    return [str(write_rows(tmp_path / name, rows)) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet")]
 
 
 def test_every_kind_of_file_gives_its_texts_without_blank_ones(files: list[str], tmp_path: Path) -> None:
@@ -81,9 +75,9 @@ def test_inputs_follow_from_the_bytes(files: list[str], tmp_path: Path) -> None:
     ],
 )
 def test_a_record_without_a_text_is_named(row: dict[str, Any], column: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" + json.dumps(row) + "\n")
+    path = write_jsonl(tmp_path / "bad.jsonl", [{"text": "fine"}, row])
     with pytest.raises(InputError, match=f"bad.jsonl:{says}"):
-        list(documents(tmp_path, path=str(tmp_path / "bad.jsonl"), column=column))
+        list(documents(tmp_path, path=str(path), column=column))
 
 
 def test_packages_give_their_source_files_without_importing_them(
@@ -103,6 +97,8 @@ def test_packages_give_their_source_files_without_importing_them(
 
 
 def test_a_name_stands_for_the_packages_of_the_docstring_corpus(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="must name installed packages"):
+        documents(tmp_path, packages=["no_such_package_x"])
     packages = {file.package for file in documents(tmp_path, packages=["held_out"])._modules}
     assert packages == set(HELD_OUT_PACKAGES)
 
@@ -126,11 +122,6 @@ def test_a_source_that_cannot_be_is_refused(fields: dict[str, Any], says: str) -
         TextSource(" ", path="a")
 
 
-def test_a_package_that_is_not_installed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="must name installed packages"):
-        documents(tmp_path, packages=["no_such_package_x"])
-
-
 def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from embeddings.data import sources
     from embeddings.data.sources import Row
@@ -147,9 +138,7 @@ TEXTS = ["how do I pad", "the quick brown fox " * 9, "a", "one length", "return 
 
 
 def source(folder: Path, texts: list[str] = TEXTS, name: str = "texts.jsonl") -> TextSource:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return TextSource("texts", str(folder / name))
+    return TextSource("texts", str(write_jsonl(folder / name, [{"text": text} for text in texts])))
 
 
 def stream(folder: Path, append_eos: bool = True, texts: list[str] = TEXTS) -> tuple[TokenStream, list[list[int]]]:
@@ -320,13 +309,8 @@ def test_a_training_killed_three_times_sees_the_plan_once(options: dict[str, Any
     whole = Ledger(content, TOKENIZER)
     quiet_trainer(max_epochs=3).fit(whole, TextDataModule(**options))
     stops = [2, len(whole.rows) // 3, len(whole.rows) - 1]
-    seen = killed_run(
-        tmp_path / "run",
-        stops,
-        lambda: Ledger(content, TOKENIZER, asks_for_steps=True),
-        lambda: TextDataModule(**options),
-        {"max_epochs": 3},
-    )
+    make_module = lambda: Ledger(content, TOKENIZER, asks_for_steps=True)  # noqa: E731
+    seen = killed_run(tmp_path / "run", stops, make_module, lambda: TextDataModule(**options), {"max_epochs": 3})
     assert seen == whole.rows
 
 

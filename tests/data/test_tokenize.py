@@ -39,25 +39,12 @@ PROMPTS = [
     "🙂",
     "naïve café–",
 ]
+# fmt: off
 SAMPLES = [
-    "how do I pad",
-    "7 sums",
-    "東京の",
-    " leading space",
-    "   three",
-    "",
-    " ",
-    "é",
-    "🙂 smile",
-    "e\u0301tude",
-    "привет, мир",
-    "Ünïcödé",
-    "\ttab\nline",
-    "x",
-    "don't",
-    "Query: Query: ",
-    "\u200bzero width",
+    "how do I pad", "7 sums", "東京の", " leading space", "   three", "", " ", "é", "🙂 smile", "e\u0301tude",
+    "привет, мир", "Ünïcödé", "\ttab\nline", "x", "don't", "Query: Query: ", "\u200bzero width",
 ]
+# fmt: on
 
 
 @pytest.fixture(params=sorted(FAMILIES))
@@ -204,21 +191,9 @@ def test_the_tokenizer_given_is_not_changed_and_its_own_settings_do_not_matter()
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenize = make(tokenizer, query_max_length=8)
-    with pytest.raises(
-        OptionError, match=r"data\.text\.query_max_length must exceed the \d+ tokens of the prompt.*got 8"
-    ):
+    tokenize, says = make(tokenizer, query_max_length=8), r"must exceed the \d+ tokens of the prompt.*got 8"
+    with pytest.raises(OptionError, match=rf"data\.text\.query_max_length {says}"):
         tokenize(["x"], "query", PROMPTS[0])
-
-
-def test_a_tokenizer_without_offsets_is_refused() -> None:
-    with pytest.raises(OptionError, match="must be a fast tokenizer"):
-        TextTokenizer(object(), TextSettings())
-
-
-def test_append_eos_needs_an_eos_token() -> None:
-    with pytest.raises(OptionError, match=r"data\.text\.append_eos needs a tokenizer with an eos_token"):
-        make(wordpiece_tokenizer(), append_eos=True)
 
 
 @pytest.mark.parametrize("append_eos", [False, True])
@@ -283,10 +258,8 @@ def test_after_colon_pools_what_stands_behind_the_first_colon(
         assert mask == expected
         num_left += expected.count(False)
     assert num_left > 5
-    assert all(
-        all(mask)
-        for _, mask in rows_of(make(tokenizer, pooling_rule="after_colon", pool_prompt=True)(["a: b"], "query"))
-    )
+    ((_, mask),) = rows_of(make(tokenizer, pooling_rule="after_colon", pool_prompt=True)(["a: b"], "query"))
+    assert all(mask)
 
 
 @pytest.mark.parametrize("length", [64, 40])
@@ -322,7 +295,11 @@ def test_instruction_count_still_pools_the_last_of_an_instruction_that_is_all_th
     assert [mask for _, mask in rows_of(made([""], "query", prompt))] == [[False] * (length - 2) + [True]]
 
 
-def test_a_tokenizer_without_a_colon_cannot_pool_behind_it() -> None:
+def test_a_tokenizer_without_offsets_or_a_token_that_is_needed_is_refused() -> None:
+    with pytest.raises(OptionError, match="must be a fast tokenizer"):
+        TextTokenizer(object(), TextSettings())
+    with pytest.raises(OptionError, match=r"data\.text\.append_eos needs a tokenizer with an eos_token"):
+        make(wordpiece_tokenizer(), append_eos=True)
     backend = Backend(models.WordLevel({"[UNK]": 0, "x": 1}, unk_token="[UNK]"))
     with pytest.raises(OptionError, match=r"data\.text\.pooling_rule needs a tokenizer with a token ':'"):
         make(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"), pooling_rule="after_colon")

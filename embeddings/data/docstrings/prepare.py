@@ -108,11 +108,13 @@ def prepare_docstrings(
     """
     folder = Path(os.path.abspath(output))
     check_output(folder)
-    validation, in_domain = num_validation_documents, num_in_domain_documents
     sizes = SplitSizes(
-        *(validation, num_validation_queries),
-        *(in_domain, num_in_domain_queries),
-        *(num_held_out_documents, num_held_out_queries),
+        num_validation_documents,
+        num_validation_queries,
+        num_in_domain_documents,
+        num_in_domain_queries,
+        num_held_out_documents,
+        num_held_out_queries,
     )
     for name, size in sizes._asdict().items():
         if size < 1:

@@ -38,15 +38,8 @@ def test_a_function_becomes_its_first_sentence_and_its_code_without_the_docstrin
 
             return x + y
     '''
-    assert extract(source) == [
-        DocumentedFunction(
-            id="pkg.mod.add",
-            package="pkg",
-            module="pkg.mod",
-            query=QUERY,
-            document="pkg.mod.add\ndef add(x, y=1):\n    # Python adds them.\n    return x + y",
-        )
-    ]
+    document = "pkg.mod.add\ndef add(x, y=1):\n    # Python adds them.\n    return x + y"
+    assert extract(source) == [DocumentedFunction("pkg.mod.add", "pkg", "pkg.mod", QUERY, document)]
 
 
 def test_methods_carry_their_classes_and_inner_functions_are_part_of_the_outer_one() -> None:
@@ -201,9 +194,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_sources_are_sorted_without_tests_copies_and_what_cannot_be_imported(package: Path) -> None:
     files = find_sources("zoo_x")
     assert [file.module for file in files] == ["zoo_x", "zoo_x.a", "zoo_x.b", "zoo_x.sub.c"]
-    assert [file.path for file in files] == [
-        package / "zoo_x" / name for name in ("__init__.py", "a.py", "b.py", "sub/c.py")
-    ]
+    names = ("__init__.py", "a.py", "b.py", "sub/c.py")
+    assert [file.path for file in files] == [package / "zoo_x" / name for name in names]
     assert {file.package for file in files} == {"zoo_x"}
     assert files[0].size == files[0].path.stat().st_size
     assert "zoo_x" not in sys.modules

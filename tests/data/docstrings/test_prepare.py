@@ -81,15 +81,10 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_no_document_or_copy_of_one_is_on_both_sides(packages: Path) -> None:
     corpus = prepared(packages / "out")
-    assert corpus.counts == {
-        "train": 26,
-        "validation_documents": 6,
-        "validation_queries": 2,
-        "in_domain_documents": 8,
-        "in_domain_queries": 4,
-        "held_out_documents": 10,
-        "held_out_queries": 5,
-    }
+    evaluation = {"validation": (6, 2), "in_domain": (8, 4), "held_out": (10, 5)}
+    documents = {f"{name}_documents": count for name, (count, _) in evaluation.items()}
+    queries = {f"{name}_queries": count for name, (_, count) in evaluation.items()}
+    assert corpus.counts == {"train": 26} | documents | queries
     train = [json.loads(line) for line in gzip.decompress((corpus.folder / "train.jsonl.gz").read_bytes()).splitlines()]
     parts = [{row["id"] for row in train}]
     for name in ("validation", "in_domain", "held_out"):
@@ -168,17 +163,13 @@ PARTS = ("validation", "in_domain", "held_out")
 FIELDS = {"kind": KIND, "seed": 0}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_path: Path) -> None:
     write_corpus(tmp_path / "out", SPLIT, FIELDS)
-    files = contents(tmp_path / "out")
+    written = files(tmp_path / "out")
     names = {f"eval/{part}/{file}" for part in PARTS for file in ("corpus.jsonl", "queries.jsonl", "qrels.tsv")}
     names |= {"train.jsonl.gz", "manifest.json"}
-    assert set(files) == names
-    assert json.loads(gzip.decompress(files["train.jsonl.gz"])) == {
+    assert set(written) == names
+    assert json.loads(gzip.decompress(written["train.jsonl.gz"])) == {
         "id": "p.m.train",
         "query": TRAIN.query,
         "positive": TRAIN.document,
@@ -186,13 +177,13 @@ def test_the_files_hold_training_records_and_three_folders_in_beirs_layout(tmp_p
         "package": "p",
         "module": "p.m",
     }
-    corpus = [json.loads(line) for line in files["eval/in_domain/corpus.jsonl"].splitlines()]
+    corpus = [json.loads(line) for line in written["eval/in_domain/corpus.jsonl"].splitlines()]
     assert [(row["_id"], row["title"], row["text"]) for row in corpus] == [
         ("p.m.test", "", TEST.document),
         ("p.m.other", "", OTHER.document),
     ]
-    assert json.loads(files["eval/in_domain/queries.jsonl"]) == {"_id": "p.m.test", "text": TEST.query}
-    assert files["eval/in_domain/qrels.tsv"].decode() == "query-id\tcorpus-id\tscore\np.m.test\tp.m.test\t1\n"
+    assert json.loads(written["eval/in_domain/queries.jsonl"]) == {"_id": "p.m.test", "text": TEST.query}
+    assert written["eval/in_domain/qrels.tsv"].decode() == "query-id\tcorpus-id\tscore\np.m.test\tp.m.test\t1\n"
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
@@ -200,7 +191,7 @@ def test_a_job_that_ends_early_leaves_the_earlier_corpus_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_corpus(tmp_path / "out", SPLIT, FIELDS)
-    before = contents(tmp_path)
+    before = files(tmp_path)
 
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
@@ -210,7 +201,7 @@ def test_a_job_that_ends_early_leaves_the_earlier_corpus_as_it_was(
         write_corpus(tmp_path / "out", SPLIT._replace(train=[TEST]), FIELDS)
     with pytest.raises(KeyboardInterrupt):
         write_corpus(tmp_path / "new", SPLIT, FIELDS)
-    assert contents(tmp_path) == before
+    assert files(tmp_path) == before
 
 
 def test_a_finished_corpus_is_known_by_its_inputs_and_intact_files(tmp_path: Path) -> None:
@@ -234,20 +225,13 @@ def test_an_output_that_holds_something_else_is_refused_and_left_alone(tmp_path:
         output.mkdir()
         text = {"folder with files": "mine", "broken manifest": "{", "another manifest": '{"kind": "vectors"}'}[kind]
         (output / ("notes.txt" if kind == "folder with files" else "manifest.json")).write_text(text)
-    before = contents(tmp_path)
+    before = files(tmp_path)
     with pytest.raises(OptionError, match="output must be"):
         check_output(output)
-    assert contents(tmp_path) == before
+    assert files(tmp_path) == before
 
 
-SIZES = SplitSizes(
-    validation_documents=2,
-    validation_queries=1,
-    in_domain_documents=6,
-    in_domain_queries=3,
-    held_out_documents=5,
-    held_out_queries=2,
-)
+SIZES = SplitSizes(2, 1, in_domain_documents=6, in_domain_queries=3, held_out_documents=5, held_out_queries=2)
 
 
 def functions(package: str, count: int) -> list[DocumentedFunction]:
