@@ -59,10 +59,7 @@ def check_negatives_found(sources: Sequence[SourceDataset], needs: BatchNeeds) -
 def check_levels(sources: Sequence[SourceDataset], levels: Sequence[int], allow_missing: bool) -> None:
     """Check that every record has a negative of every level, or log how many have not.
 
-    Args:
-        sources: The sources of the run.
-        levels: The levels that the curriculum passes through.
-        allow_missing: Whether a record may lack levels; others then replace them (`places_of_level`).
+    With `allow_missing` a record may lack levels; others then replace them (`places_of_level`).
 
     Raises:
         InputError: If a record lacks a level and must not; the message names source, record and level.

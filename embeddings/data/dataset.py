@@ -116,12 +116,8 @@ def places_of_level(negatives: Sequence[Negative], rule: LevelRule, draw: int) -
     A row that has none of the level gives those of its nearest coarser level, and none at all where it has no coarser
     one: a step never sees what is harder than its level. Negatives without levels belong to every level.
 
+    `negatives` are the row's own, hardest first. By the random order few of many levels are drawn evenly from all.
     Determinism: a function of (negatives, rule, draw).
-
-    Args:
-        negatives: The row's own, hardest first.
-        rule: The level, and whether coarser ones stay.
-        draw: Key of the random order, so that few of many levels are drawn evenly from all of them.
     """
     if not any(negative.level for negative in negatives):
         return list(range(len(negatives)))

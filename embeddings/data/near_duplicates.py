@@ -140,9 +140,6 @@ def mark_copies(
         num_rows: Number of rows, below 2^32.
         are_alike: Whether two rows (the earlier first) are copies of each other.
 
-    Returns:
-        (num_rows,) bool.
-
     Memory: 20 bytes a row while a column is sorted, and 36 bytes for each key that a row shares with another.
     """
     assert num_rows < 2**32

@@ -8,6 +8,7 @@ import os
 import re
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,21 +218,16 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 def resolve_files(path: str | Sequence[str]) -> list[Path]:
-    """The files that a path, a glob or a list of these names: the list's order, a glob's matches sorted.
-
-    Environment variables (`$DATA`, `${DATA}`) and `~` are filled in.
+    """The files that a path, a glob or a list of these names (see `fill_path`): the list's order, matches sorted.
 
     Raises:
         InputError: If a variable is not set, a file is missing, or a folder or a pipe, a glob matches nothing, or a
             file comes twice.
     """
-    parts = [path] if isinstance(path, str) else path
-    found = [file for part in parts for file in _expand(part)]
-    seen: set[Path] = set()
-    for file in found:
-        if file in seen:
+    found = [file for part in ([path] if isinstance(path, str) else path) for file in _expand(part)]
+    for file, count in Counter(found).items():
+        if count > 1:
             raise InputError(str(file), "the path names this file twice", "name it once")
-        seen.add(file)
     return found
 
 
@@ -514,13 +510,7 @@ def _ask_commit(name: str, revision: str | None) -> str:
 
 
 class HubReader(Reader):
-    """Rows of one split of a Hub data set, streamed, counted from 1.
-
-    Args:
-        name: Data set (`organisation/name`).
-        subset: Its configuration, or None for its only one.
-        split: Its split.
-        commit: Commit to read, so that what was converted is known to the byte.
+    """Rows of one split of a Hub data set, streamed, counted from 1; at a commit, so that they are known to the byte.
 
     Raises:
         InputError: While reading, if the Hub cannot be reached or the split is not there.
@@ -533,11 +523,11 @@ class HubReader(Reader):
         """The rows from the first."""
         # Streaming would try an unreachable Hub again for half a minute, and say so each time.
         _ask_commit(self.name, self.commit)
-        # Imported here because it is slow to load, and most runs read files.
-        from datasets import load_dataset
-
         number = 0
         try:
+            # Imported here because it is slow to load, and most runs read files.
+            from datasets import load_dataset
+
             rows = load_dataset(self.name, self.subset, split=self.split, revision=self.commit, streaming=True)
             for number, fields in enumerate(rows, start=1):
                 yield Row(f"hub:{self.name}[{self.split}]:{number}", fields)

@@ -396,7 +396,6 @@ def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[P
     A kill at any moment leaves no half-made folder behind; processes may call this at once.
 
     Args:
-        root: Folder of converted sources.
         identity: All that decides the folder's content, in plain types.
         write: Writes the content to the folder that it is given; its second argument is the identity with its key.
 

@@ -338,6 +338,10 @@ class Table:
         """The query at `index` alone."""
         return self._value(self._query, index)  # type: ignore[no-any-return]
 
+    def positives(self, index: int) -> list[str]:
+        """The positives at `index` alone."""
+        return self._value(self._positives, index)  # type: ignore[no-any-return]
+
     def negatives(self, index: int) -> list[str]:
         """The negatives at `index` alone."""
         return self._value(self._negatives, index)  # type: ignore[no-any-return]

@@ -34,12 +34,8 @@ class TokenRow(NamedTuple):
 class RowMixture:
     """The rows of all sources one after another; no row holds tokens of two sources.
 
-    Determinism: a row is a pure function of the streams and its number.
+    Determinism: a row is a pure function of the streams, the tokens of a row (L) and its number.
     Guarantees: it can be pickled and forked, since its streams can.
-
-    Args:
-        streams: The sources' tokens.
-        row_length: Tokens of a row, L.
     """
 
     def __init__(self, streams: Sequence[TokenStream], row_length: int) -> None:
@@ -71,12 +67,8 @@ class RowMixture:
 class RowCollator:
     """Makes `PackedRows` of rows, shorter ones padded on the right, and hands them to a task where there is one.
 
+    The tokenizer says which ids are special, and which one is padding.
     Determinism: a batch is a pure function of its rows; neither rank nor worker enters.
-
-    Args:
-        tokenizer: Says which ids are special, and which one is padding.
-        row_length: Tokens of a row, L.
-        task: What is made of the packed rows; None leaves them as they are.
     """
 
     def __init__(

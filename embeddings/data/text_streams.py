@@ -83,10 +83,6 @@ class Documents:
     Attributes:
         identity: Hashes of the files, the commit of the Hub data set, or the hash of the packages' files.
 
-    Args:
-        source: The source.
-        root: Folder of token streams, where the files' hashes are remembered.
-
     Raises:
         InputError: If a file or the Hub cannot be read.
         OptionError: If a package is not installed.

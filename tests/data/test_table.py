@@ -33,7 +33,7 @@ def test_every_row_comes_back_wherever_the_batches_are_cut(tmp_path, monkeypatch
     assert len(table) == 7
     assert [table.row(i) for i in range(7)] == rows
     assert [table.query(i) for i in (6, 0)] == ["query 6", "query 0"]
-    assert [table.negatives(i) for i in (4, 2)] == [[], rows[2].negatives]
+    assert [table.positives(i) for i in (5, 3)] == [["positive 5"] * 2, []]
     np.testing.assert_array_equal(table.labels(), np.arange(7))
     assert [level for levels in table.negative_levels() for level in levels.tolist()] == [1] * 9
 
@@ -120,7 +120,7 @@ def test_a_damaged_file_is_refused(tmp_path, cut):
 
 def reads(table):
     """Each way to read row 4, in which the damage is."""
-    return lambda: table.row(4), lambda: table.rows([0, 4])
+    return lambda: table.row(4), lambda: table.rows([0, 4]), lambda: table.positives(4)
 
 
 def overwrite(tmp_path, place, data):

@@ -110,10 +110,6 @@ def namespace_negatives(functions: Sequence[DocumentedFunction], seed: int) -> l
     without a language model. A level that has no other function, or none found in a few draws, is left out.
 
     Determinism: a pure function of the functions, their order and the seed.
-
-    Args:
-        functions: The training functions.
-        seed: Seed of the draws.
     """
     keys: tuple[Key, ...] = (lambda f: f.id.rpartition(".")[0], lambda f: f.module, lambda f: f.package, lambda f: "")
     groups: list[dict[str, list[int]]] = [defaultdict(list) for _ in keys]
@@ -136,17 +132,7 @@ def namespace_negatives(functions: Sequence[DocumentedFunction], seed: int) -> l
 
 
 class SplitSizes(NamedTuple):
-    """Maximum functions of each evaluation set.
-
-    Attributes:
-        validation_documents: Functions of the training packages that are taken out of training, to be searched while
-            training, by which the best checkpoint is chosen.
-        validation_queries: How many of them are also asked for.
-        in_domain_documents: More of them, to be searched when training is over.
-        in_domain_queries: How many of them are also asked for.
-        held_out_documents: Functions of the held-out packages, to be searched.
-        held_out_queries: How many of them are also asked for.
-    """
+    """Maximum functions of each evaluation set, to search and, of them, to ask for; see `prepare_docstrings`."""
 
     validation_documents: int
     validation_queries: int
@@ -177,13 +163,8 @@ def split_functions(
 ) -> DocstringSplit:
     """Cut functions without copies among them into a training set and three evaluation sets.
 
+    `held_out_packages` are never trained on; a held-out set smaller than its size is taken whole.
     Determinism: the split depends on the functions (not on their order), the sizes and the seed.
-
-    Args:
-        functions: What `deduplicate` left.
-        held_out_packages: Packages that are never trained on.
-        sizes: Sizes of the evaluation sets; a held-out set smaller than its size is taken whole.
-        seed: Seed of the draws.
 
     Raises:
         OptionError: If a set would be empty, or taking the others out would leave nothing to train on.

@@ -49,11 +49,7 @@ def documented_functions(source: bytes, package: str, module: str) -> Iterator[D
 
     Functions inside functions are part of the outer one's body. Overloads, and functions whose body does nothing
     (abstract methods, stubs), have no code to find and are left out. A file that Python cannot parse has none.
-
-    Args:
-        source: The file's bytes, in the encoding that its first lines declare.
-        package: Package as the user named it.
-        module: Dotted name of the module.
+    `source` is in the encoding that its first lines declare.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
@@ -186,10 +182,8 @@ def require_available(package: str) -> None:
 def find_sources(package: str) -> list[SourceFile]:
     """The source files of an installed package, sorted by module, without its tests and the copies of others in it.
 
+    `package` is a top-level name as one imports it (`sklearn`), or `stdlib` for Python's standard library.
     Determinism: the list depends on the package alone, not on the order in which the file system answers.
-
-    Args:
-        package: Top-level name as one imports it (`sklearn`), or `stdlib` for Python's standard library.
 
     Raises:
         OptionError: If no such package is installed, or it has no source files.
@@ -306,9 +300,6 @@ def first_sentence(docstring: str) -> str | None:
     where no stop does; the stops of "e.g." and of file names and numbers do not. None stands for a sentence of fewer
     than `MIN_WORDS` or more than `MAX_WORDS` words, one that is not prose, and phrases that any function could carry
     ("See base class", "Initialize self").
-
-    Args:
-        docstring: The docstring as the source has it.
     """
     sentence = _cut(_plain(_first_paragraph(docstring))).rstrip(" .!;,").strip()
     return sentence if _says_enough(sentence) else None

@@ -240,13 +240,8 @@ def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any],
     """Write a whole corpus to `output`, in place of an earlier one.
 
     The files are written to a folder beside it, which takes its name when all of them are on disk: whatever ends the
-    job before that leaves `output` as it was.
-
-    Args:
-        output: Folder of the corpus.
-        split: What to write.
-        fields: The manifest's fields, to which the hashes of all files are added.
-        seed: Seed of the hard negatives' draws.
+    job before that leaves `output` as it was. `fields` are the manifest's, to which the hashes of all files are added;
+    `seed` is that of the hard negatives' draws.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as temporary:

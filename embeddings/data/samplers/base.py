@@ -229,10 +229,6 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
     def whole_batches(self, sizes: Sequence[int], batch_size: int) -> list[int]:
         """Batches that the rows of each source fill, for a plan whose sources never share a batch; 0 for a small one.
 
-        Args:
-            sizes: Rows of each source.
-            batch_size: Rows of a batch of one source.
-
         Raises:
             OptionError: If no source fills one.
         """

@@ -57,20 +57,15 @@ class ClusterFolder:
         self.neighbours = self._load(NEIGHBOURS_FILE, sizes, np.int32, (k, fields.integer("num_neighbours")))
         if self.offsets[0] != 0 or self.offsets[-1] != self.num_rows or (np.diff(self.offsets) < 0).any():
             raise self._damaged(OFFSETS_FILE)
-        not_a_row = f"is none of the {self.num_rows} rows"
-        self._check(ROWS_FILE, self.rows_by_cluster, lambda row_N: row_N < self.num_rows, not_a_row)
+        not_a_row, not_a_cluster = f"is none of the {self.num_rows} rows", f"is not of the {k} clusters"
+        self._check(ROWS_FILE, self.rows_by_cluster, lambda row_n: row_n < self.num_rows, not_a_row)
         # A negative number is a large one without its sign.
-        not_a_cluster = f"is not of the {k} clusters"
+        self._check(NEIGHBOURS_FILE, self.neighbours, lambda x_nK: np.all(x_nK.view(np.uint32) < k, 1), not_a_cluster)
         self._check(
-            NEIGHBOURS_FILE, self.neighbours, lambda near_NK: (near_NK.view(np.uint32) < k).all(1), not_a_cluster
-        )
-        self._check(
-            CENTROIDS_FILE, self.centroids, lambda x_ND: np.isfinite(np.einsum("nd,nd->n", x_ND, x_ND)), "is not finite"
+            CENTROIDS_FILE, self.centroids, lambda x_nD: np.isfinite(np.einsum("nd,nd->n", x_nD, x_nD)), "is not finite"
         )
 
-    def _check(
-        self, name: str, array: NDArray[Any], are_good: Callable[[NDArray[Any]], NDArray[np.bool_]], what: str
-    ) -> None:
+    def _check(self, name: str, array: NDArray[Any], are_good: Callable[[NDArray[Any]], Any], what: str) -> None:
         """Check every entry of an array, block by block."""
         size = max(1, _BLOCK_BYTES // max(1, array[:1].nbytes))
         for start in range(0, len(array), size):

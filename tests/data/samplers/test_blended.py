@@ -127,14 +127,6 @@ def test_impossible_options_are_refused_in_one_line(options: dict[str, Any], mes
     assert "\n" not in str(raised.value)
 
 
-def test_other_given_weights_are_another_plan_and_their_scale_is_not() -> None:
-    def fields(*weights: float) -> dict[str, Any]:
-        return make(sizes=[40, 40], proportions="given", weights=weights).plan_fields()
-
-    assert fields(1, 9) != fields(9, 1)
-    assert fields(1, 9) == fields(2, 18)
-
-
 def test_another_temperature_is_another_plan_and_the_default_is_as_before() -> None:
     assert make(temperature=0.3).plan_fields() != make(temperature=0.5).plan_fields() != make().plan_fields()
     assert make(temperature=1.0).plan_fields() == make().plan_fields()
