@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embeddings.data import SourceConfig, SourceDataset, open_source
+from embeddings.data import BatchSampler, SourceConfig, SourceDataset, open_source
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
@@ -51,3 +51,9 @@ def dataset(folder: Path, rows: Iterable[Any], **options: Any) -> SourceDataset:
     name = options.pop("name", "source")
     path = write_jsonl(folder / f"{name}.jsonl", rows)
     return open_source(SourceConfig(name, str(path), **options), folder / "cache")
+
+
+def rows_of(sampler: BatchSampler, epoch: int = 0) -> list[list[int]]:
+    """The rows of each batch of an epoch."""
+    sampler.set_epoch(epoch)
+    return [[entry.row for entry in batch] for batch in sampler]

@@ -28,7 +28,7 @@ from embeddings.data.samplers import (
 )
 from embeddings.modules import CDEModule, MGHCurriculumModule
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, attached, killed_run, quiet_trainer
-from tests.data.rows import pairs, write_jsonl
+from tests.data.rows import pairs, rows_of, write_jsonl
 from tests.helpers.tiny import save_backbone, tiny_bert, wordpiece_tokenizer
 
 # The ledger only trains.
@@ -167,18 +167,14 @@ def options(tmp_path: Path) -> dict[str, Any]:
     return {"sources": sources, "batch_size": 4, "num_negatives": 2, "cache_dir": str(tmp_path / "cache"), "seed": 1}
 
 
-def rows_of(batch: ContrastiveBatch) -> list[int]:
+def rows_in(batch: ContrastiveBatch) -> list[int]:
     assert isinstance(batch, ContrastiveBatch)
     return batch.row_B.tolist()
 
 
 def plan(num_epochs: int, batch_size: int = 4, **sampler: Any) -> list[list[int]]:
     sampler = BlendedBatchSampler([15, 9], batch_size, seed=1, **sampler)
-    found = []
-    for epoch in range(num_epochs):
-        sampler.set_epoch(epoch)
-        found += [[entry.row for entry in batch] for batch in sampler]
-    return found
+    return [rows for epoch in range(num_epochs) for rows in rows_of(sampler, epoch)]
 
 
 class Picky(Ledger):
@@ -189,9 +185,9 @@ class Picky(Ledger):
 
 def test_remarks_on_the_plan_are_logged_once(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """A source too small for a batch, and a sampler that the method is not made for."""
-    attached(EmbeddingDataModule(**options), Ledger(rows_of, TOKENIZER)).prepare_data()
+    attached(EmbeddingDataModule(**options), Ledger(rows_in, TOKENIZER)).prepare_data()
     assert not [record for record in caplog.records if record.module == "datamodule"]
-    module = Picky(rows_of, TOKENIZER)
+    module = Picky(rows_in, TOKENIZER)
     data = EmbeddingDataModule(**options | {"sampler": HomogeneousBatchSampler, "batch_size": 10})
     quiet_trainer(max_epochs=2).fit(module, data)
     assert [record.getMessage() for record in caplog.records if record.module == "datamodule"] == [
@@ -207,7 +203,7 @@ def test_the_methods_name_samplers_that_there_are() -> None:
 
 
 def test_a_source_without_negatives_ends_the_run_before_its_first_step(options: dict[str, Any], tmp_path: Path) -> None:
-    module = Ledger(rows_of, TOKENIZER)
+    module = Ledger(rows_in, TOKENIZER)
     module.batch_needs = BatchNeeds(in_batch_negatives="off")
     lonely = SourceConfig("lonely", str(write_jsonl(tmp_path / "lonely.jsonl", pairs(20))))
     data = EmbeddingDataModule(**options | {"sources": [*options["sources"], lonely]})
@@ -222,7 +218,7 @@ def test_batches_hold_what_the_sources_say(options: dict[str, Any], tmp_path: Pa
     data = EmbeddingDataModule(**options, tokenizer=folder, num_workers=num_workers)
     data.prepare_data()
     batches = list(data.train_dataloader())
-    assert [rows_of(batch) for batch in batches] == plan(1)
+    assert [rows_in(batch) for batch in batches] == plan(1)
     for batch in batches:
         assert len(batch.query) == 4
         assert len(batch.candidate) == 12
@@ -245,7 +241,7 @@ def test_batches_hold_what_the_sources_say(options: dict[str, Any], tmp_path: Pa
 def test_a_training_killed_three_times_sees_the_plan_once(
     options: dict[str, Any], tmp_path: Path, limits: dict[str, int], stops: list[int], asks_for_steps: bool
 ) -> None:
-    make_module = lambda: Ledger(rows_of, TOKENIZER, asks_for_steps)  # noqa: E731
+    make_module = lambda: Ledger(rows_in, TOKENIZER, asks_for_steps)  # noqa: E731
     seen = killed_run(tmp_path, stops, make_module, lambda: EmbeddingDataModule(**options), limits)
     taken = limits.get("limit_train_batches", 6)
     assert seen == [batch for number, batch in enumerate(plan(24 // 6 if taken == 6 else 3)) if number % 6 < taken]
@@ -253,7 +249,7 @@ def test_a_training_killed_three_times_sees_the_plan_once(
 
 def test_resuming_at_every_epochs_end_repeats_no_row(options: dict[str, Any], tmp_path: Path) -> None:
     make_data = lambda: EmbeddingDataModule(**options)  # noqa: E731
-    seen = killed_run(tmp_path, [6, 12, 18], lambda: Ledger(rows_of, TOKENIZER), make_data, {"max_epochs": 4})
+    seen = killed_run(tmp_path, [6, 12, 18], lambda: Ledger(rows_in, TOKENIZER), make_data, {"max_epochs": 4})
     # Lightning's count of epochs falls behind, so that the run may be longer; the plan continues with it.
     assert len(seen) >= 24
     assert seen == plan(6)[: len(seen)]
@@ -287,7 +283,7 @@ def test_a_config_names_everything(options: dict[str, Any], tmp_path: Path) -> N
     for data in (parser.instantiate(parsed).data, parser.instantiate(again).data):
         assert isinstance(data, EmbeddingDataModule)
         assert data.text == TextSettings(query_max_length=8, prompts={"query": "q: "})
-        module = Ledger(rows_of, TOKENIZER)
+        module = Ledger(rows_in, TOKENIZER)
         quiet_trainer(max_epochs=2).fit(module, data)
         assert module.rows == plan(2, proportions="given", weights=[3, 1], steps_per_epoch=2)
 
@@ -318,7 +314,7 @@ def test_a_config_may_leave_the_sampler_out(tmp_path: Path, options: dict[str, A
 def test_what_needs_no_row_is_refused_before_a_source_is_read(
     options: dict[str, Any], first: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    trainer, module = quiet_trainer(), Ledger(rows_of, TOKENIZER)
+    trainer, module = quiet_trainer(), Ledger(rows_in, TOKENIZER)
     EmbeddingDataModule(**options).check_run(trainer, module, None)
     options["sources"][0] = replace(options["sources"][0], **first)
     with pytest.raises(UserError, match=message) as raised:

@@ -29,15 +29,12 @@ class BlendedBatchSampler(BatchSampler):
 
     Args:
         sizes: Rows of each source, each >= 1; row numbers count through the sources one after another.
-        batch_size: Queries of one rank's batch.
-        seed: The run's seed.
+        batch_size, seed, num_replicas, rank: As in `BatchSampler`.
         weights: With proportions `given`, the part of each source, > 0; only their ratios matter. Elsewhere None, or
             all equal.
         proportions: `size`: a source's part is the number of its rows to the power `temperature`; with 1 that is its
             share of all rows, NV-Embed's "uniformly sampled"; `uniform`: equal parts; `given`: `weights`.
         steps_per_epoch: Global batches that count as an epoch, or None for one pass over as many rows as there are.
-        num_replicas: Number of ranks, or None for the process group's.
-        rank: This rank, or None for the process group's.
         temperature: The exponent of the sizes, 0 to 1. Below 1 the rows of a small source come more often than
             those of a large one; *MoE* and XLM-R draw languages with 0.3.
 

@@ -190,9 +190,8 @@ class ClusteredBatchSampler(BatchSampler):
     Length: the blocks that the rows of the sources fill; with `own_blocks` their sum divided by the number of ranks.
 
     Args:
-        sizes: Rows of each source; row numbers count through the sources one after another.
-        batch_size: Queries of one rank's batch.
-        seed: The run's seed.
+        sizes: Rows of each source, each >= 1; row numbers count through the sources one after another.
+        batch_size, seed, num_replicas, rank: As in `BatchSampler`.
         weights: None, or all equal: every row comes once an epoch.
         clusters: The folder that `cluster` wrote for each source, by the source's name, or one folder that holds a
             folder of that name for each. Environment variables (`$DATA`, `${DATA}`) and `~` are filled in.
@@ -200,8 +199,6 @@ class ClusteredBatchSampler(BatchSampler):
             a batch are alike; `random`: any order.
         across_ranks: `one_block` or `own_blocks`, above; `auto`: own blocks where the module's loss gathers no
             candidates (`gather_across_devices: false`), else one.
-        num_replicas: Number of ranks, or None for the process group's.
-        rank: This rank, or None for the process group's.
 
     Raises:
         OptionError: If weights cannot take effect, or a size or `across_ranks` is impossible.

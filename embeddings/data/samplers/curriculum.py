@@ -98,9 +98,8 @@ class CurriculumBatchSampler(BatchSampler):
     Length: that of the other sampler.
 
     Args:
-        sizes: Rows of each source; row numbers count through the sources one after another.
-        batch_size: Queries of one rank's batch.
-        seed: The run's seed.
+        sizes: Rows of each source, each >= 1; row numbers count through the sources one after another.
+        batch_size, seed, num_replicas, rank: As in `BatchSampler`.
         weights: Weight of each source, or None for equal ones.
         inner: Makes the sampler of the rows from the four arguments above. In a config: its class and its other
             arguments.
@@ -115,8 +114,6 @@ class CurriculumBatchSampler(BatchSampler):
             and a row whose negatives have no levels all of them at every step.
         total_steps: Optimiser steps over which the levels are spread, or None for those of the run. A longer run stays
             at the last level.
-        num_replicas: Number of ranks, or None for the process group's.
-        rank: This rank, or None for the process group's.
 
     Raises:
         OptionError: If an option is impossible or cannot take effect.

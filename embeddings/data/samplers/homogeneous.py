@@ -38,15 +38,12 @@ class HomogeneousBatchSampler(BatchSampler):
 
     Args:
         sizes: Rows of each source, each >= 1; row numbers count through the sources one after another.
-        batch_size: Queries of one rank's batch.
-        seed: The run's seed.
+        batch_size, seed, num_replicas, rank: As in `BatchSampler`.
         weights: With proportions `given`, the part of each source, > 0; only their ratios matter. Elsewhere None, or
             all equal.
         proportions: `size`: a source's part is the number of its global batches to the power `temperature`;
             `uniform`: equal parts; `given`: `weights`.
         temperature: The exponent, 0 to 1.
-        num_replicas: Number of ranks, or None for the process group's.
-        rank: This rank, or None for the process group's.
 
     Raises:
         OptionError: If a size, weight or the temperature is impossible, weights or temperature cannot take effect, or

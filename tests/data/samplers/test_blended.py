@@ -12,17 +12,13 @@ import pytest
 from embeddings.common import OptionError
 from embeddings.data.samplers import BlendedBatchSampler
 from embeddings.data.samplers.blended import Apportionment
+from tests.data.rows import rows_of
 
 SIZES = [40, 7, 23, 1]
 
 
 def make(batch_size: int = 4, **options: Any) -> BlendedBatchSampler:
     return BlendedBatchSampler(options.pop("sizes", SIZES), batch_size, **options)
-
-
-def rows_of(sampler: BlendedBatchSampler, epoch: int = 0) -> list[list[int]]:
-    sampler.set_epoch(epoch)
-    return [[entry.row for entry in batch] for batch in sampler]
 
 
 def source_of(row: int, sizes: list[int]) -> int:

@@ -20,7 +20,7 @@ from embeddings.data.samplers.clustered import PackedClusters, nearest_order, ra
 from embeddings.data.sources import SourceConfig
 from tests.data.cluster_folders import nearest_lists, unit_vectors, write_clusters
 from tests.data.killed_runs import LIGHTNING_WARNINGS, Ledger, killed_run
-from tests.data.rows import dataset, pairs
+from tests.data.rows import dataset, pairs, rows_of
 from tests.helpers.tiny import wordpiece_tokenizer
 
 SIZES = {"first": 90, "second": 31, "third": 12}
@@ -53,11 +53,6 @@ def make(root: Path) -> Maker:
         return sampler
 
     return maker
-
-
-def rows_of(sampler: ClusteredBatchSampler, epoch: int = 0) -> list[list[int]]:
-    sampler.set_epoch(epoch)
-    return [[entry.row for entry in batch] for batch in sampler]
 
 
 def source_of(row: int) -> str:

@@ -13,6 +13,7 @@ import pytest
 from embeddings.common import OptionError
 from embeddings.data.samplers import HomogeneousBatchSampler, SourceIdentity
 from embeddings.data.samplers.base import source_parts
+from tests.data.rows import rows_of
 
 SIZES = [42, 9, 23, 4]
 PLANS: dict[str, dict[str, Any]] = {
@@ -25,11 +26,6 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def make(batch_size: int = 4, **options: Any) -> HomogeneousBatchSampler:
     return HomogeneousBatchSampler(options.pop("sizes", SIZES), batch_size, **options)
-
-
-def rows_of(sampler: HomogeneousBatchSampler, epoch: int = 0) -> list[list[int]]:
-    sampler.set_epoch(epoch)
-    return [[entry.row for entry in batch] for batch in sampler]
 
 
 def sources_of(rows: list[int], sizes: list[int] = SIZES) -> set[int]:
