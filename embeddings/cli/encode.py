@@ -61,7 +61,6 @@ def encode(
         tokenizer_workers: Processes that tokenise ahead of the devices; if left out one for each GPU, and none on
             a CPU.
     """
-
     chosen = choose_prompt("prompt", prompt_name, prompt)
     names = () if devices is None else parse_devices(devices)
     encoder = load_encoder(model, precision, dimensions, *names[:1])
@@ -81,7 +80,6 @@ def load_encoder(
     model: str, precision: PrecisionName = "auto", dimensions: int | None = None, device: str | None = None
 ) -> Encoder:
     """The encoder of a model directory with a progress bar; on a CPU this process keeps freed memory from here on."""
-
     encoder = Encoder.from_pretrained(
         model, device=device, precision=precision, dimensions=dimensions, show_progress=True
     )
@@ -93,7 +91,6 @@ def load_encoder(
 
 def draw_named_context(encoder: Encoder, source: Path | None, size: int | None, seed: int) -> ContextDraw | None:
     """The context documents drawn from a corpus, or None where none is named."""
-
     if source is None:
         if size is not None:
             raise OptionError(
@@ -105,7 +102,6 @@ def draw_named_context(encoder: Encoder, source: Path | None, size: int | None, 
 
 def warn_of_untrained(encoder: Encoder, widths: list[int]) -> None:
     """Warn where vectors are cut to a width that the model was not trained at, as far as it says."""
-
     trained = encoder.embedder.trained_widths
     untrained = [width for width in widths if 0 < width < encoder.embedder.embedding_dim and width not in trained]
     if untrained:
@@ -116,6 +112,5 @@ def warn_of_untrained(encoder: Encoder, widths: list[int]) -> None:
 
 def warn_without_context(encoder: Encoder, has_context: bool, option: str) -> None:
     """Warn where a contextual model has no context."""
-
     if encoder.num_context and not has_context:
         logger.warning("the model is contextual, and without %s it reads texts with no context", option)

@@ -57,7 +57,6 @@ def evaluate(
         task_index: Number of this process among those that share the tasks, from 0; in a SLURM array that of the task.
         num_tasks: How many processes share the tasks.
     """
-
     if (data is None) == (tasks is None):
         given = "neither" if data is None else "both"
         raise OptionError("data", given, "or tasks must be given", "--data FOLDER, or --tasks NAME --output FOLDER")
@@ -107,7 +106,6 @@ def _planned_tasks(
 
 def _folders(data: Path | list[Path] | None, output: Path | None, **without_effect: Any) -> list[Path]:
     """The folders to score, once the other options are known to fit."""
-
     for option, value in without_effect.items():
         if value is not None:
             raise OptionError(option, value, "has no effect without --tasks", "leave it out")

@@ -132,7 +132,6 @@ def import_checkpoint(
         assume: Numbers that no file states, in place of those of the published models, by the names that this command
             prints: `--assume.num_attention_heads 8`.
     """
-
     bases = [base] if isinstance(base, str) else base or ()
     made = import_released(source, output, revision, bases, known_as, assume)
     left = made.report.left
@@ -163,7 +162,6 @@ def convert(
         rope_theta: Base of the rotation's angles.
         keep_head: Whether the language-model head goes along, which the adaptation needs.
     """
-
     made = write_rotary_model(source, output, num_positions, rope_theta, keep_head)
     vocabulary = f"vocabulary of {made.vocabulary_before:,} rows padded to {made.vocabulary_after:,}"
     print(
@@ -183,7 +181,6 @@ def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> TrainingFacts:
         state: The checkpoint's content.
         run: The run's folder.
     """
-
     num_steps = state.get("global_step")
     record: dict[str, Any] = {}
     validation: list[tuple[int, float]] = []
@@ -208,7 +205,6 @@ def read_scores(path: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: If the file is missing or damaged, or holds something else, NaN among it.
     """
-
     fix = "give the file that evaluate --output wrote"
     results: list[dict[str, Any]] = read_json(path, list, fix)
     if not results or not all(map(_is_result, results)):

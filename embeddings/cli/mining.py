@@ -108,7 +108,6 @@ def mine(
         encoding: How texts become vectors.
         task: Which part of the work this process does.
     """
-
     models = [model] if isinstance(model, str) else model
     encoded = encoding.encoded(len(models))
     load_faiss(search.gpu)

@@ -78,7 +78,6 @@ def phase(number: int, title: str, seconds: dict[str, float], name: str) -> Iter
 
 def score_bm25(data: Folders) -> dict[str, Any]:
     """The scores of BM25 on both splits."""
-
     scores = {}
     for split, folder in data.items():
         ranked, _ = BM25(folder.documents).search(folder.queries, top_k=100)
@@ -88,7 +87,6 @@ def score_bm25(data: Folders) -> dict[str, Any]:
 
 def score_model(model: str, data: Folders) -> tuple[dict[str, Any], Vectors]:
     """The scores of a model on both splits, and its vectors of the last split's documents."""
-
     tune_malloc()
     embedder = Embedder.from_pretrained(model)
     embedder.text = TextSettings(query_max_length=128, document_max_length=128)
@@ -117,7 +115,6 @@ def train() -> Path:
 
 def show_searches(model: Path, folder: RetrievalFolder, document_ND: Vectors) -> None:
     """Answer three example questions from the held-out packages."""
-
     encoder = Encoder.from_pretrained(str(model))
     found = search_top_k(encoder.encode(EXAMPLES, role="query"), document_ND, top_k=3)
     for query, scores, rows in zip(EXAMPLES, found.score_QK.tolist(), found.index_QK.tolist(), strict=True):
@@ -149,6 +146,5 @@ def prepare(corpus: Literal["docstrings"], output: Path = Path("data/docstrings"
         output: The folder to write; a finished one with the same inputs is kept.
         force: Whether to build it again all the same.
     """
-
     assert corpus == "docstrings"
     prepare_docstrings(output, force=force)

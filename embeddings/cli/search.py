@@ -50,7 +50,6 @@ def search(
         context_size: How many documents are drawn; as many as the model takes if left out.
         context_seed: Seed of the draw.
     """
-
     _require_query(query, interactive)
     require_top_k(top_k)
     if rescore_multiplier is not None:
@@ -73,7 +72,6 @@ def search(
 
 def _require_query(query: str | None, interactive: bool) -> None:
     """Check that a query is given, or else a place where queries can be read."""
-
     if query is not None and interactive:
         raise OptionError("interactive", True, "must be left out where a query is given", "drop one of them")
     if query is None and not interactive and not is_terminal():
@@ -89,7 +87,6 @@ def _index_of(corpus: Path) -> NearestRows:
         InputError: If there is none, or it does not fit the folder.
         OptionError: If the corpus is a file.
     """
-
     if not corpus.is_dir():
         raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, and name the folder")
     return VectorIndex.open(VectorFolder.open(corpus)).search
@@ -112,7 +109,6 @@ def index(vectors: Path, num_lists: int | None = None, num_probes: int | None = 
         num_probes: Lists that are searched for a query; 32 if left out, or all where there are fewer.
         seed: Seed of the sample that the lists are trained on.
     """
-
     folder = VectorFolder.open(vectors)
     made = build_index(folder, num_lists=num_lists, num_probes=num_probes, seed=seed)
     print(

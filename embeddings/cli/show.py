@@ -51,7 +51,6 @@ def curves(run: Path | list[Path], output: Path | None = None) -> None:
         run: The run's folder, which holds the `metrics.csv` that `fit` wrote; several as `[RUN,RUN]`, in one picture.
         output: The PNG file to write; `curves.png` in the run's folder, or for several here, where none is given.
     """
-
     runs = [run] if isinstance(run, Path) else run
     if not runs:
         raise OptionError("run", runs, "must name a run", "give a folder such as checkpoints/runs/NAME/version_0")
@@ -92,7 +91,6 @@ def anchor_tokens(
         by_visible_queries: Whether a weight is divided by the number of queries that see the token, as the key axis
             needs under a causal mask.
     """
-
     _check_texts(texts)
     figures.check_output(output, "an HTML file", needs_matplotlib=False)
     embedder = Encoder.from_pretrained(model).embedder
@@ -144,7 +142,6 @@ def _anchor_pooling(embedder: Embedder, given: dict[str, object]) -> tuple[Ancho
     Raises:
         OptionError: If a setting is impossible.
     """
-
     own = own_pooling(embedder)
     settings = (own or default_pooling(embedder)).arguments()
     try:
@@ -209,7 +206,6 @@ def latent_attention(
         by_text: Whether a text is one row, the mean over its tokens, with a column for every latent of every head: the
             picture of NV-Embed's Fig. 2.
     """
-
     _check_texts(texts)
     if not 1 <= num_latents <= MAX_COLUMNS:
         rule = f"must be from 1 to {MAX_COLUMNS}, what a picture has room for"
@@ -277,7 +273,6 @@ def routing(
             Its tokens are counted too.
         role: Whose prompt and length limit hold for the texts; `document` if left out.
     """
-
     if (model is None) == (runs is None):
         given = "neither" if model is None else "both"
         raise OptionError("model", given, "or runs must be given", "give exactly one: --model DIR TEXT, or --runs RUN")
@@ -327,7 +322,6 @@ def _texts_of(path: Path) -> list[str]:
     Raises:
         InputError: If the file cannot be used, or holds no text.
     """
-
     texts = [document.text for document in read_corpus(path)]
     if not any(text.strip() for text in texts):
         raise InputError(f"--input {path}", "holds no text", "give a file with texts")
@@ -370,7 +364,6 @@ def contextual_shift(
         context_size: How many documents a context holds; as many as the model takes if left out.
         seed: Seed of the draws.
     """
-
     corpora = [corpus] if isinstance(corpus, Path) else corpus
     if not 1 <= len(corpora) <= MAX_CORPORA:
         rule = f"must name from 1 to {MAX_CORPORA} corpora"
@@ -438,7 +431,6 @@ def clusters(
         perplexity: About how many neighbours of each row t-SNE goes by, fewer than a third of the rows drawn; 30 if
             left out.
     """
-
     if num_clusters > MAX_CLUSTERS:
         rule = f"must be at most {MAX_CLUSTERS}: more colours cannot be told apart"
         raise OptionError("num_clusters", num_clusters, rule, "10 is usual")
@@ -485,7 +477,6 @@ def report(run: Path, output: Path | None = None) -> None:
         run: The run's folder, such as `checkpoints/runs/NAME/version_0`, with the `config.yaml` that `fit` wrote.
         output: The HTML file to write; `report.html` in the run's folder where none is given.
     """
-
     if not run.is_dir():
         raise InputError(str(run), "is no folder", "give that of a run of fit, such as checkpoints/runs/NAME/version_0")
     path = output or run / "report.html"

@@ -6,9 +6,9 @@ K experts a token · R ranks · M context documents.
 Tensor names carry them: `query_BD`, `score_BC`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,8 +30,31 @@ class PaddedTokens(NamedTuple):
     pooling_mask_NL: Tensor
 
 
+class _Movable:
+    """A dataclass of tensors that move together, but for the fields in `_ON_CPU`, which stay."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    _ON_CPU: ClassVar[tuple[str, ...]] = ()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The same on `device`."""
+        return self._each(lambda value: value.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The same in page-locked memory."""
+        return self._each(lambda value: value.pin_memory())
+
+    def _each(self, change: Callable[[Any], Any]) -> Self:
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name, value in values.items():
+            if isinstance(value, Tensor | _Movable) and name not in self._ON_CPU:
+                values[name] = change(value)
+        return type(self)(**values)
+
+
 @dataclass(slots=True, eq=False)
-class TokenBatch:
+class TokenBatch(_Movable):
     """Texts as one ragged row of tokens: nothing is padded until a mini-batch is cut.
 
     Never changed once made; it is not frozen only because Lightning refuses to walk frozen dataclasses.
@@ -41,6 +64,8 @@ class TokenBatch:
         pooling_mask_T: True where a token enters the pooling, (T,) bool.
         lengths_N: Tokens of each text, (N,) int64, always on the CPU: planning costs no synchronisation.
     """
+
+    _ON_CPU = ("lengths_N",)
 
     input_ids_T: Tensor
     pooling_mask_T: Tensor
@@ -69,17 +94,6 @@ class TokenBatch:
             torch.tensor([len(text) for text in input_ids], dtype=torch.int64),
         )
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "TokenBatch":
-        """The same texts with their tokens on `device`; the lengths stay on the CPU."""
-        ids, mask = self.input_ids_T, self.pooling_mask_T
-        return TokenBatch(
-            ids.to(device, non_blocking=non_blocking), mask.to(device, non_blocking=non_blocking), self.lengths_N
-        )
-
-    def pin_memory(self) -> "TokenBatch":
-        """The same texts in page-locked memory."""
-        return TokenBatch(self.input_ids_T.pin_memory(), self.pooling_mask_T.pin_memory(), self.lengths_N)
-
     def padded(self, rows_N: Tensor | None = None, pad_token_id: int = 0) -> PaddedTokens:
         """Some texts (all when `rows_N` is None), in the order given, padded on the right to the longest of them.
 
@@ -102,7 +116,7 @@ class TokenBatch:
 
 
 @dataclass(slots=True, eq=False)
-class ContrastiveBatch:
+class ContrastiveBatch(_Movable):
     """Queries, candidates, and what a loss needs to know of each text. Nothing in it depends on a method.
 
     Attributes:
@@ -150,19 +164,6 @@ class ContrastiveBatch:
         """Number of queries, B."""
         return len(self.query)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "ContrastiveBatch":
-        """The same batch on `device`."""
-        return self._each(lambda value: value.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> "ContrastiveBatch":
-        """The same batch in page-locked memory."""
-        return self._each(lambda value: value.pin_memory())
-
-    def _each(self, change: Callable[[Any], Any]) -> "ContrastiveBatch":
-        values: Iterator[Any] = (getattr(self, name) for name in self.__dataclass_fields__)
-        changed: list[Any] = [value if value is None or isinstance(value, int) else change(value) for value in values]
-        return ContrastiveBatch(*changed)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Representations:
@@ -190,7 +191,7 @@ class LossOutput(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class PackedRows:
+class PackedRows(_Movable):
     """Rows of one length, cut from documents that follow each other without a gap.
 
     Never changed once made; not frozen only because Lightning refuses to walk frozen dataclasses.
@@ -199,9 +200,11 @@ class PackedRows:
         input_ids_NL: Token ids, (N, L) int64; the last row of a corpus is filled up with padding.
         document_NL: Which document of its row a token is of, counted from 0, and -1 for padding, (N, L) int64.
         special_NL: True at padding and at the tokenizer's special tokens, (N, L) bool.
-        draw_N: Key of every random choice made for a row, (N,) int64.
-        row_N: Row of each in the mixture, (N,) int64.
+        draw_N: Key of every random choice made for a row, (N,) int64, always on the CPU.
+        row_N: Row of each in the mixture, (N,) int64, always on the CPU.
     """
+
+    _ON_CPU = ("draw_N", "row_N")
 
     input_ids_NL: Tensor
     document_NL: Tensor
@@ -213,17 +216,9 @@ class PackedRows:
         """Number of rows, N."""
         return len(self.input_ids_NL)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedRows":
-        """The same on `device`; keys and numbers stay on the CPU."""
-        ids_NL, document_NL, special_NL = (
-            tensor.to(device, non_blocking=non_blocking)
-            for tensor in (self.input_ids_NL, self.document_NL, self.special_NL)
-        )
-        return PackedRows(ids_NL, document_NL, special_NL, self.draw_N, self.row_N)
-
 
 @dataclass(slots=True, eq=False)
-class Prediction:
+class Prediction(_Movable):
     """What a model reads and which tokens it is to predict from which of its states.
 
     Attributes:
@@ -235,6 +230,8 @@ class Prediction:
         row_N: Row of each in the mixture, (N,) int64, always on the CPU.
     """
 
+    _ON_CPU = ("row_N",)
+
     input_ids_NL: Tensor
     document_NL: Tensor
     read_P: Tensor
@@ -245,19 +242,6 @@ class Prediction:
     def __len__(self) -> int:
         """Number of tokens to predict, P."""
         return len(self.label_P)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Prediction":
-        """The same on `device`."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> "Prediction":
-        """The same in page-locked memory."""
-        return self._each(lambda tensor: tensor.pin_memory())
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Prediction":
-        ids_NL, document_NL = change(self.input_ids_NL), change(self.document_NL)
-        read_P, label_P = change(self.read_P), change(self.label_P)
-        return Prediction(ids_NL, document_NL, read_P, label_P, self.has_padding, self.row_N)
 
 
 def positions_in_document(document_NL: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import compress
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ from embeddings.common.random import numpy_generator
 from embeddings.inference.corpus import Document, read_corpus
 from embeddings.inference.encoder import Context, Encoder
 from embeddings.inference.vector_folder import VectorFolder
-
-if TYPE_CHECKING:
-    from embeddings.inference.encoder import Encoder
 
 
 @dataclass(frozen=True)
@@ -40,22 +37,13 @@ class ContextDraw:
         return {"num_documents": len(self.documents), "seed": self.seed, "documents_sha256": sha256}
 
     def encoded(self, encoder: Encoder) -> Context:
-        """The context, with the vectors that a model's first stage makes of the documents.
-
-        Raises:
-            OptionError: If the model takes no context.
-            NumericError: If a vector is not finite.
-        """
+        """The context, with the vectors that a model's first stage makes of the documents."""
         vector_MH = encoder.encode_context([document.text for document in self.documents])
         return context_of(self.documents, vector_MH, self.seed)
 
 
 def check_same_context(folder: Path, found: Context | None, requested: Context | ContextDraw) -> None:
-    """Refuse to search vectors of one context by queries of another.
-
-    Raises:
-        InputError: If the contexts differ; the message says in what.
-    """
+    """Refuse to search vectors of one context by queries of another."""
     if found is not None and found.summary() == requested.summary():
         return
     was = "without a context" if found is None else f"with {_describe(found.summary())}"
@@ -154,10 +142,6 @@ def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | No
     """The context that a corpus gives a contextual model: what `draw_context` draws.
 
     The documents' first-stage vectors are computed here, once, and the context keeps them.
-
-    Raises:
-        InputError: If the corpus cannot be used or is empty.
-        OptionError: If the model takes no context, or none of this size.
     """
     return draw_context(encoder, source, size, seed).encoded(encoder)
 
@@ -181,9 +165,8 @@ def require_context_size(encoder: Encoder, size: int | None) -> int:
     Raises:
         OptionError: If the model takes no context, or fewer documents.
     """
+    encoder.require_context()
     slots = encoder.num_context
-    if slots == 0:
-        raise OptionError("context", "a context", "must be left out: this model takes none", "drop it")
     if size is None:
         return slots
     if not 1 <= size <= slots:

@@ -70,8 +70,8 @@ class TextPreparation:
     def __call__(self, texts: Sequence[str]) -> TokenisedTexts:
         """The texts as `Encoder.encode` takes them; the vectors stay the same."""
         unique, row_N = unique_texts(texts)
-        starts = range(0, len(unique), TEXTS_PER_BLOCK)
-        return TokenisedTexts(unique, row_N, [self.block(unique, start) for start in starts])
+        blocks = [self.block(unique, start) for start in range(0, len(unique), TEXTS_PER_BLOCK)]
+        return TokenisedTexts(unique, row_N, blocks)
 
     def block(self, texts: list[str], start: int) -> TokenBatch:
         """The tokens of a block of texts, the first of which is text `start`."""
@@ -291,21 +291,10 @@ class Encoder:
             NumericError: If a vector is not finite for another reason.
         """
         preparation = self.preparation(prompt_name, role, prompt)
-        if isinstance(texts, TokenisedTexts):
-            unique, row_N, blocks = texts.texts, texts.row_N, iter(texts.blocks)
-        else:
-            _check_list("texts", texts)
-            unique, row_N = unique_texts(texts)
-            blocks = preparation.blocks_ahead(unique)
-        context_MH = self._context_vectors(context)
+        _check_list("texts", texts)
+        compute = partial(self._vectors, context_MH=self._context_vectors(context))
         extra = int(getattr(self.embedder, "num_extra_tokens", 0))
-        vector_ND = np.empty((len(unique), self.embedding_dim), np.float32)
-        compute = partial(self._vectors, context_MH=context_MH)
-        with self._inference():
-            for rows, block, bar in self._with_bar(blocks, len(unique), f"encode {preparation.role}"):
-                vector_ND[rows] = self._encode_block(block, compute, bar, extra)
-        self._check_finite(vector_ND, unique)
-        return vector_ND if row_N is None else vector_ND[row_N]
+        return self._computed(texts, preparation, self.embedding_dim, compute, f"encode {preparation.role}", extra)
 
     def preparation(
         self, prompt_name: PromptChoice = None, role: TextRole | None = None, prompt: str | None = None
@@ -330,17 +319,45 @@ class Encoder:
             NumericError: If a vector is not finite.
         """
         _check_list("context", texts)
+        self.require_context()
+        model: Any = self.embedder
+        preparation = self.preparation(role="document")
+        return self._computed(texts, preparation, model.context_size, model.embed_context, "encode context")
+
+    def require_context(self) -> None:
+        """Refuse a context where the model takes none.
+
+        Raises:
+            OptionError: If it takes none.
+        """
         if self.num_context == 0:
             raise OptionError("context", "a context", "must be left out: this model takes none", "drop it")
-        unique, row_N = unique_texts(texts)
-        blocks = self.preparation(role="document").blocks_ahead(unique)
-        model: Any = self.embedder
-        vector_MH = np.empty((len(unique), model.context_size), np.float32)
-        with self._inference():
-            for rows, block, bar in self._with_bar(blocks, len(unique), "encode context"):
-                vector_MH[rows] = self._encode_block(block, model.embed_context, bar)
-        self._check_finite(vector_MH, unique)
-        return vector_MH if row_N is None else vector_MH[row_N]
+
+    def _computed(
+        self,
+        texts: Sequence[str] | TokenisedTexts,
+        preparation: TextPreparation,
+        width: int,
+        compute: Callable[[PaddedTokens], Tensor],
+        title: str,
+        extra_tokens: int = 0,
+    ) -> npt.NDArray[np.float32]:
+        """What `compute` makes of each text, (N, `width`) float32, in their order; each different text once."""
+        if isinstance(texts, TokenisedTexts):
+            unique, row_N, blocks = texts.texts, texts.row_N, iter(texts.blocks)
+        else:
+            unique, row_N = unique_texts(texts)
+            blocks = preparation.blocks_ahead(unique)
+        vector_ND, start = np.empty((len(unique), width), np.float32), 0
+        bar = progress_bar(None, title, "token", unit_scale=True, disable=not self.show_progress)
+        with self._inference(), bar:
+            for tokens in blocks:
+                # The tokens still to come are estimated from those seen.
+                bar.total = round((bar.n + tokens.num_tokens) * len(unique) / (start + len(tokens)))
+                vector_ND[start : start + len(tokens)] = self._encode_block(tokens, compute, bar, extra_tokens)
+                start += len(tokens)
+        self._check_finite(vector_ND, unique)
+        return vector_ND if row_N is None else vector_ND[row_N]
 
     def _vectors(self, tokens: PaddedTokens, context_MH: Tensor | None) -> Tensor:
         """The vectors of a mini-batch, (n, D) float32, cut to `dimensions`."""
@@ -354,8 +371,7 @@ class Encoder:
     def _context_vectors(self, context: Context | Sequence[str] | None) -> Tensor | None:
         if context is None:
             return None
-        if self.num_context == 0:
-            raise OptionError("context", type(context).__name__, "must be left out: this model takes none", "drop it")
+        self.require_context()
         if not 0 < len(context) <= self.num_context:
             rule = f"must hold from 1 to the model's {self.num_context} documents"
             raise OptionError("context", f"{len(context)} documents", rule, "leave it out for no context")
@@ -363,20 +379,8 @@ class Encoder:
         # A copy: an array that is mapped from a file is read-only, which torch does not know.
         return torch.from_numpy(np.array(vectors, dtype=np.float32)).to(self.device)
 
-    def _with_bar(
-        self, blocks: Iterator[TokenBatch], num_texts: int, description: str
-    ) -> Iterator[tuple[slice, TokenBatch, "tqdm[Any]"]]:
-        """The rows and the tokens of each block, and the bar to count them on."""
-        start = 0
-        with progress_bar(None, description, "token", unit_scale=True, disable=not self.show_progress) as bar:
-            for tokens in blocks:
-                # The tokens still to come are estimated from those seen.
-                bar.total = round((bar.n + tokens.num_tokens) * num_texts / (start + len(tokens)))
-                yield slice(start, start + len(tokens)), tokens, bar
-                start += len(tokens)
-
     def _encode_block(
-        self, tokens: TokenBatch, compute: Callable[[PaddedTokens], Tensor], bar: "tqdm[Any]", extra_tokens: int = 0
+        self, tokens: TokenBatch, compute: Callable[[PaddedTokens], Tensor], bar: "tqdm[Any]", extra_tokens: int
     ) -> npt.NDArray[np.float32]:
         plan = plan_mini_batches(tokens.lengths_N + extra_tokens, self.mini_batch_tokens)
         on_device = tokens.to(self.device, non_blocking=True)
@@ -428,7 +432,7 @@ def check_widths(model: "Encoder | Embedder", widths: Sequence[int]) -> None:
         raise OptionError("dimensions", widths[0] if len(widths) == 1 else list(widths), rule, "leave it out for all")
 
 
-def _check_list(name: str, texts: Sequence[str]) -> None:
+def _check_list(name: str, texts: object) -> None:
     if isinstance(texts, str):
         raise OptionError(name, texts[:40], "must be a list of texts", "put the text in a list")
 

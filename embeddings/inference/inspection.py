@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
@@ -31,7 +31,7 @@ class SpannedText(NamedTuple):
     Attributes:
         row: Which of all texts it is.
         text: Prompt and text as one string, which the spans count in.
-        spans: Position of each token in it, T of them: the first T places of its row of the mini-batch.
+        spans: Position of each token in it, T of them.
     """
 
     row: int
@@ -60,15 +60,7 @@ def spanned_batches(
 ) -> Iterator[SpannedBatch]:
     """Texts with one of the model's prompts, padded mini-batch by mini-batch, each text once.
 
-    Args:
-        embedder: The model.
-        texts: Texts without their prompts.
-        prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name.
-        role: Whose length limit holds.
-        mini_batch_tokens: Maximum padded tokens of a mini-batch.
-
-    Raises:
-        OptionError: If the model has no such prompt.
+    See `token_weights` for the arguments and errors.
     """
     prompt = embedder.text.prompt(prompt_name, role)
     tokenizer = TextTokenizer(embedder.tokenizer, embedder.text)
@@ -164,18 +156,14 @@ def _tapped(embedder: "Embedder", pooling: "AnchorTokenPooling") -> Iterator["At
         what = "is contextual, and anchor weights are of a model that reads each text alone"
         raise InputError("the model", what, "use a model without a context")
     own = embedder.capture
-    if own is not None:
-        own.detach()
-    try:
+    with ExitStack() as stack:
+        if own is not None:
+            own.detach()
+            stack.callback(own.attach)
         tap = capture_of(embedder.backbone, pooling)
         assert tap is not None
-        try:
-            yield tap
-        finally:
-            tap.detach()
-    finally:
-        if own is not None:
-            own.attach()
+        stack.callback(tap.detach)
+        yield tap
 
 
 Place = Literal["first", "last", "punctuation", "rest"]
@@ -211,18 +199,9 @@ def anchor_shares(
 
     Only the pooled tokens of a text have a place, so a prompt has none: the first token and the last one
     (`[CLS]` and `[SEP]` where a model has them), tokens between them that consist of punctuation, and the rest.
-
-    Args:
-        embedder: The model; it is left as found.
-        texts: Texts without their prompts, at least one.
-        pooling: Whose weights, as `token_weights` takes it, and the other arguments too.
-        prompt_name: Which of the model's prompts goes before each text.
-        role: Whose length limit holds.
-        mini_batch_tokens: Maximum padded tokens of a mini-batch.
+    The arguments and errors are those of `token_weights`; no text at all is an error too.
 
     Precision: means in float64.
-    Raises:
-        OptionError: If there is no text; and as `token_weights` does.
     Source: MGH, §5.2 and Fig. 5, which name the first token, punctuation and the last token as what weighs most.
     """
     if not texts:
@@ -239,14 +218,17 @@ def anchor_shares(
         )
         for weights in block:
             sums += _shares(weights)
-    weight, tokens = (dict(zip(PLACES, row, strict=True)) for row in (sums / len(texts)).tolist())
-    return AnchorShares(weight, tokens, len(texts))
+    return _by_place(sums, len(texts))
 
 
 def shares_of(weights: TokenWeights) -> AnchorShares:
     """The shares of one text."""
-    weight, tokens = (dict(zip(PLACES, row, strict=True)) for row in _shares(weights).tolist())
-    return AnchorShares(weight, tokens, 1)
+    return _by_place(_shares(weights), 1)
+
+
+def _by_place(sums: npt.NDArray[np.float64], num_texts: int) -> AnchorShares:
+    weight, tokens = (dict(zip(PLACES, row, strict=True)) for row in (sums / num_texts).tolist())
+    return AnchorShares(weight, tokens, num_texts)
 
 
 def place_of(weights: TokenWeights) -> list[Place | None]:
@@ -262,7 +244,7 @@ def place_of(weights: TokenWeights) -> list[Place | None]:
     return places
 
 
-def _shares(weights: TokenWeights) -> "np.typing.NDArray[np.float64]":
+def _shares(weights: TokenWeights) -> npt.NDArray[np.float64]:
     """Shares of the weight and of the tokens by place, (2, places)."""
     places = place_of(weights)
     counts = np.array([[place == known for place in places] for known in PLACES], dtype=np.float64)
@@ -323,9 +305,7 @@ def latent_weights(
         embedder: The model; it is left as found.
         texts: N texts without their prompts.
         head: The one head that is kept, from 0; None for all of them.
-        prompt_name: Which of the model's prompts goes before each text; None for the one of the role's name.
-        role: Whose length limit holds.
-        mini_batch_tokens: Maximum padded tokens of a mini-batch.
+        prompt_name: As in `token_weights`, and so `role` and `mini_batch_tokens`.
 
     Returns:
         N of them, in the order of the texts.

@@ -299,29 +299,28 @@ class CorpusSearch:
         rescore_multiplier: int | None = None,
     ) -> None:
         self.encoder = encoder
-        self._folder, self._context = None, None
+        self._folder: VectorFolder | None = None
         self._rescore_multiplier = RESCORE_MULTIPLIER if rescore_multiplier is None else rescore_multiplier
         require_multiplier(self._rescore_multiplier)
         if Path(corpus).is_dir():
             fields = {"model_sha256": embedder_sha256(encoder), "embedding_dim": encoder.embedding_dim}
             check_manifest(corpus, {"kind": "vectors", "complete": True, **fields})
             self._folder = VectorFolder.open(corpus)
-            _check_effect(rescore_multiplier, self._folder.vector_format == "binary")
+        if rescore_multiplier is not None and (self._folder is None or self._folder.vector_format != "binary"):
+            rule = "has an effect only on a folder of binary vectors"
+            raise OptionError("rescore_multiplier", rescore_multiplier, rule, "leave it out")
+        if self._folder is not None:
             self._context = self._folder.context()
             if context is not None:
                 check_same_context(self._folder.path, self._context, context)
-            self._nearest = nearest or self._compare_all
         else:
             if nearest is not None:
-                raise OptionError(
-                    "nearest", "an index", "needs an encoded folder", "encode the corpus, or leave it out"
-                )
-            _check_effect(rescore_multiplier, False)
+                raise OptionError("nearest", "an index", "needs an encoded folder", "encode the corpus first")
             self._all = list(read_corpus(corpus))
             self._context = context.encoded(encoder) if isinstance(context, ContextDraw) else context
             texts = [document.text for document in self._all]
             self._vector_ND = unit_rows(encoder.encode(texts, None, self._context, role="document"))
-            self._nearest = self._compare_all
+        self._nearest = nearest or self._compare_all
 
     @property
     def has_context(self) -> bool:
@@ -341,12 +340,10 @@ class CorpusSearch:
         """
         query_QD = unit_rows(self.encoder.encode(queries, None, self._context, role="query"))
         found = self._nearest(query_QD, top_k)
+        of_each = zip(found.index_QK.tolist(), found.score_QK.tolist(), strict=True)
         return [
-            [
-                Hit(document.document_id, score, document.text)
-                for document, score in zip(self._documents(rows), scores, strict=False)
-            ]
-            for rows, scores in zip(found.index_QK.tolist(), found.score_QK.tolist(), strict=True)
+            [Hit(id_, score, text) for (id_, text), score in zip(self._documents(rows), scores, strict=False)]
+            for rows, scores in of_each
         ]
 
     def _compare_all(self, query_QD: npt.NDArray[np.float32], top_k: int) -> TopK:
@@ -359,12 +356,6 @@ class CorpusSearch:
         """The documents in some rows; an index that found fewer has -1 in the last ones."""
         rows = [row for row in rows if row >= 0]
         return [self._all[row] for row in rows] if self._folder is None else self._folder.documents(rows)
-
-
-def _check_effect(rescore_multiplier: int | None, is_binary: bool) -> None:
-    if rescore_multiplier is not None and not is_binary:
-        rule = "has an effect only on a folder of binary vectors"
-        raise OptionError("rescore_multiplier", rescore_multiplier, rule, "leave it out")
 
 
 def search_corpus(

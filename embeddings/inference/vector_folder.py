@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from embeddings.common.errors import InputError, OptionError, shown
 from embeddings.common.io import atomic_path, check_manifest, check_vectors, file_sha256, write_text
-from embeddings.common.jobs import ShardedJob
+from embeddings.common.jobs import ShardedJob, require_shard_size
 from embeddings.common.process import logger, tune_malloc
 from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.worker_processes import spread
@@ -122,11 +122,7 @@ class VectorFolder:
                 yield unit_rows(vector_nD)
 
     def context(self) -> Context | None:
-        """The context that the vectors were made with, which queries must be encoded with too.
-
-        Raises:
-            InputError: If its vectors are missing or damaged.
-        """
+        """The context that the vectors were made with, which queries must be encoded with too."""
         return Context.read(self.path)
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
@@ -212,8 +208,7 @@ def encode_corpus(
 
 def _require_options(encoder: Encoder, shard_size: int, tokenizer_workers: int, vector_format: VectorFormat) -> None:
     """Refuse options of `encode_corpus` that are impossible for every corpus."""
-    if shard_size < 1:
-        raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
+    require_shard_size(shard_size)
     if tokenizer_workers < 0:
         raise OptionError("tokenizer_workers", tokenizer_workers, "must be >= 0", "0 tokenises between the shards")
     require_format(vector_format, encoder.embedding_dim)
@@ -285,7 +280,7 @@ def _make_missing(
     with ExitStack() as stack:
         items = _texts_of(make, missing, columns)
         if names:
-            makers = {name: partial(_tokeniser, preparation) for name in names}
+            makers = dict.fromkeys(names, partial(_tokeniser, preparation))
             items = stack.enter_context(closing(spread(makers, items)))
         made = stack.enter_context(closing(on_devices(encoder, devices, make, items)))
         total = make.shards.num_rows
@@ -309,11 +304,7 @@ def _texts_of(
 
 def _tokeniser(preparation: TextPreparation) -> Callable[[_ShardTexts], _ShardTexts]:
     """What a process does that tokenises ahead."""
-    return partial(_tokenised, preparation)
-
-
-def _tokenised(preparation: TextPreparation, item: _ShardTexts) -> _ShardTexts:
-    return item._replace(tokens=preparation([document.text for document in item.documents]))
+    return lambda item: item._replace(tokens=preparation([document.text for document in item.documents]))
 
 
 def _write_shard(shards: VectorShards, shard: int, documents: list[Document], stored: npt.NDArray[Any]) -> None:

@@ -142,7 +142,7 @@ def test_an_unknown_prompt_is_refused_with_the_known_ones():
 
 
 def test_context_is_refused_by_a_model_that_takes_none():
-    with pytest.raises(OptionError, match="context must be left out: this model takes none, got 'list'"):
+    with pytest.raises(OptionError, match="context must be left out: this model takes none, got 'a context'"):
         Encoder(tiny_embedder()).encode(["a"], context=["b"])
 
 
