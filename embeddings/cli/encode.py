@@ -93,9 +93,7 @@ def draw_named_context(encoder: Encoder, source: Path | None, size: int | None, 
     """The context documents drawn from a corpus, or None where none is named."""
     if source is None:
         if size is not None:
-            raise OptionError(
-                "context_size", size, "needs a corpus to draw from", "name one with --context, or drop it"
-            )
+            raise OptionError("context_size", size, "needs a corpus to draw from", "name one with --context")
         return None
     return draw_context(encoder, source, size, seed)
 

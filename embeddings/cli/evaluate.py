@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from embeddings.cli.encode import PrecisionName, load_encoder, warn_of_untrained, warn_without_context
 from embeddings.common import InputError, OptionError
@@ -14,9 +14,6 @@ from embeddings.evaluation import evaluate_folders, format_results
 from embeddings.evaluation.instructions import Instructions
 from embeddings.evaluation.mteb_library import load_mteb
 from embeddings.inference import Encoder
-
-if TYPE_CHECKING:
-    pass
 
 
 def evaluate(
@@ -94,6 +91,7 @@ def _planned_tasks(
     tasks = find_tasks(names)
 
     def run(encoder: Encoder, model: str) -> str:
+        """Run this process's tasks; the table names the number of tasks that others have left undone."""
         scores = run_tasks(encoder, model, tasks, output, chosen, task.shards(len(tasks)))
         missing = sum(not score.complete for score in scores)
         lines = [format_table(scores)]

@@ -1,9 +1,10 @@
 """`sweep`: many runs of one recipe that differ in some config keys, one after another or as an array of tasks."""
 
 import csv
+import math
 import signal
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,7 @@ if TYPE_CHECKING:
 
 
 class RunFailed(UserError):
-    """Runs that failed, each with a message of its own.
-
-    Args:
-        line: Which runs, and a hint.
-        exit_code: That of the first of them.
-    """
+    """Runs that failed, each with a message of its own; the exit code is that of the first of them."""
 
     def __init__(self, line: str, exit_code: int) -> None:
         super().__init__(line)
@@ -90,10 +86,7 @@ def check_runs(plan: Sweep, file: Path, runs: Sequence[Run]) -> None:
     """Check the arguments of runs as `fit` does, before any of them begins.
 
     A run whose keys, and values but for numbers, were all seen in earlier ones is not looked at again, unless it is one
-    of a list, where each has keys of its own.
-
-    Raises:
-        ConfigError: Naming the point.
+    of a list, where each has keys of its own. The error names the point.
     """
     from embeddings.cli.fit import check_arguments
 
@@ -114,12 +107,6 @@ def train_missing(plan: Sweep, file: Path, runs: Sequence[Run], is_array_task: b
 
     A run that ends with code 75 has had the job queued again, and the sweep ends with it. Where a signal finds no run
     that could answer it, the sweep does.
-
-    Args:
-        plan: The sweep.
-        file: Its file.
-        runs: The runs.
-        is_array_task: Whether they are the one that this process was asked for.
 
     Raises:
         RunFailed: If a run failed, after the others are done, or Ctrl-C or the end of a terminal stopped it.
@@ -175,27 +162,17 @@ def train_alone(plan: Sweep, run: Run, forwarder: SignalForwarder, is_array_task
 
 
 def stopped(run: Run, number: signal.Signals, code: int) -> BaseException:
-    """How the sweep ends when a signal came and a run did not end well.
-
-    Args:
-        run: The run.
-        number: The signal.
-        code: The run's exit code; that of the signal where the run had no handler.
-    """
-    point, way_out = f"point {run.index}", "the same line resumes"
+    """How the sweep ends when a signal came and a run ended with `code`, that of the signal if it had no handler."""
+    point, hint = f"point {run.index}", "the same line resumes"
     if code != 128 + number:
-        return RunFailed(f"{point} ended with exit code {code} after {number.name}; {way_out}", code)
+        return RunFailed(f"{point} ended with exit code {code} after {number.name}; {hint}", code)
     if number in STOP_SIGNALS:
-        return answer(number, f"stopped at {point}; {way_out}", None, is_first_process())
-    return RunFailed(f"{point} was stopped by {number.name}; {way_out}", code)
+        return answer(number, f"stopped at {point}; {hint}", None, is_first_process())
+    return RunFailed(f"{point} was stopped by {number.name}; {hint}", code)
 
 
 def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
-    """Print the results of the finished runs, write them as CSV, and draw them beside it.
-
-    Raises:
-        InputError: If no run is done, the metric was never logged, or the path cannot be written.
-    """
+    """Print the results of the finished runs, write them as CSV, and draw them beside it."""
     from embeddings.figures import check_output, draw_sweep
 
     names = short_names(plan.points)
@@ -210,9 +187,8 @@ def collect(plan: Sweep, runs: Sequence[Run], path: Path, file: Path) -> None:
     picture = path.with_suffix(".png")
     check_output(picture)
     write_results(found, names, path)
-    drawn = dots(plan, found)
-    heading = f"{plan.name}: {num_done} of {len(runs)} runs"
-    draw_sweep(drawn, f"{plan.metric.column} ({plan.metric.value})", plan.metric.mode, heading, picture)
+    measure, heading = f"{plan.metric.column} ({plan.metric.value})", f"{plan.name}: {num_done} of {len(runs)} runs"
+    draw_sweep(dots(plan, found), measure, plan.metric.mode, heading, picture)
     print(f"wrote {path} and {picture}")
 
 
@@ -226,11 +202,8 @@ def dots(plan: Sweep, results: Sequence["Result"]) -> list["Dot"]:
     found: list[Dot] = []
     for result in results:
         value, point = result.value(plan.metric), result.run.point
-        values = {
-            name: point[key] if is_number(point[key]) else label(point[key])
-            for key, name in varied.items()
-            if key in point
-        }
+        given = {name: point[key] for key, name in varied.items() if key in point}
+        values = {name: content if is_number(content) else label(content) for name, content in given.items()}
         if plan.method == "list":
             values = {"point": ", ".join(f"{name}={label(content)}" for name, content in values.items())}
         if value is not None:
@@ -247,15 +220,9 @@ def title(plan: Sweep, run: Run) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run reached.
+    """What a run reached: the metric's last and best value, the best one's optimiser step, its last process's time.
 
-    Args:
-        run: The run.
-        status: `done`, `unfinished` or `missing`.
-        last: The metric's last value; None where the run is not done, and so the others.
-        best: Its best value.
-        best_step: The optimiser step of that.
-        seconds: How long the run's last process took.
+    All are None where the run is not done.
     """
 
     run: Run
@@ -269,6 +236,10 @@ class Result:
         """The one of both that points are compared by."""
         return self.last if metric.value == "last" else self.best
 
+    def labels(self, keys: Iterable[str]) -> list[str]:
+        """What the run's point sets some keys to, in words."""
+        return [label(self.run.point[key]) if key in self.run.point else "-" for key in keys]
+
 
 def logged_metric(runs: Sequence[Run], metric: Metric) -> Metric:
     """The metric; the training loss where it is the default, which no run has logged (a run without evaluation)."""
@@ -278,11 +249,7 @@ def logged_metric(runs: Sequence[Run], metric: Metric) -> Metric:
 
 
 def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
-    """The results of a sweep's runs, the best first and the missing ones last.
-
-    Raises:
-        InputError: If no finished run has logged the metric.
-    """
+    """The results of a sweep's runs, the best first and the missing ones last; the metric must have been logged."""
     found, columns = [], set()
     for run in runs:
         record = run.record()
@@ -297,12 +264,8 @@ def results_of(runs: Sequence[Run], metric: Metric, file: Path) -> list[Result]:
         what = f"no run has logged {metric.column!r}"
         raise InputError(f"{file}: metric", what, f"column takes one of {', '.join(sorted(columns)) or 'none'}")
     sign = -1 if metric.mode == "max" else 1
-
-    def order(result: Result) -> tuple[bool, float]:
-        value = result.value(metric)
-        return value is None, 0.0 if value is None else sign * value
-
-    return sorted(found, key=order)
+    values = {result.run.index: result.value(metric) for result in found}
+    return sorted(found, key=lambda result: math.inf if (v := values[result.run.index]) is None else sign * v)
 
 
 def result_table(results: Sequence[Result], names: Mapping[str, str], metric: Metric) -> str:
@@ -311,7 +274,7 @@ def result_table(results: Sequence[Result], names: Mapping[str, str], metric: Me
     rows = [
         [
             str(result.run.index),
-            *(label(result.run.point[key]) if key in result.run.point else "-" for key in names),
+            *result.labels(names),
             _digits(result.last),
             _digits(result.best),
             "-" if result.best_step is None else str(result.best_step),
@@ -331,11 +294,10 @@ def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metr
         return None
     groups: dict[tuple[str, ...], list[float]] = {}
     for result in results:  # the best first, and so its group
-        labels = tuple(label(result.run.point[key]) if key in result.run.point else "-" for key in others)
         value = result.value(metric)
-        groups.setdefault(labels, []).extend([] if value is None else [value])
+        groups.setdefault(tuple(result.labels(others)), []).extend([] if value is None else [value])
     sign = -1 if metric.mode == "max" else 1
-    ordered = sorted(groups.items(), key=lambda item: sign * statistics.mean(item[1]) if item[1] else float("inf"))
+    ordered = sorted(groups.items(), key=lambda item: sign * statistics.mean(item[1]) if item[1] else math.inf)
     rows = [
         [*labels, _digits(statistics.mean(values)) if values else "-", _spread(values), str(len(values))]
         for labels, values in ordered

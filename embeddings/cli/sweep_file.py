@@ -193,7 +193,11 @@ def _points(path: Path, content: Mapping[str, Any]) -> list[Point]:
                 raise InputError(f"{path}: {key}", f"has no effect on method {method}", "leave it out")
     where = f"{path}: parameters"
     if method == "list":
-        return _listed(where, parameters)
+        points = parameters if isinstance(parameters, list) else []
+        if not points or not all(isinstance(point, dict) and point for point in points):
+            rule = f"must be a list of mappings of config keys, got {parameters!r}"
+            raise InputError(where, rule, "list at least one point")
+        return _unlike(where, points)
     if not isinstance(parameters, dict) or not parameters:
         raise InputError(where, f"must map config keys to values, got {parameters!r}", "name at least one key")
     if method == "grid":
@@ -203,25 +207,19 @@ def _points(path: Path, content: Mapping[str, Any]) -> list[Point]:
     return _drawn(path, content, parameters)
 
 
-def _listed(where: str, points: Any) -> list[Point]:
-    if not isinstance(points, list) or not points or not all(isinstance(point, dict) and point for point in points):
-        raise InputError(where, f"must be a list of mappings of config keys, got {points!r}", "list at least one point")
-    _check_unlike(where, points)
-    return points
-
-
 def _values(where: str, values: Any) -> list[Any]:
     if not isinstance(values, list) or not values:
         raise InputError(where, f"must be a list of values, got {values!r}", "list at least one")
-    _check_unlike(where, values)
-    return values
+    return _unlike(where, values)
 
 
-def _check_unlike(where: str, values: Sequence[Any]) -> None:
+def _unlike(where: str, values: list[Any]) -> list[Any]:
+    """The values, once it is known that no two are alike."""
     texts = [_plain_text(where, value) for value in values]
     twice = [text for text, count in Counter(texts).items() if count > 1]
     if twice:
         raise InputError(where, f"holds {twice[0]} twice", "leave one out")
+    return values
 
 
 def _plain_text(where: str, value: Any) -> str:

@@ -33,14 +33,7 @@ _HASH_DIGITS = 10
 
 @dataclass(frozen=True)
 class Run:
-    """A point's run.
-
-    Args:
-        index: The point's number, from 0.
-        point: The config keys that it sets, and their values.
-        folder: Where all that it writes goes.
-        words: The line that trains it, from `fit` on.
-    """
+    """A point's run: its number from 0, the config keys that it sets, its folder, and the line that trains it."""
 
     index: int
     point: Point
@@ -99,10 +92,7 @@ def placed(contents: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
     """Options that send what a run writes into its folder: logs, checkpoints, and what callbacks put elsewhere.
 
     The first logger is a CSV logger, whose `version_N` of a process holds its `metrics.csv`; other loggers stay.
-
-    Args:
-        contents: The mappings of the configs and of the point, in order.
-        folder: The run's folder.
+    `contents` are the mappings of the configs and of the point, in order.
     """
     loggers = [logger for logger in _listed(contents, "logger") if isinstance(logger, Mapping)]
     own: Mapping[str, Any] = next((logger for logger in loggers if _is_csv(logger)), {"class_path": CSV_LOGGER})
@@ -134,15 +124,9 @@ def exclusive(folder: Path) -> Iterator[int | None]:
 
 
 def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
-    """Train a point in a process of its own, from its newest checkpoint if it has one, and note that it is done.
+    """Train a point in a process of its own, from its newest checkpoint if it has one; returns its exit code.
 
-    Args:
-        run: The run, with nothing else at work on it.
-        lock: The number of its lock's file; None where this process is a further rank of the run, and notes nothing.
-        forwarder: What starts the process, and lets it hear the signals that this one is sent.
-
-    Returns:
-        int: The process's exit code.
+    `lock` is the number of its lock's file; None where this process is a further rank, which does not write done.json.
     """
     from embeddings.cli.resume import find_latest_checkpoint  # loads Lightning
 
@@ -181,8 +165,8 @@ def summaries(folder: Path) -> dict[str, dict[str, float]]:
                     columns.setdefault(column, {})[int(step)] = value
     found = {}
     for column, values in sorted(columns.items()):
-        chosen = {"last": max(values), "min": min(values, key=values.__getitem__)}
-        chosen["max"] = max(values, key=values.__getitem__)
+        value = values.__getitem__
+        chosen = {"last": max(values), "min": min(values, key=value), "max": max(values, key=value)}
         found[column] = {name: values[step] for name, step in chosen.items()}
         found[column] |= {f"{name}_step": step for name, step in chosen.items()}
     return found
@@ -278,9 +262,7 @@ class SignalForwarder:
     def run(self, words: Sequence[str], inherited: Sequence[int]) -> int:
         """Run a line to its end; returns its exit code, 128 and the signal's number where one killed it or came before.
 
-        Args:
-            words: The program and its arguments.
-            inherited: Numbers of open files that the process is to have too.
+        The process gets the open files with the numbers `inherited` too.
         """
         if self.received:
             return 128 + self.received[0]

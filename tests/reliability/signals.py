@@ -3,7 +3,7 @@
 SIGUSR1 and SIGTERM, once or twice, to the process or to its whole group with a worker in it, before training, within a
 step, while a checkpoint is written, or on the way out. Each stopped run has asked a stand-in for `scontrol` once to
 queue it again, has one checkpoint, said one line and left with 75; one that had taken its last step ends with 0. Each
-run that is gone on with until its end has the bits of one that was never signalled.
+run that is resumed and reaches its end has the bits of one that was never signalled.
 """
 
 import argparse
