@@ -144,11 +144,7 @@ def import_checkpoint(
 
 
 def convert(
-    source: str,
-    output: Path,
-    num_positions: int = 2048,
-    rope_theta: float = 10_000.0,
-    keep_head: bool = True,
+    source: str, output: Path, num_positions: int = 2048, rope_theta: float = 10_000.0, keep_head: bool = True
 ) -> None:
     """Write the rotary model of an XLM-R, RoBERTa or BERT checkpoint.
 
@@ -164,10 +160,8 @@ def convert(
     """
     made = write_rotary_model(source, output, num_positions, rope_theta, keep_head)
     vocabulary = f"vocabulary of {made.vocabulary_before:,} rows padded to {made.vocabulary_after:,}"
-    print(
-        f"wrote {output}: {made.num_parameters:,} parameters, {vocabulary}, "
-        f"rotary positions for {num_positions:,} tokens"
-    )
+    positions = f"rotary positions for {num_positions:,} tokens"
+    print(f"wrote {output}: {made.num_parameters:,} parameters, {vocabulary}, {positions}")
 
 
 # No metric is larger, and a card can show it.
@@ -175,21 +169,16 @@ _MOST = 1e9
 
 
 def facts_of_checkpoint(state: Mapping[str, Any], run: Path) -> TrainingFacts:
-    """What a checkpoint and its run's folder say of the training; a file that is missing or damaged says nothing.
-
-    Args:
-        state: The checkpoint's content.
-        run: The run's folder.
-    """
-    num_steps = state.get("global_step")
+    """What a checkpoint and its run's folder say of the training; a missing or damaged file says nothing."""
+    steps = state.get("global_step")
+    steps = steps if isinstance(steps, int) else 0
     record: dict[str, Any] = {}
-    validation: list[tuple[int, float]] = []
+    known: list[tuple[int, float]] = []
     with suppress(InputError):
         record = read_run_record(run)
     with suppress(InputError):
-        validation = list(zip(*read_curves(run, [SCORE])[SCORE], strict=True))
-    steps = num_steps if isinstance(num_steps, int) else 0
-    known = [(step, value) for step, value in validation if step <= steps]
+        scores = zip(*read_curves(run, [SCORE])[SCORE], strict=True)
+        known = [(step, value) for step, value in scores if step <= steps]
     return TrainingFacts(state["run_config"], steps, record, known)
 
 

@@ -94,11 +94,7 @@ class TrainerCLI(LightningCLI):
         """Keep the config: Lightning would take arguments of the module from the checkpoint."""
 
     def instantiate_classes(self) -> None:
-        """Make the module, the data module and the trainer.
-
-        Raises:
-            ConfigError: If an option is impossible and the parser put the reason inside an error of its own.
-        """
+        """Make the module, the data module and the trainer; an impossible option is a `ConfigError`."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -162,20 +158,19 @@ class TrainerCLI(LightningCLI):
 
     def _choose_folder(self, trainer: L.Trainer) -> None:
         """Find the checkpoint that `auto` stands for, and give the trainer its run's folder."""
-        given, resumed = self.config.fit.ckpt_path, None
-        if given:
-            run = plain_types(self._parser("fit"), self.config.fit)
-            found = given
-            if given == AUTO:
-                batch_size = getattr(self.datamodule, "batch_size", None)
-                ranks = trainer.num_devices * trainer.num_nodes
-                found = find_latest_checkpoint(trainer.default_root_dir, run, batch_size and batch_size * ranks)
-                self.config.fit.ckpt_path = self.config_init.fit.ckpt_path = found
-                if found is None:
-                    root = Path(trainer.default_root_dir or ".").resolve()
-                    say(f"nothing to resume below {root}: the run begins anew")
-            resumed = resumed_run(found, run, is_auto=given == AUTO) if found else None
-            if found and (resumed or given == AUTO):
+        found, resumed = self.config.fit.ckpt_path, None
+        run, is_auto = plain_types(self._parser("fit"), self.config.fit) if found else {}, found == AUTO
+        if is_auto:
+            batch_size = getattr(self.datamodule, "batch_size", None)
+            ranks = trainer.num_devices * trainer.num_nodes
+            found = find_latest_checkpoint(trainer.default_root_dir, run, batch_size and batch_size * ranks)
+            self.config.fit.ckpt_path = self.config_init.fit.ckpt_path = found
+            if found is None:
+                root = Path(trainer.default_root_dir or ".").resolve()
+                say(f"nothing to resume below {root}: the run begins anew")
+        if found:
+            resumed = resumed_run(found, run, is_auto)
+            if resumed or is_auto:
                 pin_checkpoint_dir(trainer, found)
         keep_metrics(trainer, resumed)
 
@@ -188,11 +183,7 @@ class CheckingCLI(TrainerCLI):
     """`fit` up to the point where its arguments are known to be good."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments and stop.
-
-        Raises:
-            Checked: Where nothing is wrong.
-        """
+        """Parse the arguments and stop by raising `Checked`."""
         super().parse_arguments(parser, args)
         raise Checked
 
@@ -257,11 +248,7 @@ def make_cli(argv: Sequence[str], kind: type[TrainerCLI] = TrainerCLI) -> Traine
 
 
 def end_lines(trainer: L.Trainer) -> list[str]:
-    """The places of a finished run, its model and its metrics, and the next two commands.
-
-    Args:
-        trainer: Its trainer, whose folder is known.
-    """
+    """The places of a finished run, its model and its metrics, and the next two commands."""
     logger = run_logger(trainer)
     assert logger is not None
     folder = logger.log_dir
@@ -280,12 +267,7 @@ def end_lines(trainer: L.Trainer) -> list[str]:
 
 
 def refused_option(message: str, given: dict[str, Any]) -> str:
-    """Lightning's message about an option of the trainer, behind its name, or else behind the options that were chosen.
-
-    Args:
-        message: The message.
-        given: All options.
-    """
+    """Lightning's message about one of the trainer's options, behind its name, or behind those that were chosen."""
     named = [name for name in given if re.search(rf"\b{name}\b", message)]
     valued = [
         name for name in (*HARDWARE_OPTIONS, "max_time") if f"{given.get(name)}" in re.findall(r"[\w.=<>]+", message)

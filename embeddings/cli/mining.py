@@ -310,12 +310,8 @@ def filter_records(
 def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTexts:
     """The texts of the evaluation folders at or below some folders.
 
-    Queries and documents of retrieval and reranking folders; of the other kinds all texts that are tested on, in both
-    roles.
-
-    Args:
-        roots: Where to look.
-        documents: Whether the documents of retrieval and reranking folders count.
+    Queries and documents of retrieval and reranking folders (their documents only where `documents` is set); of the
+    other kinds all texts that are tested on, in both roles.
     """
     queries: list[str] = []
     found: list[str] = []

@@ -9,8 +9,6 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespace  # type: ignore[attr-defined]
-from jsonargparse._actions import _ActionConfigLoad
-from jsonargparse._subcommands import ActionSubCommands, find_parent_action_and_subcommand, is_branch_key
 
 from embeddings.cli.configs import VARIABLE, configs_of, located, may_import
 from embeddings.cli.errors import ConfigError
@@ -89,10 +87,22 @@ class OneLineParser(ArgumentParser):
         """Read an unknown name over `{}` as one over null, which is refused: jsonargparse drops an empty mapping."""
         cfg = Namespace(cfg) if isinstance(cfg, dict) else cfg  # type: ignore[no-untyped-call]
         for key in _empty_keys(cfg):
-            owner, _ = find_parent_action_and_subcommand(self, key, exclude=_ActionConfigLoad)
-            if not is_branch_key(self, key) and (owner is None or isinstance(owner, ActionSubCommands)):
+            if not self.knows(key):
                 cfg[key] = None
         return super()._apply_actions(cfg, *args, **kwargs)
+
+    def knows(self, key: str) -> bool:
+        """Whether a dotted key is an option, a group of options, or a part of an option's value."""
+        first, _, rest = key.partition(".")
+        names = set()
+        for action in self._actions:
+            if not isinstance(action.choices, dict):
+                names.add(action.dest)
+            elif first in action.choices:
+                return not rest or action.choices[first].knows(rest)
+        groups = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+        parts = any(key.startswith(f"{name}.") for name in names - groups)
+        return key in names or parts or any(name.startswith(f"{key}.") for name in names)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message for the command line to print; parsers nested inside types keep the library's exception."""
@@ -147,12 +157,7 @@ def _empty_keys(value: Any) -> list[str]:
 
 
 def explain(message: str, options: Iterable[str]) -> str:
-    """A parser's message as one line with a hint; where an option is unknown, the hint names those like it.
-
-    Args:
-        message: The message.
-        options: The parser's own options.
-    """
+    """A parser's message as one line with a hint; for an unknown option it names those of `options` that are alike."""
     line = reason(message)
     owner = _CLASS.search(line)
     if owner is not None:

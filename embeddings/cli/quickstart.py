@@ -40,12 +40,11 @@ def quickstart() -> None:
     A finished corpus in `data/docstrings` is reused. `checkpoints/quickstart` is then a model directory, with
     `curves.png` and `metrics.json` in it. Both places are those of lightning_configs/quickstart.yaml, which trains.
     """
-    corpus, output = CORPUS, OUTPUT
     seconds: dict[str, float] = {}
     with phase(1, "the docstring corpus", seconds, "corpus"):
-        prepare_docstrings(corpus)
+        prepare_docstrings(CORPUS)
 
-    data = {split: read_retrieval_folder(corpus / "eval" / split) for split in SPLITS}
+    data = {split: read_retrieval_folder(CORPUS / "eval" / split) for split in SPLITS}
     results: dict[str, Any] = {}
     with phase(2, "scores before training: BM25, and the model as it comes", seconds, "before"):
         results["bm25"] = score_bm25(data)
@@ -53,17 +52,17 @@ def quickstart() -> None:
     with phase(3, "training", seconds, "train"):
         run = train()
     with phase(4, "scores after training", seconds, "after"):
-        results["after"], document_ND = score_model(str(output), data)
+        results["after"], document_ND = score_model(str(OUTPUT), data)
     with phase(5, "three searches over the held-out packages", seconds, "search"):
-        show_searches(output, data["held_out"], document_ND)
+        show_searches(OUTPUT, data["held_out"], document_ND)
     results["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
     results["seconds"]["total"] = round(sum(seconds.values()), 1)
-    write_json(output / "metrics.json", results)
+    write_json(OUTPUT / "metrics.json", results)
 
-    figures.draw_curves([run], output / "curves.png")
+    figures.draw_curves([run], OUTPUT / "curves.png")
     print(f"\n{score_table(results)}\n")
-    print(f"{results['seconds']['total']:.0f} s in all; model, curves.png and metrics.json are in {output}")
-    line = f"{program()} search --model {output} --corpus {corpus}/eval/held_out/corpus.jsonl"
+    print(f"{results['seconds']['total']:.0f} s in all; model, curves.png and metrics.json are in {OUTPUT}")
+    line = f"{program()} search --model {OUTPUT} --corpus {CORPUS}/eval/held_out/corpus.jsonl"
     print(f'search it: {line} "your words"')
 
 

@@ -102,8 +102,7 @@ def find_latest_checkpoint(
 
     Args:
         folder: `trainer.default_root_dir`, which should be this run's alone; None for the working folder.
-        run: The run's config as plain types; None where the folder has no other run's checkpoints.
-        global_batch_size: Queries of the run's batch over all ranks; None for any.
+        run: As for `check_resumable`, and so the batch size.
     """
     # Lightning's own spelling of the folder, by which it recognises a run's folder.
     root = os.path.normpath(os.path.expanduser(folder or "."))
@@ -130,12 +129,7 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
     """The run of a checkpoint, where it is resumed in its own folder; None where a new folder is made.
 
     `auto` always resumes in the run's folder. So does a named file, if it is the last one of a run that did not finish
-    and that has the same model, data and seed; any other may be the start of a variant.
-
-    Args:
-        checkpoint: The checkpoint, checked by `check_resumable`.
-        run: The config of the run that resumes it, as plain types.
-        is_auto: Whether `auto` found it.
+    and that has the same model, data and seed as `run`, a config as plain types; any other may start a variant.
     """
     path = Path(checkpoint)
     if not path.is_file():
@@ -155,11 +149,8 @@ def resumed_run(checkpoint: str, run: Mapping[str, Any], is_auto: bool) -> Resum
 def check_plan(data: Any, checkpoint: str | None) -> None:
     """Have a data module refuse a checkpoint's plan that differs from its own, before any file is written.
 
-    Only the header of a checkpoint file is read; other checkpoints are left to the trainer.
-
-    Args:
-        data: The data module; one without `expect_state` checks nothing.
-        checkpoint: The checkpoint to resume from, checked by `check_resumable`, or None.
+    Only the header of a checkpoint file is read; other checkpoints are left to the trainer. A data module without
+    `expect_state` checks nothing.
     """
     expect = getattr(data, "expect_state", None)
     if expect is not None and checkpoint is not None and Path(checkpoint).is_file():
@@ -178,16 +169,12 @@ def pin_checkpoint_dir(trainer: L.Trainer, checkpoint: str) -> None:
 
 
 def first_difference(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-    """The first setting by which a checkpoint belongs to another run, in words, or None.
+    """The first setting by which a checkpoint belongs to another run, in words, or None; both configs are plain types.
 
     The model, data and seed of the checkpoint's run must be the same now; settings that it does not have are not
     compared. Free are the trainer's settings, settings of how to compute or for how long (number of workers, size of a
     tile, the schedule's length …), a source's licence, and the batch size of a rank: what must be the same is that of
     all ranks together, which the checkpoint's plan holds.
-
-    Args:
-        saved: The config of the checkpoint's run, as plain types.
-        given: The config of the run that resumes.
     """
     draws_seed = given.get("seed_everything") is True
     parts = [name for name in _PARTS if name in saved and not (draws_seed and name == "seed_everything")]

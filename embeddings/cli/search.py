@@ -81,12 +81,7 @@ def _require_query(query: str | None, interactive: bool) -> None:
 
 
 def _index_of(corpus: Path) -> NearestRows:
-    """The search in the index of an encoded folder.
-
-    Raises:
-        InputError: If there is none, or it does not fit the folder.
-        OptionError: If the corpus is a file.
-    """
+    """The search in the index of an encoded folder."""
     if not corpus.is_dir():
         raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, and name the folder")
     return VectorIndex.open(VectorFolder.open(corpus)).search
@@ -123,14 +118,7 @@ def is_terminal() -> bool:
 
 
 def answer_lines(answer: Callable[[str], None]) -> None:
-    """Answer queries until the end of the input or an empty line, each with the time that it took.
-
-    Args:
-        answer: Prints the answer to a query.
-
-    Raises:
-        InputError: If a line is not UTF-8.
-    """
+    """Answer queries until the end of the input or an empty line, each with the time that it took."""
     for query in _lines():
         if not query.strip():
             break

@@ -1,6 +1,7 @@
 """`show` and `report`: pictures of runs and models, with the same numbers as tables, and a page about a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from embeddings.common import InputError, OptionError
 from embeddings.common.text import format_table, one_line
 from embeddings.data.samplers.cluster_folder import ClusterFolder
 from embeddings.data.surrogate_vectors import SurrogateVectors
+from embeddings.data.tokenize import TokenSpan
 from embeddings.figures.anchor_tokens import PLACE_NAMES, weighted_pieces
 from embeddings.figures.clusters import (
     MAX_CLUSTERS,
@@ -103,17 +105,9 @@ def anchor_tokens(
     }
     pooling, whose = _anchor_pooling(embedder, {name: value for name, value in given.items() if value is not None})
     weights = token_weights(embedder, texts, pooling, prompt_name=prompt_name, role=role)
-    _check_tokens(
-        texts,
-        [
-            [pooled and not span.is_special for pooled, span in zip(each.pooled_T, each.spans, strict=True)]
-            for each in weights
-        ],
-    )
-    title, subtitle = (
-        f"{one_line(Path(model).name, 40)}{whose}",
-        f"Anchor-token-aware pooling, {_pooling_settings(pooling)}.",
-    )
+    _check_tokens(texts, [compress(each.spans, each.pooled_T) for each in weights])
+    title = f"{one_line(Path(model).name, 40)}{whose}"
+    subtitle = f"Anchor-token-aware pooling, {_pooling_settings(pooling)}."
     figures.draw_anchor_tokens(weights, title, subtitle, output)
     print(f"{title}\n{subtitle}")
     for found in weights:
@@ -128,20 +122,16 @@ def _check_texts(texts: Sequence[str]) -> None:
             raise OptionError("TEXT", text, "must not be empty", "give a sentence")
 
 
-def _check_tokens(texts: Sequence[str], pooled: Sequence[Sequence[bool]]) -> None:
-    """Refuse a text of which nothing but special tokens is pooled; `pooled` says of each token whether it counts."""
-    for text, counts in zip(texts, pooled, strict=True):
-        if not any(counts):
+def _check_tokens(texts: Sequence[str], pooled: Iterable[Iterable[TokenSpan]]) -> None:
+    """Refuse a text of which nothing but special tokens is pooled."""
+    for text, spans in zip(texts, pooled, strict=True):
+        if all(span.is_special for span in spans):
             rule = "must hold a token of its own"
             raise OptionError("TEXT", text[:40], rule, "the model's tokenizer drops all of it")
 
 
 def _anchor_pooling(embedder: Embedder, given: dict[str, object]) -> tuple[AnchorTokenPooling, str]:
-    """The pooling whose weights are shown, and whose it is, as the end of a title that begins with the model's name.
-
-    Raises:
-        OptionError: If a setting is impossible.
-    """
+    """The pooling whose weights are shown, and whose it is, as the end of a title that begins with the model's name."""
     own = own_pooling(embedder)
     settings = (own or default_pooling(embedder)).arguments()
     try:
@@ -175,11 +165,9 @@ def _anchor_table(weights: TokenWeights) -> str:
         numbers = [f"{piece.weight:.4f}", f"{piece.weight * num_pooled / piece.num_tokens:.2f}"]
         rows.append([*(numbers if piece.is_pooled else "--"), text])
     shares = shares_of(weights)
-    of_places = [["share of", "the weight", "the tokens"]]
-    of_places += [
-        [name, f"{shares.weight[place]:.1%}", f"{shares.tokens[place]:.1%}"] for place, name in PLACE_NAMES.items()
-    ]
-    return f"{format_table(rows, '>><')}\n\n{format_table(of_places)}"
+    of_each = [(name, shares.weight[place], shares.tokens[place]) for place, name in PLACE_NAMES.items()]
+    of_places = [(name, f"{weight:.1%}", f"{tokens:.1%}") for name, weight, tokens in of_each]
+    return f"{format_table(rows, '>><')}\n\n{format_table([('share of', 'the weight', 'the tokens'), *of_places])}"
 
 
 def latent_attention(
@@ -213,7 +201,7 @@ def latent_attention(
     figures.check_output(output)
     embedder = Encoder.from_pretrained(model).embedder
     found = latent_weights(embedder, texts, head=head, prompt_name=prompt_name, role=role)
-    _check_tokens(texts, [[not span.is_special for span in weights.spans] for weights in found])
+    _check_tokens(texts, [weights.spans for weights in found])
     pooling = latent_pooling(embedder)
     total, shown = len(pooling.latents), min(num_latents, len(pooling.latents))
     if by_text:
@@ -285,7 +273,20 @@ def routing(
         raise OptionError("TEXT", given, "or input must be given", "give texts, or --input FILE")
     _check_texts(texts)
     figures.check_output(output)
-    _show_model(model, texts if input is None else _texts_of(input), output, prompt_name, role or "document")
+    if input is not None:
+        texts = [document.text for document in read_corpus(input)]
+        if not any(text.strip() for text in texts):
+            raise InputError(f"--input {input}", "holds no text", "give a file with texts")
+    encoder = Encoder.from_pretrained(model, precision="float32", show_progress=len(texts) > 1000)
+    loads = expert_loads(encoder, texts, prompt_name, role or "document")
+    num_texts, num_experts = len(set(texts)), loads.count_YX.shape[1]
+    title = f"{one_line(Path(model).name, 40)}: where the tokens of {num_texts:,} text{'s' * (num_texts > 1)} go"
+    subtitle = (
+        f"{loads.num_tokens:,} tokens, prompts and special tokens among them, each to {loads.top_k} of "
+        f"{num_experts} experts. Layers and experts count from 0."
+    )
+    figures.draw_expert_loads(loads, title, subtitle, output)
+    print(f"{title}\n{subtitle}\n\n{_loads_table(loads)}\n\nwrote {output}")
 
 
 def _show_runs(runs: list[Path], output: Path, unused: dict[str, Any]) -> None:
@@ -300,44 +301,13 @@ def _show_runs(runs: list[Path], output: Path, unused: dict[str, Any]) -> None:
     print(f"wrote {output}")
 
 
-def _show_model(
-    model: str, texts: list[str], output: Path, prompt_name: str | None, role: Literal["document", "query"]
-) -> None:
-
-    encoder = Encoder.from_pretrained(model, precision="float32", show_progress=len(texts) > 1000)
-    loads = expert_loads(encoder, texts, prompt_name, role)
-    num_texts, num_experts = len(set(texts)), loads.count_YX.shape[1]
-    title = f"{one_line(Path(model).name, 40)}: where the tokens of {num_texts:,} text{'s' * (num_texts > 1)} go"
-    subtitle = (
-        f"{loads.num_tokens:,} tokens, prompts and special tokens among them, each to {loads.top_k} of "
-        f"{num_experts} experts. Layers and experts count from 0."
-    )
-    figures.draw_expert_loads(loads, title, subtitle, output)
-    print(f"{title}\n{subtitle}\n\n{_loads_table(loads)}\n\nwrote {output}")
-
-
-def _texts_of(path: Path) -> list[str]:
-    """The texts of a file.
-
-    Raises:
-        InputError: If the file cannot be used, or holds no text.
-    """
-    texts = [document.text for document in read_corpus(path)]
-    if not any(text.strip() for text in texts):
-        raise InputError(f"--input {path}", "holds no text", "give a file with texts")
-    return texts
-
-
 def _loads_table(loads: ExpertLoads) -> str:
     """Each layer's metrics and its experts' shares."""
     load, experts = load_metrics(loads.count_YX), range(loads.count_YX.shape[1])
     rows: list[list[object]] = [["layer", "entropy", "busiest/even", "idle", *experts]]
-    for layer, entropy, highest, idle, shares in zip(
-        loads.layers, load.entropy_Y, load.highest_Y, load.idle_Y, loads.share_YX.tolist(), strict=True
-    ):
-        rows.append(
-            [layer, f"{float(entropy):.3f}", f"{float(highest):.2f}", int(idle), *(f"{share:.1%}" for share in shares)]
-        )
+    columns = (loads.layers, load.entropy_Y, load.highest_Y, load.idle_Y, loads.share_YX.tolist())
+    for layer, entropy, highest, idle, shares in zip(*columns, strict=True):
+        rows.append([layer, f"{entropy:.3f}", f"{highest:.2f}", int(idle), *(f"{share:.1%}" for share in shares)])
     return format_table(rows, ">")
 
 
@@ -398,9 +368,8 @@ def contextual_shift(
 def _shift_table(shift: ContextualShift, documents: Sequence[Document]) -> str:
     """Each document's cosines."""
     rows = [["between contexts", "the least", "with no context", "nearest other", "document"]]
-    for document, own_P, alone, other in zip(
-        documents, shift.own_cosine_NP, shift.alone_cosine_N, shift.other_cosine_N, strict=True
-    ):
+    cosines = (shift.own_cosine_NP, shift.alone_cosine_N, shift.other_cosine_N)
+    for document, own_P, alone, other in zip(documents, *cosines, strict=True):
         name = f"{one_line(document.document_id, 20)}: {one_line(document.text, 50)}"
         rows.append([*(f"{number:.4f}" for number in (own_P.mean(), own_P.min(), alone, other)), name])
     return format_table(rows, ">>>><")
@@ -442,9 +411,8 @@ def clusters(
     if not folder.is_dir():
         fix = "name the vectors of the same source, which `cluster --model` writes"
         raise InputError(f"--vectors {vectors or folder.name}", "no such folder", fix)
-    points = draw_cluster_points(
-        found, SurrogateVectors(folder, found.source_key, check_vectors=False), num_clusters, rows_per_cluster, seed
-    )
+    kept = SurrogateVectors(folder, found.source_key, check_vectors=False)
+    points = draw_cluster_points(found, kept, num_clusters, rows_per_cluster, seed)
     title = f"{one_line(clusters.absolute().name, 40)}: {len(points.clusters)} of {found.num_clusters:,} clusters"
     subtitle = (
         f"{len(points.vector_ND):,} of {found.num_rows:,} rows, at most {rows_per_cluster} of a cluster; a row is its "

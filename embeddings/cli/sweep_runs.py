@@ -165,8 +165,8 @@ def summaries(folder: Path) -> dict[str, dict[str, float]]:
                     columns.setdefault(column, {})[int(step)] = value
     found = {}
     for column, values in sorted(columns.items()):
-        value = values.__getitem__
-        chosen = {"last": max(values), "min": min(values, key=value), "max": max(values, key=value)}
+        at = values.__getitem__
+        chosen = {"last": max(values), "min": min(values, key=at), "max": max(values, key=at)}
         found[column] = {name: values[step] for name, step in chosen.items()}
         found[column] |= {f"{name}_step": step for name, step in chosen.items()}
     return found

@@ -77,9 +77,7 @@ def synthesize(
         client = ChatClient(endpoint, sampling, limits.timeout_seconds)
         report = synthesize_examples(output, plan, templates, client, limits=limits, budget=budget)
     else:
-        unused: dict[str, Any] = {
-            name: getattr(plan, name) for name in ("num_examples", "num_tasks", "shares", "tasks")
-        }
+        unused = {name: getattr(plan, name) for name in ("num_examples", "num_tasks", "shares", "tasks")}
         unused |= {"seeds": prompts.seeds, "languages": prompts.languages}
         unused["method"] = None if plan.method == "mgh" else plan.method
         without_effect(unused, "has no effect on regenerate_negatives")
@@ -103,13 +101,7 @@ def without_effect(options: dict[str, Any], rule: str) -> None:
 
 
 def level_table(judge: str, encoder: Encoder, paths: list[Path]) -> str:
-    """How similar the negatives of each level are to their queries, as text.
-
-    Args:
-        judge: The model's name in the report.
-        encoder: The model.
-        paths: Files of records with levels.
-    """
+    """How similar the negatives of each level of records are to their queries by a model, as text."""
     found = check_levels(paths, encoder)
     rows = [("  positive", f"{found.positive:.3f}")]
     rows += [(f"  level {level}", f"{mean:.3f}") for level, mean in enumerate(found.levels, start=1)]
