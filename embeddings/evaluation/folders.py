@@ -186,11 +186,7 @@ def read_evaluation_folder(path: str | PathLike[str]) -> EvaluationFolder:
 
 
 def read_retrieval_folder(path: str | PathLike[str]) -> RetrievalFolder:
-    """The corpus, queries and qrels of a retrieval folder.
-
-    Raises:
-        InputError: If it is not one, or a row cannot be used.
-    """
+    """The corpus, queries and qrels of a retrieval folder."""
     folder = read_evaluation_folder(path)
     if not isinstance(folder, RetrievalFolder):
         hint = "name a folder with corpus.jsonl, queries.jsonl and qrels.tsv"
@@ -199,11 +195,7 @@ def read_retrieval_folder(path: str | PathLike[str]) -> RetrievalFolder:
 
 
 def find_evaluation_folders(root: str | PathLike[str]) -> list[Path]:
-    """The evaluation folders at or below `root`, by path; the search does not enter a folder that it found.
-
-    Raises:
-        InputError: If there is none.
-    """
+    """The evaluation folders at or below `root`, at least one, by path; the search does not enter one that it found."""
     found = list(_walk(Path(root)))
     if not found:
         raise InputError(str(root), "holds no evaluation data", _LAYOUTS)
@@ -226,11 +218,7 @@ def corpus_texts(folder: EvaluationFolder) -> Sequence[str]:
 
 
 def retrieval_files_of(qrels: str | PathLike[str]) -> RetrievalFiles:
-    """The files around a qrels file, such as that of one split: `FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`.
-
-    Raises:
-        InputError: If one of them is missing.
-    """
+    """The files around a qrels file, such as that of one split: `FOLDER/qrels.tsv`, `FOLDER/qrels/train.tsv`."""
     path = Path(qrels)
     if not path.is_file():
         raise InputError(str(path), "no such file", "name a qrels file of a retrieval folder")
@@ -241,9 +229,6 @@ def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
     """The corpus, queries and qrels in some files.
 
     Memory: all texts of the corpus.
-
-    Raises:
-        InputError: If a row cannot be used.
     """
     documents = list(read_corpus(files.corpus))
     document_row = {document.document_id: row for row, document in enumerate(documents)}
@@ -257,21 +242,11 @@ def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
         for document, grade in relevance[query].items()
     ]
     query_J, document_J, relevance_J = zip(*pairs, strict=True)
-    qrels = Qrels(
-        np.array(query_J, dtype=np.int64),
-        np.array(document_J, dtype=np.int64),
-        np.array(relevance_J, dtype=np.float64),
-        len(query_ids),
-        len(documents),
-    )
-    return RetrievalFolder(
-        [document.text for document in documents],
-        list(document_row),
-        [text_of_query[query] for query in query_ids],
-        query_ids,
-        qrels,
-        len(text_of_query) - len(query_ids),
-    )
+    rows = np.array(query_J, dtype=np.int64), np.array(document_J, dtype=np.int64)
+    qrels = Qrels(*rows, np.array(relevance_J, dtype=np.float64), len(query_ids), len(documents))
+    texts, queries = [document.text for document in documents], [text_of_query[query] for query in query_ids]
+    num_skipped = len(text_of_query) - len(query_ids)
+    return RetrievalFolder(texts, list(document_row), queries, query_ids, qrels, num_skipped)
 
 
 def read_qrels(

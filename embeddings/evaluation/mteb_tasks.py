@@ -5,11 +5,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from datasets import Dataset, DatasetDict
+from mteb import AbsTask
 from mteb.abstasks import (
     AbsTaskClassification,
     AbsTaskClustering,
@@ -19,6 +20,7 @@ from mteb.abstasks import (
     AbsTaskSummarization,
 )
 from mteb.abstasks.task_metadata import TaskMetadata
+from mteb.models import ModelMeta
 from mteb.models.search_wrappers import SearchEncoderWrapper
 from mteb.similarity_functions import cos_sim, pairwise_cos_sim
 
@@ -26,6 +28,7 @@ from embeddings.common.errors import InputError
 from embeddings.common.io import file_sha256, load_array
 from embeddings.common.text import TextRole
 from embeddings.evaluation.folders import (
+    SUMMARY_FIELDS,
     ClassificationFolder,
     ClusteringFolder,
     EvaluationFolder,
@@ -42,11 +45,6 @@ from embeddings.inference.context import ContextDraw, sample_context, sample_row
 from embeddings.inference.corpus import Document
 from embeddings.inference.encoder import Context, Encoder
 from embeddings.inference.vectors import unit_rows
-
-if TYPE_CHECKING:
-    from mteb import AbsTask
-    from mteb.abstasks.task_metadata import TaskMetadata
-    from mteb.models import ModelMeta
 
 Vectors = npt.NDArray[np.float32]
 
@@ -90,7 +88,7 @@ class FolderTask:
             self.data_loaded = True
 
 
-def folder_tasks(root: str | PathLike[str]) -> list["AbsTask"]:
+def folder_tasks(root: str | PathLike[str]) -> list[AbsTask]:
     """A task for every evaluation folder at or below a folder, named by its path from there: `sets.news.titles`.
 
     Raises:
@@ -103,12 +101,12 @@ def folder_tasks(root: str | PathLike[str]) -> list["AbsTask"]:
     ]
 
 
-def task_of_folder(name: str, folder: EvaluationFolder) -> "AbsTask":
+def task_of_folder(name: str, folder: EvaluationFolder) -> AbsTask:
     """The task of evaluation data in memory."""
     return _task(name, folder.kind, folder)
 
 
-def _task(name: str, kind: str, source: Path | EvaluationFolder) -> "AbsTask":
+def _task(name: str, kind: str, source: Path | EvaluationFolder) -> AbsTask:
     metrics, base = KINDS[kind]
     task_type: Any = TASK_TYPES[kind]
     path, revision = (source.name, _files_sha256(source)) if isinstance(source, Path) else (name, "0")
@@ -152,12 +150,8 @@ def _classification(folder: ClassificationFolder) -> DatasetDict:
     names = [*sorted({*folder.test_labels}), *sorted({*folder.train_labels} - {*folder.test_labels})]
     number = {name: row for row, name in enumerate(names)}
     parts = {"train": (folder.train_texts, folder.train_labels), "test": (folder.test_texts, folder.test_labels)}
-    return DatasetDict(
-        {
-            part: Dataset.from_dict({"text": texts, "label": [number[label] for label in labels]})
-            for part, (texts, labels) in parts.items()
-        }
-    )
+    columns = {part: {"text": texts, "label": [*map(number.get, labels)]} for part, (texts, labels) in parts.items()}
+    return DatasetDict({part: Dataset.from_dict(of_part) for part, of_part in columns.items()})
 
 
 def _retrieval_split(folder: RetrievalFolder, where: str) -> dict[str, Any]:
@@ -191,22 +185,15 @@ def _reranking_split(folder: RerankingFolder) -> dict[str, Any]:
 
 def _summaries(folder: SummarisationFolder) -> DatasetDict:
     """The rows of all texts; mteb requires each text itself too, but does not use it."""
-    columns = {
-        "text": [""] * len(folder.relevance),
-        "human_summaries": folder.human_summaries,
-        "machine_summaries": folder.machine_summaries,
-        "relevance": folder.relevance,
-    }
-    return DatasetDict(test=Dataset.from_dict(columns))
+    columns = {name: getattr(folder, name) for name in SUMMARY_FIELDS}
+    return DatasetDict(test=Dataset.from_dict({"text": [""] * len(folder.relevance), **columns}))
 
 
 def _files_sha256(path: Path) -> str:
     """A hash of the files that hold a folder's data."""
-    names = sorted(
-        file.relative_to(path) for file in (*path.glob("*.jsonl*"), *path.glob("*.tsv"), *path.glob("qrels/*"))
-    )
+    files = (*path.glob("*.jsonl*"), *path.glob("*.tsv"), *path.glob("qrels/*"))
     digest = hashlib.sha256()
-    for name in names:
+    for name in sorted(file.relative_to(path) for file in files):
         digest.update(f"{name} {file_sha256(path / name)}\n".encode())
     return digest.hexdigest()[:40]
 
@@ -229,7 +216,7 @@ class TaskEncoder:
         folder: Where vectors are kept for the next width, or None where there is a single width.
     """
 
-    def __init__(self, encoder: Encoder, meta: "ModelMeta", prompt_name: str | None = None) -> None:
+    def __init__(self, encoder: Encoder, meta: ModelMeta, prompt_name: str | None = None) -> None:
         self.encoder, self.mteb_model_meta, self.prompt_name = encoder, meta, prompt_name
         self.instruction_prompt: str | None = None
         self.width = encoder.embedding_dim
@@ -239,13 +226,13 @@ class TaskEncoder:
         self,
         inputs: Iterable[dict[str, Any]],
         *,
-        task_metadata: "TaskMetadata",
+        task_metadata: TaskMetadata,
         hf_split: str,
         hf_subset: str,
         prompt_type: str | None = None,
         **options: Any,
     ) -> Vectors:
-        """The vectors of texts, (N, D) float32 of the chosen width.
+        """The vectors of texts, (N, D) float32 of the chosen width; errors are those of `Encoder.encode`.
 
         Args:
             inputs: Batches of texts, under `text`.
@@ -254,11 +241,6 @@ class TaskEncoder:
             hf_subset: Its subset, such as a language.
             prompt_type: `query`, `document`, or None where the task has no roles.
             options: Other arguments of mteb.
-
-        Raises:
-            OptionError: If a prompt leaves no room for a text.
-            InputError: If a vector is not finite because the model is damaged.
-            NumericError: If it is not finite for another reason.
         """
         texts = [text for batch in inputs for text in batch["text"]]
         role: TextRole = "query" if prompt_type == "query" else "document"
@@ -278,7 +260,7 @@ class TaskEncoder:
         """Cosines row by row."""
         return pairwise_cos_sim(embeddings1, embeddings2)
 
-    def _prompt(self, task: "TaskMetadata", prompt_type: Any) -> str:
+    def _prompt(self, task: TaskMetadata, prompt_type: Any) -> str:
         text = self.encoder.embedder.text
         if prompt_type != "document":
             if self.instruction_prompt is not None:
@@ -317,7 +299,7 @@ class ContextualTaskEncoder(TaskEncoder):
     """
 
     def __init__(
-        self, encoder: Encoder, meta: "ModelMeta", prompt_name: str | None, context_size: int, context_seed: int
+        self, encoder: Encoder, meta: ModelMeta, prompt_name: str | None, context_size: int, context_seed: int
     ) -> None:
         super().__init__(encoder, meta, prompt_name)
         self.context_size, self.context_seed = context_size, context_seed
@@ -325,28 +307,17 @@ class ContextualTaskEncoder(TaskEncoder):
         self._context: Context | None = None
         self._searcher = SearchEncoderWrapper(self)
 
-    def index(self, corpus: Any, *, task_metadata: "TaskMetadata", hf_subset: str, **options: Any) -> None:
-        """Draw the context from a corpus, and index the corpus.
-
-        Args:
-            corpus: Rows of `id`, `text` and optionally `title`.
-            task_metadata: The task.
-            hf_subset: Its subset.
-            options: Other arguments of mteb.
-        """
+    def index(self, corpus: Any, *, task_metadata: TaskMetadata, hf_subset: str, **options: Any) -> None:
+        """Draw the context from a corpus, rows of `id`, `text` and optionally `title`, and index the corpus."""
         rows = sample_rows(len(corpus), self.context_size, self.context_seed).tolist()
-        documents = tuple(Document(str(row), _document_text(corpus[row])) for row in rows)
+        texts = [f"{corpus[row].get('title') or ''} {corpus[row]['text']}".strip() for row in rows]
+        documents = tuple(Document(str(row), text) for row, text in zip(rows, texts, strict=True))
         self._owner = f"{task_metadata.name} {hf_subset}"
         self._context = ContextDraw(documents, self.context_seed).encoded(self.encoder)
         self._searcher.index(corpus, task_metadata=task_metadata, hf_subset=hf_subset, **options)
 
     def search(self, queries: Any, **options: Any) -> dict[str, dict[str, float]]:
-        """The cosines of the nearest documents of each query.
-
-        Args:
-            queries: Rows of `id` and `text`.
-            options: Other arguments of mteb: the task, how many documents, which candidates where a task reranks.
-        """
+        """The cosines of the nearest documents of each query, a row of `id` and `text`; `options` are mteb's."""
         return self._searcher.search(queries, **options)
 
     def _context_of(self, owner: str, texts: list[str]) -> Context | None:
@@ -354,7 +325,3 @@ class ContextualTaskEncoder(TaskEncoder):
             self._owner = owner
             self._context = sample_context(self.encoder, texts, self.context_size, self.context_seed)
         return self._context
-
-
-def _document_text(row: dict[str, Any]) -> str:
-    return f"{row.get('title') or ''} {row['text']}".strip()

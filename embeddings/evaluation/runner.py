@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -85,15 +85,9 @@ def evaluate_folder(
     context_seed: int = 0,
 ) -> EvaluationResult:
     """The scores of an encoder on one evaluation folder, at its full width (see `evaluate_widths`)."""
-    return evaluate_widths(
-        encoder,
-        folder,
-        [encoder.embedding_dim],
-        name=name,
-        prompt_name=prompt_name,
-        context_size=context_size,
-        context_seed=context_seed,
-    )[0]
+    draw: dict[str, Any] = {"context_size": context_size, "context_seed": context_seed}
+    (result,) = evaluate_widths(encoder, folder, [encoder.embedding_dim], name=name, prompt_name=prompt_name, **draw)
+    return result
 
 
 def evaluate_widths(
@@ -186,23 +180,16 @@ def evaluate_folders(
         require_context_size(encoder, context_size)
     widths = [encoder.embedding_dim] if widths is None else widths
     check_widths(encoder, widths)
-    paths = [("/".join((root.resolve().name, *path.relative_to(root).parts)), path) for root, path in _found(roots)]
+    found = [(Path(root), path) for root in roots for path in find_evaluation_folders(root)]
+    paths = [("/".join((root.resolve().name, *path.relative_to(root).parts)), path) for root, path in found]
     if {read_evaluation_folder(path).kind for _, path in paths} - {RetrievalFolder.kind, SimilarityFolder.kind}:
         load_mteb()
     results: list[EvaluationResult] = []
     for name, path in paths:
-        found = evaluate_widths(
-            encoder,
-            path,
-            widths,
-            name=name,
-            prompt_name=prompt_name,
-            context_size=context_size,
-            context_seed=context_seed,
-        )
-        for result in found:
+        draw: dict[str, Any] = {"context_size": context_size, "context_seed": context_seed}
+        for result in evaluate_widths(encoder, path, widths, name=name, prompt_name=prompt_name, **draw):
             logger.info("%s: %s %.4f", name, result.main_metric, result.metrics[result.main_metric])
-        results += found
+            results.append(result)
     return results
 
 
@@ -223,10 +210,6 @@ def score_retrieval(
     """The scores of an encoder on a retrieval folder (see `evaluate_folder`)."""
     vectors = [unit_rows(vector_ND) for vector_ND in _encode(encoder, folder, prompt_name, context)]
     return _score_retrieval(folder, vectors, encoder.device)
-
-
-def _found(roots: Iterable[str | PathLike[str]]) -> list[tuple[Path, Path]]:
-    return [(Path(root), path) for root in roots for path in find_evaluation_folders(root)]
 
 
 def _encode(
@@ -257,12 +240,8 @@ def _score_retrieval(folder: RetrievalFolder, vectors: Sequence[_Vectors], devic
     query_QD, document_ND = vectors
     found = search_top_k(query_QD, document_ND, max(CUTOFFS), device)
     scores = retrieval_metrics(found.index_QK, folder.qrels, CUTOFFS)
-    counts = {
-        "num_queries": scores.num_queries,
-        "num_documents": len(folder.documents),
-        "num_skipped": folder.num_skipped,
-    }
-    return RetrievalRun(scores.metrics, counts, document_ND)
+    counts = {"num_queries": scores.num_queries, "num_documents": len(folder.documents)}
+    return RetrievalRun(scores.metrics, {**counts, "num_skipped": folder.num_skipped}, document_ND)
 
 
 def _score_by_mteb(

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import huggingface_hub.constants
 import mteb
-from mteb import TaskResult
+from mteb import AbsTask, TaskResult
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
 from mteb.models import ModelMeta
 from mteb.models.model_meta import ScoringFunction
@@ -30,9 +30,6 @@ from embeddings.evaluation.mteb_library import quiet
 from embeddings.evaluation.mteb_tasks import KINDS, ContextualTaskEncoder, TaskEncoder
 from embeddings.inference.context import require_context_size
 from embeddings.inference.encoder import Encoder, check_widths, embedder_sha256
-
-if TYPE_CHECKING:
-    from mteb import AbsTask
 
 # mteb passes texts in batches of this size; the encoder plans its own mini-batches.
 _TEXTS_PER_BATCH = 1024
@@ -77,7 +74,7 @@ class TaskResults:
         metas: The model's description for mteb by width: name, revision, settings.
     """
 
-    def __init__(self, folder: Path, metas: Mapping[int, "ModelMeta"]) -> None:
+    def __init__(self, folder: Path, metas: Mapping[int, ModelMeta]) -> None:
         self.folder, self.metas = folder, metas
 
     def place(self, width: int) -> Path:
@@ -86,11 +83,11 @@ class TaskResults:
         folder = self.folder / "results" / meta.model_name_as_path() / str(meta.revision)
         return folder if meta.experiment_name is None else folder / "experiments" / meta.experiment_name
 
-    def path(self, task: "AbsTask", width: int, aggregate: "AbsTask | None" = None) -> Path:
+    def path(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> Path:
         """The file of a task's result, or of a part of an aggregate."""
         return self.place(width) / ("" if aggregate is None else aggregate.metadata.name) / f"{task.metadata.name}.json"
 
-    def find(self, task: "AbsTask", width: int, aggregate: "AbsTask | None" = None) -> TaskResult | None:
+    def find(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> TaskResult | None:
         """The result of a task; None if there is none for these data and this release of mteb.
 
         Languages and splits of the file that are not the task's are left out.
@@ -111,7 +108,7 @@ class TaskResults:
             return None
         return result if task.is_aggregate else result.validate_and_filter_scores(task)
 
-    def write(self, result: TaskResult, task: "AbsTask", width: int, aggregate: "AbsTask | None" = None) -> None:
+    def write(self, result: TaskResult, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> None:
         """Write the result of a task, or of a part of an aggregate, atomically."""
         meta = self.place(width) / "model_meta.json"
         if not meta.exists():
@@ -134,7 +131,7 @@ class TaskScore(NamedTuple):
         return None not in self.scores.values()
 
 
-def collect_scores(results: TaskResults, tasks: Sequence["AbsTask"]) -> list[TaskScore]:
+def collect_scores(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskScore]:
     """The scores of all tasks, in their order; None where a task has no result."""
     rows = []
     for task in tasks:
@@ -144,7 +141,7 @@ def collect_scores(results: TaskResults, tasks: Sequence["AbsTask"]) -> list[Tas
     return rows
 
 
-def write_table(results: TaskResults, tasks: Sequence["AbsTask"]) -> list[TaskScore]:
+def write_table(results: TaskResults, tasks: Sequence[AbsTask]) -> list[TaskScore]:
     """Write a `scores.csv` beside the results of each width, the table of those tasks, and return the scores.
 
     Several processes may end at once: each reads the results again after writing, so that the last table is complete.
@@ -188,7 +185,7 @@ def _cell(score: float | None) -> str:
 def run_tasks(
     encoder: Encoder,
     model: str,
-    tasks: Sequence["AbsTask"],
+    tasks: Sequence[AbsTask],
     output: Path,
     settings: TaskSettings,
     share: Iterable[int] | None = None,
@@ -232,18 +229,8 @@ def run_tasks(
     return write_table(results, tasks)
 
 
-def score_task(encoder: Encoder, model: str, task: "AbsTask", settings: TaskSettings) -> list[dict[str, float]]:
-    """The metrics of one folder's task at each width, the main one first; nothing is written.
-
-    Args:
-        encoder: The model.
-        model: Name of the model.
-        task: A task of a folder (see `task_of_folder`), not loaded.
-        settings: What else the scores depend on; it names the widths.
-
-    Raises:
-        As `run_tasks`.
-    """
+def score_task(encoder: Encoder, model: str, task: AbsTask, settings: TaskSettings) -> list[dict[str, float]]:
+    """The metrics of one folder's task at each width, the main one first; nothing is written (see `run_tasks`)."""
     widths = list(settings.widths or [encoder.embedding_dim])
     meta = ModelMeta.create_empty(overwrites={"name": f"local/{model}", "similarity_fn_name": ScoringFunction.COSINE})
     adapted, found = _adapted(encoder, meta, settings), []
@@ -259,7 +246,7 @@ def score_task(encoder: Encoder, model: str, task: "AbsTask", settings: TaskSett
     return found
 
 
-def _look_for_data(tasks: Sequence["AbsTask"], shows: bool) -> None:
+def _look_for_data(tasks: Sequence[AbsTask], shows: bool) -> None:
     """Load and unload the data of each task, under a temporary progress bar."""
     with tqdm(tasks, unit="task", leave=False, disable=not shows) as bar:
         for task in bar:
@@ -300,15 +287,14 @@ def _metas(encoder: Encoder, model: str, settings: TaskSettings, widths: Sequenc
             "context_size": settings.context_size,
             "context_seed": None if settings.context_size is None else settings.context_seed,
         }
-        special = {name: value for name, value in settled.items() if value is not None}
-        metas[width] = ModelMeta.create_empty(
-            overwrites={**known, "embed_dim": width, "experiment_kwargs": special or None}
-        )
+        special = {name: value for name, value in settled.items() if value is not None} or None
+        own = {"embed_dim": width, "experiment_kwargs": special}
+        metas[width] = ModelMeta.create_empty(overwrites=known | own)
     return metas
 
 
 def _run(
-    adapted: TaskEncoder, task: "AbsTask", widths: Sequence[int], results: TaskResults, settings: TaskSettings
+    adapted: TaskEncoder, task: AbsTask, widths: Sequence[int], results: TaskResults, settings: TaskSettings
 ) -> None:
     """Run a task at some widths and write its results, those of its parts as soon as they are known."""
     name, table = task.metadata.name, settings.instructions
@@ -334,7 +320,7 @@ def _run(
         logger.info("%s [%d]: %s %.4f", name, width, task.metadata.main_score, found.get_score())
 
 
-def _evaluate(adapted: TaskEncoder, task: "AbsTask") -> TaskResult:
+def _evaluate(adapted: TaskEncoder, task: AbsTask) -> TaskResult:
     """mteb's result of a task whose data are loaded; its random draws are those of a first run in every run.
 
     Raises:
@@ -343,11 +329,9 @@ def _evaluate(adapted: TaskEncoder, task: "AbsTask") -> TaskResult:
     again = copy.copy(task)
     again.rng_state, again.np_rng = copy.deepcopy(task.rng_state), copy.deepcopy(task.np_rng)
     options: Any = {"batch_size": _TEXTS_PER_BATCH, "show_progress_bar": False}
+    silent: Any = {"cache": None, "co2_tracker": False, "show_progress_bar": False}
     with quiet():
-        ran = mteb.evaluate(
-            adapted, again, encode_kwargs=options, cache=None, co2_tracker=False, show_progress_bar=False
-        )
-    result = ran.task_results[0]
+        result = mteb.evaluate(adapted, again, encode_kwargs=options, **silent).task_results[0]
     for split, rows in result.scores.items():
         for row in rows:
             if not math.isfinite(row["main_score"]):
@@ -357,13 +341,13 @@ def _evaluate(adapted: TaskEncoder, task: "AbsTask") -> TaskResult:
     return result
 
 
-def _parts(task: "AbsTask") -> list["AbsTask"]:
+def _parts(task: AbsTask) -> list[AbsTask]:
     """Fresh copies of the parts of an aggregate task, or of the task itself."""
     return copy.deepcopy(list(task.metadata.tasks) if isinstance(task, AbsTaskAggregate) else [task])
 
 
 @contextmanager
-def _loaded(task: "AbsTask", shows: bool) -> Iterator[None]:
+def _loaded(task: AbsTask, shows: bool) -> Iterator[None]:
     """A task with its data loaded; download bars are drawn if this process shows any.
 
     Raises:

@@ -82,9 +82,8 @@ def draw_anchor_tokens(texts: Sequence[TokenWeights], title: str, subtitle: str,
         piece["style"] = _style(piece["value"] / most)
     scale = [_style((step / _SCALE_STEPS) ** 2) for step in range(_SCALE_STEPS + 1)]
     shown = [{"pieces": pieces, "caption": _caption(weights)} for pieces, weights in zip(shaded, texts, strict=True)]
-    write_page(
-        output, "anchor_tokens.html", title=title, subtitle=subtitle, texts=shown, scale=scale, most=f"{most:.2g}"
-    )
+    heading = {"title": title, "subtitle": subtitle}
+    write_page(output, "anchor_tokens.html", **heading, texts=shown, scale=scale, most=f"{most:.2g}")
 
 
 def _pieces(weights: TokenWeights) -> Iterator[dict[str, Any]]:

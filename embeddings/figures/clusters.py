@@ -1,4 +1,8 @@
-"""Vectors in two dimensions: clusters of a source, and documents in several contexts (CDE's Fig. 15)."""
+"""Vectors in two dimensions: clusters of a source, and documents in several contexts (CDE's Fig. 15).
+
+Each `draw_…` function takes a title, a subtitle that is wrapped below it and the PNG file to write, and raises
+`MissingExtraError` where matplotlib is not installed.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -180,14 +184,8 @@ def draw_clusters(
 
     Args:
         points: The rows, of at most 20 clusters.
-        title: The line above all.
-        subtitle: What else is to be known, wrapped over lines.
-        output: The PNG file to write.
         map_N2: Positions of the rows in place of that plane (see `neighbour_map`), (N, 2); a cluster's number is then
             at the median of its own.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
     """
     assert len(points.clusters) <= MAX_CLUSTERS
     plt = pyplot()
@@ -221,11 +219,7 @@ def draw_clusters(
 
 
 def check_neighbour_map(num_points: int, perplexity: float) -> None:
-    """Check that so many vectors can be laid out with this perplexity.
-
-    Raises:
-        OptionError: If the perplexity is below 1, or there are not three times as many vectors, or more than 5,000.
-    """
+    """Check that so many vectors can be laid out with this perplexity."""
     if not perplexity >= 1:
         raise OptionError("perplexity", perplexity, "must be >= 1", "30 is usual")
     if num_points > MAX_POINTS:
@@ -273,12 +267,7 @@ def draw_contextual_shift(
         shift: The vectors.
         names: What each document is called, as many as there are.
         corpora: The corpus of each context, as many as there are: each corpus has a shape.
-        title: The line above all.
-        subtitle: What else is to be known, wrapped over lines.
-        output: The PNG file to write.
 
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
     Source: Morris and Rush 2024 (CDE), arXiv:2410.02525, §10.5, Fig. 15: randomly drawn documents of one corpus
         (TREC-Covid), PCA of their vectors, a colour a document and a dot a context. Differs: the crosses, and a shape
         for each corpus that contexts are drawn from.

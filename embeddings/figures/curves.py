@@ -30,13 +30,8 @@ _NAME_COLUMNS, _NAME_LINES = 34, 3
 def draw_curves(runs: Sequence[Path], output: Path) -> None:
     """Draw the loss of some runs and, where one logged it, their validation nDCG@10, over one axis of optimiser steps.
 
-    Args:
-        runs: Folders of runs, at least one.
-        output: The PNG file to write.
-
     Raises:
         InputError: If a run has no `metrics.csv` or logged no loss, or the file is damaged.
-        MissingExtraError: If matplotlib is not installed.
     """
     plt = pyplot()
     found = [read_curves(run, [LOSS, SCORE]) for run in runs]
@@ -84,13 +79,8 @@ def _draw_scores(axis: Any, curve: Curve, number: int, is_numbered: bool) -> Non
 def draw_routing_curves(runs: Sequence[Path], output: Path) -> None:
     """Draw the load entropy, the mean over sparse layers, and the number of idle experts, a line a run.
 
-    Args:
-        runs: Folders of runs whose `metrics.csv` has what `RoutingStatistics` logs.
-        output: The PNG file to write.
-
     Raises:
         InputError: If a run has no such file, or its file no such rows.
-        MissingExtraError: If matplotlib is not installed.
     """
     plt = pyplot()
     curves = [(read_routing_curve(run, ENTROPY), read_routing_curve(run, IDLE)) for run in runs]
@@ -144,11 +134,6 @@ def draw_sweep(dots: Sequence[Dot], label: str, mode: Literal["max", "min"], tit
         dots: The finished runs, at least one: the parameters by name, the same of all runs, and the metric.
         label: What the metric is.
         mode: Whether the largest or the smallest is the best.
-        title: The line above all.
-        output: The PNG file to write.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
     """
     plt = pyplot()
     panels = list(dots[0][0])

@@ -36,11 +36,6 @@ def pyplot() -> Any:
 def check_output(output: Path, kind: str = "a PNG file", needs_matplotlib: bool = True) -> None:
     """Check that a figure can be drawn and written to a path, before anything costs time.
 
-    Args:
-        output: The file.
-        kind: What it will be, for the message.
-        needs_matplotlib: Whether matplotlib draws it.
-
     Raises:
         InputError: If the path is a folder, or leads through a file.
         MissingExtraError: If matplotlib is needed and not installed.
@@ -132,9 +127,8 @@ def _fonts() -> list[tuple[str, str]]:
 
     default = findfont(FontProperties())
     regular = [entry for entry in fontManager.ttflist if str(entry.weight) in ("400", "normal", "regular", "book")]
-    found = {
-        entry.name: entry.fname for entry in regular if entry.style == "normal" and "Last Resort" not in entry.name
-    }
+    upright = [entry for entry in regular if entry.style == "normal" and "Last Resort" not in entry.name]
+    found = {entry.name: entry.fname for entry in upright}
     return sorted(found.items(), key=lambda font: (font[1] != default, font[0]))
 
 

@@ -1,4 +1,8 @@
-"""Heat maps: where the tokens of texts go among experts, and what they attend to among latents."""
+"""Heat maps: where the tokens of texts go among experts, and what they attend to among latents.
+
+Each `draw_…` function takes a title, a subtitle that is wrapped below it and the PNG file to write, and raises
+`MissingExtraError` where matplotlib is not installed.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,13 +48,9 @@ def draw_expert_loads(loads: ExpertLoads, title: str, subtitle: str, output: Pat
 
     Args:
         loads: The loads.
-        title: The line above all.
-        subtitle: What else is to be known, wrapped over lines.
-        output: The PNG file to write.
 
     Raises:
         InputError: If the layers have more experts than a picture has room for.
-        MissingExtraError: If matplotlib is not installed.
     """
     num_layers, num_experts = loads.count_YX.shape
     if num_experts > MAX_EXPERTS:
@@ -111,13 +111,9 @@ def draw_latent_weights(
     Args:
         texts: At least one, of one model.
         num_columns: How many latents have a column.
-        title: The line above all.
-        subtitle: What else is to be known, wrapped over lines.
-        output: The PNG file to write.
 
     Raises:
         InputError: If the texts have more tokens than a picture has room for.
-        MissingExtraError: If matplotlib is not installed.
     Source: NV-Embed, appendix D, Fig. 2. Differs: a row a token, and heads averaged or one of them; for the paper's own
         picture see `draw_latents_by_text`.
     """
@@ -158,13 +154,9 @@ def draw_latents_by_text(texts: Sequence[LatentWeights], title: str, subtitle: s
 
     Args:
         texts: At least one, of one model.
-        title: The line above all.
-        subtitle: What else is to be known, wrapped over lines.
-        output: The PNG file to write.
 
     Raises:
         InputError: If there are more texts than a picture has room for.
-        MissingExtraError: If matplotlib is not installed.
     Source: NV-Embed, appendix D, Fig. 2: 20 reviews by 4,096 columns, 512 latents in each of 8 heads.
     """
     if len(texts) > MAX_ROWS:

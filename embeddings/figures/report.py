@@ -46,14 +46,6 @@ def write_report(run: Path, output: Path) -> None:
     It uses what the run's folder holds: `config.yaml`, `run.json`, `metrics.csv`, and what callbacks wrote there; of a
     resumed run also the folders of its earlier processes. Where one of the files but the first is missing, the page
     says less.
-
-    Args:
-        run: The run's folder.
-        output: The HTML file to write, atomically.
-
-    Raises:
-        InputError: If the folder is not a run's, or a file of it is damaged.
-        MissingExtraError: If matplotlib is not installed.
     """
     facts = RunFacts.read(run)
     (name,) = run_names([run])
@@ -226,9 +218,8 @@ def short_class(path: Any) -> str:
 def method(facts: RunFacts) -> str:
     """The method, or the name of a module that is not the library's."""
     path = facts.setting("model.class_path")
-    return (
-        "a method that its config does not name" if path is None else METHODS.get(short_class(path), short_class(path))
-    )
+    name = short_class(path)
+    return "a method that its config does not name" if path is None else METHODS.get(name, name)
 
 
 def part_of_config(value: Any) -> str:
@@ -374,9 +365,8 @@ def _of_scores(score: Summary | None) -> str:
     if score.first == score.last:
         return f"{name} was {last:.3f} at step {last_step:,}, the one time it was taken."
     end = "its best" if best == last else f"after its best, {best:.3f} at step {best_step:,}"
-    return (
-        f"{name} went from {score.first[1]:.3f} at step {score.first[0]:,} to {last:.3f} at step {last_step:,}, {end}."
-    )
+    began = f"{score.first[1]:.3f} at step {score.first[0]:,}"
+    return f"{name} went from {began} to {last:.3f} at step {last_step:,}, {end}."
 
 
 def _plain(value: Any) -> str:

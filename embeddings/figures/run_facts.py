@@ -27,20 +27,12 @@ _HINT = "give the folder of a run of fit, such as checkpoints/runs/NAME/version_
 
 
 def read_run_config(run: Path) -> dict[str, Any]:
-    """The merged config of a run.
-
-    Raises:
-        InputError: If there is none, or it is damaged.
-    """
+    """The merged config of a run; an `InputError` where there is none or it is damaged, as in all of this file."""
     return _read(run / "config.yaml", yaml.safe_load)
 
 
 def read_run_record(run: Path) -> dict[str, Any]:
-    """The contents of a run's `run.json` (see `RunRecord`).
-
-    Raises:
-        InputError: If there is none, or it is damaged.
-    """
+    """The contents of a run's `run.json` (see `RunRecord`)."""
     return _read(run / "run.json", json.loads)
 
 
@@ -60,9 +52,6 @@ def run_parts(run: Path) -> list[Path]:
     """The folders of a run's processes, the earliest first: a resumed run has a `version_N` for each.
 
     Paths are compared by their last parts, so that runs may be moved. A folder without a config is one part.
-
-    Raises:
-        InputError: If a config is damaged.
     """
     before = _part_before(run)
     return [run] if before is None else [*run_parts(before), run]
@@ -235,11 +224,7 @@ class RunFacts:
 
     @classmethod
     def read(cls, folder: Path) -> "RunFacts":
-        """The facts of a run's folder.
-
-        Raises:
-            InputError: If it is not a run's, or a file of it is damaged.
-        """
+        """The facts of a run's folder."""
         config = read_run_config(folder)
         text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
         parts = run_parts(folder)
