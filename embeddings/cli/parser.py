@@ -96,10 +96,11 @@ class OneLineParser(ArgumentParser):
         first, _, rest = key.partition(".")
         names = set()
         for action in self._actions:
-            if not isinstance(action.choices, dict):
-                names.add(action.dest)
-            elif first in action.choices:
+            if isinstance(action.choices, dict) and first in action.choices:
                 return not rest or action.choices[first].knows(rest)
+            # An option that takes a class has a second action, for help on the class.
+            if not isinstance(action.choices, dict) and not action.dest.endswith(".help"):
+                names.add(action.dest)
         groups = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
         parts = any(key.startswith(f"{name}.") for name in names - groups)
         return key in names or parts or any(name.startswith(f"{key}.") for name in names)

@@ -55,8 +55,7 @@ class PackedContent:
     def copied(self, earlier: "PackedContent | None" = None) -> "PackedContent":
         """The same content with its tensors in main memory that nobody else writes to.
 
-        Args:
-            earlier: A copy that is not needed any more: its memory is used again where shapes and dtypes are equal.
+        The memory of `earlier`, a copy that is not needed any more, is used again where shapes and dtypes are equal.
         """
         memory = earlier.tensors if earlier is not None else {}
         return PackedContent(self.tree, {name: _copied(x, memory.get(name)) for name, x in self.tensors.items()})
@@ -264,22 +263,12 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content with empty tensors in the place of tensors; every byte is checked all the same.
-
-    Raises:
-        InputError: If the file is no checkpoint of this library, of a later version, cut or damaged.
-        OSError: If it cannot be read.
-    """
+    """The content with empty tensors in the place of tensors; every byte is checked as by `read_checkpoint`."""
     return _checked(Path(path), partial(_read, is_kept=False))
 
 
 def peek_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content with empty tensors in the place of tensors; only the header is read, and checked.
-
-    Raises:
-        InputError: If the file is no checkpoint of this library, of a later version, cut or damaged in its header.
-        OSError: If it cannot be read.
-    """
+    """The content with empty tensors in the place of tensors; only the header is read, and checked."""
     return _checked(Path(path), _peek)
 
 

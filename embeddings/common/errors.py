@@ -69,12 +69,7 @@ class OptionError(UserError):
 
 
 class MissingExtraError(UserError):
-    """A library that is optional and not installed.
-
-    Args:
-        library: The module that could not be imported.
-        extra: The extra of this package that brings it.
-    """
+    """A library that is optional and not installed, and the extra of this package that brings it."""
 
     def __init__(self, library: str, extra: str) -> None:
         super().__init__(f"{library} is not installed; run: {pip_install(extra)}")
@@ -159,11 +154,7 @@ def _from_line(kind: type[UserError], *line: str) -> UserError:
 
 
 def require(library: str, extra: str) -> ModuleType:
-    """The module `library`, imported now.
-
-    Raises:
-        MissingExtraError: If it is not installed; the message names the extra to install.
-    """
+    """The module `library`, imported now; a `MissingExtraError` that names the extra where it is not installed."""
     try:
         return importlib.import_module(library)
     except ModuleNotFoundError as error:

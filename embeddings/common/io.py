@@ -158,13 +158,10 @@ def file_lock(path: Path, wait: bool = True, optional: bool = False) -> Iterator
 def check_disk_space(path: str | os.PathLike[str], num_bytes: int, spare_bytes: int = 0) -> None:
     """Check that the disk has room for so many bytes at a place, which need not be there yet.
 
-    Args:
-        path: The place.
-        num_bytes: What is to be written.
-        spare_bytes: What it takes the place of in the end.
+    `spare_bytes` are those of the file that it replaces in the end. Quotas are met only by writing.
 
     Raises:
-        OSError: If it has not; quotas are met only by writing.
+        OSError: If the disk has no such room.
     """
     places = (Path(path), *Path(path).absolute().parents)
     usage = shutil.disk_usage(next(place for place in places if place.exists()))
@@ -174,7 +171,7 @@ def check_disk_space(path: str | os.PathLike[str], num_bytes: int, spare_bytes: 
 
 
 def disk_full_message(reason: str, num_bytes: int, free_bytes: int) -> str:
-    """What to say of a disk that is full."""
+    """The line on a disk that is full."""
     return f"{reason}: {num_bytes:,} bytes are needed and {free_bytes:,} available"
 
 
@@ -223,13 +220,7 @@ def write_file_manifest(path: str | os.PathLike[str], fields: Mapping[str, Any])
 
 
 class Manifest(dict[str, Any]):
-    """The fields of a manifest; to ask for one that is not there raises an `InputError`.
-
-    Args:
-        path: Its file.
-        fields: What it holds.
-        hint: What to do where a field is missing or wrong.
-    """
+    """The fields of a manifest; to ask for one that is not there raises an `InputError` with the hint."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any], hint: str = _MAKE_AGAIN) -> None:
         super().__init__(fields)
@@ -240,11 +231,7 @@ class Manifest(dict[str, Any]):
         raise InputError(str(self.path), f"has no field {field!r}", self.hint)
 
     def integer(self, field: str, least: int = 0) -> int:
-        """A field that is an integer.
-
-        Raises:
-            InputError: If it is none, or below `least`.
-        """
+        """A field that is an integer from `least` on; an `InputError` where it is none."""
         value = self[field]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             what = f"field {field!r} is {shown(value)}, expected a whole number >= {least}"
@@ -305,8 +292,6 @@ def load_array(path: Path, hint: str, mapped: bool = False) -> Any:
 
     Raises:
         InputError: If the file is missing or damaged, or holds objects in place of numbers, or has the other format.
-        PermissionError: If it may not be read.
-        MemoryError: If there is no room for it.
     """
     damaged = InputError(str(path), "is missing, empty or damaged", hint)
     try:

@@ -259,11 +259,7 @@ class ShardedJob(JobFolder):
 
 
 def require_free(folder: Path) -> None:
-    """Check that a job may begin in a folder, or has begun there.
-
-    Raises:
-        InputError: If it is a file, or a folder with files and no manifest.
-    """
+    """Check that a job may begin in a folder, or has begun there; an `InputError` where something else lies there."""
     if (folder / "manifest.json").exists() or not folder.exists():
         return
     # Hidden files are what other processes leave while they work.
@@ -272,11 +268,7 @@ def require_free(folder: Path) -> None:
 
 
 def require_shard_size(shard_size: int) -> None:
-    """Check the number of records of a shard.
-
-    Raises:
-        OptionError: If it is not positive.
-    """
+    """Check the number of records of a shard; an `OptionError` where it is not positive."""
     if shard_size < 1:
         raise OptionError("shard_size", shard_size, "must be >= 1", "leave it out for the default")
 
@@ -299,11 +291,7 @@ def write_array(path: Path, array: npt.NDArray[Any]) -> None:
 
 
 def load_shard(path: Path, mapped: bool = False) -> Any:
-    """The array of a shard, or of what was made of all shards (see `load_array`).
-
-    Raises:
-        InputError: If it is missing or damaged.
-    """
+    """The array of a shard, or of what was made of all shards (see `load_array`)."""
     return load_array(path, "delete its folder and run again", mapped)
 
 

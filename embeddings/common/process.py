@@ -36,11 +36,7 @@ def job_id() -> str | None:
 
 
 def check_variables() -> None:
-    """Check what the environment says of this run's processes.
-
-    Raises:
-        UserError: Naming the first variable that is no integer.
-    """
+    """Check what the environment says of this run's processes; a `UserError` names the first that is no integer."""
     for name in _NUMBERS:
         value = os.environ.get(name)
         if value is not None and not (value.isascii() and value.isdecimal()):
@@ -60,11 +56,7 @@ def is_first_process() -> bool:
 
 
 def num_processes() -> int:
-    """How many processes srun or torchrun has started for this run, as its environment says; 1 without them.
-
-    Raises:
-        UserError: If what it says is no number.
-    """
+    """How many processes srun or torchrun has started for this run, as its environment says; 1 without them."""
     check_variables()
     # SLURM_NTASKS is the whole job's too, in a batch script that starts one process without srun.
     return max(int(os.environ.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"))
@@ -112,12 +104,7 @@ def log_to_stderr() -> Iterator[None]:
 
 
 def lazy_names(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module-level `__getattr__` (PEP 562) for a package.
-
-    Args:
-        package: The package's `__name__`.
-        names: For each public name the submodule that defines it.
-    """
+    """A module-level `__getattr__` (PEP 562) for a package: `names` gives the submodule of each public name."""
 
     def getattribute(name: str) -> Any:
         if name not in names:
@@ -132,13 +119,11 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 def cpu_name() -> str:
     """Number and name of the CPUs."""
-    name = platform.processor() or platform.machine()
-    if _CPU_INFO.is_file():
-        lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
-        models = [line for line in lines if line.startswith("model name")]
-        if models:
-            name = f"{len(models)} x {models[0].split(':')[1].strip()}"
-    return name
+    text = _CPU_INFO.read_text(encoding="utf-8", errors="replace") if _CPU_INFO.is_file() else ""
+    models = [line for line in text.splitlines() if line.startswith("model name")]
+    if models:
+        return f"{len(models)} x {models[0].split(':')[1].strip()}"
+    return platform.processor() or platform.machine()
 
 
 def device_name(device: "torch.device") -> str:

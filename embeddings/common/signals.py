@@ -52,11 +52,7 @@ class StopRequest:
                 signal.signal(number, self._note)
 
     def leave(self, ignored: bool = False) -> None:
-        """Give the signals back to who had them.
-
-        Args:
-            ignored: Whether to ignore them from now on instead, so that none comes between a run's answer and its exit.
-        """
+        """Give the signals back to who had them; or ignore them, until the exit that follows a run's answer."""
         if self.listening and threading.current_thread() is threading.main_thread():
             for number, handler in self._previous.items():
                 signal.signal(number, signal.SIG_IGN if ignored else handler)
@@ -132,7 +128,7 @@ def answer(number: int, where: str, checkpoint: Any, is_first: bool) -> Preempte
     Args:
         number: The signal.
         where: At which point the run stopped, in words.
-        checkpoint: What the run resumes from, or None where there is no checkpoint.
+        checkpoint: What the run resumes from, or None.
         is_first: Whether this is the run's first process, which asks and speaks for all.
     """
     # Who presses Ctrl-C does not want the job in the queue again.

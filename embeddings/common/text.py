@@ -141,11 +141,7 @@ def instruction_prompt(instruction: str, template: str = INSTRUCTION_TEMPLATE) -
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Check that a local folder's tokenizer is its tokenizer.json: the library makes another one of what else is there.
-
-    Raises:
-        InputError: If tokenizer.json is no file, or is missing beside a vocabulary.
-    """
+    """Check that a local folder's tokenizer is its tokenizer.json; the library makes another one of other files."""
     file, hint = folder / "tokenizer.json", "take a whole copy, or save the tokenizer again"
     if file.is_dir():
         raise InputError(str(file), "is a folder", hint)
@@ -173,15 +169,9 @@ def printable(text: str) -> str:
 
 
 def choose_prompt(option: str, name: str | None, text: str | None) -> PromptChoice:
-    """The prompt that two options choose, by its name or as a text.
+    """The prompt that two options choose: one of the model's by its name, or the text itself.
 
-    Args:
-        option: Name of the option of the text; the other one ends in `_name`.
-        name: One of the model's prompts, or None.
-        text: The prompt itself, or None.
-
-    Raises:
-        OptionError: If both are given.
+    `option` names the option of the text, for the error where both are given; the other one ends in `_name`.
     """
     if text is None:
         return name

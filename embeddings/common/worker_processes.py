@@ -45,7 +45,7 @@ def spread(
     with ExitStack() as stack:
         workers = [stack.enter_context(_Worker(name, make)) for name, make in makers.items()]
         # All are told to end before the first is waited for.
-        stack.callback(_tell_to_end, workers)
+        stack.callback(lambda: [worker.tell_to_end() for worker in workers])
         yield from _exchange(workers, iter(items))
 
 
@@ -73,11 +73,6 @@ def _exchange(workers: "list[_Worker[Item, Result]]", source: Iterator[Item]) ->
                 yield result
     if failure is not None:
         raise failure
-
-
-def _tell_to_end(workers: "list[_Worker[Item, Result]]") -> None:
-    for worker in workers:
-        worker.tell_to_end()
 
 
 class _Worker(Generic[Item, Result]):
@@ -146,12 +141,9 @@ def _serve(connection: Connection, name: str, make: Callable[[], Callable[[Any],
     except (BrokenPipeError, ConnectionResetError):
         return
     except Exception as error:
-        known = isinstance(error, (UserError, NumericError, OSError))
-        told = (
-            error
-            if known and _travels(error)
-            else WorkerError(f"the process of {name} met {type(error).__name__}: {error}; {_KEPT}")
-        )
+        told: Exception = error
+        if not (isinstance(error, (UserError, NumericError, OSError)) and _travels(error)):
+            told = WorkerError(f"the process of {name} met {type(error).__name__}: {error}; {_KEPT}")
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.send_bytes(pickle.dumps((None, told)))
 

@@ -139,19 +139,12 @@ def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> lis
 
 
 def choose_context(encoder: Encoder, source: str | PathLike[str], size: int | None = None, seed: int = 0) -> Context:
-    """The context that a corpus gives a contextual model: what `draw_context` draws.
-
-    The documents' first-stage vectors are computed here, once, and the context keeps them.
-    """
+    """The context that a corpus gives a contextual model: what `draw_context` draws, encoded once."""
     return draw_context(encoder, source, size, seed).encoded(encoder)
 
 
 def sample_context(encoder: Encoder, texts: Sequence[str], size: int | None = None, seed: int = 0) -> Context:
-    """The same of texts in memory, whose ids are their rows.
-
-    Raises:
-        OptionError: If the model takes no context, or none of this size, or there is no text.
-    """
+    """The same of texts in memory, at least one, whose ids are their rows."""
     size = require_context_size(encoder, size)
     if not texts:
         raise OptionError("context", 0, "must hold at least one document", "leave it out for no context")

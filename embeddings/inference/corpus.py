@@ -55,11 +55,7 @@ def read_corpus(path: str | PathLike[str], columns: Mapping[str, str] | None = N
 
 
 def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
-    """The text in a field of a row; it may be empty.
-
-    Raises:
-        InputError: If the field is missing, no text, or cannot be written as UTF-8.
-    """
+    """The text in a field of a row; it may be empty. An `InputError` where it is missing, no text, or no UTF-8."""
     if name not in fields:
         found = shortened(", ".join(map(str, fields)), 80) or "none"
         raise InputError(where, f"field {name!r} is missing (found: {found})", "add it")
@@ -74,11 +70,7 @@ def text_field(where: str, fields: Mapping[str, Any], name: str) -> str:
 
 
 def identifier_field(where: str, fields: Mapping[str, Any], name: str) -> str:
-    """The id in a field of a row, an integer as text.
-
-    Raises:
-        InputError: If the field is missing, empty, or neither a text nor an integer.
-    """
+    """The id in a field of a row, an integer as text; an `InputError` where it is missing, empty, or neither."""
     if isinstance(fields.get(name), int) and not isinstance(fields[name], bool):
         return str(fields[name])
     value = text_field(where, fields, name)

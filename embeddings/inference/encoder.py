@@ -305,14 +305,9 @@ class Encoder:
         return TextPreparation(self._tokenizer, role, prompt)
 
     def encode_context(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """The first-stage vectors of context documents, in their order.
+        """The first-stage vectors of context documents, in their order, (M, H) float32.
 
-        Args:
-            texts: Documents, which the model's `document` prompt goes before; the model reads as many tokens of each
-                as in training.
-
-        Returns:
-            (M, H) float32.
+        The model's `document` prompt goes before each; the model reads as many tokens of each as in training.
 
         Raises:
             OptionError: If the model takes no context.
@@ -325,11 +320,7 @@ class Encoder:
         return self._computed(texts, preparation, model.context_size, model.embed_context, "encode context")
 
     def require_context(self) -> None:
-        """Refuse a context where the model takes none.
-
-        Raises:
-            OptionError: If it takes none.
-        """
+        """Refuse a context, by an `OptionError`, where the model takes none."""
         if self.num_context == 0:
             raise OptionError("context", "a context", "must be left out: this model takes none", "drop it")
 

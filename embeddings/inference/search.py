@@ -80,11 +80,7 @@ def search_top_k(
 
 
 def require_top_k(top_k: int) -> None:
-    """Check how many documents are wanted.
-
-    Raises:
-        OptionError: If it is not positive.
-    """
+    """Check how many documents are wanted; an `OptionError` where the number is not positive."""
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
 
@@ -200,8 +196,6 @@ def nearest_signs(
         top_k: Maximum documents of a query.
 
     Memory: a tile of 16,384 documents its distances to 32 queries, and the result.
-    Raises:
-        OptionError: If `top_k` is not positive.
     """
     require_top_k(top_k)
     query_QW, first_row = _words(query_QB), 0
@@ -221,11 +215,7 @@ def nearest_signs(
 
 
 def require_multiplier(rescore_multiplier: int) -> None:
-    """Check how many documents are to be scored again.
-
-    Raises:
-        OptionError: If it is not positive.
-    """
+    """Check how many documents are to be scored again; an `OptionError` where the number is not positive."""
     if rescore_multiplier < 1:
         rule = "must be >= 1"
         raise OptionError("rescore_multiplier", rescore_multiplier, rule, f"leave it out for {RESCORE_MULTIPLIER}")

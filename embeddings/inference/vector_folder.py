@@ -70,11 +70,7 @@ class VectorFolder:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
-        """The finished folder at `path`.
-
-        Raises:
-            InputError: If there is no finished encoding.
-        """
+        """The finished folder at `path`; an `InputError` where there is no finished encoding."""
         fields = check_manifest(path, {"kind": "vectors", "complete": True})
         documents, width, size = (
             fields.integer(name, least=1) for name in ("num_documents", "embedding_dim", "shard_size")
@@ -87,11 +83,7 @@ class VectorFolder:
         return cls(Path(path), documents, width, size, vector_format)
 
     def require_format(self, *formats: VectorFormat, use: str) -> None:
-        """Check that the vectors are kept as something needs them.
-
-        Raises:
-            InputError: If they are not; the message names their format.
-        """
+        """Check that the vectors are kept as something needs them; an `InputError` names their format."""
         if self.vector_format not in formats:
             what = f"holds {self.vector_format} vectors, and {use} takes {' or '.join(formats)}"
             raise InputError(str(self.path), what, f"encode into another folder with --vector-format {formats[0]}")
@@ -126,11 +118,7 @@ class VectorFolder:
         return Context.read(self.path)
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
-        """The documents in some rows; only the shards that hold them are read.
-
-        Raises:
-            InputError: If a file of documents is missing or damaged; the message names it and the line, from 1.
-        """
+        """The documents in some rows; only the shards that hold them are read. An error names file and line, from 1."""
         found: dict[int, Document] = {}
         for shard in sorted({row // self.shard_size for row in rows}):
             path = _documents_path(self.path, shard)

@@ -20,11 +20,7 @@ _LARGEST_CODE = 127
 
 
 def require_format(vector_format: VectorFormat, embedding_dim: int) -> None:
-    """Check that vectors of a width can be kept in a format.
-
-    Raises:
-        OptionError: If there is no such format, or the signs do not fill bytes.
-    """
+    """Check that vectors of a width can be kept in a format: there is such a format, and signs fill whole bytes."""
     if vector_format not in VECTOR_FORMATS:
         raise OptionError("vector_format", vector_format, f"must be one of {', '.join(VECTOR_FORMATS)}", "take float32")
     if vector_format == "binary" and embedding_dim % 8:
