@@ -45,7 +45,8 @@ def spread(
     with ExitStack() as stack:
         workers = [stack.enter_context(_Worker(name, make)) for name, make in makers.items()]
         # All are told to end before the first is waited for.
-        stack.callback(lambda: [worker.tell_to_end() for worker in workers])
+        for worker in workers:
+            stack.callback(worker.tell_to_end)
         yield from _exchange(workers, iter(items))
 
 

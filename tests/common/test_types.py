@@ -32,14 +32,10 @@ def test_empty_texts_and_empty_batches_pad_to_nothing():
     assert mixed.pooling_mask_NL.tolist() == [[False], [True]]
 
 
-def test_counts():
-    tokens = batch_of([[1, 2], [3]])
-    assert (len(tokens), tokens.num_tokens) == (2, 3)
-
-
-def test_lengths_stay_on_the_processor_when_tokens_move():
+def test_lengths_stay_on_the_cpu_when_tokens_move():
     tokens = batch_of([[1, 2], [3]]).to("meta")
-    assert tokens.input_ids_T.device.type == "meta"
+    assert (len(tokens), tokens.num_tokens) == (2, 3)
+    assert tokens.input_ids_T.device.type == tokens.pooling_mask_T.device.type == "meta"
     assert tokens.lengths_N.device.type == "cpu"
 
 
@@ -69,17 +65,13 @@ def test_positions_count_within_each_document_and_begin_anew_in_each_row() -> No
     assert positions_in_document(DOCUMENT_NL).flatten().tolist() == expected
 
 
-def test_lengths_are_rows_and_targets() -> None:
-    number_N = torch.arange(2)
-    rows = PackedRows(DOCUMENT_NL, DOCUMENT_NL, DOCUMENT_NL < 0, number_N, number_N)
-    assert len(rows) == 2
-    assert torch.equal(rows.to("cpu").row_N, number_N)
-    read_P = torch.tensor([1, 2, 3])
-    moved = Prediction(DOCUMENT_NL, DOCUMENT_NL, read_P, read_P + 1, True, number_N).to("cpu")
-    assert len(moved) == 3
-    assert moved.has_padding is True
-    assert torch.equal(moved.label_P, read_P + 1)
-    assert torch.equal(moved.row_N, number_N)
+def test_rows_and_targets_move_and_their_numbers_stay_on_the_cpu() -> None:
+    number_N, read_P = torch.arange(2), torch.tensor([1, 2, 3])
+    rows = PackedRows(DOCUMENT_NL, DOCUMENT_NL, DOCUMENT_NL < 0, number_N, number_N).to("meta")
+    moved = Prediction(DOCUMENT_NL, DOCUMENT_NL, read_P, read_P + 1, True, number_N).to("meta")
+    assert (len(rows), len(moved), moved.has_padding) == (2, 3, True)
+    assert rows.special_NL.device.type == moved.label_P.device.type == moved.document_NL.device.type == "meta"
+    assert rows.draw_N is rows.row_N is moved.row_N is number_N
 
 
 def lengths(*values: int) -> torch.Tensor:
