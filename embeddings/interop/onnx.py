@@ -77,9 +77,6 @@ def write_onnx(folder: Path) -> Comparison:
     Both are compared on short texts, and on texts just past each length from which the model computes otherwise (its
     window, or where its rotary angles change), as far as that is no more than 4,096 tokens.
 
-    Args:
-        folder: The directory.
-
     Returns:
         How far it is from torch's states, and on which lengths.
 
@@ -114,16 +111,9 @@ def _export(model: PreTrainedModel, path: Path) -> None:
     shapes = {name: {0: "batch", 1: "length"} for name in _INPUTS}
     try:
         with _quiet():
-            program = torch.onnx.export(
-                _States(model),
-                example_inputs(model.config, 3, 17),
-                input_names=list(_INPUTS),
-                output_names=[_OUTPUT],
-                dynamic_shapes=shapes,
-                opset_version=_OPSET,
-                dynamo=True,
-                verbose=False,
-            )
+            names: Any = {"input_names": list(_INPUTS), "output_names": [_OUTPUT], "dynamic_shapes": shapes}
+            how: Any = {"opset_version": _OPSET, "dynamo": True, "verbose": False}
+            program = torch.onnx.export(_States(model), example_inputs(model.config, 3, 17), **names, **how)
             assert program is not None
             program.save(str(path))
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError) as error:
@@ -203,9 +193,6 @@ def write_int8_onnx(folder: Path) -> float:
     Each weight row has one scale. The input of a layer has one too, which onnxruntime computes at each call: a
     text's vector depends a little on the texts beside it.
 
-    Args:
-        folder: The directory, with the graph that `write_onnx` wrote.
-
     Returns:
         The least cosine between a text's mean state in both graphs, over texts of random tokens.
 
@@ -218,9 +205,8 @@ def write_int8_onnx(folder: Path) -> float:
         before = logging.root.manager.disable
         logging.disable(max(before, logging.WARNING))
         try:
-            quantization.quantize_dynamic(
-                folder / GRAPH_FILE, temporary, weight_type=quantization.QuantType.QInt8, per_channel=True
-            )
+            signed = quantization.QuantType.QInt8
+            quantization.quantize_dynamic(folder / GRAPH_FILE, temporary, weight_type=signed, per_channel=True)
         finally:
             logging.disable(before)
         cosine = _least_cosine(folder, folder / GRAPH_FILE, temporary)

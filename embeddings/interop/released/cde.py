@@ -82,11 +82,7 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
 
 
 def _empty_parts(
-    kind: str,
-    config: ReleasedConfig,
-    weights: ReleasedWeights,
-    tokenizer: PreTrainedTokenizerBase,
-    num_context: int,
+    kind: str, config: ReleasedConfig, weights: ReleasedWeights, tokenizer: PreTrainedTokenizerBase, num_context: int
 ) -> dict[str, Any]:
     """All modules of the model without values, by the names that the key map gives them."""
     pad = tokenizer.pad_token_id
@@ -126,11 +122,7 @@ def _shape(weights: ReleasedWeights, name: str) -> tuple[int, ...]:
 def _backbone_config(
     kind: str, config: ReleasedConfig, weights: ReleasedWeights, prefix: str, pad_token_id: Any
 ) -> PretrainedConfig:
-    """The config of one stage's encoder: sizes by its tensors, all else assumed as published for that encoder.
-
-    Raises:
-        InputError: If the heads do not divide the width.
-    """
+    """The config of one stage's encoder: sizes by its tensors, all else assumed as published for that encoder."""
     is_nomic = kind == "nomic"
     words = "embeddings.word_embeddings.weight" if is_nomic else "embeddings.tok_embeddings.weight"
     layers, inner = ("encoder.layers", "mlp.fc11") if is_nomic else ("layers", "mlp.Wi")

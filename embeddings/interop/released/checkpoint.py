@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,12 +27,12 @@ from embeddings.models.embedder import Embedder
 from embeddings.models.language_model import LanguageModel
 from embeddings.models.model_files import read_json, weight_files
 
-_ONE_SOURCE = "take config.json and weights from one checkpoint"
+_ONE_SOURCE, _WHOLE_COPY = "take config.json and weights from one checkpoint", "take a complete copy of the checkpoint"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Assumed:
-    """The numbers that a model needs but no file of its checkpoint states.
+    """The numbers that a model needs but no file of its checkpoint states; an impossible one is an `OptionError`.
 
     Args:
         given: What the user says they are, by name.
@@ -46,11 +46,7 @@ class Assumed:
         self.values: dict[str, float] = {}
 
     def take(self, name: str, usual: float) -> float:
-        """The number of a name, of the type of the usual one.
-
-        Raises:
-            OptionError: If the user's is not above 0, or no integer where the usual one is.
-        """
+        """The number of a name, above 0 and of the type of the usual one."""
         value = self._given.get(name, usual)
         if name in self._given and (not value > 0 or (isinstance(usual, int) and value != int(value))):
             kind = "a whole number" if isinstance(usual, int) else "a number"
@@ -59,11 +55,7 @@ class Assumed:
         return self.values[name]
 
     def check_all_taken(self) -> None:
-        """Refuse numbers that were given and not asked for.
-
-        Raises:
-            OptionError: If there is one.
-        """
+        """Refuse numbers that were given and not asked for."""
         for name in self._given.keys() - self.values.keys():
             rule = "is stated by the checkpoint, or unknown"
             fix = f"it leaves open {', '.join(self.values)}" if self.values else "it leaves no number open"
@@ -73,14 +65,13 @@ class Assumed:
 class ReleasedConfig:
     """The fields of a published config.json, or of an object inside it.
 
+    Every method refuses a field that is missing or damaged by an `InputError` that names file, field and value.
+
     Args:
         path: The file.
         fields: What it holds; None to read it.
         prefix: Where inside the file the fields are, for messages.
         assumed: Where `assume` notes what the file does not state; None for a note that nobody reads.
-
-    Raises:
-        InputError: If the file is missing or damaged.
     """
 
     def __init__(
@@ -92,45 +83,28 @@ class ReleasedConfig:
         self._prefix = prefix
 
     def part(self, name: str) -> "ReleasedConfig":
-        """The fields of an object inside this one.
-
-        Raises:
-            InputError: If there is no such object.
-        """
+        """The fields of an object inside this one."""
         value = self.fields.get(name)
         if not isinstance(value, dict):
             raise self._error(name, "an object")
         return ReleasedConfig(self.path, value, f"{self._prefix}{name}.", self.assumed)
 
     def integer(self, name: str, least: int = 1, default: int | None = None) -> int:
-        """A field that is a whole number.
-
-        Raises:
-            InputError: If it is none, or below `least`.
-        """
+        """A field that is a whole number from `least` on."""
         value = self.fields.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self._error(name, f"a whole number >= {least}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A field that is a number.
-
-        Raises:
-            InputError: If it is none.
-        """
+        """A field that is a number."""
         value = self.fields.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._error(name, "a number")
         return value
 
     def assume(self, name: str, usual: int, least: int = 1) -> int:
-        """A whole number that the file may leave open: then the user's, or what the published models have.
-
-        Raises:
-            InputError: If the file states none, or one below `least`.
-            OptionError: If the user's is impossible.
-        """
+        """A whole number that the file may leave open: then the user's, or what the published models have."""
         if self.fields.get(name) is None:
             return int(self.assumed.take(name, usual))
         return self.integer(name, least)
@@ -140,11 +114,7 @@ class ReleasedConfig:
         return self.assumed.take(name, usual) if self.fields.get(name) is None else float(self.number(name))
 
     def require(self, **values: Any) -> None:
-        """Check that fields which decide the arithmetic have the one value that is known here, or are left out.
-
-        Raises:
-            InputError: If one has another.
-        """
+        """Check that fields which decide the arithmetic have the one value that is known here, or are left out."""
         for name, value in values.items():
             given = self.fields.get(name, value)
             # A switch that is off may be written as null.
@@ -180,7 +150,7 @@ class ReleasedWeights:
                     found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
             except (OSError, SafetensorError) as error:
                 what = f"is damaged ({one_line(str(error), 160)})"
-                raise InputError(str(path), what, "take a complete copy of the checkpoint") from error
+                raise InputError(str(path), what, _WHOLE_COPY) from error
             self.shapes |= found
             self._files |= dict.fromkeys(found, path)
 
@@ -195,9 +165,6 @@ def released_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a published folder, from its tokenizer.json where there is one.
 
     The class that a published tokenizer names may rebuild it from the vocabulary and then split some texts otherwise.
-
-    Raises:
-        InputError: If there is none, or it cannot be read.
     """
     is_fast = (folder / "tokenizer.json").is_file()
     return read_tokenizer(folder, PreTrainedTokenizerFast if is_fast else AutoTokenizer)
@@ -205,12 +172,8 @@ def released_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def _what_is_missing(folder: Path, path: Path) -> str:
     pickles = sorted(found.name for pattern in _PICKLES for found in folder.glob(pattern))
-    if pickles:
-        return f"holds no {path.name}, and {pickles[0]} is a pickle, which could run code when it is read"
-    return f"holds no {path.name}"
-
-
-_WHOLE_COPY = "take a complete copy of the checkpoint"
+    pickle = f", and {pickles[0]} is a pickle, which could run code when it is read" if pickles else ""
+    return f"holds no {path.name}{pickle}"
 
 
 @dataclass(frozen=True)
@@ -271,17 +234,15 @@ class KeyMap:
 
     def __init__(self, family: str, places: Mapping[str, str | Published], left: Sequence[str] = ()) -> None:
         self.family = family
-        self._places = [
-            (_pattern(ours), Published(place) if isinstance(place, str) else place) for ours, place in places.items()
-        ]
+        found = {ours: Published(place) if isinstance(place, str) else place for ours, place in places.items()}
+        self._places = [(_pattern(ours), place) for ours, place in found.items()]
         self._left = [_pattern(name) for name in left]
 
     def place_of(self, ours: str) -> Published:
         """Where one of our tensors lies."""
         for pattern, place in self._places:
             if found := pattern.fullmatch(ours):
-                name = place.name.format(**found.groupdict())
-                return Published(name, place.part, place.parts, place.stacked)
+                return replace(place, name=place.name.format(**found.groupdict()))
         raise AssertionError(f"the key map of {self.family} has no place for {ours}")
 
     def leaves(self, published: str) -> bool:
@@ -289,11 +250,7 @@ class KeyMap:
         return any(pattern.fullmatch(published) for pattern in self._left)
 
     def take(self, weights: ReleasedWeights, expected: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], KeyReport]:
-        """The published tensors under our names.
-
-        Args:
-            weights: The checkpoint's.
-            expected: A tensor of the right shape, on any device, for each of our names.
+        """The published tensors under our names; `expected` has a tensor of the right shape for each, on any device.
 
         Raises:
             InputError: If the checkpoint lacks a tensor, has one that is not known, or one is of another shape.
@@ -303,14 +260,13 @@ class KeyMap:
         for ours, place in places.items():
             used.setdefault(place.name, []).append(ours)
         left = self._check_names(weights, used)
+        shapes = {ours: tuple(expected[ours].shape) for ours in places}
         for ours, place in places.items():
-            shape = place.shape(tuple(expected[ours].shape))
+            shape = place.shape(shapes[ours])
             if weights.shapes[place.name] != shape:
                 what = f"{place.name} has shape {weights.shapes[place.name]}, by config.json it has {shape}"
-                raise InputError(str(weights.folder), what, "take config.json and weights from one checkpoint")
-        state = {
-            ours: place.take(weights.tensor(place.name), tuple(expected[ours].shape)) for ours, place in places.items()
-        }
+                raise InputError(str(weights.folder), what, _ONE_SOURCE)
+        state = {ours: place.take(weights.tensor(place.name), shapes[ours]) for ours, place in places.items()}
         return state, KeyReport(used, left)
 
     def _check_names(self, weights: ReleasedWeights, used: Mapping[str, list[str]]) -> list[str]:
@@ -375,12 +331,9 @@ def filled_model(empty: PreTrainedModel, state: dict[str, Tensor]) -> PreTrained
 def take_parts(
     key_map: KeyMap, weights: ReleasedWeights, parts: Mapping[str, nn.Module]
 ) -> tuple[dict[str, dict[str, Tensor]], KeyReport]:
-    """The tensors of a model in parts, each part's under its own names; our names in the map begin with the part's.
-
-    Raises:
-        InputError: If the checkpoint does not fit; see `KeyMap.take`.
-    """
-    expected = {f"{part}.{name}": tensor for part, module in parts.items() for name, tensor in _tensors(module)}
+    """The tensors of a model in parts, each part's under its own names; our names in the map begin with the part's."""
+    of_each = {part: module.state_dict() for part, module in parts.items()}
+    expected = {f"{part}.{name}": tensor for part, tensors in of_each.items() for name, tensor in tensors.items()}
     taken, report = key_map.take(weights, expected)
     states: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
     for name, tensor in taken.items():
@@ -396,7 +349,3 @@ def names_in(model: PreTrainedModel, published: Iterable[str]) -> dict[str, list
     """
     own, prefix = model.state_dict().keys(), f"{model.base_model_prefix}."
     return {name: [name if name in own else name.removeprefix(prefix)] for name in published}
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return list(module.state_dict().items())

@@ -133,11 +133,7 @@ USAGES: Mapping[str, Usage] = {
 
 
 def check_name(known_as: str | None) -> None:
-    """Refuse a name that no usage is known of.
-
-    Raises:
-        OptionError: If it is none of `USAGES`.
-    """
+    """Refuse a name that is none of `USAGES`."""
     if known_as is not None and known_as not in USAGES:
         rule = "must be a published model that is used in a way of its own"
         raise OptionError("known_as", known_as, rule, f"give one of {', '.join(USAGES)}, or leave it out")
@@ -167,15 +163,8 @@ def usage_name(model: Embedder | LanguageModel, source: str, known_as: str | Non
 def as_used(model: Embedder, usage: Usage) -> Embedder:
     """The model with the vectors of its card: of unit length, and brought there again after a cut to any width."""
     norm = nn.LayerNorm(model.hidden_size, elementwise_affine=False) if usage.layer_norm else model.norm
-    return Embedder(
-        model.backbone,
-        model.tokenizer,
-        model.pooling,
-        norm=norm,
-        head=model.head,
-        text=model.text,
-        trained_widths=usage.widths,
-    )
+    parts = (model.backbone, model.tokenizer, model.pooling)
+    return Embedder(*parts, norm=norm, head=model.head, text=model.text, trained_widths=usage.widths)
 
 
 def may_want_norm(model: Embedder | LanguageModel) -> bool:
@@ -201,12 +190,7 @@ KNOWN = "nvembed, nomic_bert, cde-small, adapters of LLM2Vec, or a sentence-tran
 
 
 def folders_of(folder: Path, base: Sequence[str] = ()) -> list[Path]:
-    """The folders that a checkpoint is read from: its own, and for an adapter those of what it adapts.
-
-    Raises:
-        InputError: If what an adapter adapts cannot be had.
-        OptionError: If more is named than there are adapters.
-    """
+    """The folders that a checkpoint is read from: its own, and for an adapter those of what it adapts."""
     if not (folder / llm2vec.ADAPTER_CONFIG).is_file():
         return [folder]
     adapters, decoder = llm2vec.adapter_chain(folder, base)
@@ -216,13 +200,9 @@ def folders_of(folder: Path, base: Sequence[str] = ()) -> list[Path]:
 def loader_of(folder: Path, base: Sequence[str] = ()) -> Callable[..., Imported]:
     """What loads the checkpoint of a folder: called with it, and with `assumed` as in `ReleasedConfig`.
 
-    Args:
-        folder: Where its files lie.
-        base: What adapters adapt; see `llm2vec.load`.
-
     Raises:
         InputError: If it is of no family that is known here.
-        OptionError: If a base is named for what is no adapter.
+        OptionError: If `base` names what adapters adapt, and the folder is no adapter.
     """
     if (folder / llm2vec.ADAPTER_CONFIG).is_file():
         return partial(llm2vec.load, base=base)

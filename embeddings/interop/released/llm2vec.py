@@ -124,21 +124,17 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
     for name, layer in layers.items():
         update = state[f"{name}.lora_B"].float() @ state[f"{name}.lora_A"].float() * scale
         layer.weight.copy_((layer.weight.float() + update).to(layer.weight.dtype))
-    source = origin_of(folder).name
-    used = {
-        f"{source}/{name}": [f"{ours.rpartition('.')[0]}.weight" for ours in into] for name, into in report.used.items()
-    }
-    return KeyReport(used, report.left)
+    source, used = origin_of(folder).name, report.used.items()
+    into = {f"{source}/{name}": [f"{ours.rpartition('.')[0]}.weight" for ours in names] for name, names in used}
+    return KeyReport(into, report.left)
 
 
 def _targets(model: PreTrainedModel, config: ReleasedConfig) -> dict[str, nn.Linear]:
     """The linear layers that an adapter is of, by name."""
     targets = config.fields.get("target_modules")
-    found = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and isinstance(targets, list) and name.rpartition(".")[2] in targets
-    }
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    names = targets if isinstance(targets, list) else []
+    found = {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in names}
     if not found:
         what = f"names no layer of {type(model).__name__} (target_modules)"
         raise InputError(str(config.path), what, "give the decoder that it was trained on, by --base")

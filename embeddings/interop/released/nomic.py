@@ -45,11 +45,7 @@ LEFT = ("pooler.dense.{kind}", "encoder.layers.{n}.attn.rotary_emb.inv_freq")
 
 
 def encoder_names(prefix: str = "") -> dict[str, str | Published]:
-    """Our names outside the MLPs, and where each lies.
-
-    Args:
-        prefix: What stands in front of every published name.
-    """
+    """Our names outside the MLPs, and where each lies, behind a prefix."""
     attention = f"{prefix}encoder.layers.{{n}}.attn."
     fused = {
         f"layers.{{n}}.self_attn.{ours}_proj.{{kind}}": Published(f"{attention}Wqkv.{{kind}}", part, 3)
@@ -66,11 +62,7 @@ def encoder_names(prefix: str = "") -> dict[str, str | Published]:
 
 
 def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The arguments of our config that do not depend on the MLPs.
-
-    Raises:
-        InputError: If a field is missing or damaged, or asks for arithmetic that is not known here.
-    """
+    """The arguments of our config that do not depend on the MLPs."""
     config.require(
         prenorm=False,
         parallel_block=False,
@@ -131,9 +123,6 @@ def load_dense(folder: Path, assumed: Assumed | None = None) -> Imported:
     """The embedding model of a folder, or the masked language model where it holds one.
 
     The layer norm of v1.5's vectors is stated by no file, and so no part of the model yet: see `usage`.
-
-    Raises:
-        InputError: If the folder does not hold a complete checkpoint of this family.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     tokenizer = released_tokenizer(folder)
@@ -142,9 +131,8 @@ def load_dense(folder: Path, assumed: Assumed | None = None) -> Imported:
     if any("ForPreTraining" in str(name) for name in config.fields.get("architectures") or ()):
         return Imported(_DENSE_FAMILY, *_language_model(ours, weights, tokenizer, prefix))
     empty = empty_model(ours)
-    state, report = KeyMap(_DENSE_FAMILY, dense_names(prefix), (*LEFT, f"{_HEAD}{{rest}}")).take(
-        weights, empty.state_dict()
-    )
+    key_map = KeyMap(_DENSE_FAMILY, dense_names(prefix), (*LEFT, f"{_HEAD}{{rest}}"))
+    state, report = key_map.take(weights, empty.state_dict())
     model, longest = filled_model(empty, state), longest_text(config)
     if longest is not None:
         logger.warning("%s: rotary_scaling_factor is left out, so texts are cut at %d tokens", folder, longest)
@@ -152,11 +140,7 @@ def load_dense(folder: Path, assumed: Assumed | None = None) -> Imported:
 
 
 def dense_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> NomicBertConfig:
-    """Our config of a published one.
-
-    Raises:
-        InputError: If a field is missing or damaged, or asks for arithmetic that is not known here.
-    """
+    """Our config of a published one."""
     config.require(qkv_proj_bias=False, mlp_fc1_bias=False, mlp_fc2_bias=False, norm_mlp=False)
     function = config.fields.get("activation_function")
     if not isinstance(function, str) or function not in _GATES:
@@ -189,13 +173,11 @@ def _language_model(
         f"{_HEAD}transform.{{rest}}": f"{_HEAD}transform.{{rest}}",
     }
     expected = empty.state_dict()
-    zeros = [name for name in expected if name in _HEAD_BIASES]
+    biases = {name: expected.pop(name) for name in _HEAD_BIASES if name in expected}
     left = (*(f"{prefix}{name}" for name in LEFT), f"{_HEAD}decoder.weight")
-    state, report = KeyMap(_DENSE_FAMILY, places, left).take(
-        weights, {name: tensor for name, tensor in expected.items() if name not in zeros}
-    )
-    for name in zeros:
-        state[name] = torch.zeros(expected[name].shape, dtype=state[f"{_HEAD}decoder.weight"].dtype)
+    state, report = KeyMap(_DENSE_FAMILY, places, left).take(weights, expected)
+    for name, bias in biases.items():
+        state[name] = torch.zeros(bias.shape, dtype=state[f"{_HEAD}decoder.weight"].dtype)
     return LanguageModel(filled_model(empty, state), tokenizer, causal=False), report
 
 
@@ -207,11 +189,7 @@ _MLP = "encoder.layers.{n}.mlp."
 
 
 def load_moe(folder: Path, assumed: Assumed | None = None) -> Imported:
-    """The embedding model of a folder.
-
-    Raises:
-        InputError: If the folder does not hold a complete checkpoint of this family.
-    """
+    """The embedding model of a folder, which must hold a complete checkpoint of this family."""
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
     tokenizer = released_tokenizer(folder)
     empty = empty_model(moe_config(config, tokenizer))
@@ -220,11 +198,7 @@ def load_moe(folder: Path, assumed: Assumed | None = None) -> Imported:
 
 
 def moe_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> RotaryMoeConfig:
-    """Our config of a published one: experts in the second layer and every so many from there.
-
-    Raises:
-        InputError: If a field is missing or damaged, or asks for arithmetic that is not known here.
-    """
+    """Our config of a published one: experts in the second layer and every so many from there."""
     config.require(
         qkv_proj_bias=True,
         mlp_fc1_bias=True,
