@@ -9,6 +9,7 @@ from embeddings.data import PlanEntry, SourceConfig, open_source
 from embeddings.inference import Encoder
 from embeddings.mining.faiss_library import nearest_centroids
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
+from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import backbone_folder, write_pairs
 from tests.inference.models import encode_nothing_more, tiny_embedder
 
@@ -151,13 +152,8 @@ def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
     write_pairs(tmp_path / "bare.jsonl", 12, num_negatives=0)
-    before = sorted(tmp_path.rglob("*"))
     line = ["cluster", "--input", str(pairs), "--output", "clusters", "--num_iterations", "1"]
-    capsys.readouterr()
-    assert main([*line, *(model if word == "MODEL" else word for word in options)]) == 2
-    (printed,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
-    assert says in printed
-    assert sorted(tmp_path.rglob("*")) == before
+    assert_refused(capsys, tmp_path, says, main, [*line, *(model if word == "MODEL" else word for word in options)])
 
 
 LINE = ["cluster", "--input", "pairs.jsonl", "--output", "clusters", "--num_clusters", "4", "--num_iterations", "2"]
@@ -204,12 +200,8 @@ def test_after_damaged_vectors_nothing_is_left_and_the_same_line_works_once_they
         path.write_bytes(whole[:-4])
     else:
         np.save(path, damage(np.load(path)))
-    before = sorted(folder.rglob("*"))
     line = [*LINE, "--model", model, "--vectors", "vectors", "--svd_dim", svd_dim]
-    capsys.readouterr()
-    assert main(line) == 2
-    assert f"error: vectors/{role}/{says}" in capsys.readouterr().err.strip().splitlines()[-1]
-    assert sorted(folder.rglob("*")) == before
+    assert_refused(capsys, folder, f"error: vectors/{role}/{says}", main, line)
     path.write_bytes(whole)
     assert main(line) == 0
 
@@ -225,15 +217,12 @@ def test_after_a_row_without_a_word_nothing_is_left_and_a_mended_file_works(
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in bad))
     if empty_folder:
         (tmp_path / "clusters").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    assert main([*LINE, "--features", "bm25"]) == 2
-    assert "pairs.jsonl:6: what it is clustered by is zero" in capsys.readouterr().err.strip().splitlines()[-1]
-    assert sorted(tmp_path.rglob("*")) == before
+    line = [*LINE, "--features", "bm25"]
+    assert_refused(capsys, tmp_path, "pairs.jsonl:6: what it is clustered by is zero", main, line)
     (tmp_path / "pairs.jsonl").write_text('\n{"query": "!", "positive": "?"}\n' * 4)
-    assert main([*LINE, "--features", "bm25"]) == 2
-    assert "pairs.jsonl:2: neither it nor any other row holds a word" in capsys.readouterr().err
+    assert_refused(capsys, tmp_path, "pairs.jsonl:2: neither it nor any other row holds a word", main, line)
     write_pairs(tmp_path / "pairs.jsonl", 12)
-    assert main([*LINE, "--features", "bm25"]) == 0
+    assert main(line) == 0
 
 
 def test_what_an_earlier_run_finished_outlives_damaged_vectors(model, encoded, tmp_path, capsys, monkeypatch):

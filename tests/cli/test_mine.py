@@ -15,6 +15,7 @@ from embeddings.cli.fit import run_trainer
 from embeddings.cli.main import main
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.data.rows import write_jsonl
+from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import WORDS, backbone_folder, run_config, write_config, write_pairs
 from tests.inference.models import encode_nothing_more
 
@@ -148,9 +149,10 @@ def test_a_teacher_without_prompts_takes_those_given(mine, model, tmp_path, caps
     for side in ("queries", "documents"):
         found, expected = (np.load(Path(folder, side, "vectors-00000.npy")) for folder in ("vectors", "of_named"))
         np.testing.assert_array_equal(found, expected)
-    capsys.readouterr()
-    assert mine("--output", "other.parquet", "--vectors", "vectors", *given[2:]) == 2
-    assert "field 'prompt_name' is {'text': 'query: '}, expected None" in capsys.readouterr().err
+    says = "field 'prompt_name' is {'text': 'query: '}, expected None"
+    assert_refused(
+        capsys, tmp_path / "work", says, mine, "--output", "other.parquet", "--vectors", "vectors", *given[2:]
+    )
 
 
 def test_vectors_that_encode_made_with_a_given_prompt_serve_a_job_with_that_prompt(mine, model, capsys, monkeypatch):
@@ -213,21 +215,12 @@ BAD = [
 def test_bad_input_is_one_line_and_code_2_and_nothing_is_written(options, says, mine, tmp_path, capsys):
     (tmp_path / "work" / "bad.jsonl").write_text('{"text": 3}\n')
     write_judged(tmp_path / "work", [("q0", "d0", 1), ("q1", "d1", 1)])
-    before = sorted((tmp_path / "work").rglob("*"))
-    capsys.readouterr()
-    assert mine(*options) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert says in line
-    assert sorted((tmp_path / "work").rglob("*")) == before
+    assert_refused(capsys, tmp_path / "work", says, mine, *options)
 
 
 def test_a_missing_faiss_is_named_with_its_extra(mine, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    before = sorted((tmp_path / "work").rglob("*"))
-    assert mine() == 2
-    assert "faiss is not installed; run: pip install -e '.[cpu]'" in capsys.readouterr().err
-    assert sorted((tmp_path / "work").rglob("*")) == before
+    assert_refused(capsys, tmp_path / "work", "faiss is not installed; run: pip install -e '.[cpu]'", mine)
 
 
 def test_what_encode_made_is_not_encoded_again(mine, model, tmp_path, capsys, monkeypatch):
@@ -244,16 +237,10 @@ def test_what_encode_made_is_not_encoded_again(mine, model, tmp_path, capsys, mo
     assert mine(*options, "--query-vectors", "q", "--document-vectors", "[d]") == 0
     plain, made = (pq.read_table(name).to_pylist() for name in ("plain.parquet", "mined.parquet"))
     assert [row["negatives"] for row in made] == [row["negatives"] for row in plain]
-    before = sorted((tmp_path / "work").rglob("*"))
-    capsys.readouterr()
     for given, says in (
         (["--query-vectors", "d"], "d/manifest.json: field 'role' is 'document', expected 'query'"),
         (["--document-vectors", "nowhere"], "nowhere/manifest.json: no manifest"),
         (["--document-vectors", "[d, d]"], "document_vectors must be as many folders as there are models (1)"),
         (["--document-vectors", "d", "--document-prompt-name", "nope"], "prompt_name"),
     ):
-        assert mine(*options, *given, "--output", "other.parquet") == 2
-        line = capsys.readouterr().err.strip().splitlines()[-1]
-        assert line.startswith("error: ")
-        assert says in line
-        assert sorted((tmp_path / "work").rglob("*")) == before
+        assert_refused(capsys, tmp_path / "work", says, mine, *options, *given, "--output", "other.parquet")

@@ -10,6 +10,7 @@ from embeddings.inference import Encoder
 from embeddings.inference.vectors import VECTOR_FORMATS
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.cli.test_search import Typed
+from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import backbone_folder, write_retrieval_folder
 from tests.models.contextual_models import tiny_contextual
 
@@ -104,8 +105,8 @@ def test_a_model_encodes_searches_and_is_scored_at_fewer_dimensions(model, tmp_p
         found.append([line.split()[1] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")])
     assert len(found[0]) == 5
     assert found[0] == found[1]
-    assert main(["search", "--model", model, "--corpus", vectors, "fox"]) == 2
-    assert "field 'embedding_dim' is 8" in capsys.readouterr().err.strip().splitlines()[-1]
+    line = ["search", "--model", model, "--corpus", vectors, "fox"]
+    assert_refused(capsys, tmp_path, "field 'embedding_dim' is 8", main, line)
     scores = []
     for options in ([], cut):
         output = str(tmp_path / "scores.json")
@@ -176,15 +177,10 @@ def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(Encoder, "encode_context", lambda *_: pytest.fail("encoded again"))
         assert main(["search", "--model", contextual, *own, *given, "--precision", "float32", "fox"]) == 0
-    capsys.readouterr()
-    before = sorted(tmp_path.rglob("*"))
-    assert main(["search", "--model", contextual, *own, "--context", corpus, "--context-size", "3", "fox"]) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "was encoded with 3 documents of seed 1" in line
-    assert "asked for is 3 documents of seed 0" in line
-    assert main([*encode, "--context", corpus, "--context-size", "2"]) == 2
-    assert "field 'context' is" in capsys.readouterr().err.strip().splitlines()[-1]
-    assert sorted(tmp_path.rglob("*")) == before
+    other = ["search", "--model", contextual, *own, "--context", corpus, "--context-size", "3", "fox"]
+    for says in ("was encoded with 3 documents of seed 1", "asked for is 3 documents of seed 0"):
+        assert_refused(capsys, tmp_path, says, main, other)
+    assert_refused(capsys, tmp_path, "field 'context' is", main, [*encode, "--context", corpus, "--context-size", "2"])
 
 
 def test_a_contextual_model_without_a_context_is_told_in_one_line(contextual, model, tmp_path, caplog, capsys):
@@ -214,9 +210,8 @@ def test_evaluate_draws_the_context_from_each_folder(contextual, tmp_path):
     folders = [write_retrieval_folder(tmp_path / name) for name in ("one", "two")]
     output = tmp_path / "scores.json"
     data = f"[{folders[0]}, {folders[1]}]"
-    assert (
-        main(["evaluate", "--model", contextual, "--data", data, "--output", str(output), "--context-size", "4"]) == 0
-    )
+    line = ["evaluate", "--model", contextual, "--data", data, "--output", str(output)]
+    assert main([*line, "--context-size", "4"]) == 0
     assert [score["counts"]["num_context"] for score in json.loads(output.read_text())] == [4, 4]
 
 
@@ -239,18 +234,13 @@ def test_a_bad_context_is_one_line_and_exit_code_2(argv, says, contextual, tmp_p
     (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "folder").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    assert main([argv[0], "--model", contextual, *argv[1:]]) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert says in line
-    assert sorted(tmp_path.rglob("*")) == before
+    assert_refused(capsys, tmp_path, says, main, [argv[0], "--model", contextual, *argv[1:]])
 
 
 def test_a_context_for_a_model_that_takes_none_is_one_line(model, tmp_path, capsys):
     corpus = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl")
-    assert main(["search", "--model", model, "--corpus", corpus, "--context", corpus, "fox"]) == 2
-    assert "this model takes none" in capsys.readouterr().err.strip().splitlines()[-1]
+    line = ["search", "--model", model, "--corpus", corpus, "--context", corpus, "fox"]
+    assert_refused(capsys, tmp_path, "this model takes none", main, line)
 
 
 def test_scores_are_printed_and_written(model, tmp_path, capsys):
@@ -282,13 +272,7 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, says, model, tmp_path, caps
     (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
     (tmp_path / "empty.jsonl").write_text("")
-    before = sorted(tmp_path.rglob("*"))
-    capsys.readouterr()
-    assert main([model if word == "MODEL" else word for word in argv]) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert says in line
-    assert sorted(tmp_path.rglob("*")) == before
+    assert_refused(capsys, tmp_path, says, main, [model if word == "MODEL" else word for word in argv])
 
 
 @pytest.mark.parametrize(
@@ -299,16 +283,10 @@ def test_a_damaged_folder_of_vectors_is_one_line_and_exit_code_2(name, says, con
     corpus, vectors = str(write_retrieval_folder(tmp_path / "eval") / "corpus.jsonl"), tmp_path / "vectors"
     assert main(["encode", "--model", contextual, "--input", corpus, "--output", str(vectors)]) == 0
     (vectors / name).write_text("")
-    before = sorted(tmp_path.rglob("*"))
     context = ["--context", str(vectors), "--context-size", "3"]
     for line in (
         ["search", "--model", contextual, "--corpus", str(vectors), "fox"],
         ["search", "--model", contextual, "--corpus", corpus, *context, "fox"],
         ["encode", "--model", contextual, "--input", corpus, "--output", str(tmp_path / "new"), *context],
     ):
-        capsys.readouterr()
-        assert main(line) == 2
-        last = capsys.readouterr().err.strip().splitlines()[-1]
-        assert last.startswith("error: ")
-        assert says in last
-    assert sorted(tmp_path.rglob("*")) == before
+        assert_refused(capsys, tmp_path, says, main, line)

@@ -7,6 +7,7 @@ from embeddings.cli.main import main
 from embeddings.inference import Encoder
 from embeddings.models import BackboneConfig, Embedder, MeanPooling, load_backbone
 from tests.evaluation.task_sets import write_sets
+from tests.helpers.refusals import assert_refused
 from tests.helpers.runs import backbone_folder
 
 
@@ -68,14 +69,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(options, says, world, tmp_path, c
     write_sets(tmp_path / "more")
     (tmp_path / "more" / "search").rename(tmp_path / "broken")
     (tmp_path / "broken" / "qrels.tsv").write_text("q0\tnowhere\t1\n")
-    before = sorted(tmp_path.rglob("*"))
-    assert main(line(world, "out", *options)) == 2
-    # What stands in front of a carriage return is a bar that was wiped off.
-    error = capfd.readouterr().err.rpartition("\r")[2]
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert says in error
-    assert sorted(tmp_path.rglob("*")) == before
+    assert_refused(capfd, tmp_path, says, main, line(world, "out", *options))
 
 
 def test_an_output_that_is_no_folder_is_refused(world, tmp_path, capsys):
