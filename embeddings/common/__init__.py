@@ -34,14 +34,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "BatchNeeds": "protocols",
-        "ContextualStep": "protocols",
-        "ContrastiveBatch": "types",
-        "ContrastiveStep": "protocols",
-        "LossOutput": "types",
-        "NeedsBatches": "protocols",
-        "PaddedTokens": "types",
-        "Representations": "types",
-        "TokenBatch": "types",
+        **dict.fromkeys(("BatchNeeds", "ContextualStep", "ContrastiveStep", "NeedsBatches"), "protocols"),
+        **dict.fromkeys(("ContrastiveBatch", "LossOutput", "PaddedTokens", "Representations", "TokenBatch"), "types"),
     },
 )

@@ -4,7 +4,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -208,15 +208,8 @@ def anchor_shares(
         raise OptionError("texts", [], "must not be empty", "give a text")
     sums = np.zeros((2, len(PLACES)))
     for start in range(0, len(texts), TEXTS_PER_BLOCK):
-        block = token_weights(
-            embedder,
-            texts[start : start + TEXTS_PER_BLOCK],
-            pooling,
-            prompt_name=prompt_name,
-            role=role,
-            mini_batch_tokens=mini_batch_tokens,
-        )
-        for weights in block:
+        how: Any = {"prompt_name": prompt_name, "role": role, "mini_batch_tokens": mini_batch_tokens}
+        for weights in token_weights(embedder, texts[start : start + TEXTS_PER_BLOCK], pooling, **how):
             sums += _shares(weights)
     return _by_place(sums, len(texts))
 

@@ -134,11 +134,8 @@ def test_a_picture_and_a_table_of_where_the_tokens_go(models, tmp_path, capsys, 
 def test_texts_may_be_those_of_a_file_and_a_prompt_is_counted(models, drawing, tmp_path, capsys):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, TEXTS[0]]))
     from_file = ["--input", "texts.jsonl"]
-    for words in (
-        [*TEXTS, "--role", "query"],
-        [*from_file, "--prompt-name", "query", "--output", "other.png"],
-        from_file,
-    ):
+    by_name = [*from_file, "--prompt-name", "query", "--output", "other.png"]
+    for words in ([*TEXTS, "--role", "query"], by_name, from_file):
         assert show("routing", models, "sparse", *words) == 0
     by_role, by_name, plain = (drawn[0].count_YX for drawn in drawing)
     assert by_role.tolist() == by_name.tolist() != plain.tolist()

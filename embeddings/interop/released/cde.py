@@ -52,13 +52,8 @@ def load(folder: Path, assumed: Assumed | None = None) -> Imported:
         InputError: If the folder does not hold a complete checkpoint of this family.
     """
     config = ReleasedConfig(folder / "config.json", assumed=assumed)
-    config.require(
-        transductive_tokens_per_document=1,
-        embedding_output_dim=None,
-        autoregressive_backbone=False,
-        transductive_tie_token_embeddings=False,
-        pooling_strategy="mean",
-    )
+    config.require(transductive_tokens_per_document=1, transductive_tie_token_embeddings=False)
+    config.require(embedding_output_dim=None, autoregressive_backbone=False, pooling_strategy="mean")
     kind, tokenizer, weights = _kind(config), released_tokenizer(folder), ReleasedWeights(folder)
     if kind == "nomic":
         config.require(disable_transductive_rotary_embedding=True)

@@ -98,16 +98,8 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
         InputError: If the adapter is incomplete, of another kind, or of another model.
     """
     config = ReleasedConfig(folder / ADAPTER_CONFIG)
-    config.require(
-        peft_type="LORA",
-        bias="none",
-        fan_in_fan_out=False,
-        use_dora=False,
-        modules_to_save=None,
-        layers_to_transform=None,
-        rank_pattern={},
-        alpha_pattern={},
-    )
+    config.require(peft_type="LORA", bias="none", fan_in_fan_out=False, use_dora=False)
+    config.require(modules_to_save=None, layers_to_transform=None, rank_pattern={}, alpha_pattern={})
     rank, alpha = config.integer("r"), config.number("lora_alpha")
     scale = alpha / (rank**0.5 if config.fields.get("use_rslora") else rank)
     layers = _targets(model, config)

@@ -63,15 +63,8 @@ def encoder_names(prefix: str = "") -> dict[str, str | Published]:
 
 def encoder_fields(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The arguments of our config that do not depend on the MLPs."""
-    config.require(
-        prenorm=False,
-        parallel_block=False,
-        causal=False,
-        use_rms_norm=False,
-        rotary_emb_fraction=1.0,
-        rotary_emb_interleaved=False,
-        rotary_emb_scale_base=None,
-    )
+    off = ("prenorm", "parallel_block", "causal", "use_rms_norm", "rotary_emb_interleaved")
+    config.require(**dict.fromkeys(off, False), rotary_emb_fraction=1.0, rotary_emb_scale_base=None)
     step, rows = config.integer("pad_vocab_size_multiple", default=1), config.integer("vocab_size")
     trained = _trained_positions(config)
     positions = longest_text(config) or max(trained, config.integer("n_positions", default=trained))
@@ -199,17 +192,9 @@ def load_moe(folder: Path, assumed: Assumed | None = None) -> Imported:
 
 def moe_config(config: ReleasedConfig, tokenizer: PreTrainedTokenizerBase) -> RotaryMoeConfig:
     """Our config of a published one: experts in the second layer and every so many from there."""
-    config.require(
-        qkv_proj_bias=True,
-        mlp_fc1_bias=True,
-        mlp_fc2_bias=True,
-        activation_function="gelu",
-        num_shared_experts=0,
-        expert_choice_router=False,
-        ffn_div=1,
-        moe_normalize_expert_weights=False,
-        rotary_scaling_factor=None,
-    )
+    config.require(qkv_proj_bias=True, mlp_fc1_bias=True, mlp_fc2_bias=True, activation_function="gelu", ffn_div=1)
+    config.require(num_shared_experts=0, expert_choice_router=False, moe_normalize_expert_weights=False)
+    config.require(rotary_scaling_factor=None)
     every, num_layers = config.integer("moe_every_n_layers", 2), config.integer("n_layer")
     return RotaryMoeConfig(
         **encoder_fields(config, tokenizer),
