@@ -1,9 +1,12 @@
 """`mine`, `cluster` and `filter`: jobs over a source of training records."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from operator import sub
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from embeddings.cli.encode import load_encoder
 from embeddings.common import OptionError
@@ -147,12 +150,9 @@ def _judged_texts(qrels: Path, levels: str | None, corpus: Path | None) -> tuple
 
 def mining_table(report: MiningReport) -> str:
     """What each rule removed, and what was left, as text."""
-    left = report.num_candidates
-    rows: list[list[object]] = [["", "removed", "left"], ["candidates", "", left]]
-    for reason, count in report.removed.items():
-        left -= count
-        rows.append([reason.replace("_", " "), count, left])
-    lines = [f"{report.num_queries} queries, {report.num_documents} documents", format_table(rows)]
+    removed = {reason.replace("_", " "): count for reason, count in report.removed.items()}
+    table = removal_table("candidates", report.num_candidates, removed)
+    lines = [f"{report.num_queries} queries, {report.num_documents} documents", table]
     for level, part in (report.by_level or {}).items():
         scores = "no scores"
         if part["num_negatives"]:
@@ -218,15 +218,8 @@ def cluster(
             check_svd_dim(svd_dim, encoder.embedding_dim)
             # Refuse what k-means has no memory for before the source is encoded.
             settings.resolve_training_rows(len(source.table), num_clusters, svd_dim or 2 * encoder.embedding_dim)
-            vectors = encode_pairs(
-                encoder,
-                source,
-                folder,
-                negatives=negatives,
-                encoded=encoding.encoded()[0],
-                task=task.resolve(),
-                **encoding.prompts,
-            )
+            how: dict[str, Any] = {"encoded": encoding.encoded()[0], "task": task.resolve(), **encoding.prompts}
+            vectors = encode_pairs(encoder, source, folder, negatives=negatives, **how)
             made = VectorFeatures(vectors, svd_dim, settings.seed, row_name)
         found = cluster_pairs(made, source, output, settings, task.resolve())
     if found is None:
@@ -330,9 +323,13 @@ def evaluation_texts(roots: list[Path], documents: bool = True) -> EvaluationTex
 
 def filter_table(report: FilterReport) -> str:
     """What each rule took out, and what was left, as text."""
-    left = report.num_records
-    rows: list[list[object]] = [["", "removed", "left"], ["records", "", left]]
-    for rule, count in report.removed.items():
-        left -= count
-        rows.append([rule, count, left])
-    return f"{format_table(rows)}\nwrote {left} records to {report.output}"
+    left = report.num_records - sum(report.removed.values())
+    table = removal_table("records", report.num_records, report.removed)
+    return f"{table}\nwrote {left} records to {report.output}"
+
+
+def removal_table(name: str, total: int, removed: Mapping[str, int]) -> str:
+    """How many of what each rule removed, and how many were left after it, as text."""
+    left = accumulate(removed.values(), sub, initial=total)
+    rows = zip([name, *removed], ["", *removed.values()], left, strict=True)
+    return format_table([["", "removed", "left"], *rows])
