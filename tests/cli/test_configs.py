@@ -51,15 +51,9 @@ def test_what_is_read_is_what_the_safe_loader_reads(text, tmp_path):
         ('a: 1\nb: "\\ud83d"\n', "half of a character, line 2"),
         ("[" * 5000, "it is nested too deep"),
         (bomb(30), "its aliases stand for 4,294,967,230 values; write out what they stand for"),
-        (
-            "a: 1\nb: 2026-13-45\n",
-            "not a YAML file: '2026-13-45' is no timestamp (month must be in 1..12), line 2; correct",
-        ),
+        ("a: 1\nb: 2026-13-45\n", "not a YAML file: '2026-13-45' is no timestamp (month must be in 1..12), line 2"),
         ("a: !!bool x\n", "not a YAML file: 'x' is no bool, line 1"),
-        (
-            "a: " + "9" * 5000,
-            "is no int (Exceeds the limit (4300 digits) for integer string conversion: value has 5000",
-        ),
+        ("a: " + "9" * 5000, "is no int (Exceeds the limit (4300 digits) for integer string conversion: value has"),
     ],
 )
 def test_what_is_no_plain_config_is_one_line(text, says):

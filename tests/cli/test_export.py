@@ -28,6 +28,14 @@ def refused(path, capsys, output, *words):
     return capsys.readouterr().err
 
 
+def trained(tmp_path, config, num_steps=2):
+    """The command line that has trained by a config, and its checkpoint."""
+    config["trainer"]["max_steps"] = num_steps
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
+    return cli, checkpoint
+
+
 def test_a_checkpoint_cannot_make_foreign_classes(tmp_path, capsys):
     canary = tmp_path / "canary"
     model = {"class_path": "embeddings.modules.NVEmbedModule", "init_args": {"loss": {"class_path": "os.system"}}}
@@ -85,15 +93,11 @@ def content(folder):
 @pytest.mark.slow
 def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_path, capsys, monkeypatch):
     config = run_config(tmp_path)
-    config["trainer"]["max_steps"] = 2
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
-    (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
-    assert "format is for models that load without code" in refused(
-        checkpoint, capsys, tmp_path / "out", "--format", "onnx"
-    )
+    _, checkpoint = trained(tmp_path, config)
+    says = refused(checkpoint, capsys, tmp_path / "out", "--format", "onnx")
+    assert "format is for models that load without code" in says
     config["model"]["init_args"]["pooling"] = {"class_path": "embeddings.models.MeanPooling"}
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
-    (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
+    cli, checkpoint = trained(tmp_path, config)
     words = ["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), "--format", "onnx"]
     curves, out = Path(cli.trainer.log_dir) / "curves.png", tmp_path / "out"
     curves.write_bytes(b"drawn")
@@ -123,15 +127,9 @@ def test_a_graph_is_written_on_request_and_a_refusal_leaves_the_old_model(tmp_pa
 
 
 def test_a_card_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
-    config = run_config(tmp_path)
-    config["trainer"]["max_steps"] = 2
-    config["trainer"]["callbacks"] = [
-        {
-            "class_path": "embeddings.callbacks.ExportModel",
-            "init_args": {"output": str(tmp_path / "out"), "replace": True},
-        }
-    ]
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    config, options = run_config(tmp_path), {"output": str(tmp_path / "out"), "replace": True}
+    config["trainer"]["callbacks"] = [{"class_path": "embeddings.callbacks.ExportModel", "init_args": options}]
+    _, checkpoint = trained(tmp_path, config)
     before = content(tmp_path / "out")
     assert "# out\n" in before[Path("README.md")].decode()
 
@@ -139,7 +137,6 @@ def test_a_card_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("embeddings.models.model_card.model_card", fail)
-    (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")]) == 74
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 74
     assert content(tmp_path / "out") == before
@@ -148,35 +145,29 @@ def test_a_card_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_lora_matrices_are_written_for_peft_beside_the_merged_model(tmp_path, capsys):
     config = run_config(tmp_path, "mistral")
-    config["trainer"]["max_steps"] = 3
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
-    (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
+    cli, checkpoint = trained(tmp_path, config, 3)
     out, base = tmp_path / "out", config["model"]["init_args"]["backbone"]["name"]
     words = ["export", "--checkpoint", str(checkpoint), "--output", str(out)]
     assert main([*words, "--format", "adapter"]) == 0
     assert f"wrote {out / 'adapter'}: LoRA matrices for peft, of {base}\n" in capsys.readouterr().out
-    assert sorted(path.name for path in (out / "adapter").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    names = sorted(path.name for path in (out / "adapter").iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
     tokens = {"input_ids": torch.arange(5, 25).view(2, 10), "attention_mask": torch.ones(2, 10, dtype=torch.long)}
     plain = load_model(Path(base), torch.float32, make_bidirectional=True)
     with torch.no_grad():
         untrained = plain(**tokens).last_hidden_state
         found = PeftModel.from_pretrained(plain, out / "adapter").eval()(**tokens).last_hidden_state
-        trained = cli.model.embedder.backbone.eval()(**tokens).last_hidden_state
+        ours = cli.model.embedder.backbone.eval()(**tokens).last_hidden_state
         merged = load_model(out, torch.float32)(**tokens).last_hidden_state
-    assert torch.equal(found, trained)
+    assert torch.equal(found, ours)
     assert (found - untrained).abs().max() > 1e-3
-    torch.testing.assert_close(merged, trained, rtol=0, atol=1e-5)
+    torch.testing.assert_close(merged, ours, rtol=0, atol=1e-5)
     assert main(words) == 0
     assert not (out / "adapter").exists()
     del config["model"]["init_args"]["lora"]
-    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
-    (checkpoint,) = Path(cli.trainer.log_dir).rglob("*.ckpt")
-    assert "format needs LoRA matrices on a model" in refused(
-        checkpoint, capsys, tmp_path / "no", "--format", "adapter"
-    )
+    _, checkpoint = trained(tmp_path, config, 3)
+    says = refused(checkpoint, capsys, tmp_path / "no", "--format", "adapter")
+    assert "format needs LoRA matrices on a model" in says
 
 
 STATE = {"run_config": {"seed_everything": 0}, "global_step": 3}
@@ -281,20 +272,14 @@ def test_a_copy_of_a_model_whose_card_says_more_is_named(
     [
         (lambda folder: change(folder, **{"emb_ln.bias": None}), "lacks 1 of the 52 tensors of Nomic's encoder with"),
         (lambda folder: change(folder, **{"extra.weight": torch.zeros(1)}), "has no place for, extra.weight first"),
-        (
-            lambda folder: change(folder, **{"emb_ln.bias": torch.zeros(9)}),
-            "emb_ln.bias has shape (9,), by config.json",
-        ),
+        (lambda folder: change(folder, **{"emb_ln.bias": torch.zeros(9)}), "emb_ln.bias has shape (9,), by"),
         (lambda folder: changed_config(folder, model_type="t5"), "model_type 't5' belongs to no published family"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), "model.bin is a pickle, which"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "model.safetensors: is damaged"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: is no readable JSON"),
         (lambda folder: changed_config(folder, moe_every_n_layers="two"), "config.json: makes no model: "),
         (lambda folder: changed_config(folder, moe_top_k=9), "config.json: makes no model: top_k must be from 1 to"),
-        (
-            lambda folder: changed_config(folder, initializer_range=True),
-            "has initializer_range True, expected a number",
-        ),
+        (lambda folder: changed_config(folder, initializer_range=True), "has initializer_range True, expected a"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "published: "),
     ],
 )

@@ -44,10 +44,8 @@ def test_a_list_given_twice_replaces_the_first(as_option, tmp_path, monkeypatch)
         extra = [f"--data.init_args.sources=[{{name: mine, path: {path}}}]"]
     assert sources_of(monkeypatch, tmp_path, config) == [("one", "X", False)]
     assert sources_of(monkeypatch, tmp_path, config, *extra) == [("mine", None, True)]
-    assert sources_of(monkeypatch, tmp_path, config, f"--data.sources+=[{{name: mine, path: {path}}}]") == [
-        ("one", "X", False),
-        ("mine", None, True),
-    ]
+    expected = [("one", "X", False), ("mine", None, True)]
+    assert sources_of(monkeypatch, tmp_path, config, f"--data.sources+=[{{name: mine, path: {path}}}]") == expected
 
 
 def test_an_element_of_a_later_list_does_not_borrow_a_path(tmp_path, capsys):

@@ -42,11 +42,8 @@ def test_the_newest_checkpoint_at_any_depth_is_taken(tmp_path):
 def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monkeypatch):
     oldest = save(RESUMABLE, tmp_path / "step=1.ckpt", 1)
     damage(save(RESUMABLE | {"state_dict": {"w": torch.ones(3)}}, tmp_path / "step=2.ckpt", 2))
-    save(
-        {key: RESUMABLE[key] for key in RESUMABLE if key not in ("optimizer_states", "lr_schedulers")},
-        tmp_path / "w.ckpt",
-        3,
-    )
+    weights = {key: RESUMABLE[key] for key in RESUMABLE if key not in ("optimizer_states", "lr_schedulers")}
+    save(weights, tmp_path / "w.ckpt", 3)
     torch.save(RESUMABLE, tmp_path / "torch.ckpt")
     (tmp_path / "last.ckpt").write_bytes((tmp_path / "step=1.ckpt").read_bytes()[:-9])
     for place, name in ((4, "torch.ckpt"), (5, "last.ckpt")):
@@ -60,9 +57,8 @@ def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monke
         "step=2.ckpt: is damaged in state_dict/w, bytes ",
     ]
     assert len(lines) == len(says)
-    assert all(
-        line.startswith(f"left out: {tmp_path}/{beginning}") for line, beginning in zip(lines, says, strict=True)
-    )
+    beginnings = [f"left out: {tmp_path}/{beginning}" for beginning in says]
+    assert all(line.startswith(beginning) for line, beginning in zip(lines, beginnings, strict=True))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert find_latest_checkpoint(tmp_path) == oldest
     assert capsys.readouterr().err == ""
@@ -98,9 +94,8 @@ def test_a_checkpoint_of_another_run_is_passed_over(tmp_path, capsys):
     trainer = fit("--ckpt_path=auto", "--model.init_args.loss.init_args.temperature=0.2", "--trainer.max_steps=2")
     assert (trainer.ckpt_path, trainer.global_step) == (None, 2)
     differs = "model.init_args.loss.init_args.temperature is 0.1 there and 0.2 here"
-    assert left_out() == [
-        f"left out: {last}: is of another run: {differs}; restore it, or name the file by --ckpt_path"
-    ]
+    says = f"left out: {last}: is of another run: {differs}; restore it, or name the file by --ckpt_path"
+    assert left_out() == [says]
     assert fit("--ckpt_path", last, "--model.init_args.normalize=false", "--trainer.max_steps=3").ckpt_path == last
 
 
@@ -222,15 +217,9 @@ def changed(**values: Any) -> dict[str, Any]:
         (changed(model__init_args__backbone__name="b"), "model.init_args.backbone.name is 'a' there and 'b' here"),
         (changed(model__init_args__lora={"rank": 4}), "model.init_args.lora is None there and {'rank': 4} here"),
         (changed(model__init_args__schedule__warmup_steps=2), "model.init_args.schedule.warmup_steps is 1 there"),
-        (
-            changed(data__init_args__sources__0__path="other.jsonl"),
-            "data.init_args.sources[0].path is 'pairs.jsonl' there and 'other.jsonl' here",
-        ),
+        (changed(data__init_args__sources__0__path="other.jsonl"), "data.init_args.sources[0].path is 'pairs.jsonl'"),
         (changed(data__init_args__sources=[]), "data.init_args.sources is [{"),
-        (
-            changed(data__init_args__sampler__init_args__total_steps=9),
-            "data.init_args.sampler.init_args.total_steps is",
-        ),
+        (changed(data__init_args__sampler__init_args__total_steps=9), "data.init_args.sampler.init_args.total_steps"),
     ],
 )
 def test_another_model_data_or_seed_is_another_run(given: dict[str, Any], says: str) -> None:

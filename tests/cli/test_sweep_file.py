@@ -75,16 +75,8 @@ def test_whole_numbers_reach_both_ends(log, write):
 
 
 def test_numbers_without_a_point_are_numbers(write):
-    assert points(write("configs: [m]\nparameters: {a: [1e-5, 2E3, 1e5x, [1e-2]]}".replace("[m]", _config(write)))) == [
-        {"a": 1e-5},
-        {"a": 2000.0},
-        {"a": "1e5x"},
-        {"a": [0.01]},
-    ]
-
-
-def _config(write):
-    return f"[{write({}).parent / 'method.yaml'}]"
+    text = f"configs: [{write({}).parent / 'method.yaml'}]\nparameters: {{a: [1e-5, 2E3, 1e5x, [1e-2]]}}"
+    assert points(write(text)) == [{"a": 1e-5}, {"a": 2000.0}, {"a": "1e5x"}, {"a": [0.01]}]
 
 
 def test_a_recipe_stands_for_its_configs(tmp_path):
@@ -127,15 +119,9 @@ RANDOM = {"method": "random", "num_runs": 2}
         ({"parameters": {}}, "parameters: must map config keys"),
         ({"parameters": {"a": []}}, r"parameters\.a: must be a list of values, got \[\]"),
         ({"parameters": {"a": [1, 2, 1]}}, r"parameters\.a: holds 1 twice"),
-        (
-            {"parameters": {"a": [1, DATE]}},
-            r"parameters\.a: datetime.date\(2024, 5, 1\) cannot be given to fit; put",
-        ),
+        ({"parameters": {"a": [1, DATE]}}, r"parameters\.a: datetime.date\(2024, 5, 1\) cannot be given to fit; put"),
         ({"parameters": {"a": [{DATE: 1}, {1: 1, "b": 2}]}}, r"parameters\.a: .* cannot be given to fit"),
-        (
-            {"parameters": {f"a{key}": list(range(10)) for key in range(10)}},
-            "makes 10000000000 points, more than 100000",
-        ),
+        ({"parameters": {f"a{key}": list(range(10)) for key in range(10)}}, "makes 10000000000 points, more than"),
         (RANDOM | {"num_runs": 10**10, "parameters": {"a": [1]}}, "num_runs: makes 10000000000 points"),
         ({"parameters": {"a b": [1]}}, "point 0: 'a b' is no config key"),
         ({"parameters": {"trainer.logger": [True]}}, "trainer.logger is what a sweep gives every run itself"),
@@ -168,12 +154,8 @@ def test_a_missing_file_is_said(tmp_path):
 
 def test_a_key_is_called_by_as_few_parts_as_tell_it_from_others():
     keys = [TEMPERATURE, "model.init_args.router.temperature", "model.init_args.pooling.class_path", "a.lr"]
-    assert list(short_names([dict.fromkeys(keys)]).values()) == [
-        "loss.temperature",
-        "router.temperature",
-        "pooling",
-        "lr",
-    ]
+    found = list(short_names([dict.fromkeys(keys)]).values())
+    assert found == ["loss.temperature", "router.temperature", "pooling", "lr"]
     twice = ["model.pooling", "model.pooling.class_path"]
     assert list(short_names([{twice[0]: 1}, {twice[1]: 2}]).values()) == twice
 
@@ -182,11 +164,6 @@ def test_values_are_shown_in_few_letters():
     pooling = {"class_path": "embeddings.models.AnchorTokenPooling", "init_args": {"axis": "query", "layers": [-1]}}
     assert label(pooling) == "AnchorTokenPooling(axis=query, layers=[-1])"
     assert label("embeddings.models.MeanPooling") == "MeanPooling"
-    assert [label(value) for value in ("a.txt", 1e-5, None, True, {"a": 1})] == [
-        "a.txt",
-        "1e-05",
-        "null",
-        "true",
-        "{a=1}",
-    ]
+    found = [label(value) for value in ("a.txt", 1e-5, None, True, {"a": 1})]
+    assert found == ["a.txt", "1e-05", "null", "true", "{a=1}"]
     assert [is_number(value) for value in (1, 0.5, True, "1")] == [True, True, False, False]

@@ -13,15 +13,7 @@ import pytest
 from embeddings.cli import sweep_runs
 from embeddings.cli.sweep import collect, logged_metric, result_table, results_of, seed_table, write_results
 from embeddings.cli.sweep_file import Metric, Sweep, short_names
-from embeddings.cli.sweep_runs import (
-    SignalForwarder,
-    exclusive,
-    placed,
-    runs_of,
-    settings_hash,
-    summaries,
-    train,
-)
+from embeddings.cli.sweep_runs import SignalForwarder, exclusive, placed, runs_of, settings_hash, summaries, train
 from embeddings.common import InputError
 from tests.helpers.checkpoints import RESUMABLE, save
 
@@ -56,15 +48,12 @@ def test_a_run_has_a_folder_and_a_line(tmp_path):
 
 
 def test_a_folder_follows_from_the_settings_alone():
-    def found(contents, point):
-        return settings_hash(contents, point)
-
     content, point = {"model": {"lr": 1, "loss": {"t": 2}}}, {"a": 1, "b": 2}
-    first = found([content], point)
+    first = settings_hash([content], point)
     assert len(first) == 10
-    assert found([{"model": {"loss": {"t": 2}, "lr": 1}}], {"b": 2, "a": 1}) == first
+    assert settings_hash([{"model": {"loss": {"t": 2}, "lr": 1}}], {"b": 2, "a": 1}) == first
     others = [([{"model": {"lr": 1, "loss": {"t": 3}}}], point), ([content], {"a": 1, "b": 3}), ([content, {}], point)]
-    assert len({first, *(found(*other) for other in others)}) == 4
+    assert len({first, *(settings_hash(*other) for other in others)}) == 4
 
 
 def test_what_a_run_writes_goes_into_its_folder(tmp_path):

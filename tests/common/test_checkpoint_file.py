@@ -212,10 +212,8 @@ def test_a_peek_reads_the_header_alone(tmp_path):
     path.write_bytes(whole)
     content = peek_checkpoint(path)
     assert content["step"] == 3
-    assert {name: (x.numel(), x.dtype) for name, x in content["state_dict"].items()} == {
-        "a": (0, torch.float32),
-        "b": (0, torch.bool),
-    }
+    expected = {"a": (0, torch.float32), "b": (0, torch.bool)}
+    assert {name: (x.numel(), x.dtype) for name, x in content["state_dict"].items()} == expected
     whole[whole.index(b"state_dict")] ^= 4
     path.write_bytes(whole)
     with pytest.raises(InputError, match=r"give a complete \.ckpt file"):

@@ -42,10 +42,8 @@ def test_the_other_kinds_hold_their_rows(tmp_path):
     assert (pairs.metadata.type, pairs.dataset["test"]["score"]) == ("STS", [5.0, 4.0, 2.0, 0.0])
     topics = loaded(write_labelled(tmp_path / "c", with_train=True))
     assert {split: len(rows) for split, rows in topics.dataset.items()} == {"train": 6, "test": 6}
-    assert {split: sorted(rows["label"]) for split, rows in topics.dataset.items()} == {
-        "train": [0, 0, 0, 1, 1, 1],
-        "test": [0, 0, 0, 1, 1, 1],
-    }
+    expected = {"train": [0, 0, 0, 1, 1, 1], "test": [0, 0, 0, 1, 1, 1]}
+    assert {split: sorted(rows["label"]) for split, rows in topics.dataset.items()} == expected
     assert topics.dataset["test"]["label"][0] == topics.dataset["train"]["label"][0] == 1  # "animal" is behind "1"
     groups = loaded(write_labelled(tmp_path / "k", with_train=False))
     assert (groups.metadata.type, len(groups.dataset["test"]["sentences"])) == ("Clustering", 6)

@@ -174,11 +174,8 @@ def test_every_folder_below_a_root_is_scored_under_its_path(encoder, tmp_path):
     write_retrieval(root / "a" / "b")
     write_similarity(root / "c")
     results = evaluate_folders(encoder, [root, root / "c"])
-    assert [(result.name, result.kind) for result in results] == [
-        ("suite/a/b", "retrieval"),
-        ("suite/c", "sts"),
-        ("c", "sts"),
-    ]
+    expected = [("suite/a/b", "retrieval"), ("suite/c", "sts"), ("c", "sts")]
+    assert [(result.name, result.kind) for result in results] == expected
 
 
 def test_a_mistake_in_the_last_folder_is_found_before_the_first_is_scored(encoder, tmp_path, monkeypatch):

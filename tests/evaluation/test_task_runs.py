@@ -58,10 +58,8 @@ def test_what_a_killed_run_finished_is_kept(encoder, sets, tmp_path, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             run(encoder, [names[0], str(sets / "groups"), names[1]], tmp_path)
     assert list(results(tmp_path)) == ["pairs"]
-    assert {score.task: score.complete for score in run(encoder, names, tmp_path, share=[])} == {
-        "pairs": True,
-        "topics": False,
-    }
+    expected = {"pairs": True, "topics": False}
+    assert {score.task: score.complete for score in run(encoder, names, tmp_path, share=[])} == expected
 
 
 @pytest.mark.parametrize("change", ["weights", "structure", "precision", "prompt", "instructions", "data"])

@@ -45,10 +45,8 @@ def test_the_largest_weight_is_the_darkest_and_a_prompt_has_no_shade(tmp_path):
     prompted = weights_of("q: <a", [("<s>", 0, 0), ("q:", 0, 2), ("▁<a", 2, 5)], [0.0, 0.0, 1.0], num_prompt=2)
     (of_words, of_prompted), (_, text), page = shown(WORDS, prompted, tmp_path=tmp_path)
     assert of_words[0][0] == "background:#b10026;color:#fff"
-    assert of_prompted == [
-        ("", "not pooled", "&lt;s&gt; "),
-        (of_prompted[1][0], "weight 1.0000, 1.00 times the mean", "&lt;a"),
-    ]
+    expected = [("", "not pooled", "&lt;s&gt; "), (of_prompted[1][0], "weight 1.0000, 1.00 times the mean", "&lt;a")]
+    assert of_prompted == expected
     assert text == "<s> q: <a"
     assert page.count("<i style=") > 10
 

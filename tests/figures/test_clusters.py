@@ -72,11 +72,8 @@ def test_each_cluster_has_a_colour_its_rows_and_a_number_at_their_mean(drawn):
         )
     assert [text.get_text() for text in axis.texts] == ["100000", "100001", "100002"]
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "100000 (1,234,567)",
-        "100001 (1,234,567)",
-        "100002 (1,234,567)",
-    ]
+    wanted = ["100000 (1,234,567)", "100001 (1,234,567)", "100002 (1,234,567)"]
+    assert [text.get_text() for text in legend.get_texts()] == wanted
     assert axis.get_xlabel().startswith(f"first principal axis ({plane.share_2[0]:.1%}")
     assert figure.get_suptitle() == "A $title$"
 

@@ -115,14 +115,10 @@ def runs(tmp_path):
 def test_each_run_has_a_line_in_both_panels_under_one_name(runs, drawn):
     figure = drawn(runs, draw_routing_curves)
     entropy, idle = figure.axes
-    assert [points(line) for line in entropy.lines[:2]] == [
-        [(50, 0.9), (100, 0.99)],
-        [(50, 0.8), (100, 0.5), (150, 0.4)],
-    ]
-    assert [points(line) for line in idle.lines] == [
-        [(50, 2), (100, 0)],
-        [(50, 3), (100, 9), (150, 11)],
-    ]
+    expected = [[(50, 0.9), (100, 0.99)], [(50, 0.8), (100, 0.5), (150, 0.4)]]
+    assert [points(line) for line in entropy.lines[:2]] == expected
+    wanted = [[(50, 2), (100, 0)], [(50, 3), (100, 9), (150, 11)]]
+    assert [points(line) for line in idle.lines] == wanted
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["balanced/version_0", r"free_\$x\$/version_0"]
     for line, handle in zip(entropy.lines[:2], legend.get_lines(), strict=True):

@@ -140,11 +140,8 @@ def test_parts_that_kept_on_in_the_first_ones_folder_are_all_found(tmp_path):
     runs, place = tmp_path / "runs" / "name", "runs/name/version_0/checkpoints"
     write_part(runs / "version_0", checkpoint="last.ckpt")
     write_part(runs / "version_1", None, f"{place}/last.ckpt")
-    assert names(run_parts(write_part(runs / "version_2", None, f"{place}/last.ckpt"))) == [
-        "version_0",
-        "version_1",
-        "version_2",
-    ]
+    expected = ["version_0", "version_1", "version_2"]
+    assert names(run_parts(write_part(runs / "version_2", None, f"{place}/last.ckpt"))) == expected
 
 
 def test_a_branch_with_checkpoints_of_its_own_is_no_part(tmp_path):
@@ -159,11 +156,8 @@ def test_a_checkpoint_beside_the_parts_is_that_of_the_one_before(tmp_path):
     runs, place = tmp_path / "sweep" / "point", "sweep/point/checkpoints"
     write_part(runs / "version_0", dirpath=place)
     write_part(runs / "version_1", None, f"{place}/last.ckpt", dirpath=place)
-    assert names(run_parts(write_part(runs / "version_2", None, f"{place}/last.ckpt", dirpath=place))) == [
-        "version_0",
-        "version_1",
-        "version_2",
-    ]
+    expected = ["version_0", "version_1", "version_2"]
+    assert names(run_parts(write_part(runs / "version_2", None, f"{place}/last.ckpt", dirpath=place))) == expected
 
 
 def test_a_curve_is_the_rows_that_have_it(tmp_path):

@@ -182,11 +182,8 @@ def test_vectors_of_every_format_are_mapped_and_read_back_as_numbers(vector_form
     np.testing.assert_array_equal(shards.take(rows, unit=False), expected[rows])
     assert isinstance(shards.stored(0), np.memmap)
     pieces = list(shards.pieces(1, 4))
-    assert [(start, piece.dtype, len(piece)) for start, piece in pieces] == [
-        (0, np.float32, 4),
-        (4, np.float32, 4),
-        (8, np.float32, 2),
-    ]
+    wanted = [(0, np.float32, 4), (4, np.float32, 4), (8, np.float32, 2)]
+    assert [(start, piece.dtype, len(piece)) for start, piece in pieces] == wanted
     np.testing.assert_array_equal(np.concatenate([piece for _, piece in pieces]), expected[10:20])
 
 

@@ -176,10 +176,7 @@ def test_the_imported_model_is_a_start_for_training(tmp_path):
     [
         ({"padding_side": "left"}, "has padding_side 'left', and only 'right' is known here"),
         ({"text_config": None}, "has text_config None, expected an object"),
-        (
-            {"text_config": CONFIG["text_config"] | {"rope_theta": "x"}},
-            "has text_config.rope_theta 'x', expected a num",
-        ),
+        ({"text_config": CONFIG["text_config"] | {"rope_theta": "x"}}, "has text_config.rope_theta 'x', expected a"),
         ({"latent_attention_config": LATENT_CONFIG | {"latent_dim": 16}}, "has latent_attention_config.latent_dim 16"),
         ({"latent_attention_config": LATENT_CONFIG | {"num_latents_value": 9}}, "latents has shape (6, 32), by config"),
     ],
