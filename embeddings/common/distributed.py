@@ -53,11 +53,9 @@ def gather_counts(count: int, device: torch.device | str = "cpu") -> list[int]:
 
 
 def gather_rows(value_N: Tensor, counts: list[int]) -> Tensor:
-    """The rows of all ranks, one rank after another, without a gradient: for hashes, labels and other facts.
+    """The rows of all ranks, (N, ...), one rank after another, without a gradient: for hashes, labels and other facts.
 
-    Args:
-        value_N: This rank's rows, (N, ...), of any dtype.
-        counts: `gather_counts` of N; the ranks may differ.
+    `counts` are `gather_counts` of N; the ranks may differ.
     """
     return value_N if len(counts) == 1 else _all_gather(value_N, counts)
 
@@ -86,14 +84,11 @@ def gather_candidates(candidate_CD: Tensor, counts: list[int]) -> Tensor:
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
-    """The sum of all ranks' values; gradients flow back to every rank.
+    """The sum of all ranks' values, of any shape and dtype, the same on all ranks; gradients flow back to every rank.
 
     The convention is that of `gather_candidates`: where each rank's loss has a share in the mean over ranks, the
     backward sums what all ranks' losses say of the sum. So a loss of sums that every rank computes alike has, once the
     strategy has averaged parameter gradients over the ranks, the gradient of one process with the whole batch.
-
-    Args:
-        value: This rank's value, of any shape and dtype, the same on all ranks.
 
     Distributed: all-reduce (sum) forward, and backward where there is a gradient. Every rank must run both.
     """

@@ -242,9 +242,7 @@ class Manifest(dict[str, Any]):
 def check_manifest(folder: str | os.PathLike[str], expected: Mapping[str, Any]) -> Manifest:
     """Check that every expected field of `folder/manifest.json` has the expected value; returns all its fields.
 
-    Raises:
-        InputError: If the manifest is missing or damaged, or a field differs; the message names the field and both
-            values.
+    An `InputError` where it is missing or damaged, or a field differs, names the field and both values.
     """
     return check_file_manifest(Path(folder) / "manifest.json", expected)
 

@@ -32,28 +32,13 @@ MakeShard = Callable[[int, Path], None]
 
 
 def progress_bar(total: int | None, title: str, unit: str, **options: Any) -> "tqdm[Any]":
-    """A progress bar on standard error, with the time left, for work that takes longer than two seconds.
-
-    Args:
-        total: Number of units, or None where it is not known.
-        title: What stands before the bar.
-        unit: What is counted.
-        options: Further options of tqdm.
-    """
+    """A bar of tqdm on standard error, with the time left, for work that takes longer than two seconds."""
     return tqdm(total=total, desc=title, unit=unit, delay=PROGRESS_DELAY_SECONDS, **options)
 
 
 @dataclass(frozen=True)
 class ArrayTask:
-    """One of the processes that share a job: shard `s` is the task's where `s % count == index`.
-
-    Args:
-        index: Number of this process, from 0.
-        count: Number of processes.
-
-    Raises:
-        OptionError: If the index does not lie in 0 … count - 1.
-    """
+    """One of the processes that share a job: shard `s` is the task's where `s % count == index`, from 0."""
 
     index: int = 0
     count: int = 1
@@ -184,15 +169,10 @@ class ShardedJob(JobFolder):
     system has no such locks they do, and write the same bytes.
 
     Args:
-        folder: The folder; it is made if there is none.
-        fields: See `JobFolder`.
+        folder: See `JobFolder`, and so `fields`, `defaults` and errors.
         num_shards: Number of shards.
         stem: Name of a shard's file before its number.
         suffix: Name of a shard's file after its number.
-        defaults: See `JobFolder`.
-
-    Raises:
-        InputError: If the folder holds something else, or a job with other fields; the message names the field.
     """
 
     def __init__(
@@ -304,14 +284,9 @@ def manifest_path(output: Path) -> Path:
 
 
 def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a file that is there already, or None if there is none.
+    """The manifest of a file that is there already, or None; an `InputError` where `fields` make another file.
 
-    Args:
-        output: The file.
-        fields: What decides its bytes, as JSON types. The manifest holds `output_sha256` beside them.
-
-    Raises:
-        InputError: If the file is not what these fields make.
+    The manifest holds `fields`, as JSON types, and the file's `output_sha256`.
     """
     if not output.exists():
         return None
@@ -327,9 +302,7 @@ def finished_manifest(output: Path, fields: Mapping[str, Any]) -> dict[str, Any]
 def discard_on_user_error(*folders: Path, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Remove folders that were not there before, or empty those that were empty, if a `UserError` ends the block.
 
-    Args:
-        folders: The folders; one that held something before stays as it is.
-        unless: Called then; True keeps everything.
+    A folder that held something before stays as it is, and so do all where `unless` then returns True.
     """
     made = [folder for folder in folders if not folder.exists()]
     emptied = [folder for folder in folders if folder.is_dir() and not any(folder.iterdir())]

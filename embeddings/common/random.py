@@ -9,13 +9,9 @@ import torch
 
 
 def derive_seed(seed: int, *stream: int | str) -> int:
-    """A 63-bit seed that is a pure function of its arguments.
+    """A 63-bit seed that is a pure function of the run's seed and of a stream, such as `("epoch", 3)`.
 
     Determinism: the same arguments give the same number on every machine and Python; different ones are independent.
-
-    Args:
-        seed: The run's seed.
-        stream: What the seed is for, such as `("epoch", 3)` or `("negatives", epoch, row)`.
     """
     text = "\x1f".join(str(part) for part in (seed, *stream))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

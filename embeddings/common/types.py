@@ -124,7 +124,7 @@ class ContrastiveBatch(_Movable):
         candidate: The candidates, C texts: the positives of query 0 … B-1 first, then the negatives.
         positive_index_B: For each query its positive's row among the candidates, (B,) int64.
         owner_C: For each candidate the row of the query it was drawn for, (C,) int64.
-        query_hash_B: Hash of each query's text without its prompt (`fileio.text_hash`), (B,) int64.
+        query_hash_B: Hash of each query's text without its prompt (`io.text_hash`), (B,) int64.
         candidate_hash_C: The same of each candidate, (C,) int64.
         known_positive_hash_BP: Hashes of every known positive of each query, the first repeated to fill, (B, P) int64.
         source_B: Index of the data source of each query, (B,) int64; a candidate has its owner's.

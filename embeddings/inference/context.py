@@ -21,12 +21,7 @@ from embeddings.inference.vector_folder import VectorFolder
 
 @dataclass(frozen=True)
 class ContextDraw:
-    """Context documents that were drawn and not encoded yet; two draws compare without encoding.
-
-    Attributes:
-        documents: The documents in the order they were drawn in, M of them.
-        seed: Seed that they were drawn with.
-    """
+    """Context documents in the order they were drawn in, and the seed; two draws compare without encoding."""
 
     documents: tuple[Document, ...]
     seed: int
@@ -52,24 +47,14 @@ def check_same_context(folder: Path, found: Context | None, requested: Context |
 
 
 def sample_rows(num_documents: int, size: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    """The rows of `size` context documents of a corpus.
+    """The rows of `size` context documents of a corpus, (size,) int64.
 
     Without replacement where the corpus has as many; a smaller one is repeated in full as often as it fits and the rest
     is drawn without replacement: counts of two documents differ by at most one.
 
     Determinism: the rows depend on the arguments only.
-
-    Args:
-        num_documents: Documents of the corpus.
-        size: Rows to draw.
-        seed: Seed of the draw.
-
-    Returns:
-        Rows, (size,) int64.
-
     Raises:
         OptionError: If `size` is not positive.
-
     Source: the released code of arXiv:2410.02525 wants exactly J documents and a smaller corpus oversampled; how is
         not said there.
     """
@@ -121,16 +106,7 @@ def draw_context(encoder: Encoder, source: str | PathLike[str], size: int | None
 
 
 def draw_documents(source: str | PathLike[str], size: int, seed: int = 0) -> list[Document]:
-    """Documents of a corpus, drawn as those of a context are (see `sample_rows`).
-
-    Args:
-        source: A corpus file, or a folder that `encode_corpus` wrote.
-        size: How many.
-        seed: Seed of the draw.
-
-    Raises:
-        InputError: If the corpus cannot be used or is empty.
-    """
+    """Documents of a corpus file or an encoded folder, drawn as those of a context are (see `sample_rows`)."""
     path = Path(source)
     if not path.is_dir():
         return _documents_of_file(path, size, seed)

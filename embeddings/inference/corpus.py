@@ -13,12 +13,7 @@ _FIELDS = ("_id", "title", "text")
 
 
 class Document(NamedTuple):
-    """One document.
-
-    Attributes:
-        document_id: Its id, unique in the corpus.
-        text: What is encoded: title and text, with a space between where there are both.
-    """
+    """One document: its id, unique in the corpus, and what is encoded, title and text with a space between."""
 
     document_id: str
     text: str

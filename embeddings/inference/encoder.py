@@ -55,13 +55,7 @@ class TokenisedTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class TextPreparation:
-    """Tokenises texts for an encoder: a function of texts that can be sent to another process.
-
-    Args:
-        tokenizer: The encoder's.
-        role: Whose length limit holds.
-        prompt: Text put before each.
-    """
+    """Tokenises texts with a prompt for an encoder, under a role's length limit; it can be sent to another process."""
 
     tokenizer: TextTokenizer
     role: TextRole

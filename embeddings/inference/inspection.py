@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 
 class SpannedText(NamedTuple):
-    """A text of a mini-batch.
-
-    Attributes:
-        row: Which of all texts it is.
-        text: Prompt and text as one string, which the spans count in.
-        spans: Position of each token in it, T of them.
-    """
+    """A text of a mini-batch: its row among all texts, prompt and text as one string, and its T tokens' places."""
 
     row: int
     text: str

@@ -116,11 +116,7 @@ class QuantisedInput:
         self._found: tuple[Tensor, Tensor] | None = None
 
     def of(self, owner: nn.Module, input_I: Tensor) -> tuple[Tensor, Tensor]:
-        """What layers of `owner` multiply.
-
-        Args:
-            owner: The module that the layer belongs to.
-            input_I: Inputs, (..., I) float32.
+        """What layers of the module `owner` multiply, of their inputs (..., I) float32.
 
         Returns:
             The inputs in steps of their token's scale, (..., I) uint8 with zero at `steps` + 1; the largest size of
@@ -144,15 +140,9 @@ class QuantisedInput:
 
 
 def linear_product(layer: nn.Linear, owner: nn.Module, inputs: QuantisedInput) -> Product:
-    """What the layer computes, in int8.
+    """What a layer of the module `owner` computes, in int8: inputs (..., I) float32 to outputs (..., O) float32.
 
-    Args:
-        layer: The layer, whose weights are read now.
-        owner: The module that it belongs to.
-        inputs: What the layers of one model quantise by.
-
-    Returns:
-        Inputs (..., I) float32 to outputs (..., O) float32.
+    Its weights are read now; the layers of one model share `inputs`.
     """
     weight_OI, bias_O = layer.weight.detach().float(), None if layer.bias is None else layer.bias.detach().float()
     scale_O = weight_OI.abs().amax(dim=1).clamp_min(_LEAST).div(_WEIGHT_STEPS)
