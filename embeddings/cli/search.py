@@ -11,7 +11,7 @@ from typing import Literal
 from embeddings.cli.encode import PrecisionName, draw_named_context, load_encoder, warn_without_context
 from embeddings.common import InputError, OptionError
 from embeddings.common.text import printable
-from embeddings.inference import CorpusSearch, Hit, VectorFolder
+from embeddings.inference import CorpusSearch, VectorFolder
 from embeddings.inference.search import NearestRows, require_multiplier, require_top_k
 from embeddings.mining import VectorIndex, build_index, recall_of
 from embeddings.mining.vector_index import INDEX_FILE
@@ -62,7 +62,9 @@ def search(
 
     def answer(query: str) -> None:
         (hits,) = searched.search([query], top_k)
-        _print_hits(hits)
+        for hit in hits:
+            text = printable(" ".join(hit.text.split()))[:160]
+            print(f"{hit.score:.3f}  {printable(hit.document_id)}\n       {text}")
 
     if query is None:
         answer_lines(answer)
@@ -85,12 +87,6 @@ def _index_of(corpus: Path) -> NearestRows:
     if not corpus.is_dir():
         raise OptionError("index", "ivf", "needs an encoded folder", "run encode and index first, and name the folder")
     return VectorIndex.open(VectorFolder.open(corpus)).search
-
-
-def _print_hits(hits: list[Hit]) -> None:
-
-    for hit in hits:
-        print(f"{hit.score:.3f}  {printable(hit.document_id)}\n       {printable(' '.join(hit.text.split()))[:160]}")
 
 
 def index(vectors: Path, num_lists: int | None = None, num_probes: int | None = None, seed: int = 0) -> None:

@@ -298,10 +298,11 @@ def seed_table(results: Sequence[Result], names: Mapping[str, str], metric: Metr
         groups.setdefault(tuple(result.labels(others)), []).extend([] if value is None else [value])
     sign = -1 if metric.mode == "max" else 1
     ordered = sorted(groups.items(), key=lambda item: sign * statistics.mean(item[1]) if item[1] else math.inf)
-    rows = [
-        [*labels, _digits(statistics.mean(values)) if values else "-", _spread(values), str(len(values))]
-        for labels, values in ordered
-    ]
+    rows = []
+    for labels, values in ordered:
+        mean = _digits(statistics.mean(values)) if values else "-"
+        deviation = f"±{_digits(statistics.stdev(values))}" if len(values) > 1 else "-"
+        rows.append([*labels, mean, deviation, str(len(values))])
     return format_table([[*others.values(), f"{metric.column} {metric.value}, mean", "±sd", "seeds"], *rows], "<")
 
 
@@ -318,7 +319,3 @@ def write_results(results: Sequence[Result], names: Mapping[str, str], path: Pat
 
 def _digits(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"±{_digits(statistics.stdev(values))}" if len(values) > 1 else "-"

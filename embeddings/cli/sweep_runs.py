@@ -137,12 +137,14 @@ def train(run: Run, lock: int | None, forwarder: "SignalForwarder") -> int:
         print(f"resumed from {checkpoint}", flush=True)
     code = forwarder.run([sys.executable, *COMMAND, *words], [] if lock is None else [lock])
     if code == 0 and lock is not None:
+        # The commit that the run's last process noted.
+        records = sorted(run.folder.glob("version_*/run.json"), key=_version)
         fields = {
             "point": run.point,
             "command": run.line(),
             "seconds": round(time.monotonic() - start, 1),
             "resumed_from": checkpoint,
-            "commit": _commit(run.folder),
+            "commit": json.loads(records[-1].read_text(encoding="utf-8"))["commit"] if records else None,
             "metrics": summaries(run.folder),
         }
         write_json(run.folder / "done.json", fields)
@@ -214,13 +216,6 @@ def _number(text: str | None) -> float:
         return float(text or "nan")
     except (ValueError, TypeError):  # no number, or all that is more than the header has columns
         return math.nan
-
-
-def _commit(folder: Path) -> str | None:
-    """The commit that the run's last process noted."""
-    paths = sorted(folder.glob("version_*/run.json"), key=_version)
-    found: str | None = json.loads(paths[-1].read_text(encoding="utf-8"))["commit"] if paths else None
-    return found
 
 
 def _version(path: Path) -> int:

@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,12 +85,10 @@ def draw_routing_curves(runs: Sequence[Path], output: Path) -> None:
     """
     plt = pyplot()
     curves = [(read_routing_curve(run, ENTROPY), read_routing_curve(run, IDLE)) for run in runs]
-    lowest = min(min(values) for (_, values), _ in curves)
-    names = run_names(runs)
-    figure, (entropy_axis, idle_axis) = plt.subplots(
-        2, 1, sharex=True, figsize=(7.5, 6 + 0.22 * len(runs)), height_ratios=(3, 2), layout="constrained"
-    )
-    for number, (name, (entropy, idle)) in enumerate(zip(names, curves, strict=True)):
+    lowest, size = min(min(values) for (_, values), _ in curves), (7.5, 6 + 0.22 * len(runs))
+    figure, axes = plt.subplots(2, 1, sharex=True, figsize=size, height_ratios=(3, 2), layout="constrained")
+    entropy_axis, idle_axis = axes
+    for number, (name, (entropy, idle)) in enumerate(zip(run_names(runs), curves, strict=True)):
         style = line_style(number) | point_markers(len(entropy[0]))
         entropy_axis.plot(*entropy, label=line_label(name), **style)
         idle_axis.plot(*idle, **style)
@@ -212,11 +211,8 @@ def _draw_names(axis: Any, dots: Sequence[Dot], name: str, best: Dot, mode: Lite
     if len(found) < len(dots):
         axis.plot(list(found.values()), [places[value] for value in found], "D", color=_MEAN, label="mean")
     axis.plot([best[1]], [places[best[0][name]]], "o", color=_BEST, markersize=7, label="best run")
-    axis.set_yticks(list(places.values()), [_wrapped(str(value)) for value in places], size=9, parse_math=False)
+    wrap = partial(textwrap.fill, width=_NAME_COLUMNS, max_lines=_NAME_LINES, placeholder=" …")
+    axis.set_yticks(list(places.values()), [wrap(str(value)) for value in places], size=9, parse_math=False)
     ends = -0.7, len(places) - 0.3
     axis.set_ylim(ends if mode == "max" else ends[::-1])  # the best on top
     axis.margins(x=0.08)
-
-
-def _wrapped(name: str) -> str:
-    return textwrap.fill(name, _NAME_COLUMNS, max_lines=_NAME_LINES, placeholder=" …")

@@ -52,7 +52,8 @@ def resolve_precision(precision: Precision, device: torch.device, weights: Colle
     requested = _DTYPES[precision]
     if requested == torch.int8 and device.type != "cpu":
         raise OptionError("precision", precision, f"runs on a CPU, not on {device.type}", "use bfloat16 there")
-    if requested == torch.int8 and not (platform.machine() in _X86 and _has_onednn()):
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if requested == torch.int8 and not (platform.machine() in _X86 and has_onednn):
         raise OptionError("precision", precision, "is for x86 CPUs and a torch with oneDNN", "use float32 here")
     if len(set(weights)) == 1 and not {torch.float32, torch.float64} & set(weights):
         (only,) = set(weights)
@@ -77,10 +78,6 @@ def has_native_bfloat16(device: torch.device) -> bool:
 def has_int8_products() -> bool:
     """Whether an x86 CPU sums products of 8-bit numbers in 32 bits; False if unknown."""
     return not _INT8_PRODUCT_FLAGS.isdisjoint(_cpu_flags())
-
-
-def _has_onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 @cache

@@ -62,7 +62,7 @@ def search_top_k(
     query = torch.from_numpy(np.ascontiguousarray(query_QD, dtype=np.float32)).to(device)
     pieces = [documents] if isinstance(documents, np.ndarray) else documents
     query_tiles = [query[start : start + QUERY_TILE] for start in range(0, len(query), QUERY_TILE)]
-    best = [(tile.new_empty((len(tile), 0)), _no_rows(tile)) for tile in query_tiles]
+    best = [(tile.new_empty((len(tile), 0)), tile.new_empty((len(tile), 0), dtype=torch.int64)) for tile in query_tiles]
     first_row = 0
     for piece in pieces:
         for start in range(0, len(piece), DOCUMENT_TILE):
@@ -83,10 +83,6 @@ def require_top_k(top_k: int) -> None:
     """Check how many documents are wanted; an `OptionError` where the number is not positive."""
     if top_k < 1:
         raise OptionError("top_k", top_k, "must be >= 1", "10 is usual")
-
-
-def _no_rows(tile: Tensor) -> Tensor:
-    return torch.empty((len(tile), 0), dtype=torch.int64, device=tile.device)
 
 
 def _stable_top_k(score_QN: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
