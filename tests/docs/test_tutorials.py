@@ -1,0 +1,146 @@
+"""The commands of the pages, read from the pages: run one after the other on small stand-ins, or at least parsed."""
+
+import importlib
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from embeddings.cli.configs import read_recipes
+from embeddings.cli.main import main
+from embeddings.common import TextSettings
+from embeddings.data.docstrings import prepare_docstrings
+from embeddings.models import Embedder, MeanPooling
+from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+METHODS = ("nv-embed", "mgh", "moe", "cde")
+# What comes after a page's configs: fewer steps of fewer and shorter texts.
+SMALL_TEXT = {"query_max_length": 48, "document_max_length": 24}
+SMALL_RUN = {
+    "trainer": {"max_steps": 6, "enable_progress_bar": False},
+    "model": {"init_args": {"schedule": {"warmup_steps": 1}}},
+    "data": {"init_args": {"batch_size": 4, "text": SMALL_TEXT}},
+}
+SMALL_BY_PAGE = {
+    "methods/cde": {"model": {"init_args": {"first_stage_training": {"word_steps": 3}}}},
+    # The callback of the config logs the routing at every tenth step.
+    "methods/moe": {"trainer": {"max_steps": 10}},
+}
+# By a stand-in with random weights all texts are alike, so that the margin leaves no negative.
+ADDED = {"fit": ["--config", "small.yaml", "--config", "small_here.yaml"], "mine": ["--margin", "null"]}
+
+
+class Block(NamedTuple):
+    """A fenced block of a page: what stands behind the fence, and what is in it."""
+
+    info: str
+    text: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    return [Block(*found) for found in re.findall(r"^```(\w[^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+
+
+def commands_in(text: str) -> list[str]:
+    lines = text.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def words_of(command: str) -> list[str] | None:
+    """The arguments of `main`, or None for a command of the shell."""
+    words = shlex.split(os.path.expandvars(command))
+    return words[2:] if words[:2] == ["python", "main.py"] else None
+
+
+@pytest.fixture
+def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with the configs, a stand-in for all-MiniLM-L6-v2, and a `prepare` that reads small packages."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "lightning_configs", tmp_path / "lightning_configs")
+    backbone = tiny_bert(hidden_size=384)
+    text = TextSettings(query_max_length=128, document_max_length=128)
+    Embedder(backbone, wordpiece_tokenizer(), MeanPooling(384), text=text).save_pretrained("all-MiniLM-L6-v2")
+    sizes = {
+        "num_validation_documents": 10,
+        "num_validation_queries": 5,
+        "num_in_domain_documents": 10,
+        "num_in_domain_queries": 5,
+        "num_held_out_documents": 16,
+        "num_held_out_queries": 8,
+    }
+    small = partial(prepare_docstrings, packages=["click"], held_out_packages=["jinja2", "packaging"], **sizes)
+    monkeypatch.setattr("embeddings.cli.quickstart.prepare_docstrings", small)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [f"methods/{name}" for name in METHODS])
+def test_a_tutorial_runs_from_an_empty_folder(page: str, small_world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("small.yaml").write_text(yaml.safe_dump(SMALL_RUN))
+    Path("small_here.yaml").write_text(yaml.safe_dump(SMALL_BY_PAGE.get(page, {"trainer": {}})))
+    names = []
+    for block in blocks_of(page):
+        if title := re.fullmatch(r'yaml title="(.+)"', block.info):
+            Path(title[1]).write_text(block.text)
+        for command in commands_in(block.text) if block.info == "bash" else []:
+            words = words_of(command)
+            if words is None:
+                subprocess.run(["bash", "-c", command], check=True)
+                continue
+            names.append(words[0])
+            capsys.readouterr()
+            assert main([*words, *ADDED.get(words[0], [])]) == 0, f"{command}\n{capsys.readouterr().err}"
+            if words[0] == "evaluate":
+                assert "ndcg_at_10" in capsys.readouterr().out
+    assert {"prepare", "fit", "evaluate", "show"} <= set(names)
+    assert names[0] == "prepare"
+
+
+def all_pages() -> list[str]:
+    return sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", all_pages())
+def test_every_command_of_a_page_parses(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("embeddings.cli.main.call", lambda function, arguments: None)
+    monkeypatch.setenv("EMBED_TRAIN_DATA", "data")
+    recipes = read_recipes()
+    commands = [line for block in blocks_of(page) if block.info.startswith("bash") for line in commands_in(block.text)]
+    for command in commands:
+        words = words_of(command)
+        if words is None or "--help" in words:
+            continue
+        if words[0] == "fit":
+            options = dict(itertools.pairwise(words))
+            assert "--recipe" not in options or options["--recipe"] in recipes, command
+            continue
+        assert main(words) == 0, f"{command}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_page_names_files_objects_and_recipes_that_are_there(name: str) -> None:
+    text = (DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8")
+    found = re.findall(r"`(embeddings/[\w/]+)\.py`: ((?:`\w+`(?:, )?)+)", text)
+    objects = [(module, each) for module, listed in found for each in re.findall(r"`(\w+)`", listed)]
+    for module, each in objects:
+        assert hasattr(importlib.import_module(module.replace("/", ".")), each), f"{module}: {each}"
+    assert len(objects) >= 9
+    recipes = set(re.findall(r"`(\w+_h100x\d+)`", text))
+    assert len(recipes) >= 4
+    assert recipes <= set(read_recipes())
+    for file in set(re.findall(r"`((?:scales|data|methods|jobs)/\w+\.yaml)`", text)):
+        assert (ROOT / "lightning_configs" / file).is_file(), file
+    for file in set(re.findall(r"(lightning_configs/[\w/]+\.yaml)", text)):
+        assert (ROOT / file).is_file(), file
