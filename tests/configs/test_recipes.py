@@ -52,7 +52,7 @@ def test_a_recipe_parses_and_keeps_every_files_callbacks(name, capsys, monkeypat
     sources = listed(paths)
     assert printed["model"]["class_path"].startswith("embeddings.modules.")
     assert printed["data"]["class_path"].startswith("embeddings.data.")
-    if name.startswith("cde"):
+    if name.startswith("cde") and name != "cde_docstrings":
         # A rank's own documents fill the places of its context.
         assert printed["data"]["init_args"]["batch_size"] >= printed["model"]["init_args"]["context"]["num_context"]
         is_small = name.startswith("cde_small")

@@ -24,6 +24,7 @@ from tests.helpers.tiny import tiny_bert, wordpiece_tokenizer
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 METHODS = ("nv-embed", "mgh", "moe", "cde")
+TUTORIALS = [*(f"methods/{name}" for name in METHODS), "mining", "evaluation", "released-models"]
 # What comes after a page's configs: fewer steps of fewer and shorter texts.
 SMALL_TEXT = {"query_max_length": 48, "document_max_length": 24}
 SMALL_RUN = {
@@ -84,7 +85,7 @@ def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [f"methods/{name}" for name in METHODS])
+@pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_runs_from_an_empty_folder(page: str, small_world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("small.yaml").write_text(yaml.safe_dump(SMALL_RUN))
     Path("small_here.yaml").write_text(yaml.safe_dump(SMALL_BY_PAGE.get(page, {"trainer": {}})))
@@ -102,8 +103,8 @@ def test_a_tutorial_runs_from_an_empty_folder(page: str, small_world: Path, caps
             assert main([*words, *ADDED.get(words[0], [])]) == 0, f"{command}\n{capsys.readouterr().err}"
             if words[0] == "evaluate":
                 assert "ndcg_at_10" in capsys.readouterr().out
-    assert {"prepare", "fit", "evaluate", "show"} <= set(names)
-    assert names[0] == "prepare"
+    assert names
+    assert not page.startswith("methods/") or {"prepare", "fit", "evaluate", "show"} <= set(names)
 
 
 def all_pages() -> list[str]:
