@@ -252,15 +252,10 @@ def read_retrieval_files(files: RetrievalFiles) -> RetrievalFolder:
 def read_qrels(
     path: str | PathLike[str], query_ids: Collection[str], document_ids: Collection[str]
 ) -> dict[str, dict[str, float]]:
-    """The grade of each judged document of each query.
+    """The grade of each judged document of each query, both of known ids.
 
     Columns are query-id, corpus-id, score under that header (BEIR), or query, iteration, document, score without one
     (TREC, tabs or spaces). A grade of 0 or below means judged and not relevant.
-
-    Args:
-        path: The file.
-        query_ids: Ids that may be judged.
-        document_ids: Ids that may be judged relevant.
 
     Raises:
         InputError: If the file is empty, names an unknown id, judges a pair twice in two ways, or has no relevant pair;

@@ -62,13 +62,10 @@ class Qrels:
 
 
 class RetrievalScores(NamedTuple):
-    """Means over the queries that have a relevant document.
+    """Means over the `num_queries` queries that have a relevant document; `num_skipped` have none.
 
-    Attributes:
-        metrics: `ndcg_at_<k>`, `mrr_at_<k>`, `recall_at_<k>`, `map_at_<k>` for each cutoff k; empty where
-            nothing was counted.
-        num_queries: Queries counted.
-        num_skipped: Queries without a relevant document.
+    `metrics` holds `ndcg_at_<k>`, `mrr_at_<k>`, `recall_at_<k>` and `map_at_<k>` for each cutoff k; it is empty where
+    nothing was counted.
     """
 
     metrics: dict[str, float]
@@ -77,15 +74,12 @@ class RetrievalScores(NamedTuple):
 
 
 def retrieval_metrics(ranked_QK: Ints, qrels: Qrels, cutoffs: Sequence[int] = (10, 100)) -> RetrievalScores:
-    """The retrieval metrics of a ranking at each cutoff.
+    """The retrieval metrics of a ranking at each cutoff: means over the queries that have a relevant document.
 
     Args:
         ranked_QK: Rows of the documents found, best first, (Q, K) int64, -1 where there is none; no row twice.
         qrels: What is relevant.
         cutoffs: Ranks to stop at. One larger than K counts what was found.
-
-    Returns:
-        Means over queries that have a relevant document, and the number of skipped queries.
     """
     gain_QK = qrels.gain(ranked_QK)
     counted_Q = qrels.num_relevant() > 0

@@ -34,23 +34,16 @@ MGH_26 = (
 
 
 def load_mteb() -> ModuleType:
-    """The module mteb.
-
-    Raises:
-        MissingExtraError: If it is not installed; the message names the extra `eval`.
-    """
+    """The module mteb; a `MissingExtraError` names the extra `eval` where it is not installed."""
     with quiet():
         return require("mteb", "eval")
 
 
 @contextmanager
 def quiet(keep_bars: bool = False) -> Iterator[None]:
-    """Silence mteb and the libraries under it: their warnings, log lines and progress bars.
+    """Silence mteb and the libraries under it: their warnings, log lines and (unless `keep_bars`) progress bars.
 
     This project's own bars are still drawn. Not for several threads at once: these settings belong to the process.
-
-    Args:
-        keep_bars: Whether their bars are drawn, such as that of a download.
     """
     import datasets
     import tqdm.auto

@@ -89,11 +89,7 @@ class FolderTask:
 
 
 def folder_tasks(root: str | PathLike[str]) -> list[AbsTask]:
-    """A task for every evaluation folder at or below a folder, named by its path from there: `sets.news.titles`.
-
-    Raises:
-        InputError: If there is none, or one cannot be used.
-    """
+    """A task for every evaluation folder at or below a folder, named by its path from there: `sets.news.titles`."""
     top = Path(root)
     return [
         _task(".".join((top.resolve().name, *path.relative_to(top).parts)), read_evaluation_folder(path).kind, path)

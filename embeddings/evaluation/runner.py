@@ -170,11 +170,7 @@ def evaluate_folders(
     """The scores on every evaluation folder at or below `roots`, in order, at each of `widths` (None: full).
 
     All folders are read before the first is scored, so that a mistake in the last one does not cost the work on the
-    others. Each contextual score takes its context from its own folder (see `evaluate_folder`).
-
-    Raises:
-        InputError: If a root holds no evaluation data, or a row cannot be used.
-        OptionError, MissingExtraError: As `evaluate_widths`.
+    others. Arguments, errors and contexts are those of `evaluate_widths`, for each folder.
     """
     if context_size is not None:
         require_context_size(encoder, context_size)

@@ -90,10 +90,7 @@ class TaskResults:
     def find(self, task: AbsTask, width: int, aggregate: AbsTask | None = None) -> TaskResult | None:
         """The result of a task; None if there is none for these data and this release of mteb.
 
-        Languages and splits of the file that are not the task's are left out.
-
-        Raises:
-            InputError: If the file is damaged.
+        Languages and splits of the file that are not the task's are left out; a damaged file is an `InputError`.
         """
         path = self.path(task, width, aggregate)
         if not path.is_file():
@@ -321,11 +318,7 @@ def _run(
 
 
 def _evaluate(adapted: TaskEncoder, task: AbsTask) -> TaskResult:
-    """mteb's result of a task whose data are loaded; its random draws are those of a first run in every run.
-
-    Raises:
-        InputError: If a score is not finite.
-    """
+    """mteb's result of a task whose data are loaded; its random draws are those of a first run in every run."""
     again = copy.copy(task)
     again.rng_state, again.np_rng = copy.deepcopy(task.rng_state), copy.deepcopy(task.np_rng)
     options: Any = {"batch_size": _TEXTS_PER_BATCH, "show_progress_bar": False}
@@ -348,11 +341,7 @@ def _parts(task: AbsTask) -> list[AbsTask]:
 
 @contextmanager
 def _loaded(task: AbsTask, shows: bool) -> Iterator[None]:
-    """A task with its data loaded; download bars are drawn if this process shows any.
-
-    Raises:
-        InputError: If they cannot be loaded.
-    """
+    """A task with its data loaded; download bars are drawn if this process shows any."""
     try:
         with quiet(keep_bars=shows):
             task.load_data()

@@ -144,20 +144,10 @@ class ClusterPoints:
 def draw_cluster_points(
     clusters: ClusterFolder, vectors: SurrogateVectors, num_clusters: int, rows_per_cluster: int, seed: int = 0
 ) -> ClusterPoints:
-    """Draw some clusters that hold rows, and some rows of each.
+    """Draw some clusters that hold rows, and at most so many rows of each; numbers below 1 are an `OptionError`.
 
     A row's vector is that of its query and that of its first positive, concatenated, at unit length: what `cluster`
-    uses before its reduction.
-
-    Args:
-        clusters: The clusters.
-        vectors: The vectors of the same source.
-        num_clusters: How many clusters; all where there are fewer.
-        rows_per_cluster: Maximum rows of each.
-        seed: Seed of the draw.
-
-    Raises:
-        OptionError: If a number is not positive.
+    uses before its reduction. `vectors` are those of the clusters' source, and all is drawn by the seed.
     """
     for name, value in (("num_clusters", num_clusters), ("rows_per_cluster", rows_per_cluster)):
         if value < 1:

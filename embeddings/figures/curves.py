@@ -109,11 +109,7 @@ def draw_routing_curves(runs: Sequence[Path], output: Path) -> None:
 
 
 def read_routing_curve(run: Path, column: str) -> tuple[list[int], list[float]]:
-    """One column of what `RoutingStatistics` logged: the steps and the values.
-
-    Raises:
-        InputError: If there is none, or a value is not finite.
-    """
+    """One column of what `RoutingStatistics` logged, the steps and the values, all finite."""
     steps, values = read_curve(run, column)
     path, fix = str(metrics_path(run)), "give a run with the callback RoutingStatistics"
     if not steps:

@@ -103,18 +103,11 @@ def read_curve(run: Path, column: str) -> Curve:
 
 
 def read_curves(run: Path, columns: Sequence[str] | None = None) -> dict[str, Curve]:
-    """Columns of a run's `metrics.csv`: the steps at which each was logged, and its values.
+    """Columns of a run's `metrics.csv`, or all: the steps at which each was logged, and its values.
 
     A resumed run has the values of all its processes (see `run_parts`), those of an earlier one up to the first step
     that the next one logged: what it logged after its last checkpoint was lost. An incomplete last line, and a
     process that was killed before it wrote anything, are ignored.
-
-    Args:
-        run: The folder of a run.
-        columns: Which ones; None for all.
-
-    Raises:
-        InputError: If no part of the run has such a file, or a file is damaged.
     """
     written = [part for part in run_parts(run) if metrics_path(part).is_file()]
     if not written:
@@ -162,14 +155,7 @@ def _read_part(run: Path) -> dict[str, Curve]:
 
 
 class Summary(NamedTuple):
-    """A column of what was logged, in four numbers and their steps, without values that are not finite.
-
-    Attributes:
-        first: Its first value.
-        last: Its last one.
-        highest: Its largest one.
-        median: Its median.
-    """
+    """A column of what was logged, in four numbers and their steps, without values that are not finite."""
 
     first: tuple[int, float]
     last: tuple[int, float]

@@ -66,7 +66,7 @@ def test_one_that_cannot_be_used_is_left_out_with_a_line(tmp_path, capsys, monke
     assert find_latest_checkpoint(tmp_path) is None
 
 
-def test_each_part_that_training_goes_on_from_is_asked_for(tmp_path):
+def test_each_part_that_training_resumes_from_is_asked_for(tmp_path):
     check_resumable(Path(save(RESUMABLE, tmp_path / "whole.ckpt")))
     for name in RESUMABLE.keys() - {"global_step"}:
         rest = {key: value for key, value in RESUMABLE.items() if key != name}

@@ -24,7 +24,7 @@ def line(world, output, *options):
     return ["evaluate", "--model", str(world / "model"), "--output", str(output), "--precision", "float32", *options]
 
 
-def test_tasks_are_scored_shared_and_gone_on_with(world, tmp_path, capsys, monkeypatch):
+def test_tasks_are_scored_shared_and_resumed(world, tmp_path, capsys, monkeypatch):
     tasks = ["--tasks", f"[{world}/sets/pairs, {world}/sets/topics]"]
     share = ["--task-index", "0", "--num-tasks", "2"]
     assert main(line(world, tmp_path / "out", *tasks, *share)) == 0

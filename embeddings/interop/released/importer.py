@@ -143,10 +143,7 @@ def usage_name(model: Embedder | LanguageModel, source: str, known_as: str | Non
     """Which one of `USAGES` an imported model is, None for none.
 
     No file tells v1.5 from a model trained on from it, so the name decides: `known_as`, else the last part of the Hub
-    id or directory, in the Hub's cache the repository's. Backbone and width must agree.
-
-    Raises:
-        OptionError: If `known_as` is a model of another backbone or width.
+    id or directory, in the Hub's cache the repository's. Backbone and width must agree, else `known_as` is refused.
     """
     name = _published_name(source) if known_as is None else known_as
     usage = USAGES.get(name)

@@ -92,10 +92,8 @@ def load(folder: Path, base: Sequence[str] = (), assumed: Assumed | None = None)
 def merge_adapter(model: PreTrainedModel, folder: Path) -> KeyReport:
     """Add an adapter's updates to a model's weights in place: in float32, rounded once to the weight's dtype.
 
-    The report names the weight that each tensor went into, and the adapter in front of the tensor.
-
-    Raises:
-        InputError: If the adapter is incomplete, of another kind, or of another model.
+    The report names the weight that each tensor went into, and the adapter in front of the tensor. An adapter that is
+    incomplete, of another kind, or of another model is an `InputError`.
     """
     config = ReleasedConfig(folder / ADAPTER_CONFIG)
     config.require(peft_type="LORA", bias="none", fan_in_fan_out=False, use_dora=False)
@@ -134,12 +132,7 @@ def _targets(model: PreTrainedModel, config: ReleasedConfig) -> dict[str, nn.Lin
 
 
 def adapter_chain(folder: Path, base: Sequence[str]) -> tuple[list[Path], Path]:
-    """The adapters, the outermost first, and the folder of the decoder; `base` as in `load`.
-
-    Raises:
-        InputError: If an adapter does not say what it adapts, or that cannot be had.
-        OptionError: If more is named than there are adapters.
-    """
+    """The adapters, the outermost first, and the folder of the decoder; `base` and errors as in `load`."""
     adapters, named = [folder], list(base)
     while True:
         config = ReleasedConfig(adapters[-1] / ADAPTER_CONFIG)
