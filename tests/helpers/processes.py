@@ -345,7 +345,8 @@ def _begin(environment: dict[str, str], folder: str) -> None:
     logging.root.handlers.clear()
     for logger in logging.root.manager.loggerDict.values():
         for handler in getattr(logger, "handlers", ()):
-            if "stream" in vars(handler) and not isinstance(handler, logging.FileHandler):
+            # One without a stream is torch's, which would close the one it is given.
+            if getattr(handler, "stream", None) is not None and not isinstance(handler, logging.FileHandler):
                 handler.stream = sys.stderr
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
