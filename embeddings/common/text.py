@@ -14,7 +14,7 @@ from embeddings.common.errors import InputError, OptionError
 TextRole = Literal["query", "document"]
 # NV-Embed Eq. 2, with the line break and the trailing space of its model card.
 INSTRUCTION_TEMPLATE = "Instruct: {instruction}\nQuery: "
-PoolingRule = Literal["exact", "after_colon", "instruction_count"]
+PoolingRule = Literal["exact", "prompt_length", "after_colon", "instruction_count"]
 # Where a given prompt holds this, a record's own instruction stands in its place.
 INSTRUCTION = "{instruction}"
 
@@ -49,10 +49,12 @@ class TextSettings:
         instruction_template: The prompt that an instruction becomes, whether a source, a record or an evaluation task
             gives it. The default is NV-Embed's (Eq. 2); MGH puts the chat template's `[INST] ` before it.
         pooling_rule: How the prompt's tokens are told from the text's, where `pool_prompt` is off. `exact`: by the
-            characters that each token covers. `after_colon`: the text begins behind its first token `:`, with a prompt
-            or without, as cde-small-v2 has it. `instruction_count`: as many tokens as the prompt alone has are left
-            out, and the end-of-sequence token is cut off as any other, as NV-Embed's code has it. None: as the model
-            that training starts from, `exact` for any but an imported one.
+            characters that each token covers. `prompt_length`: as many tokens are left out as the prompt alone has,
+            special tokens before it included, as sentence-transformers' `Pooling(include_prompt=False)` has it; mean
+            pooling then needs no code of its own there. `after_colon`: the text begins behind its first token `:`, with
+            a prompt or without, as cde-small-v2 has it. `instruction_count`: as many tokens as the prompt alone has are
+            left out, and the end-of-sequence token is cut off as any other, as NV-Embed's code has it. None: as the
+            model that training starts from, `exact` for any but an imported one.
 
     Raises:
         OptionError: If a length is below 4, the template does not hold `{instruction}` once, or the pooling rule is

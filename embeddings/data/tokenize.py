@@ -90,6 +90,7 @@ class TextTokenizer:
         self._num_reserved = 0 if settings.pooling_rule == "instruction_count" else len(self._appended)
         known = (eos, tokenizer.sep_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
         self._stand_in = [token for token in known if token is not None][:1]
+        self._special_ids = set(tokenizer.all_special_ids)
         self._colon = self._backend.token_to_id(":")
         if settings.pooling_rule == "after_colon" and self._colon is None:
             raise OptionError("data.text.pooling_rule", "after_colon", "needs a tokenizer with a token ':'", "drop it")
@@ -153,7 +154,7 @@ class TextTokenizer:
             return 0
         if self.settings.pooling_rule == "after_colon":
             return encoding.ids.index(self._colon) + 1 if self._colon in encoding.ids else 0
-        if self.settings.pooling_rule == "instruction_count":
+        if self.settings.pooling_rule in ("prompt_length", "instruction_count"):
             return self._prompt_lengths[prompt] if prompt else 0
         if not prompt and self.settings.pool_start:
             return 0
@@ -172,7 +173,11 @@ class TextTokenizer:
         if not prompt or (prompt, limit) in self._checked_prompts:
             return
         self._backend.no_truncation()
-        self._prompt_lengths[prompt] = len(self._backend.encode(prompt, add_special_tokens=False))
+        if self.settings.pooling_rule == "prompt_length":
+            ids = self._backend.encode(prompt).ids + self._appended
+            self._prompt_lengths[prompt] = len(ids) - (ids[-1] in self._special_ids)
+        else:
+            self._prompt_lengths[prompt] = len(self._backend.encode(prompt, add_special_tokens=False))
         num_tokens = self.num_tokens(prompt)
         if num_tokens >= limit:
             rule = f"must exceed the {num_tokens} tokens of the prompt {prompt[:40]!r} and its special tokens"

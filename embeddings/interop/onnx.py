@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from embeddings.common.errors import OptionError, require
 from embeddings.common.io import atomic_path
 from embeddings.models.backbone import load_model
-from embeddings.models.directory import needs_own_code
+from embeddings.models.directory import plain_tokenizer
 from embeddings.models.embedder import Embedder
 from embeddings.models.lora import plain_backbone
 from embeddings.models.moe.rotary_moe import RotaryMoeModel
@@ -63,7 +63,7 @@ def check_onnx(embedder: Embedder) -> None:
     for package in ("onnx", "onnxruntime", "onnxscript"):
         require(package, "onnx")
     travels = hasattr(embedder, "embed_context") or isinstance(plain_backbone(embedder.backbone), RotaryMoeModel)
-    if travels or needs_own_code(embedder.pooling, embedder.text):
+    if travels or plain_tokenizer(embedder.pooling, embedder.text, embedder.tokenizer) is None:
         rule = "is for models that load without code of their own: mean, cls or last-token pooling, the prompt pooled"
         raise OptionError("format", "onnx", rule, "leave it out")
     num_bytes = 4 * sum(weight.numel() for weight in embedder.backbone.parameters())

@@ -189,7 +189,7 @@ def load_model(
         options["attn_implementation"] = attn_implementation
     if auto_class is AutoModel and _is_encoder_of_two(model_config):
         auto_class, model_config.is_encoder_decoder = AutoModelForTextEncoding, False
-    elif auto_class is AutoModel and _has_pooling_layer(model_config):
+    elif auto_class is AutoModel and has_pooling_layer(model_config):
         options["add_pooling_layer"] = False
     try:
         with quiet_transformers():
@@ -324,7 +324,8 @@ def _dropouts(config: PretrainedConfig) -> dict[str, float]:
     }
 
 
-def _has_pooling_layer(config: PretrainedConfig) -> bool:
+def has_pooling_layer(config: PretrainedConfig) -> bool:
+    """Whether the architecture comes with a pooling layer of its own unless told otherwise, as BERT does."""
     kind: Any = MODEL_MAPPING.get(type(config), PreTrainedModel)
     return "add_pooling_layer" in inspect.signature(kind).parameters
 

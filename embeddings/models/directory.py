@@ -1,12 +1,16 @@
 """A model on disk: what a sentence-transformers directory holds beside the backbone, written and read.
 
-sentence-transformers' own modules are named where they give the same vectors. Else the directory carries the code that
+sentence-transformers' own modules are named where they give the same vectors; an end-of-sequence token goes into the
+tokenizer for them. Else the directory carries the code that
 its pooling needs, and nothing else: `portable.py`, the pooling's file with the siblings that it imports, and a table of
 poolings (`poolings.py`) with that one entry.
 """
 
+import copy
+import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +19,15 @@ from typing import Any
 import tokenizers.normalizers
 import torch
 import transformers
+from tokenizers import Tokenizer
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_imports
 
 from embeddings.common import InputError, OptionError, TextSettings
 from embeddings.common.io import write_json
 from embeddings.common.text import INSTRUCTION_TEMPLATE
-from embeddings.models.backbone import quiet_transformers
+from embeddings.models.backbone import has_pooling_layer, quiet_transformers
 from embeddings.models.context_layers import ContextSlots, FirstStage, ResidualProjection, SoftPrompt
 from embeddings.models.lora import merged_state_dict, plain_backbone
 from embeddings.models.model_files import load_weights, read_json, replaced_folder
@@ -123,14 +128,15 @@ def write_model_directory(
     name, text, context = pooling_name(parts.pooling), parts.text, parts.context
     with replaced_folder(Path(folder)) as new, quiet_transformers():
         plain_backbone(backbone).save_pretrained(new, state_dict=merged_state_dict(backbone))
-        tokenizer.save_pretrained(new)
         (new / "1_Pooling").mkdir()
-        if context is not None or needs_own_code(parts.pooling, text):
+        plain = plain_tokenizer(parts.pooling, text, tokenizer) if context is None else None
+        (plain or tokenizer).save_pretrained(new)
+        if plain is None:
             modules = _write_own_pooling(new, name, parts)
         else:
             modules = [f"{_LIBRARY}Transformer", f"{_LIBRARY}Pooling"]
             write_json(new / "1_Pooling" / "config.json", _standard_pooling_config(name, parts))
-            write_json(new / "sentence_bert_config.json", _standard_lengths(text))
+            write_json(new / "sentence_bert_config.json", _standard_lengths(text, plain_backbone(backbone).config))
         paths = ["", "1_Pooling"]
         if context is not None:
             _write_context(new, context)
@@ -156,14 +162,68 @@ def write_model_directory(
         write_json(new / "config_sentence_transformers.json", config)
 
 
-def needs_own_code(pooling: Pooling, text: TextSettings) -> bool:
-    """Whether sentence-transformers' own modules cannot compute this pooling of these texts."""
+def plain_tokenizer(
+    pooling: Pooling, text: TextSettings, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer with which sentence-transformers' own modules give these vectors; None where no tokenizer does.
+
+    They have modules for mean, weighted mean, first and last token. They measure a prompt's tokens by the prompt alone,
+    so leaving it out of a mean is right for them by the rule `prompt_length`, or where no token can reach from a prompt
+    into a text. An end-of-sequence token that training appends becomes part of the tokenizer, once a saved and loaded
+    copy has been seen to append it under truncation too.
+    """
     name = pooling_name(pooling)
-    excludes_prompt = not text.pool_prompt and any(text.prompts.values()) and name not in _PROMPT_BLIND
-    excludes_start = not text.pool_start and name not in _PROMPT_BLIND
-    closes = text.append_eos or bool(text.suffix)
-    has_rule = text.pooling_rule not in (None, "exact")
-    return name not in _STANDARD or closes or excludes_prompt or excludes_start or has_rule
+    prompts = [] if text.pool_prompt or name in _PROMPT_BLIND else [p for p in text.prompts.values() if p]
+    has_eos = not text.append_eos or tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
+    fits = text.pooling_rule == "prompt_length" or not prompts or (has_eos and _splits_behind(prompts, tokenizer))
+    fits &= text.pooling_rule in (None, "exact", "prompt_length") and name in _STANDARD and not text.suffix
+    if not fits or not (text.pool_start or name in _PROMPT_BLIND):
+        return None
+    if has_eos:
+        return tokenizer
+    return None if tokenizer.eos_token is None else _appending_eos(tokenizer)
+
+
+def _splits_behind(prompts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether no token holds the end of a prompt and the start of a text: words are split at spaces, as BERT's are."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    kinds = [(backend[part] or {}).get("type") for part in ("normalizer", "pre_tokenizer")]
+    return (
+        kinds[0] in (None, "BertNormalizer")
+        and kinds[1] == "BertPreTokenizer"
+        and all(p[-1:].isspace() for p in prompts)
+    )
+
+
+def _appending_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """A copy that appends the end-of-sequence token to every text; None where a saved copy would not."""
+    changed, eos = copy.deepcopy(tokenizer), tokenizer.eos_token
+    if {"add_bos_token", "add_eos_token"} & set(changed.init_kwargs):  # then loading makes the post-processor of these
+        changed.init_kwargs["add_eos_token"] = changed.add_eos_token = True
+    else:
+        backend = changed.backend_tokenizer
+        state = json.loads(backend.to_str())
+        outer = state["post_processor"] or {"type": "Sequence", "processors": []}
+        steps = outer["processors"] if outer["type"] == "Sequence" else [outer]
+        templates = [step for step in steps if step["type"] == "TemplateProcessing"]
+        if not templates:
+            sequences = [{"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB")]
+            templates = [{"single": sequences[:1], "pair": sequences, "special_tokens": {}}]
+            steps = [*steps, {"type": "TemplateProcessing", **templates[0]}]
+        last = {"SpecialToken": {"id": eos, "type_id": 0}}
+        for form in ("single", "pair"):
+            templates[-1][form].append(last)
+        templates[-1]["special_tokens"][eos] = {"id": eos, "ids": [tokenizer.eos_token_id], "tokens": [eos]}
+        state["post_processor"] = {"type": "Sequence", "processors": steps}
+        backend.post_processor = Tokenizer.from_str(json.dumps(state)).post_processor
+    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+        changed.save_pretrained(folder)
+        loaded = AutoTokenizer.from_pretrained(folder)
+    for text in ("a", "", "Hello, world: 7", "one two three four five six seven eight nine ten"):
+        expected = tokenizer(text, truncation=True, max_length=7)["input_ids"] + [tokenizer.eos_token_id]
+        if loaded(text, truncation=True, max_length=8)["input_ids"] != expected:
+            return None
+    return changed
 
 
 def _write_own_pooling(folder: Path, name: str, parts: ModelParts) -> list[str]:
@@ -200,8 +260,10 @@ def _standard_pooling_config(name: str, parts: ModelParts) -> dict[str, Any]:
     return {"word_embedding_dimension": parts.pooling.hidden_size, **flags, "include_prompt": include_prompt}
 
 
-def _standard_lengths(text: TextSettings) -> dict[str, Any]:
+def _standard_lengths(text: TextSettings, config: PretrainedConfig) -> dict[str, Any]:
     lengths: dict[str, Any] = {"max_seq_length": text.document_max_length, "do_lower_case": False}
+    if has_pooling_layer(config):  # without this, loading warns of a layer that nothing uses
+        lengths["model_args"] = {"add_pooling_layer": False}
     if text.query_max_length != text.document_max_length:
         lengths |= {"query_length": text.query_max_length, "document_length": text.document_max_length}
     return lengths
@@ -262,13 +324,16 @@ def _read_text(
     template = fields.get(TEMPLATE_KEY, INSTRUCTION_TEMPLATE)
     if not isinstance(template, str):
         raise InputError(str(path), f"has an {TEMPLATE_KEY} that is no text", _EXPORT_AGAIN)
-    common = {"prompts": _read_prompts(path, fields), TEMPLATE_KEY: template}
+    prompts = _read_prompts(path, fields)
+    common: dict[str, Any] = {"prompts": prompts, TEMPLATE_KEY: template}
     path = path.with_name(TEXT_FILE)
     if path.is_file():
         settings = {**_without(read_json(path), "tapped_layers"), **common}
     else:
         path = path.with_name("sentence_bert_config.json")
         settings = {**_read_lengths(path, model, tokenizer), **common, "pool_prompt": include_prompt}
+        if not include_prompt and not _splits_behind(prompts.values(), tokenizer):
+            settings["pooling_rule"] = "prompt_length"
     try:
         return TextSettings.from_dict(settings)
     except (TypeError, OptionError) as error:

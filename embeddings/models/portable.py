@@ -8,6 +8,7 @@ This file travels inside model directories: it imports nothing but torch, transf
 its siblings.
 """
 
+import inspect
 import json
 import os
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from .pooling import Pooling
@@ -41,7 +42,8 @@ class TextTransformer(nn.Module):
         suffix: Text behind every text, under truncation too.
         pool_start: Whether the special tokens before a text without a prompt enter the pooling.
         pooling_rule: How a prompt is told from the text: `exact` or None by the characters of each token, `after_colon`
-            by the first token `:`, `instruction_count` by the number of tokens of the prompt alone.
+            by the first token `:`, `prompt_length` and `instruction_count` by the number of tokens of the prompt alone,
+            with the special tokens before it or without.
     """
 
     save_in_root = True
@@ -107,6 +109,8 @@ class TextTransformer(nn.Module):
         # The only token of a text that leaves none.
         known = (getattr(self.tokenizer, f"{name}_token_id") for name in ("eos", "sep", "pad", "unk"))
         stand_in = next(int(token) for token in known if token is not None)
+        measured = self.tokenizer(prompt)["input_ids"] + appended
+        num_measured = len(measured) - (measured[-1:] != [] and measured[-1] in self.tokenizer.all_special_ids)
         ids, firsts = [], []
         for row, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             first, end_of_text = 0, len(row) - num_trailing
@@ -116,6 +120,8 @@ class TextTransformer(nn.Module):
                 first = row.index(colon) + 1 if colon in row else 0
             elif self.pooling_rule == "instruction_count":
                 first = num_counted
+            elif self.pooling_rule == "prompt_length":
+                first = num_measured if prompt else 0
             elif prompt or not self.pool_start:
                 # Special tokens span no characters, so none of them is taken for text.
                 first = next((i for i, (_, end) in enumerate(offsets) if end > len(prompt)), end_of_text)
@@ -156,6 +162,9 @@ class TextTransformer(nn.Module):
         # A backbone may travel as code too; whoever runs this file has said whether that is trusted.
         asked = {**where, "trust_remote_code": loading.get("trust_remote_code", False)}
         options = {**asked, **(config_kwargs or {}), **(model_kwargs or {})}
+        kind: Any = MODEL_MAPPING.get(type(AutoConfig.from_pretrained(model_name_or_path, **asked)), None)
+        if kind is not None and "add_pooling_layer" in inspect.signature(kind).parameters:
+            options.setdefault("add_pooling_layer", False)  # a layer that nothing uses, of which loading would warn
         model = AutoModel.from_pretrained(model_name_or_path, **options)
         tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **{**asked, **(processor_kwargs or {})})
         return cls(model, tokenizer, **settings)

@@ -35,7 +35,10 @@ def test_a_pooling_rule_is_written_where_there_is_one_and_taken_from_the_model_w
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"pooling_rule": "by_guess"}, "must be one of exact, after_colon, instruction_count, got 'by_guess'"),
+        (
+            {"pooling_rule": "by_guess"},
+            "must be one of exact, prompt_length, after_colon, instruction_count, got 'by_guess'",
+        ),
         ({"pooling_rule": "after_colon", "suffix": " end"}, "knows neither a suffix nor special tokens"),
         ({"pooling_rule": "instruction_count", "pool_start": False}, "knows neither a suffix nor special tokens"),
     ],

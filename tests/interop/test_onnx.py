@@ -104,7 +104,7 @@ def test_both_are_compared_past_a_window_and_past_where_angles_change(
 
 def test_models_that_bring_code_are_refused_in_one_line() -> None:
     check_onnx(embedder(tiny_bert(), ClsPooling(32), prompts={"query": "q: "}))
-    for model in (embedder(tiny_bert(), prompts={"query": "q: "}), tiny_contextual(), embedder(tiny_moe())):
+    for model in (embedder(tiny_bert(), prompts={"query": "q:"}), tiny_contextual(), embedder(tiny_moe())):
         with pytest.raises(OptionError, match="format is for models that load without code of their own"):
             check_onnx(model)
 

@@ -63,7 +63,7 @@ def test_a_plain_model_is_a_plain_sentence_transformers_directory(tmp_path: Path
 @pytest.mark.usefixtures("travelling_code")
 @pytest.mark.parametrize("own_code", [False, True])
 def test_the_template_of_instructions_stays_with_a_model(tmp_path: Path, own_code: bool) -> None:
-    settings = {"prompts": {"query": "q: "}, "pool_prompt": not own_code}
+    settings = {"prompts": {"query": "q:"}, "pool_prompt": not own_code}
     model = embedder(**settings, instruction_template="[INST] {instruction} ")
     model.save_pretrained(tmp_path / "model")
     assert Embedder.from_pretrained(tmp_path / "model").text == model.text
@@ -96,9 +96,13 @@ def test_the_widths_that_a_model_was_trained_at_stay_with_it(tmp_path: Path, poo
         (MeanPooling(32), {"prompts": {"query": "q: "}, "pool_prompt": True}, False),
         (MeanPooling(32), {"prompts": {"query": ""}}, False),
         (ClsPooling(32), {"prompts": {"query": "q: "}}, False),
-        (MeanPooling(32), {"prompts": {"query": "q: "}}, True),
-        (WeightedMeanPooling(32), {"prompts": {"query": "q: "}}, True),
-        (MeanPooling(32), {"append_eos": True}, True),
+        (MeanPooling(32), {"prompts": {"query": "q: "}}, False),
+        (MeanPooling(32), {"prompts": {"query": "q:"}}, True),
+        (MeanPooling(32), {"prompts": {"query": "q:"}, "pooling_rule": "prompt_length"}, False),
+        (WeightedMeanPooling(32), {"prompts": {"query": "q: "}}, False),
+        (WeightedMeanPooling(32), {"prompts": {"query": "q:"}}, True),
+        (MeanPooling(32), {"append_eos": True}, True),  # this tokenizer has no such token
+        (MeanPooling(32), {"suffix": " end"}, True),
         (MeanPooling(32), {"pooling_rule": "exact"}, False),
         (MeanPooling(32), {"pooling_rule": "after_colon"}, True),
         (latent(), {}, True),

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from embeddings.common import TextSettings, instruction_prompt
 from embeddings.common.text import PoolingRule
@@ -97,6 +98,70 @@ def test_sentence_transformers_loads_plain_models_without_any_code(tmp_path: Pat
     assert (torch.from_numpy(theirs.encode_document(TEXTS)) - ours).abs().max() <= 1e-5
 
 
+def flagged_tokenizer() -> PreTrainedTokenizerFast:
+    """One whose special tokens come from flags that are read anew whenever it is loaded, as Llama's are."""
+    options = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+    backend = sentencepiece_tokenizer().backend_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, add_bos_token=True, add_eos_token=False, **options)
+
+
+@pytest.mark.parametrize("pooling", ["last_token", "mean", "weighted_mean", "cls"])
+@pytest.mark.parametrize("make_tokenizer", [bpe_tokenizer, sentencepiece_tokenizer, flagged_tokenizer])
+def test_a_decoder_that_ends_every_text_needs_no_code(tmp_path: Path, make_tokenizer: object, pooling: str) -> None:
+    tokenizer = make_tokenizer()  # type: ignore[operator]
+    ids = tokenizer("the dog")["input_ids"]
+    embedder = decoder(POOLINGS[pooling](32), tokenizer, append_eos=True, pooling_rule="prompt_length")
+    embedder.save_pretrained(tmp_path / "model")
+    assert tokenizer("the dog")["input_ids"] == ids
+    assert not list((tmp_path / "model").glob("*.py"))
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    texts = [text for text in TEXTS if text]
+    encoder = Encoder(embedder, precision="float32")
+    again = Encoder(Embedder.from_pretrained(tmp_path / "model"), precision="float32")
+    for role, vectors in (("query", theirs.encode_query(texts)), ("document", theirs.encode_document(texts))):
+        ours = encoder.encode(texts, role=role)
+        assert len(np.unique(ours.round(4), axis=0)) > (1 if pooling == "cls" else 4)
+        assert abs(vectors - ours).max() <= 1e-5
+        assert abs(again.encode(texts, role=role) - ours).max() <= 1e-6
+    # The token is at the end of a text that was cut, too.
+    assert theirs.preprocess(["the quick brown fox " * 14])["input_ids"][0, [-1]].tolist() == [tokenizer.eos_token_id]
+    plain = decoder(POOLINGS[pooling](32), tokenizer, pooling_rule="prompt_length")
+    assert abs(Encoder(plain, precision="float32").encode(texts) - encoder.encode(texts)).max() > 1e-4
+
+
+@pytest.mark.parametrize("pooling", ["mean", "weighted_mean"])
+@pytest.mark.parametrize("make_tokenizer", [*TOKENIZERS, flagged_tokenizer])
+def test_a_mean_without_the_prompt_needs_no_code_by_the_prompts_length(
+    tmp_path: Path, make_tokenizer: object, pooling: str
+) -> None:
+    tokenizer = make_tokenizer()  # type: ignore[operator]
+    embedder = decoder(POOLINGS[pooling](32), tokenizer, pooling_rule="prompt_length")
+    embedder.save_pretrained(tmp_path / "model")
+    assert not list((tmp_path / "model").glob("*.py"))
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    # sentence-transformers gives the zero vector where the prompt's length leaves nothing of a text ("z", "").
+    texts = TEXTS[:4]
+    ours = Encoder(embedder, precision="float32").encode(texts, role="query")
+    again = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32", device="cpu")
+    assert abs(theirs.encode_query(texts) - ours).max() <= 1e-5
+    assert abs(again.encode(texts, role="query") - ours).max() <= 1e-6
+    # Where words are split at spaces the characters of each token say the same.
+    exact = Encoder(decoder(POOLINGS[pooling](32), tokenizer), precision="float32").encode(texts, role="query")
+    assert (abs(exact - ours).max() <= 1e-6) == (make_tokenizer is wordpiece_tokenizer)
+
+
+@pytest.mark.parametrize("pooling", [MeanPooling(32), latent()])
+def test_loading_warns_of_no_layer_that_nothing_uses(
+    tmp_path: Path, pooling: Pooling, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Embedder(tiny_bert(), wordpiece_tokenizer(), pooling).save_pretrained(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    shown = "".join(capfd.readouterr()) + caplog.text
+    assert "MISSING" not in shown
+    assert "pooler" not in shown
+    assert not [name for name, _ in theirs.named_parameters() if "pooler" in name]
+
+
 def test_sentence_transformers_own_prompt_length_would_be_wrong(tmp_path: Path) -> None:
     tokenizer = bpe_tokenizer()
     embedder = decoder(MeanPooling(32), tokenizer, pool_prompt=True)
@@ -179,7 +244,7 @@ def test_travelling_tokenisation_is_the_trainings(
     assert_as_in_training(module, settings, TEXTS, prompt)
 
 
-@pytest.mark.parametrize("rule", ["exact", "after_colon", "instruction_count"])
+@pytest.mark.parametrize("rule", ["exact", "prompt_length", "after_colon", "instruction_count"])
 @pytest.mark.parametrize("prompt", ["", QUERY, "naïve café – "])
 @pytest.mark.parametrize("make_tokenizer", TOKENIZERS)
 def test_a_released_pooling_rule_travels_along(make_tokenizer: object, prompt: str, rule: PoolingRule) -> None:
