@@ -41,7 +41,7 @@ from embeddings.data.sources import (
     resolve_files,
     resolve_revision,
 )
-from embeddings.data.table import ROWS_FILE, StoredRow, Table, write_table
+from embeddings.data.table import ROWS_FILE, StoredRow, Table, damaged, write_table
 
 CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
 SCHEMA_VERSION = 2
@@ -375,7 +375,7 @@ class CachedSource:
         self.folder, self.key = folder, key
         self.table = Table(folder)
         if len(self.table) != manifest["num_rows"] or (folder / ROWS_FILE).stat().st_size != manifest["num_bytes"]:
-            raise InputError(str(folder), "the converted data is damaged", "delete the folder and run again")
+            raise damaged(folder)
         self.inputs: list[dict[str, Any]] = manifest["inputs"]
         self.labels: list[str] = manifest["labels"]
         self.lone_class: list[str] | None = manifest["lone_class"]

@@ -282,11 +282,11 @@ class Table:
         except InputError:
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise _damaged(folder) from error
+            raise damaged(folder) from error
         self._starts: list[int] = self._start_R.tolist()
         num_batches = len(self._starts) - 1
         if self._reader.num_record_batches != num_batches:
-            raise _damaged(folder)
+            raise damaged(folder)
         self._is_open_R = np.zeros(num_batches, dtype=np.bool_)
         self._is_open = self._is_open_R.data
         self._query, self._instruction = TextColumn(file, num_batches), TextColumn(file, num_batches)
@@ -314,7 +314,7 @@ class Table:
         try:
             return StoredRow._make([column.at(batch, index) for column in self._columns])
         except ValueError as error:
-            raise _damaged(self.folder) from error
+            raise damaged(self.folder) from error
 
     def rows(self, indices: Sequence[int] | Int64s) -> list[StoredRow]:
         """The rows at some indices, in any order and as often as asked for, each as `row` gives it."""
@@ -330,7 +330,7 @@ class Table:
         try:
             columns = [column.take(batch_N, index_N) for column in self._columns]
         except ValueError as error:
-            raise _damaged(self.folder) from error
+            raise damaged(self.folder) from error
         # The tuples' own constructor: that of `StoredRow` looks for arguments left out, and takes twice the time.
         return list(map(partial(tuple.__new__, StoredRow), zip(*columns, strict=True)))
 
@@ -372,7 +372,7 @@ class Table:
         try:
             return column.at(batch, index)
         except ValueError as error:
-            raise _damaged(self.folder) from error
+            raise damaged(self.folder) from error
 
     def _batch_of(self, index: int) -> int:
         """The batch of a row, opened."""
@@ -406,9 +406,10 @@ class Table:
             for column, array in zip(self._columns, arrays.columns, strict=True):
                 column.open(batch, array, first)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise _damaged(self.folder) from error
+            raise damaged(self.folder) from error
         self._is_open[batch] = True
 
 
-def _damaged(folder: Path) -> InputError:
+def damaged(folder: Path) -> InputError:
+    """The error of a folder of converted data whose files are not what was written."""
     return InputError(str(folder), "the converted data is damaged", "delete the folder and run again")

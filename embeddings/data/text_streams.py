@@ -26,6 +26,7 @@ from embeddings.data.docstrings.extract import SourceFile, find_sources, is_avai
 from embeddings.data.records import kind_of
 from embeddings.data.sources import Origin, resolve_files
 from embeddings.data.store import SourceInputs, cache_folder, converted_folder
+from embeddings.data.table import damaged
 
 # Names that stand for lists of packages.
 PACKAGE_LISTS = {"training": TRAINING_PACKAGES, "held_out": HELD_OUT_PACKAGES}
@@ -233,10 +234,10 @@ class TokenStream:
         try:
             self._tokens = np.memmap(folder / TOKENS_FILE, dtype=dtype, mode="r")
         except (OSError, ValueError) as error:
-            raise _damaged(folder) from error
+            raise damaged(folder) from error
         self._starts = load_array(folder / STARTS_FILE, "delete the folder and run again", mapped=True)
         if len(self._tokens) != self.num_tokens or len(self._starts) != manifest["num_documents"]:
-            raise _damaged(folder)
+            raise damaged(folder)
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[Path, str]]:
         """The folder alone: a worker opens the files again."""
@@ -307,7 +308,3 @@ def _write(documents: Documents, tokenizer: DocumentTokenizer, folder: Path, ide
     np.save(folder / STARTS_FILE, np.frombuffer(starts, dtype=np.int64))
     fields = {"num_tokens": total, "num_documents": len(starts), "dtype": dtype.str}
     write_manifest(folder, {**identity, **fields})
-
-
-def _damaged(folder: Path) -> InputError:
-    return InputError(str(folder), "the converted data is damaged", "delete the folder and run again")

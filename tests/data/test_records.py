@@ -37,15 +37,6 @@ def test_optional_fields_may_be_missing_or_null():
     assert parse_record(GOOD, {}, "f:1") == parse_record({**GOOD, **null}, {}, "f:1") == Record("q", ("p",))
 
 
-def test_a_positive_may_be_a_list():
-    assert parse_record({"query": "q", "positive": ["a", "b"]}, {}, "f:1").positives == ("a", "b")
-
-
-def test_a_negative_may_be_one_text_as_in_a_column_of_triplets():
-    found = parse_record({**GOOD, "negative": "n"}, {"negatives": "negative"}, "f:1")
-    assert found.negatives == (Negative("n"),)
-
-
 def test_columns_that_look_like_a_field_are_told_with_it():
     names = ["query", "Negative", "neg", "hard_negatives", "negative_3", "anchor", "pos", "passage", "negative_scores"]
     found = look_alikes(names, RECORD_FIELDS)
@@ -58,20 +49,24 @@ def test_columns_that_look_like_a_field_are_told_with_it():
     assert look_alikes(["sentence", "class", "label"], ("text", "label")) == {"sentence": "text", "class": "label"}
 
 
-def test_columns_map_fields_to_other_names():
-    row = {"question": "q", "answer": "p", "query": "ignored"}
-    assert parse_record(row, {"query": "question", "positive": "answer"}, "f:1") == Record("q", ("p",))
+LEVELED = [{"text": "d", "level": 4}, {"text": "a", "level": 1}, {"text": "c", "level": 4, "score": 0.1}]
+HARDEST_FIRST = (Negative("a", 1), Negative("d", 4), Negative("c", 4))
 
 
-def test_a_column_that_another_field_is_mapped_to_is_that_fields_alone():
-    row = {"instruction": "q", "output": "p"}
-    assert parse_record(row, {"query": "instruction", "positive": "output"}, "f:1") == Record("q", ("p",))
-
-
-def test_negatives_with_levels_come_hardest_first_and_keep_their_order_within_a_level():
-    given = [{"text": "d", "level": 4}, {"text": "a", "level": 1}, {"text": "c", "level": 4, "score": 0.1}]
-    record = parse_record({**GOOD, "negatives": given}, {}, "f:1")
-    assert record.negatives == (Negative("a", 1), Negative("d", 4), Negative("c", 4))
+@pytest.mark.parametrize(
+    ("row", "columns", "expected"),
+    [
+        ({"query": "q", "positive": ["a", "b"]}, {}, Record("q", ("a", "b"))),
+        ({**GOOD, "negative": "n"}, {"negatives": "negative"}, Record("q", ("p",), (Negative("n"),))),
+        ({"Q": "q", "A": "p", "query": "ignored"}, {"query": "Q", "positive": "A"}, Record("q", ("p",))),
+        # A column that another field is mapped to is that field's alone.
+        ({"instruction": "q", "out": "p"}, {"query": "instruction", "positive": "out"}, Record("q", ("p",))),
+        # Within a level negatives keep their order.
+        ({**GOOD, "negatives": LEVELED}, {}, Record("q", ("p",), HARDEST_FIRST)),
+    ],
+)
+def test_lists_mapped_columns_and_levels_are_understood(row, columns, expected):
+    assert parse_record(row, columns, "f:1") == expected
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,8 @@ SKIPPED_FOLDERS = frozenset((
     "_extern", "third_party", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "ensurepip",
     "pydoc_data", "benchmarks",
 ))
-# fmt: on
 # Hundreds of model files that repeat one another, the passes of a compiler, and build tools: two fifths of all the
 # bytes, and few functions that anybody looks for.
-# fmt: off
 SKIPPED_MODULES = frozenset((
     "transformers.models", "torch._inductor", "torch._dynamo", "torch._functorch", "torch._higher_order_ops",
     "torch._export", "numpy.distutils", "numpy.f2py",

@@ -226,7 +226,7 @@ class LevelLedger(Ledger):
 
 def records_file(folder: Path, rows: list[dict[str, Any]] | None = None) -> str:
     path = folder / "records.jsonl"
-    return str(path if path.exists() else write_jsonl(path, graded(NUM_ROWS) if rows is None else rows))
+    return str(path if path.exists() else write_jsonl(path, rows or graded(NUM_ROWS)))
 
 
 def data_module(folder: Path, batch_size: int = 4, **options: Any) -> EmbeddingDataModule:
@@ -271,13 +271,8 @@ def test_a_training_killed_three_times_has_the_level_of_its_optimiser_step_throu
     tmp_path: Path, order: Any, accumulate: int, stops: list[int]
 ) -> None:
     """Killed before a boundary, at it and after it, and at the end of an epoch whose last update is a short one."""
-    seen = killed_run(
-        tmp_path / "run",
-        stops,
-        LevelLedger,
-        lambda: data_module(tmp_path, order=order),
-        {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": accumulate},
-    )
+    limits = {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": accumulate}
+    seen = killed_run(tmp_path / "run", stops, LevelLedger, lambda: data_module(tmp_path, order=order), limits)
     check_ledger(seen, accumulate, order)
 
 
