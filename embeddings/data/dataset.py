@@ -181,11 +181,6 @@ class SourceDataset:
         """Number of examples of an epoch."""
         return self._length
 
-    @property
-    def surrogate_width(self) -> int | None:
-        """Width of the surrogate's vectors, S, or None where the source has none."""
-        return None if self.surrogates is None else self.surrogates.width
-
     def __getitem__(self, entry: PlanEntry) -> Example:
         """The example of an entry."""
         return self.__getitems__([entry])[0]
@@ -288,9 +283,9 @@ class Mixture:
         if not sources:
             raise OptionError("data.sources", [], "must not be empty", "name at least one source")
         check_names([source.config.name for source in sources])
-        widths = {source.surrogate_width for source in sources} - {None}
+        widths = {source.surrogates.width for source in sources if source.surrogates is not None}
         if len(widths) > 1:
-            rule = f"must be of one width in all sources, found {sorted(filter(None, widths))}"
+            rule = f"must be of one width in all sources, found {sorted(widths)}"
             raise OptionError("data.sources.surrogate_vectors", "vectors", rule, "encode them with one model")
         self.surrogate_width = widths.pop() if widths else None
         self.sources = tuple(sources)

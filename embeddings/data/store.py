@@ -330,10 +330,6 @@ class ClassIndex:
         """The folder alone."""
         return ClassIndex, (self.folder,)
 
-    def __len__(self) -> int:
-        """Number of classes."""
-        return len(self._offsets) - 1
-
     def size(self, label: int) -> int:
         """Number of rows of a class."""
         return self._offsets[label + 1] - self._offsets[label]

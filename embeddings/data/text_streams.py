@@ -243,11 +243,6 @@ class TokenStream:
         """The folder alone: a worker opens the files again."""
         return TokenStream, (self.folder, self.key)
 
-    @property
-    def num_documents(self) -> int:
-        """Number of documents."""
-        return len(self._starts)
-
     def num_rows(self, row_length: int) -> int:
         """Rows of `row_length` tokens that hold the whole stream."""
         return -(-self.num_tokens // row_length)

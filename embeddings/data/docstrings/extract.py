@@ -82,7 +82,7 @@ def _functions(body: list[ast.stmt], scope: tuple[str, ...]) -> Iterator[tuple[t
 def _record(
     function: _Function, scope: tuple[str, ...], lines: list[bytes], package: str, module: str
 ) -> DocumentedFunction | None:
-    docstring = _docstring(function)
+    docstring = ast.get_docstring(function, clean=False)
     if docstring is None or not _does_something(function.body[1:]) or _is_overload(function):
         return None
     query = first_sentence(docstring)
@@ -91,13 +91,6 @@ def _record(
     name = ".".join((module, *scope, function.name))
     document = f"{name}\n{_code(function, lines)}"
     return DocumentedFunction(name, package, module, query, document[:MAX_DOCUMENT_CHARACTERS].rstrip())
-
-
-def _docstring(function: _Function) -> str | None:
-    first = function.body[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-        return first.value.value
-    return None
 
 
 def _does_something(body: list[ast.stmt]) -> bool:
@@ -172,7 +165,8 @@ def require_available(package: str) -> None:
         OptionError: If it has not.
     """
     if not is_available(package):
-        near = difflib.get_close_matches(package, sorted({STANDARD_LIBRARY, *_importable()}), n=1)
+        importable = {module.name for module in pkgutil.iter_modules() if not module.name.startswith("_")}
+        near = difflib.get_close_matches(package, sorted({STANDARD_LIBRARY, *importable}), n=1)
         hint = f"did you mean {near[0]}?" if near else "pip install it, or take it out of the list"
         raise OptionError("packages", package, "must name installed packages as one imports them", hint)
 
@@ -238,10 +232,6 @@ def _walk(package: str, prefix: str, root: Path) -> Iterator[SourceFile]:
 
 def _is_test(stem: str) -> bool:
     return stem.startswith("test_") or stem.endswith("_test") or stem in {"conftest", "test"}
-
-
-def _importable() -> Iterator[str]:
-    return (module.name for module in pkgutil.iter_modules() if not module.name.startswith("_"))
 
 
 MIN_WORDS = 4
