@@ -181,18 +181,11 @@ def segment_ranks(vectors: PairVectors, row_N: _Int64s, device: torch.device) ->
         tile_DT = tile_TD.to(device).T
         for start in range(0, len(row_N), _QUERY_TILE):
             part_N = slice(start, start + _QUERY_TILE)
-            places = known.within(part_N, first, len(tile_TD))
-            found_n = _num_rivals(query_ND[part_N].to(device), tile_DT, own_N[part_N].to(device), places)
-            count_N[part_N] += found_n.cpu()
+            is_nearer_NT = query_ND[part_N].to(device) @ tile_DT > own_N[part_N].to(device)[:, None] + TIE
+            is_nearer_NT[known.within(part_N, first, len(tile_TD))] = False
+            count_N[part_N] += is_nearer_NT.sum(dim=1, dtype=torch.int32).cpu()
     ranks: npt.NDArray[np.int32] = count_N.numpy()
     return ranks
-
-
-def _num_rivals(query_ND: Tensor, tile_DT: Tensor, own_N: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
-    """How many documents of a tile score above each query's own, without those in `known` places, (n,) int32."""
-    is_nearer_NT = query_ND @ tile_DT > own_N[:, None] + TIE
-    is_nearer_NT[known] = False
-    return is_nearer_NT.sum(dim=1, dtype=torch.int32)
 
 
 class _KnownColumns:

@@ -84,7 +84,6 @@ NUM_ITERATIONS, NUM_RUNS = 100, 3
 # faiss gives run r of a best-of-n this much more than its seed.
 _SEED_STEP = 15_486_557
 _ITERATIONS_A_CALL = 10
-_DUPLICATE_DECIMALS = 5
 
 
 class KMeans(NamedTuple):
@@ -184,7 +183,7 @@ def check_num_clusters(num_clusters: int, num_vectors: int) -> None:
 
 def num_duplicates(centroids: NDArray[np.float32]) -> int:
     """How many centroids repeat another to five decimals: what faiss makes where different vectors are too few."""
-    return len(centroids) - len(np.unique(np.round(centroids, _DUPLICATE_DECIMALS), axis=0))
+    return len(centroids) - len(np.unique(np.round(centroids, 5), axis=0))
 
 
 BLOCK = 16_384

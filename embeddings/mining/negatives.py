@@ -192,7 +192,9 @@ def choose_negatives(candidates: ScoredCandidates, queries: MinedQueries, rules:
 
 def remaining(candidates: ScoredCandidates, queries: MinedQueries, rules: NegativeRules) -> Remaining:
     """The candidates of each query by mean score, and what the rules of `choose_negatives` leave of them."""
-    order_QC, mean_QC = _by_mean(candidates)
+    mean_QC: Floats = candidates.score_TQC.mean(axis=0, dtype=np.float64).astype(np.float32)
+    mean_QC[candidates.row_QC < 0] = -np.inf
+    order_QC: Int64s = np.lexsort((candidates.row_QC, -mean_QC), axis=1)
     row_QC: Int64s = np.take_along_axis(candidates.row_QC, order_QC, axis=1)
     hash_QC: Int64s = np.take_along_axis(candidates.hash_QC, order_QC, axis=1)
     mean_QC = np.take_along_axis(mean_QC, order_QC, axis=1)
@@ -235,20 +237,21 @@ def take(
     Those of `left_QC` may be taken, those of `later_QC` only where the others are too few, (Q, C) each. Gives documents
     and mean scores, (Q, N) each; document -1 with score -inf where fewer may be taken.
     """
-    place_QN = _chosen(left_QC, found.row_QC, count, number_Q, rules, later_QC)
+    num_places, key_QC = left_QC.shape[1], np.zeros(left_QC.shape, np.uint64)
+    if rules.choice == "random":
+        key = np.uint64(derive_seed(rules.seed, "negatives"))
+        key_QC = mix_bits(mix_bits(number_Q.astype(np.uint64) ^ key)[:, None] ^ found.row_QC.astype(np.uint64))
+    # By whether it is left, then by the draw; the sort is stable, so that without a draw the hardest come first.
+    keys = (key_QC, ~left_QC) if later_QC is None else (key_QC, later_QC, ~left_QC)
+    order_QN = np.lexsort(keys, axis=1)[:, :count]
+    place_QN = np.sort(order_QN + num_places * ~np.take_along_axis(left_QC, order_QN, axis=1), axis=1) % num_places
     # Fewer candidates than negatives: the last place stands in for those that are not there.
-    taken_QN = np.take_along_axis(left_QC, place_QN, axis=1) & (np.arange(count) < left_QC.shape[1])
+    place_QN = np.pad(place_QN, ((0, 0), (0, count - place_QN.shape[1])), mode="edge")
+    taken_QN = np.take_along_axis(left_QC, place_QN, axis=1) & (np.arange(count) < num_places)
     return (
         np.where(taken_QN, np.take_along_axis(found.row_QC, place_QN, axis=1), -1),
         np.where(taken_QN, np.take_along_axis(found.mean_QC, place_QN, axis=1), np.float32(-np.inf)),
     )
-
-
-def _by_mean(candidates: ScoredCandidates) -> tuple[Int64s, Floats]:
-    """The order of the candidates by mean score and row, missing ones last, and the means in the given order."""
-    mean_QC = candidates.score_TQC.mean(axis=0, dtype=np.float64).astype(np.float32)
-    mean_QC[candidates.row_QC < 0] = -np.inf
-    return np.lexsort((candidates.row_QC, -mean_QC), axis=1), mean_QC
 
 
 def _is_known(value_QC: Int64s, known_P: Int64s, queries: MinedQueries) -> Mask:
@@ -275,24 +278,6 @@ def _repeats(hash_QC: Int64s, counted_QC: Mask) -> Mask:
     repeats_QC = np.empty_like(again_QC)
     np.put_along_axis(repeats_QC, order_QC, again_QC, axis=1)
     return repeats_QC & counted_QC
-
-
-def _chosen(
-    left_QC: Mask, row_QC: Int64s, num_taken: int, number_Q: Int64s, rules: NegativeRules, later_QC: Mask | None
-) -> Int64s:
-    """Places of the chosen candidates in their rows, hardest first; places that are not left fill up, (Q, N)."""
-    num_places = left_QC.shape[1]
-    count = min(num_taken, num_places)
-    key_QC = np.zeros(left_QC.shape, np.uint64)
-    if rules.choice == "random":
-        key = np.uint64(derive_seed(rules.seed, "negatives"))
-        key_QC = mix_bits(mix_bits(number_Q.astype(np.uint64) ^ key)[:, None] ^ row_QC.astype(np.uint64))
-    # By whether it is left, then by the draw; the sort is stable, so that without a draw the hardest come first.
-    keys = (key_QC, ~left_QC) if later_QC is None else (key_QC, later_QC, ~left_QC)
-    order_QC = np.lexsort(keys, axis=1)[:, :count]
-    place_QN = np.sort(order_QC + num_places * ~np.take_along_axis(left_QC, order_QC, axis=1), axis=1) % num_places
-    fill = np.repeat(place_QN[:, -1:], num_taken - count, axis=1)
-    return np.concatenate([place_QN, fill], axis=1)
 
 
 LevelKind = Literal["quantiles", "grades"]

@@ -3,15 +3,15 @@
 import numpy as np
 
 from embeddings.inference.vectors import VectorShards, save_vectors
+from tests.data import cluster_folders
 
 
 def unit_vectors(count, width=8, seed=0, copies=()):
     """Random unit vectors; `copies` lists (row, original) pairs of equal ones."""
-    vectors = np.random.default_rng(seed).standard_normal((count, width))
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors = cluster_folders.unit_vectors(count, width, seed)
     for row, original in copies:
         vectors[row] = vectors[original]
-    return vectors.astype(np.float32)
+    return vectors
 
 
 def shards(folder, vectors, shard_size):
