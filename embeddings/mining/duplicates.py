@@ -61,7 +61,6 @@ def find_duplicates(
 
     Memory: on disk 4 bytes a record and key: 4 for copies, 64 more for near-copies at 0.8 (16 keys), 28 at 0.9, 424 at
         0.5. In memory 40 bytes a record while keys are compared, and 36 for each key shared with another record.
-
     Raises:
         OptionError: If the threshold is out of its range.
         InputError: If the folder holds something else, or was made with other options.
@@ -258,7 +257,6 @@ def find_contaminated(
         `KEPT`, `EQUAL` or `SIMILAR` for each record, (rows,) uint8, memory-mapped.
 
     Memory: 1 byte a record, and the evaluation texts.
-
     Raises:
         InputError: If the folder holds something else, or was made with other options.
     """

@@ -112,17 +112,11 @@ class EncodedFolder:
 
     @classmethod
     def open(cls, path: Path, role: TextRole, prompt_name: PromptChoice, model: Mapping[str, Any]) -> Self:
-        """The folder at `path`.
-
-        Args:
-            path: The folder.
-            role: Whose length limit and prompt its texts must have been encoded with.
-            prompt_name: The prompt as it was chosen, None for the role's own.
-            model: What its manifest must say of the model: hash, precision and width.
+        """The folder at `path`, encoded in a role with the prompt as it was chosen, None for the role's own.
 
         Raises:
-            InputError: If it is no finished folder of `encode`, or was made in another way (the message names the
-                field), or its vectors are not kept in float32, as those are that the job makes itself.
+            InputError: If it is no finished folder of `encode`, or was made in another way or by another model (the
+                message names the field), or its vectors are not kept in float32.
         """
         fields = check_manifest(path, {"kind": "vectors", "complete": True, **model, "role": role, "context": None})
         # The prompt of the role's name is what comes of none.
