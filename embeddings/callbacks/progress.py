@@ -8,12 +8,13 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from embeddings.common import ContrastiveBatch, OptionError, UserError
 from embeddings.common.distributed import full_shape, gather_counts
+from embeddings.common.process import logger
 from embeddings.common.protocols import RunData
 from embeddings.common.types import Prediction
 from embeddings.models.lora import plain_backbone
@@ -124,6 +125,29 @@ def show_whole_run(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
     if chosen is not None and chosen not in given:
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[callbacks.index(chosen)] = StepProgress()
+
+
+class ParameterCount(ModelSummary):
+    """Notes how many parameters the model has, and how many are trained, in one line."""
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Write the line; Lightning gives more, such as arithmetic that it has not counted yet."""
+        logger.info("%s parameters, %s of them trained", f"{total_parameters:,}", f"{trainable_parameters:,}")
+
+
+def count_parameters(trainer: L.Trainer, given: Sequence[L.Callback]) -> None:
+    """Replace the table of layers that Lightning chose itself by `ParameterCount`; one that the config names stays."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for place, callback in enumerate(callbacks):
+        if isinstance(callback, ModelSummary) and callback not in given:
+            callbacks[place] = ParameterCount()
 
 
 class _Lines:
@@ -245,8 +269,8 @@ class Throughput(L.Callback):
             return
         now = time.perf_counter()
         values = self._row(pl_module, now - self._row_start)
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=step)
+        for each in trainer.loggers:
+            each.log_metrics(values, step=step)
         self._work, self._busy, self._row_start, self._logged_step = Work(), 0.0, now, step
 
     def _row(self, module: L.LightningModule, seconds: float) -> dict[str, float]:

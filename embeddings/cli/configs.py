@@ -164,6 +164,9 @@ def check_configs(argv: Sequence[str]) -> None:
     chosen = [path for path, content in configs if chooses_method(content)]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} both choose model.class_path; give one method config a run")
+    for part in ("model", "data"):
+        if not any(re.match(rf"--{part}(\.class_path)?(=|$)", word) for word in argv):
+            _check_order(part, configs)
     kept: list[str] = []
     for path, content in configs:
         trainer = unfolded(content).get("trainer")
@@ -180,10 +183,28 @@ def check_configs(argv: Sequence[str]) -> None:
                 kept = given
 
 
+def _check_order(part: str, configs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Refuse a config with arguments of a class that only a later one chooses, or none."""
+    named = [(path, unfolded(content).get(part)) for path, content in configs]
+    for place, (path, value) in enumerate(named):
+        if isinstance(value, str) or (isinstance(value, Mapping) and "class_path" in value):
+            return
+        if isinstance(value, Mapping) and value:
+            later = [other for other, content in configs[place + 1 :] if _chooses(content, part)]
+            what = f"{path}: sets {part}.{next(iter(value))} before"
+            if later:
+                raise ConfigError(f"{what} {later[0]} chooses {part}.class_path; give {later[0]} first")
+            raise ConfigError(f"{what} any config chooses {part}.class_path; give one that does first")
+
+
 def chooses_method(content: Mapping[str, Any]) -> bool:
     """Whether a config's content names the class of the model."""
-    model = unfolded(content).get("model")
-    return isinstance(model, Mapping) and "class_path" in model
+    return _chooses(content, "model")
+
+
+def _chooses(content: Mapping[str, Any], part: str) -> bool:
+    value = unfolded(content).get(part)
+    return isinstance(value, str) or (isinstance(value, Mapping) and "class_path" in value)
 
 
 def _class_name(callback: Any) -> str:

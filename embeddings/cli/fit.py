@@ -25,7 +25,7 @@ import embeddings.modules  # noqa: F401 - a class that is loaded may be named wi
 from embeddings.callbacks.checkpoints import check_checkpoint_room, make_checkpoints_durable, model_checkpoints
 from embeddings.callbacks.export import ExportLanguageModel, ExportModel
 from embeddings.callbacks.preemption import Preemption
-from embeddings.callbacks.progress import show_whole_run
+from embeddings.callbacks.progress import count_parameters, show_whole_run
 from embeddings.callbacks.run_record import RunRecord, keep_metrics, plain_types, run_logger
 from embeddings.cli.configs import check_configs, check_functions, expand_recipe, parse_yaml, restrict_imports
 from embeddings.cli.errors import ConfigError
@@ -34,6 +34,7 @@ from embeddings.cli.resume import (
     AUTO,
     check_checkpoint,
     check_plan,
+    check_pooling,
     find_latest_checkpoint,
     pin_checkpoint_dir,
     resumed_run,
@@ -41,7 +42,7 @@ from embeddings.cli.resume import (
 )
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.errors import program
-from embeddings.common.process import is_first_process
+from embeddings.common.process import is_first_process, is_news
 from embeddings.common.protocols import ChecksRun, RunData
 from embeddings.common.text import one_line
 from embeddings.strategies.ranks import set_up_ranks
@@ -151,6 +152,7 @@ class TrainerCLI(LightningCLI):
             rule = "must not be float16 on a CPU"
             raise OptionError("trainer.precision", precision, rule, "bf16-mixed is the other half precision")
         show_whole_run(trainer, callbacks)
+        count_parameters(trainer, callbacks)
         make_checkpoints_durable(trainer)
         set_up_ranks(trainer)
         self._choose_folder(trainer)
@@ -169,6 +171,7 @@ class TrainerCLI(LightningCLI):
                 root = Path(trainer.default_root_dir or ".").resolve()
                 say(f"nothing to resume below {root}: the run begins anew")
         if found:
+            check_pooling(found, run)
             resumed = resumed_run(found, run, is_auto)
             if resumed or is_auto:
                 pin_checkpoint_dir(trainer, found)
@@ -338,6 +341,7 @@ class HeldNotes(L.Callback):
         for logger in map(logging.getLogger, _LOGGERS):
             for handler in list(logger.handlers):
                 kept = MemoryHandler(_MAX_NOTES, logging.WARNING, handler, flushOnClose=False)
+                kept.addFilter(is_news)
                 swapped.append((logger, handler, kept))
                 logger.removeHandler(handler)
                 logger.addHandler(kept)

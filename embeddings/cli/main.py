@@ -12,7 +12,7 @@ from embeddings.cli.configs import CONFIGS, config_paths, configs_of, restrict_i
 from embeddings.cli.errors import ConfigError, run_guarded
 from embeddings.cli.parser import OneLineParser
 from embeddings.common.errors import program
-from embeddings.common.process import check_variables, log_to_stderr
+from embeddings.common.process import check_variables, log_to_stderr, quiet_libraries
 from embeddings.common.signals import handle_preemption, ignore_stop_signals
 
 
@@ -81,6 +81,8 @@ COMMANDS = {
 TRAINER_COMMANDS = {"fit": "train a model from configs (--config FILE, or --recipe NAME)"}
 # Lightning's other loops, which no module has, and the command that does their work.
 OTHER_LOOPS = {"validate": "evaluate", "test": "evaluate", "predict": "encode"}
+# What commands are called elsewhere.
+ALIASES = {"train": "fit", "finetune": "fit", "embed": "encode", "benchmark": "evaluate"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if argv[0] == "--version":
         print(f"embeddings {__version__}")
         return 0
-    with log_to_stderr():
+    with log_to_stderr(), quiet_libraries():
         return run_guarded(lambda: dispatch(argv))
 
 
@@ -131,7 +133,7 @@ def dispatch(argv: list[str]) -> None:
     elif name in OTHER_LOOPS:
         raise ConfigError(f"{name}: no module has such a loop; train with fit, use its model with {OTHER_LOOPS[name]}")
     else:
-        alike = get_close_matches(name, [*TRAINER_COMMANDS, *COMMANDS], n=1)
+        alike = [ALIASES[name]] if name in ALIASES else get_close_matches(name, [*TRAINER_COMMANDS, *COMMANDS], n=1)
         guess = f"did you mean {alike[0]}? " if alike else ""
         raise ConfigError(f"there is no command {name[:40]!r}; {guess}--help lists all")
 

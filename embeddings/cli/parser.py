@@ -4,13 +4,13 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
-from embeddings.cli.configs import VARIABLE, configs_of, located, may_import
+from embeddings.cli.configs import VARIABLE, config_paths, configs_of, located, may_import, unfolded
 from embeddings.cli.errors import ConfigError
 from embeddings.common import UserError
 from embeddings.common.text import one_line
@@ -22,6 +22,10 @@ _EXPECTED = re.compile(r"Expected an? (.+)", re.DOTALL)
 _CALLABLE = re.compile(r"^\s*Type .*? expects a function or a callable class: (.*?)\. Got value: .*", re.DOTALL)
 _CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*")
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)|(?:Option|accept option) '([^']+)'")
+
+
+# What keys are called elsewhere, and here.
+_OTHER_NAMES = {"learning_rate": "lr", "epochs": "max_epochs", "per_device_train_batch_size": "batch_size"}
 
 
 class ReplacingConfigFile(ActionConfigFile):
@@ -59,7 +63,13 @@ class OneLineParser(ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.words: list[str] = []
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        """Parse the words; a message about an unknown one may name keys of the configs among them."""
+        self.words = list(args or [])
+        return super().parse_args(args, *rest, **kwargs)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
         """Add an argument; a boolean of a command becomes `--name` and `--no_name`."""
@@ -119,7 +129,10 @@ class OneLineParser(ArgumentParser):
             if isinstance(action.choices, dict):
                 parsers += action.choices.values()
         options = [option for parser in parsers for option in re.findall(r"--[\w.]+", parser.format_help())]
-        raise ConfigError(explain(message, options)) from ex
+        keys = dict.fromkeys(
+            key for path in config_paths(self.words) for _, content in configs_of(path) for key in keys_of(content)
+        )
+        raise ConfigError(explain(message, [option for option in options if option != "--help"], keys)) from ex
 
     def normalised(self, argv: Sequence[str]) -> list[str]:
         """The words with underscores in option names, and flags without values; what follows `--` stays.
@@ -157,8 +170,24 @@ def _empty_keys(value: Any) -> list[str]:
     return found
 
 
-def explain(message: str, options: Iterable[str]) -> str:
-    """A parser's message as one line with a hint; for an unknown option it names those of `options` that are alike."""
+def keys_of(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The full keys that a config sets, and those that it leaves to the defaults of the classes it names."""
+    for name, value in unfolded(content).items():
+        key = f"{prefix}{name.removesuffix('+')}"
+        if not isinstance(value, Mapping):
+            yield key
+            continue
+        yield from keys_of(value, f"{key}.")
+        if isinstance(value.get("class_path"), str):
+            yield from (f"{key}.init_args.{argument}" for argument in _parameters(value["class_path"]))
+
+
+def explain(message: str, options: Iterable[str], keys: Iterable[str] = ()) -> str:
+    """A parser's message as one line with a hint.
+
+    For an unknown option it names those of `options` that are alike, or of `keys`, the full keys of the configs, those
+    with its last name.
+    """
     line = reason(message)
     owner = _CLASS.search(line)
     if owner is not None:
@@ -168,8 +197,11 @@ def explain(message: str, options: Iterable[str]) -> str:
         return with_hint(line)
     name = unknown[1] or unknown[2]
     prefix = "" if unknown[1] or owner else "--"
+    last = _OTHER_NAMES.get(name.strip("-").rpartition(".")[2], name.strip("-").rpartition(".")[2])
+    every = [] if owner else [*(f"--{key}" for key in keys), *options]
+    full = [option for option in dict.fromkeys(every) if option.rpartition(".")[2] == last]
     longer = [option for option in dict.fromkeys(options) if option.startswith(prefix + name)]
-    alike = longer[:4] or get_close_matches(prefix + name, list(options), n=1)
+    alike = (longer or full)[:4] or get_close_matches(prefix + name, list(options), n=1)
     where = f" by {owner[1].rpartition('.')[2]}" if owner else ""
     guess = f"did you mean {' or '.join(option.removeprefix(prefix) for option in alike)}? " if alike else ""
     return f"{line}{where}; {guess}--help lists the options"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -156,6 +157,35 @@ def check_plan(data: Any, checkpoint: str | None) -> None:
     if expect is not None and checkpoint is not None and Path(checkpoint).is_file():
         # The name under which the trainer keeps a data module's state.
         expect(peek_checkpoint(checkpoint).get(type(data).__qualname__, {}))
+
+
+def check_pooling(checkpoint: str, run: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose model pools otherwise, before the trainer finds weights without a place.
+
+    Args:
+        checkpoint: The checkpoint, checked by `check_resumable`; a folder is left to the trainer.
+        run: The config of the run that resumes it, as plain types.
+
+    Raises:
+        ConfigError: Naming both poolings.
+    """
+    if not Path(checkpoint).is_file():
+        return
+    saved = peek_checkpoint(checkpoint).get("run_config")
+    there, here = (_pooling(config) for config in (saved, run))
+    if None not in (there, here) and there != here:
+        what = f"the checkpoint has {there}, this config {here}"
+        raise ConfigError(f"--ckpt_path {checkpoint}: {what}; resume with the configs that wrote it")
+
+
+def _pooling(config: Any) -> str | None:
+    """The name of a config's pooling in words, such as latent attention pooling; None where it names none."""
+    model = config.get("model") if isinstance(config, Mapping) else None
+    arguments = model.get("init_args") if isinstance(model, Mapping) else None
+    pooling = arguments.get("pooling") if isinstance(arguments, Mapping) else None
+    path = pooling.get("class_path") if isinstance(pooling, Mapping) else None
+    words = re.sub("(?<=[a-z])(?=[A-Z])", " ", str(path).rpartition(".")[2]).lower()
+    return words if path else None
 
 
 def pin_checkpoint_dir(trainer: L.Trainer, checkpoint: str) -> None:

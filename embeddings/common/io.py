@@ -7,6 +7,7 @@ import io
 import json
 import os
 import platform
+import re
 import shutil
 import tempfile
 import uuid
@@ -25,6 +26,13 @@ from embeddings.common.errors import InputError, shown
 
 _MAKE_AGAIN = "make the output again"
 VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "lightning", "datasets", "peft", "numpy")
+
+
+# How a source was read; manifests of older versions do not say it.
+SETTINGS = "source_settings"
+# The commands that write a folder, by the kind that its manifest names.
+_COMMANDS = {"vectors": "encode", "clusters": "cluster", "pair_index": "cluster --model"}
+_HASH = re.compile("[0-9a-f]{32,}")
 
 
 # Told what a writer does next, by a word.
@@ -251,7 +259,7 @@ def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any
     """The same of a manifest with a name of its own, and a hint of its own."""
     path = Path(path)
     if not path.is_file():
-        raise InputError(str(path), "no manifest lies beside this output", hint)
+        raise InputError(str(path), f"no manifest lies beside this output{_not_of(expected)}", hint)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -259,10 +267,28 @@ def check_file_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any
     if not isinstance(found, dict):
         raise InputError(str(path), "is empty or damaged", hint)
     for field, value in expected.items():
+        if field == SETTINGS and field not in found:  # a manifest of an older version
+            continue
         if found.get(field) != value:
-            what = f"field {field!r} is {shown(found.get(field), 48)}, expected {shown(value, 48)}"
-            raise InputError(str(path), what, hint)
+            raise InputError(str(path), _difference(field, found.get(field), value), hint)
     return Manifest(path, found, hint)
+
+
+def _not_of(expected: Mapping[str, Any]) -> str:
+    """What a folder without a manifest is not, if the kind that was expected is one command's."""
+    command = _COMMANDS.get(expected.get("kind", ""))
+    return f", so it is no folder that `{command}` wrote" if command else ""
+
+
+def _difference(field: str, found: Any, expected: Any) -> str:
+    """Where a field differs: of a mapping the first entry, of two hashes what they stand for."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        name = next(name for name in [*expected, *found] if found.get(name) != expected.get(name))
+        return _difference(f"{field}.{name}", found.get(name), expected.get(name))
+    if all(isinstance(value, str) and _HASH.fullmatch(value) for value in (found, expected)):
+        name = re.sub("_(sha256|key|hash)$", "", field.rpartition(".")[2]).replace("_", " ")
+        return f"field {field!r} is another one: the output was made with another {name}"
+    return f"field {field!r} is {shown(found, 48)}, expected {shown(expected, 48)}"
 
 
 def fsync_path(path: Path) -> None:

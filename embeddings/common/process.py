@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -101,6 +102,32 @@ def log_to_stderr() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+# Lines of libraries about themselves, for which a user of this one can do nothing.
+_NOISE = ("Setting accelerator to CPU", "Tip: ", "💡")
+_OLD_CALLS = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a library's log record is more than advice about the library."""
+    return not any(noise in record.getMessage() for noise in _NOISE)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Inside, libraries that are loaded do not say that they are deprecated in each other, or found no accelerator.
+
+    DeepSpeed, which transformers loads where it is installed, would say the latter on standard output.
+    """
+    deepspeed = logging.getLogger("DeepSpeed")
+    deepspeed.addFilter(is_news)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _OLD_CALLS, FutureWarning)
+            yield
+    finally:
+        deepspeed.removeFilter(is_news)
 
 
 def lazy_names(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:

@@ -17,7 +17,7 @@ from typing import IO, Any, Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embeddings.common.errors import InputError, OptionError
+from embeddings.common.errors import InputError, OptionError, program
 from embeddings.common.text import TextSettings, one_line
 from embeddings.data.records import LABELLED_FIELDS, RECORD_FIELDS, SCORED_FIELDS
 
@@ -259,7 +259,8 @@ def _expand(part: str) -> list[Path]:
     if os.path.exists(filled):
         raise _not_regular(filled)
     if not glob.has_magic(filled):
-        raise InputError(filled, "no such file", "check the path")
+        hint = f"run: {program()} prepare docstrings --output {DOCSTRINGS}"
+        raise InputError(filled, "no such file", hint if filled.startswith(f"{DOCSTRINGS}/") else "check the path")
     matches = [Path(match) for match in sorted(glob.glob(filled, recursive=True)) if os.path.isfile(match)]
     if not matches:
         raise InputError(filled, "no file matches", "check the pattern")
@@ -286,6 +287,10 @@ _FOREIGN = {
     b"ARRO": ("an Arrow file", "write it as Parquet"),
 }
 _BOM = b"\xef\xbb\xbf"
+# A first line of column names, such as `query,positive`.
+_HEADER = re.compile(rb'"?[A-Za-z_]\w*"?([,;\t]"?[A-Za-z_]\w*"?)+\s*')
+# Where the quickstart's corpus lies, by its config.
+DOCSTRINGS = "data/docstrings"
 _PARQUET_ROWS = 1024
 
 
@@ -477,6 +482,9 @@ def _not_json(line: bytes, where: str, error: ValueError) -> InputError:
         return InputError(where, "rows end in carriage returns alone", "save the file with line feeds")
     if line.lstrip().startswith(b"{") and not line.endswith(b"\n"):
         return _cut_off(where)
+    if where.split(":")[0].endswith((".csv", ".tsv")) or (where.endswith(":1") and _HEADER.fullmatch(line)):
+        what = "this is a table of separated values (CSV), expected JSON lines or Parquet"
+        return InputError(where, what, "convert it: pandas.read_csv(FILE).to_json(OUT, orient='records', lines=True)")
     column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
     return InputError(where, f"the row is not JSON{column}", "write one JSON object a line")
 

@@ -356,6 +356,7 @@ class CachedSource:
         key: Hash of all that decides its content.
         table: Its rows.
         inputs: What tells its files, or its Hub data set, from others.
+        settings: How they were read, as JSON types.
         labels: The text of each class, by its code.
         lone_class: A class whose texts are all the same, with the file and row of its first, or None.
         longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
@@ -373,6 +374,8 @@ class CachedSource:
         if len(self.table) != manifest["num_rows"] or (folder / ROWS_FILE).stat().st_size != manifest["num_bytes"]:
             raise damaged(folder)
         self.inputs: list[dict[str, Any]] = manifest["inputs"]
+        settings = ("layout", "columns", "min_score", "suspect_rows")
+        self.settings: dict[str, Any] = {name: manifest[name] for name in settings if name in manifest}
         self.labels: list[str] = manifest["labels"]
         self.lone_class: list[str] | None = manifest["lone_class"]
         # Sources that were converted before these were noted do not say them.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.io import SETTINGS
 from embeddings.common.jobs import ArrayTask, ShardedJob, discard_on_user_error, load_shard, save_array, shard_rows
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed
@@ -205,6 +206,7 @@ def _manifest_fields(
     chosen = {name: value for name, value in asdict(settings).items() if name not in ("cluster_size", "memory_gib")}
     return {
         "kind": KIND,
+        SETTINGS: source.settings,
         "source_key": source.key,
         "num_rows": features.num_rows,
         "faiss": faiss_version(),

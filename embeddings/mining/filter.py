@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import atomic_path, file_lock, file_sha256, write_file_manifest
+from embeddings.common.io import SETTINGS, atomic_path, file_lock, file_sha256, write_file_manifest
 from embeddings.common.jobs import (
     ArrayTask,
     ShardedJob,
@@ -289,6 +289,7 @@ def _manifest_fields(
     chosen = {name: value for name, value in {**asdict(rules), **prompts}.items() if (name, value) not in unsaid}
     return {
         "kind": "filtered pairs",
+        SETTINGS: source.settings,
         "source_key": source.folder.name,
         "inputs": source.inputs,
         "num_records": len(source.table),

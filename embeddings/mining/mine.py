@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import pyarrow.parquet as pq
 
 from embeddings.common.errors import InputError, OptionError
-from embeddings.common.io import atomic_path, check_manifest, file_lock, file_sha256, write_file_manifest
+from embeddings.common.io import SETTINGS, atomic_path, check_manifest, file_lock, file_sha256, write_file_manifest
 from embeddings.common.jobs import (
     ArrayTask,
     ShardedJob,
@@ -248,6 +248,7 @@ def _manifest_fields(
         raise InputError(str(corpus), "no such file", "check the path")
     fields = {
         "kind": "mined negatives",
+        SETTINGS: source.settings,
         "source_key": source.folder.name,
         "corpus_sha256": None if corpus is None else file_sha256(corpus),
         "teachers": [

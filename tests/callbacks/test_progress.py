@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from embeddings.callbacks import StepProgress, Throughput
 from embeddings.callbacks.progress import Work, backbone_of, dtype_of, flops, work_of
 from embeddings.cli.fit import TrainerCLI, run_trainer
+from embeddings.cli.main import main
 from embeddings.common import OptionError, UserError
 from embeddings.common.types import Prediction
 from embeddings.models.moe.upcycling import Upcycling, upcycle
@@ -92,6 +93,19 @@ def test_a_terminal_gets_one_bar(tmp_path, capsys, monkeypatch):
 def test_the_command_line_shows_it_unless_told_otherwise(tmp_path, callbacks, enabled, expected):
     trainer = fit(tmp_path, callbacks=callbacks, enable_progress_bar=enabled, max_steps=2).trainer
     assert type(trainer.progress_bar_callback) is expected
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_the_model_is_one_line_without_arithmetic_unless_a_summary_is_named(is_named, tmp_path, capsys):
+    callbacks = [{"class_path": "lightning.pytorch.callbacks.RichModelSummary"}] if is_named else []
+    config = run_config(tmp_path)
+    config["trainer"] |= {"enable_model_summary": None, "callbacks": callbacks, "max_steps": 1}
+    assert main(["fit", "--config", write_config(tmp_path, config)]) == 0
+    out, err = capsys.readouterr()
+    (line,) = re.findall(r"^([\d,]+) parameters, ([\d,]+) of them trained$", err, re.MULTILINE) or [None]
+    assert ("FLOPs" in out + err) == is_named == (line is None)
+    if line:
+        assert line[0] == line[1]
 
 
 def test_other_ranks_show_nothing(tmp_path, capsys):

@@ -162,6 +162,21 @@ def test_a_config_that_names_others_as_the_parser_does_not_take_it_is_refused(na
         check_configs(["fit", "--config", "a.yaml"])
 
 
+@pytest.mark.parametrize("part", ["model", "data"])
+def test_a_config_with_arguments_of_a_class_that_a_later_one_chooses_is_refused(part, tmp_path):
+    whole = write_config(tmp_path, {part: {"class_path": "one", "init_args": {"a": 1}}}, "whole.yaml")
+    over = write_config(tmp_path, {part: {"init_args": {"a": 2}}, "seed_everything": 1}, "over.yaml")
+    check_configs(["fit", "--config", whole, "--config", over])
+    with pytest.raises(ConfigError) as refused:
+        check_configs(["fit", "--config", over, "--config", whole])
+    says = f"{over}: sets {part}.init_args before {whole} chooses {part}.class_path; give {whole} first"
+    assert str(refused.value) == says
+    with pytest.raises(ConfigError, match=rf"over.yaml: sets {part}\.init_args before any config chooses"):
+        check_configs(["fit", "--config", over])
+    for chosen in (f"--{part}=one", f"--{part}.class_path=one"):
+        check_configs(["fit", chosen, "--config", over])
+
+
 def of_callbacks(folder, name, **trainer):
     return write_config(folder, {"trainer": trainer}, name)
 

@@ -1,5 +1,8 @@
 """From learned positions to rotary ones through the command line; the conversion itself is tested beside its code."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from embeddings.modules import MaskedLMModule
 from tests.helpers.runs import backbone_folder
 from tests.helpers.tiny import save_backbone, wordpiece_tokenizer
 
+MAIN = Path(__file__).parents[2] / "main.py"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 KINDS = {"xlm-roberta": (XLMRobertaConfig, XLMRobertaForMaskedLM), "bert": (BertConfig, BertForMaskedLM)}
 
@@ -116,3 +120,14 @@ def test_what_cannot_be_converted_is_one_line_and_nothing_is_written(
     assert written.err.count("\n") == 1
     assert written.out == ""
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_nothing_but_the_result_is_written_where_deepspeed_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    source = source_folder(tmp_path / "source")
+    words = ["convert", "--source", str(source), "--output", str(tmp_path / "rotary"), "--num-positions", "100"]
+    done = subprocess.run([sys.executable, str(MAIN), *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"wrote \S+/rotary: [^\n]+\n", done.stdout)
+    assert "accelerator" not in done.stderr

@@ -154,6 +154,8 @@ def test_every_command_loads_and_documents_each_option(capsys):
         (["--version"], 0, "embeddings "),
         (["show", "--help"], 0, "\n  show anchor-tokens "),
         (["fti"], 2, "there is no command 'fti'; did you mean fit?"),
+        (["train", "--config", "a.yaml"], 2, "there is no command 'train'; did you mean fit? --help lists all"),
+        (["embed"], 2, "did you mean encode?"),
         (["validate"], 2, "validate: no module has such a loop; train with fit"),
         (["predict", "--config", "a.yaml"], 2, "use its model with encode"),
         (["search", "--modle", "x", "words"], 2, "modle"),

@@ -1,8 +1,10 @@
 """The parser's messages as one line with a hint, and the words as it takes them."""
 
 import pytest
+import yaml
 
-from embeddings.cli.parser import OneLineParser, explain, reason
+from embeddings.cli.main import main
+from embeddings.cli.parser import OneLineParser, explain, keys_of, reason
 from embeddings.common.text import one_line
 
 
@@ -100,3 +102,38 @@ def test_option_names_may_have_dashes_and_flags_a_value():
     assert parser.normalised(words) == normal
     assert parser.normalised(["--force=true", "x", "--force"]) == ["--force", "x", "--force"]
     assert words[0] == "--context-size"
+
+
+KEYS = """
+model:
+  class_path: embeddings.modules.NVEmbedModule
+  init_args:
+    optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 1.0e-4}}
+    loss.init_args.temperature: 0.05
+data: {class_path: embeddings.data.EmbeddingDataModule}
+trainer: {callbacks+: [x]}
+"""
+
+
+def test_a_config_has_the_keys_that_it_sets_and_those_of_the_classes_it_names():
+    keys = list(keys_of(yaml.safe_load(KEYS)))
+    assert {"trainer.callbacks", "data.init_args.batch_size", "model.init_args.loss.init_args.temperature"} < set(keys)
+    assert keys.index("model.init_args.optimizer.init_args.lr") < keys.index("model.init_args.pooling")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--lr 1e-3", "--model.init_args.optimizer.init_args.lr"),
+        ("--learning_rate=1e-3", "--model.init_args.optimizer.init_args.lr"),
+        ("--batch_size 4", "--data.init_args.batch_size"),
+        ("--loss.temperature 4", "--model.init_args.loss.init_args.temperature"),
+        ("--epochs 4", "--trainer.max_epochs"),
+    ],
+)
+def test_an_option_by_its_last_name_is_answered_with_the_full_key(given, meant, tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text(KEYS)
+    assert main(["fit", "--config", str(path), *given.split()]) == 2
+    says = f"unrecognized arguments: {given}; did you mean {meant}? --help lists the options"
+    assert capsys.readouterr().err == f"error: {says}\n"

@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from embeddings import data, modules
+from embeddings.cli.errors import ConfigError
 from embeddings.cli.fit import run_trainer
 from embeddings.cli.resume import (
     OtherRunError,
@@ -118,6 +119,16 @@ def test_another_global_batch_is_another_run_and_the_same_one_over_other_ranks_i
     assert "its global batch size is 16, here it is 8" in capsys.readouterr().err
     with pytest.raises(OtherRunError):
         check_resumable(Path(saved), run, 32)
+
+
+def test_a_checkpoint_with_another_pooling_is_refused_by_name(tmp_path):
+    config = run_config(tmp_path)
+    saved = save(RESUMABLE | {"run_config": {"model": config["model"]}}, tmp_path / "last.ckpt")
+    config["model"]["init_args"]["pooling"] = {"class_path": "embeddings.models.MeanPooling"}
+    with pytest.raises(ConfigError) as refused:
+        run_trainer(["fit", "--config", write_config(tmp_path, config), "--ckpt_path", saved])
+    what = "the checkpoint has latent attention pooling, this config mean pooling"
+    assert str(refused.value) == f"--ckpt_path {saved}: {what}; resume with the configs that wrote it"
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")

@@ -98,10 +98,39 @@ def test_a_manifest_mismatch_names_the_field_and_both_values(tmp_path):
 
 
 def test_long_values_are_shown_by_their_beginning(tmp_path):
-    write_manifest(tmp_path, {"sha256": "a" * 64})
-    with pytest.raises(InputError, match=r"field 'sha256' is 'a{46}…, expected 'b{46}…; make") as caught:
-        check_manifest(tmp_path, {"sha256": "b" * 64})
+    write_manifest(tmp_path, {"words": "x" * 64})
+    with pytest.raises(InputError, match=r"field 'words' is 'x{46}…, expected 'y{46}…; make") as caught:
+        check_manifest(tmp_path, {"words": "y" * 64})
     assert len(str(caught.value).removeprefix(str(tmp_path))) < 200
+
+
+def test_of_hashes_and_mappings_a_person_reads_what_differs(tmp_path):
+    rules = {"margin": 0.95, "keep": {"label": True}}
+    write_manifest(tmp_path, {"model_sha256": "a" * 64, "rules": rules})
+    with pytest.raises(InputError) as caught:
+        check_manifest(tmp_path, {"model_sha256": "b" * 64})
+    what = "field 'model_sha256' is another one: the output was made with another model; make the output again"
+    assert str(caught.value) == f"{tmp_path}/manifest.json: {what}"
+    for field, value, says in (
+        ("margin", 0.9, "'rules.margin' is 0.95, expected 0.9"),
+        ("keep", {"label": False}, "'rules.keep.label' is True, expected False"),
+        ("more", 3, "'rules.more' is None, expected 3"),
+    ):
+        with pytest.raises(InputError, match=f"field {says}; make"):
+            check_manifest(tmp_path, {"rules": rules | {field: value}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("vectors", "this output, so it is no folder that `encode` wrote; make"),
+        ("clusters", "this output, so it is no folder that `cluster` wrote; make"),
+        ("mined negatives", "this output; make"),
+    ],
+)
+def test_a_folder_without_a_manifest_is_none_that_the_command_wrote(kind, says, tmp_path):
+    with pytest.raises(InputError, match=f"no manifest lies beside {says}"):
+        check_manifest(tmp_path, {"kind": kind})
 
 
 def test_a_field_that_is_not_there_or_no_whole_number_is_refused(tmp_path):

@@ -5,13 +5,14 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
 import embeddings.common
 from embeddings.common import UserError, process
-from embeddings.common.process import cpu_name, device_name, lazy_names, log_to_stderr, logger
+from embeddings.common.process import cpu_name, device_name, lazy_names, log_to_stderr, logger, quiet_libraries
 from tests.callbacks.preempted_runs import fake_scontrol
 
 NAMES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "RANK", "LOCAL_RANK")
@@ -194,3 +195,20 @@ def test_freed_memory_is_not_asked_for_again() -> None:
 def test_the_environment_goes_before() -> None:
     assert not faults("tune_malloc()", MALLOC_ARENA_MAX="2")[0]
     assert not faults("tune_malloc()", GLIBC_TUNABLES="glibc.malloc.arena_max=2")[0]
+
+
+def test_libraries_do_not_speak_of_themselves(capsys):
+    """DeepSpeed's logger writes to standard output, and is made anew when the library is loaded."""
+    deepspeed, known = logging.getLogger("DeepSpeed"), logging.StreamHandler(sys.stdout)
+    deepspeed.addHandler(known)
+    try:
+        with quiet_libraries():
+            deepspeed.warning("Setting accelerator to CPU. If you have GPU or other accelerator, …")
+            deepspeed.warning("the optimizer overflowed")
+            warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated, use …", FutureWarning, stacklevel=1)
+            with pytest.warns(FutureWarning, match="something else"):
+                warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
+    finally:
+        deepspeed.removeHandler(known)
+    assert capsys.readouterr().out == "the optimizer overflowed\n"
+    assert deepspeed.filters == []

@@ -36,12 +36,12 @@ def _teachers(monkeypatch):
     know_teachers(monkeypatch)
 
 
-def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), load=Teacher, **options):
+def run(folder, output, rules=RULES, rows=ROWS, models=("teacher",), load=Teacher, source=None, **options):
     path = folder / f"{len(rows)}-pairs.jsonl"
     if not path.exists():
         write_jsonl(path, rows)
     return mine_negatives(
-        SourceConfig("pairs", str(path)),
+        SourceConfig("pairs", str(path), **(source or {})),
         folder / output,
         Teachers(models, load),
         rules,
@@ -119,8 +119,10 @@ def test_a_finished_file_is_left_and_another_input_refused_by_name(tmp_path):
         run(tmp_path, "mined.parquet", rules=NegativeRules(3, 0.9))
     with pytest.raises(InputError, match="field 'teachers'"):
         run(tmp_path, "mined.parquet", models=["other"])
-    with pytest.raises(InputError, match="field 'source_key'"):
+    with pytest.raises(InputError, match="field 'source_key' is another one: the output was made with another source"):
         run(tmp_path, "mined.parquet", rows=ROWS[:9])
+    with pytest.raises(InputError, match=r"'source_settings\.suspect_rows' is 'refuse', expected 'keep'; make"):
+        run(tmp_path, "mined.parquet", source={"suspect_rows": "keep"})
     assert outputs(tmp_path, "mined.parquet") == before
     (tmp_path / "mined.parquet").unlink()
     assert run(tmp_path, "mined.parquet") == first

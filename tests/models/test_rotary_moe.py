@@ -392,9 +392,8 @@ def test_bad_settings_are_named(options: dict[str, object], says: str) -> None:
 
 
 def test_only_a_dense_rotary_encoder_is_upcycled() -> None:
-    with pytest.raises(
-        OptionError, match="upcycling cannot be upcycled, got 'bert'; take a dense rotary encoder: NomicBert"
-    ):
+    says = "upcycling needs rotary positions, got 'a bert backbone'; take NomicBert, or what `convert` makes of"
+    with pytest.raises(OptionError, match=says):
         upcycle(tiny_bert(), Upcycling())
-    with pytest.raises(OptionError, match="upcycling has experts already, got 'rotary_moe'"):
+    with pytest.raises(OptionError, match="needs a dense backbone, and this one has experts, got 'a rotary_moe"):
         upcycle(tiny_moe(), Upcycling())

@@ -245,5 +245,5 @@ def test_a_whole_run_exports_a_model_that_fine_tuning_starts_from(tmp_path: Path
         initial_model=str(tmp_path / "model"),
     )
     assert again.moe_layers == [1]
-    with pytest.raises(OptionError, match="upcycling has experts already, got 'rotary_moe'"):
+    with pytest.raises(OptionError, match="upcycling needs a dense backbone, and this one has experts"):
         MoEEmbedModule(BackboneConfig(str(tmp_path / "model")), upcycling=Upcycling())

@@ -93,9 +93,10 @@ def upcycle(dense: PreTrainedModel, settings: Upcycling) -> RotaryMoeModel:
     """
     gated = type(dense.config) is NomicBertConfig
     if not (gated or type(dense.config) is JinaEmbeddingsV3Config) or not hasattr(dense, "layers"):
-        rule = "cannot be upcycled" if not isinstance(dense, RotaryMoeModel) else "has experts already"
-        fix = "take a dense rotary encoder: NomicBert, or what `convert` makes of XLM-R or BERT"
-        raise OptionError("upcycling", dense.config.model_type, rule, fix)
+        is_sparse = isinstance(dense, RotaryMoeModel)
+        rule = "needs a dense backbone, and this one has experts" if is_sparse else "needs rotary positions"
+        fix = "take NomicBert, or what `convert` makes of XLM-R or BERT"
+        raise OptionError("upcycling", f"a {dense.config.model_type} backbone", rule, fix)
     layers, preserving = settings.layers(dense.config.num_hidden_layers), settings.mode == "preserving"
     fields = dense.config.to_dict()
     for name in ("model_type", "architectures", "transformers_version", "dtype"):
