@@ -12,7 +12,7 @@ PIP_OPTIONS = --quiet --disable-pip-version-check --no-compile
 JOBS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: quickstart test test-all slurm-test lint docs bench bench-tiny clean
+.PHONY: quickstart test test-all slurm-test lint docs bench bench-tiny canary wheel clean
 
 quickstart: $(STAMP)
 	$(BIN)/python main.py quickstart
@@ -42,6 +42,26 @@ bench: $(STAMP)
 
 bench-tiny: $(STAMP)
 	$(BIN)/python -m benchmarks.run --tiny
+
+# The newest releases within the bounds of setup.cfg, in an environment of its own, and the tests of what uses their
+# private names, command line, model files and training loop. TORCH_CANARY="torch --pre …" tries another torch.
+CANARY = $(VENV)/canary
+TORCH_CANARY ?= $(TORCH)
+CANARY_TESTS = tests/cli/test_parser.py tests/cli/test_main.py tests/cli/test_fit.py tests/callbacks/test_run_record.py \
+	tests/callbacks/test_preemption.py tests/data/test_loader.py tests/models/test_attention_capture.py \
+	tests/models/test_bidirectional.py tests/models/test_directory.py tests/strategies/test_fsdp.py \
+	tests/strategies/test_zero.py tests/training/test_graphs.py tests/test_end_to_end.py tests/test_wheel.py
+canary:
+	$(PYTHON) -m venv --clear $(CANARY)
+	$(CANARY)/bin/python -m pip install $(PIP_OPTIONS) $(TORCH_CANARY)
+	$(CANARY)/bin/python -m pip install $(PIP_OPTIONS) -e ".[quickstart,cpu,dev]"
+	$(CANARY)/bin/python -m pip list --format freeze
+	OMP_NUM_THREADS=1 $(CANARY)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(CANARY_TESTS)
+
+# dist/embedding_zoo-VERSION-py3-none-any.whl; build/ may hold files that the checkout has no more.
+wheel: $(STAMP)
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; set PYTHON=python3.11")'

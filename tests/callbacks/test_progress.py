@@ -99,7 +99,7 @@ def test_the_command_line_shows_it_unless_told_otherwise(tmp_path, callbacks, en
 def test_the_model_is_one_line_without_arithmetic_unless_a_summary_is_named(is_named, tmp_path, capsys):
     callbacks = [{"class_path": "lightning.pytorch.callbacks.RichModelSummary"}] if is_named else []
     config = run_config(tmp_path)
-    config["trainer"] |= {"enable_model_summary": None, "callbacks": callbacks, "max_steps": 1}
+    config["trainer"] |= {"enable_model_summary": None, "callbacks": callbacks, "max_steps": 2}
     assert main(["fit", "--config", write_config(tmp_path, config)]) == 0
     out, err = capsys.readouterr()
     (line,) = re.findall(r"^([\d,]+) parameters, ([\d,]+) of them trained$", err, re.MULTILINE) or [None]

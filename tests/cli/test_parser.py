@@ -111,7 +111,7 @@ model:
     optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 1.0e-4}}
     loss.init_args.temperature: 0.05
 data: {class_path: embeddings.data.EmbeddingDataModule}
-trainer: {callbacks+: [x]}
+trainer: {callbacks+: [{class_path: lightning.pytorch.callbacks.ModelCheckpoint}]}
 """
 
 

@@ -278,7 +278,7 @@ def test_shards_and_tasks_change_no_reason(shard_size, tmp_path, monkeypatch):
             pairs_source, tmp_path / "work", rule, shard_size=shard_size, task=ArrayTask(index, 2)
         )
         assert found.tolist() == whole
-    with pytest.raises(InputError, match="field 'evaluation'"):
+    with pytest.raises(InputError, match=r"field 'evaluation\.bm25_threshold' is"):
         find_contaminated(pairs_source, tmp_path / "work", Decontaminator(evaluation, 0.6), shard_size=shard_size)
 
 

@@ -121,7 +121,7 @@ def test_a_finished_file_is_left_as_it_is_and_other_rules_are_refused(tmp_path):
     before = files(tmp_path)
     run_filter(config, output)
     assert files(tmp_path) == before
-    with pytest.raises(InputError, match="field 'rules'"):
+    with pytest.raises(InputError, match=r"field 'rules\."):
         run_filter(config, output, rules=FilterRules(near_duplicates=0.9, top_k=2))
     output.write_bytes(output.read_bytes() + b"x")
     with pytest.raises(InputError, match="is not the file that its manifest describes"):
@@ -147,7 +147,7 @@ def test_named_prompts_go_before_what_is_judged_and_belong_to_the_rules(tmp_path
     e5 = {"query_prompt_name": {"text": "query: "}, "document_prompt_name": {"text": "passage: "}}
     filter_pairs(config, tmp_path / "e5.parquet", FilterRules(), encoder=options["encoder"], **e5)
     assert json.loads((tmp_path / "e5.manifest.json").read_text())["rules"]["query_prompt_name"] == {"text": "query: "}
-    with pytest.raises(InputError, match="field 'rules'"):
+    with pytest.raises(InputError, match=r"field 'rules\."):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(top_k=2), **options)
     with pytest.raises(InputError, match="field 'prompt_name'"):
         filter_pairs(config, tmp_path / "other.parquet", FilterRules(top_k=2), **options)

@@ -115,7 +115,7 @@ def test_a_finished_file_is_left_and_another_input_refused_by_name(tmp_path):
     first = run(tmp_path, "mined.parquet")
     before = outputs(tmp_path, "mined.parquet")
     assert run(tmp_path, "mined.parquet") == first
-    with pytest.raises(InputError, match="field 'rules'"):
+    with pytest.raises(InputError, match=r"field 'rules\."):
         run(tmp_path, "mined.parquet", rules=NegativeRules(3, 0.9))
     with pytest.raises(InputError, match="field 'teachers'"):
         run(tmp_path, "mined.parquet", models=["other"])

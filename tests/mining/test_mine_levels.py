@@ -96,7 +96,7 @@ def test_shard_sizes_and_tasks_change_no_record_and_a_finished_file_is_left(mine
     assert pq.read_table(tmp_path / "others.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
     assert mine("whole.parquet") == first
     for levels in (None, LevelRules("grades", JUDGED)):
-        with pytest.raises(InputError, match="field 'levels'"):
+        with pytest.raises(InputError, match="field 'levels"):
             mine("whole.parquet", levels=levels)
 
 

@@ -116,7 +116,7 @@ def test_each_rows_own_instruction_stands_in_the_prompt_of_its_query(encoder, tm
         np.testing.assert_allclose(vectors.document_shards.take(np.array([row])), unit(document), atol=1e-5)
     manifest = json.loads((tmp_path / "out" / "queries" / "manifest.json").read_text())
     assert manifest["prompt_name"] == prompt
-    with pytest.raises(InputError, match="field 'prompt_name' is"):
+    with pytest.raises(InputError, match=r"field 'prompt_name\.text' is"):
         encode_pairs(encoder, source(tmp_path, rows), tmp_path / "out", query_prompt_name={"text": "query: "})
 
 
