@@ -177,7 +177,7 @@ def test_a_context_is_chosen_by_encode_and_kept_for_search(contextual, tmp_path,
     other = ["search", "--model", contextual, *own, "--context", corpus, "--context-size", "3", "fox"]
     for says in ("was encoded with 3 documents of seed 1", "asked for is 3 documents of seed 0"):
         assert_refused(capsys, tmp_path, says, main, other)
-    assert_refused(capsys, tmp_path, "field 'context' is", main, [*encode, "--context", corpus, "--context-size", "2"])
+    assert_refused(capsys, tmp_path, "field 'context.", main, [*encode, "--context", corpus, "--context-size", "2"])
 
 
 def test_a_contextual_model_without_a_context_is_told_in_one_line(contextual, model, tmp_path, caplog, capsys):

@@ -90,7 +90,7 @@ CASES = [
             "an array among objects": (pairs(["q", "p"]), "pairs.jsonl:2: the row is a JSON array, expected an object"),
             "comma-separated values": (
                 raw(b"query,positive\na,b\n"),
-                "pairs.jsonl:1: the row is not JSON at column 1; write one JSON object a line",
+                "pairs.jsonl:1: this is a table of separated values (CSV), expected JSON lines or Parquet; convert it",
             ),
             "an empty file": (raw(b""), "pairs.jsonl: is empty"),
             "a column that is not there": (
