@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jsonargparse import Namespace, set_parsing_settings
 from embeddings.cli.errors import ConfigError
 from embeddings.common import InputError, UserError
 from embeddings.common.errors import CHECKOUT, PACKAGE, shown
+from embeddings.common.text import one_line
 
 FOLDER = "lightning_configs"
 # Where the library's configs lie: in a checkout's top folder, or inside the installed package.
@@ -146,7 +148,9 @@ def expand_recipe(argv: Sequence[str], path: str = RECIPES) -> list[str]:
         raise ConfigError(f"--recipe: {path} is missing; install the library anew, or give --config")
     recipes = read_recipes(path)
     if name not in recipes:
-        raise ConfigError(f"there is no recipe {name!r}; {path} lists: {', '.join(recipes)}")
+        near = get_close_matches(name, recipes, n=3)
+        hint = f"did you mean {' or '.join(near)}? {path} lists all" if near else f"{path} lists {', '.join(recipes)}"
+        raise ConfigError(f"there is no recipe {shown(name)}; {one_line(hint, 300)}")
     configs = [word for config in recipes[name]["configs"].split() for word in ("--config", config)]
     return [*argv[:position], *configs, *argv[end:]]
 

@@ -198,7 +198,8 @@ def explain(message: str, options: Iterable[str], keys: Iterable[str] = ()) -> s
     name = unknown[1] or unknown[2]
     prefix = "" if unknown[1] or owner else "--"
     last = _OTHER_NAMES.get(name.strip("-").rpartition(".")[2], name.strip("-").rpartition(".")[2])
-    every = [] if owner else [*(f"--{key}" for key in keys), *options]
+    # A key of a config is among the keys itself.
+    every = [*(f"--{key}" for key in keys), *options] if unknown[1] else []
     full = [option for option in dict.fromkeys(every) if option.rpartition(".")[2] == last]
     longer = [option for option in dict.fromkeys(options) if option.startswith(prefix + name)]
     alike = (longer or full)[:4] or get_close_matches(prefix + name, list(options), n=1)

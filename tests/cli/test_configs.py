@@ -102,6 +102,8 @@ def test_every_config_of_every_recipe_is_there():
 def test_an_unknown_recipe_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"there is no recipe 'nope'.*quickstart"):
         expand_recipe(["fit", "--recipe", "nope"], TABLE)
+    with pytest.raises(ConfigError, match=r"'mgh_h100'; did you mean mgh_h100x1 or .*\? .*recipes\.csv lists all"):
+        expand_recipe(["fit", "--recipe", "mgh_h100"], TABLE)
 
 
 def test_a_missing_name_is_said():
