@@ -150,7 +150,7 @@ def expand_recipe(argv: Sequence[str], path: str = RECIPES) -> list[str]:
     if name not in recipes:
         near = get_close_matches(name, recipes, n=3)
         hint = f"did you mean {' or '.join(near)}? {path} lists all" if near else f"{path} lists {', '.join(recipes)}"
-        raise ConfigError(f"there is no recipe {shown(name)}; {one_line(hint, 300)}")
+        raise ConfigError(f"there is no recipe {shown(name)}; {one_line(hint, 220)}")
     configs = [word for config in recipes[name]["configs"].split() for word in ("--config", config)]
     return [*argv[:position], *configs, *argv[end:]]
 
