@@ -3,7 +3,7 @@
 A page asks for a table by a fenced block whose language names the table and whose content is YAML:
 
     ```benchmarks          newest row of each claim of `benchmarks/results.csv`
-    claims: [P1, P3]       claims that begin with one of these words; all if left out
+    claims: [P1, P3]       claims that begin with one of these; a section for each script if left out
     ```
     ```scores              rows of `benchmarks/results.csv` as a table of two dimensions
     claim: "E14 (?P<column>.+) on vaswani_npl, (?P<row>.+)"
@@ -15,6 +15,9 @@ A page asks for a table by a fenced block whose language names the table and who
     ```
     ```recipes             the rows of `lightning_configs/recipes.csv`
     names: [cde]           recipes whose names begin with one of these; all if left out
+    ```
+    ```file                a file of the repository
+    path: lightning_configs/base.yaml
     ```
 
 A block that matches nothing is an error, so that no page keeps a table of rows that are gone.
@@ -86,17 +89,36 @@ def newest(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def begins_with(text: str, words: Sequence[str]) -> bool:
-    """Whether a text begins with one of some words, or whether there are none."""
-    return not words or any(re.match(rf"{re.escape(word)}(?!\w)", text) for word in words)
+    """Whether a text begins with one of some words."""
+    return any(re.match(rf"{re.escape(word)}(?!\w)", text) for word in words)
 
 
 def benchmarks_table(options: Mapping[str, Any]) -> str:
-    """The newest row of each claim with its spread, control, target, machine and commit."""
-    claims = options.get("claims", [])
+    """The newest row of each claim with its spread, target, control, machine and commit."""
+    if "claims" in options:
+        return rows_table(options["claims"])
+    scripts = sorted((ROOT / "benchmarks").glob("p[0-9]*_*.py"), key=lambda path: int(claim_of(path)[1:]))
+    parts = []
+    for path in scripts:
+        parts += [f"### {title_of(path)}", f"`python -m benchmarks.{path.stem}`", rows_table([claim_of(path)])]
+    return "\n\n".join(parts)
+
+
+def claim_of(script: Path) -> str:
+    """The claim of a benchmark's script, such as P16."""
+    return script.stem.partition("_")[0].upper()
+
+
+def title_of(script: Path) -> str:
+    """The first line of a script's docstring without its full stop."""
+    return (ast.get_docstring(ast.parse(script.read_text("utf-8"))) or "").splitlines()[0].strip().rstrip(".")
+
+
+def rows_table(claims: Sequence[str]) -> str:
+    """The newest rows of the claims that begin with some words."""
     rows = [row for claim, row in newest(read_rows(RESULTS)).items() if begins_with(claim, claims)]
     require(rows, f"no claim of {RESULTS.name} begins with {claims}")
-    rows.sort(key=lambda row: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", row["claim"])][:2])
-    header = ["claim", "measured", "from … to", "target", "control", "hardware", "commit", "date"]
+    header = ["claim", "measured", "target", "control", "machine and commit"]
     return markdown_table(header, map(benchmark_cells, rows))
 
 
@@ -105,12 +127,12 @@ def benchmark_cells(row: Row) -> list[str]:
     value, target = float(row["value"]), row["target"]
     low, high = float(row["low"]), float(row["high"])
     unit = "" if row["unit"] == "ratio" else f" {row['unit']}"
-    measured = f"{rounded(value)}{unit}" + ("" if meets(value, target) else ", **missed**")
-    spread = "" if low == high else f"{rounded(low)} … {rounded(high)}"
+    spread = "" if low == high else f" ({rounded(low)} to {rounded(high)})"
+    measured = f"{rounded(value)}{unit}{spread}" + ("" if meets(value, target) else ", **missed**")
     control = "" if row["control"] == "nan" else f"{float(row['control']):.3f}"
-    machine = f"{row['hardware'].replace('(R)', '').replace(' Processor', '')}, {threads(row['threads'])}"
-    shown = "" if target == "none" else f"`{target}`"
-    return [row["claim"], measured, spread, shown, control, machine, row["commit"], row["date"]]
+    machine = row["hardware"].replace("(R)", "").replace(" Processor", "")
+    place = f"{machine}, {threads(row['threads'])}, {row['date']}, `{row['commit']}`"
+    return [row["claim"], measured, "" if target == "none" else f"`{target}`", control, place]
 
 
 def threads(count: str) -> str:
@@ -202,11 +224,18 @@ def recipes_table(options: Mapping[str, Any]) -> str:
     return markdown_table(header, [[*line, row["status"]] for line, row in zip(cells, rows, strict=True)])
 
 
+def file_block(options: Mapping[str, Any]) -> str:
+    """A file of the repository as a block of code."""
+    path = ROOT / options["path"]
+    return f"```{path.suffix.removeprefix('.')}\n{path.read_text('utf-8').rstrip()}\n```"
+
+
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "benchmarks": benchmarks_table,
     "scores": scores_table,
     "trials": trials_table,
     "recipes": recipes_table,
+    "file": file_block,
 }
 BLOCK = re.compile(rf"^```({'|'.join(TABLES)})\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -1,6 +1,7 @@
 """The tables of the documentation come from the CSV files, and a page that asks for rows that are gone is an error."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -27,12 +28,12 @@ def test_the_newest_row_of_a_claim_is_shown_and_a_missed_target_is_named(tmp_pat
         "P2 b,0.7,ratio,0.6,0.8,0.99,<=0.6,torch,4 x CPU,1,bbb,2026-01-02",
     ]
     monkeypatch.setattr(hooks, "RESULTS", write(tmp_path / "results.csv", [head, *rows]))
-    lines = hooks.with_tables("before\n\n```benchmarks\n```\n\nafter").splitlines()
+    lines = hooks.with_tables("before\n\n```benchmarks\nclaims: [P2, P10]\n```\n\nafter").splitlines()
     assert lines[0] == "before"
     assert lines[4] == (
-        "| P2 b | 0.7, **missed** | 0.6 … 0.8 | `<=0.6` | 0.990 | 4 x CPU, 1 thread | bbb | 2026-01-02 |"
+        "| P2 b | 0.7 (0.6 to 0.8), **missed** | `<=0.6` | 0.990 | 4 x CPU, 1 thread, 2026-01-02, `bbb` |"
     )
-    assert lines[5] == "| P10 a | 3 ms |  |  |  | 4 x CPU, 2 threads | aaa | 2026-01-01 |"
+    assert lines[5] == "| P10 a | 3 ms |  |  | 4 x CPU, 2 threads, 2026-01-01, `aaa` |"
     assert lines[-1] == "after"
     assert "P10 a" not in hooks.with_tables("```benchmarks\nclaims: [P1, P2]\n```")
     with pytest.raises(ValueError, match="no claim"):
@@ -70,6 +71,14 @@ def test_trials_are_averaged_over_seeds_and_gains_are_taken_seed_by_seed(tmp_pat
     ]
     with pytest.raises(ValueError, match="must have one key"):
         hooks.with_tables("```trials\ncolumns: {n: ndcg}\nrows: {one: [E3, a]}\n```")
+
+
+def test_every_benchmark_has_its_section_with_the_rows_of_its_claim():
+    text = hooks.with_tables("```benchmarks\n```")
+    scripts = list((ROOT / "benchmarks").glob("p[0-9]*.py"))
+    assert text.count("### P") == len(scripts) > 15
+    assert all(f"`python -m benchmarks.{path.stem}`" in text for path in scripts)
+    assert re.search(r"\| P1 GradCache step over the step with every graph kept \| \d", text)
 
 
 def test_recipes_are_chosen_by_the_beginnings_of_their_names():
