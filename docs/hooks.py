@@ -100,7 +100,8 @@ def benchmarks_table(options: Mapping[str, Any]) -> str:
     scripts = sorted((ROOT / "benchmarks").glob("p[0-9]*_*.py"), key=lambda path: int(claim_of(path)[1:]))
     parts = []
     for path in scripts:
-        parts += [f"### {title_of(path)}", f"`python -m benchmarks.{path.stem}`", rows_table([claim_of(path)])]
+        claim = claim_of(path)
+        parts += [f"### {claim}", f"{title_of(path)}.", f"`python -m benchmarks.{path.stem}`", rows_table([claim])]
     return "\n\n".join(parts)
 
 
@@ -110,8 +111,10 @@ def claim_of(script: Path) -> str:
 
 
 def title_of(script: Path) -> str:
-    """The first line of a script's docstring without its full stop."""
-    return (ast.get_docstring(ast.parse(script.read_text("utf-8"))) or "").splitlines()[0].strip().rstrip(".")
+    """What a benchmark's script claims: the first line of its docstring without the number and the full stop."""
+    line = (ast.get_docstring(ast.parse(script.read_text("utf-8"))) or "").splitlines()[0]
+    title = line.partition(": ")[2].strip().rstrip(".")
+    return title[0].upper() + title[1:]
 
 
 def rows_table(claims: Sequence[str]) -> str:
@@ -343,7 +346,7 @@ def command_line_page() -> str:
     parts = [
         "# Command line",
         "This page is generated from the parsers. `python main.py COMMAND --help` prints the same for one command.",
-        "Option names may be written with hyphens or underscores. Every command takes `--config FILE` and "
+        "Option names are written in full, with hyphens or underscores. Every command takes `--config FILE` and "
         "`--print_config`. [Exit codes](reliability.md#exit-codes) are the same for all commands.",
     ]
     names = [*TRAINER_COMMANDS, *COMMANDS]

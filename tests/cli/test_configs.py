@@ -229,9 +229,9 @@ def test_callbacks_are_dropped_on_request_and_added_by_their_own_key(tmp_path, m
         assert found == kept
 
 
-def test_the_readmes_own_config_is_accepted_and_keeps_checkpoints(tmp_path):
-    text = (ROOT / "README.md").read_text("utf-8")
-    (block,) = re.findall(r"```yaml\n(data:\n.*?name: support.*?)```", text, re.DOTALL)
+def test_the_config_of_the_first_steps_is_accepted_and_keeps_checkpoints(tmp_path):
+    text = (ROOT / "docs" / "getting-started.md").read_text("utf-8")
+    (block,) = re.findall(r'```yaml title="mine.yaml"\n(.*?)```', text, re.DOTALL)
     (tmp_path / "mine.yaml").write_text(block, encoding="utf-8")
     words = ["fit", "--config", str(CONFIGS / "quickstart.yaml"), "--config", str(tmp_path / "mine.yaml")]
     check_configs(words)
