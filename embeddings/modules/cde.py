@@ -312,7 +312,7 @@ class CDEModule(ContrastiveModule):
         num_words, total_steps = self.first_stage_training.word_steps, self._schedule.total_steps or steps
         if trainer.fast_dev_run or total_steps is None or not num_words:  # type: ignore[attr-defined]
             return
-        if num_words + self._schedule.warmup_steps >= total_steps:
+        if num_words + self._schedule.num_warmup_steps(total_steps - num_words) >= total_steps:
             rule = f"must leave more than the schedule's warm-up of the run's {total_steps} optimiser steps"
             raise OptionError("model.first_stage_training.word_steps", num_words, rule, "lower it or train longer")
 

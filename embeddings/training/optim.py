@@ -67,7 +67,8 @@ class Schedule:
     """Linear warm-up, then a decay to zero at the last step.
 
     Args:
-        warmup_steps: Optimiser steps (not batches) over which the rate rises linearly. NV-Embed: 50 (Table 11).
+        warmup_steps: Optimiser steps (not batches) over which the rate rises linearly, or, below 1, their share of the
+            run's, rounded down. NV-Embed: 50 (Table 11).
         decay: After the warm-up `linear` (NV-Embed, Appendix C) or `cosine` to zero at `total_steps`, or `constant`.
         total_steps: Optimiser steps of the full run; None for the trainer's.
 
@@ -75,26 +76,32 @@ class Schedule:
         OptionError: If a count is negative, or the warm-up is longer than the run.
     """
 
-    warmup_steps: int = 50
+    warmup_steps: int | float = 0.1
     decay: Literal["linear", "cosine", "constant"] = "linear"
     total_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise OptionError("model.schedule.warmup_steps", self.warmup_steps, "must be >= 0", "NV-Embed uses 50")
+        if self.warmup_steps < 0 or (self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps)):
+            rule = "must be a whole number >= 0, or a share of the run below 1"
+            raise OptionError("model.schedule.warmup_steps", self.warmup_steps, rule, "NV-Embed uses 50")
         if self.total_steps is not None and self.total_steps < 1:
             raise OptionError("model.schedule.total_steps", self.total_steps, "must be >= 1", "leave it out")
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Optimiser steps of the warm-up in a run of `total_steps`."""
+        return int(self.warmup_steps * (total_steps if self.warmup_steps < 1 else 1))
 
     def factor(self, step: int, total_steps: int) -> float:
         """The share of the peak rate that optimiser step `step` (0-based) uses, 0 to 1.
 
         The first step of a warm-up of W steps uses 1/W of the peak, so no step is wasted at a rate of zero.
         """
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+        num_warmup_steps = self.num_warmup_steps(total_steps)
+        if step < num_warmup_steps:
+            return (step + 1) / num_warmup_steps
         if self.decay == "constant":
             return 1.0
-        left = max(0.0, (total_steps - step) / max(1, total_steps - self.warmup_steps))
+        left = max(0.0, (total_steps - step) / max(1, total_steps - num_warmup_steps))
         return left if self.decay == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
 
     def scheduler(
@@ -105,7 +112,7 @@ class Schedule:
         `trainer_steps` are used where `total_steps` is None. `part_factor` replaces `factor`; its first argument is a
         group's `part`, or None.
         """
-        steps = self._length(trainer_steps) or self.warmup_steps + 1
+        steps = self._length(trainer_steps) or int(self.warmup_steps) + 1
 
         def of_group(part: str | None) -> Callable[[int], float]:
             return lambda step: self.factor(step, steps) if part_factor is None else part_factor(part, step, steps)
@@ -125,9 +132,10 @@ class Schedule:
 
     def _length(self, trainer_steps: int | None) -> int | None:
         total_steps = self.total_steps or trainer_steps
-        if total_steps is None and self.decay != "constant":
+        if total_steps is None and (self.decay != "constant" or 0 < self.warmup_steps < 1):
+            what = "to decay" if self.decay != "constant" else "for a warm-up that is a share of it"
             fix = "set trainer.max_steps or max_epochs"
-            raise OptionError("model.schedule.total_steps", None, "must be known to decay", fix)
+            raise OptionError("model.schedule.total_steps", None, f"must be known {what}", fix)
         return total_steps
 
 

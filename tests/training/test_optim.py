@@ -76,7 +76,18 @@ def test_the_scheduler_gives_the_rates_of_the_factor():
     assert rates == pytest.approx([2.0 * schedule.factor(step, 5) for step in range(5)])
 
 
-@pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"total_steps": 0}])
+@pytest.mark.parametrize(("total_steps", "num_warmup_steps"), [(100, 10), (36, 3), (9, 0), (1, 0)])
+def test_a_share_of_the_run_is_a_warm_up_of_so_many_steps(total_steps, num_warmup_steps):
+    share, whole = Schedule(warmup_steps=0.1), Schedule(warmup_steps=num_warmup_steps)
+    assert share == Schedule()
+    steps = range(total_steps)
+    assert [share.factor(step, total_steps) for step in steps] == [whole.factor(step, total_steps) for step in steps]
+    share.check(total_steps)
+    with pytest.raises(OptionError, match="must be known for a warm-up that is a share of it"):
+        Schedule(decay="constant").check(None)
+
+
+@pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"warmup_steps": 1.5}, {"total_steps": 0}])
 def test_impossible_counts_are_refused(options):
     with pytest.raises(OptionError):
         Schedule(**options)
@@ -97,7 +108,7 @@ def test_a_decay_without_an_end_is_refused():
         Schedule().scheduler(optimizer, None)
     with pytest.raises(OptionError, match=r"set trainer\.max_steps"):
         Schedule().check(None)
-    Schedule(decay="constant").check(None)
+    Schedule(warmup_steps=50, decay="constant").check(None)
     Schedule(total_steps=60).check(None)
 
 
