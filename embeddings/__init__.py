@@ -1,3 +1,48 @@
-"""Train text-embedding models: four published recipes as Lightning modules."""
+"""Train text-embedding models: four published recipes as Lightning modules. The names load torch on first use."""
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+from embeddings.common.process import lazy_names
+
+if TYPE_CHECKING:
+    from embeddings.callbacks import ExportModel, GradCacheCallback, RetrievalEvaluation
+    from embeddings.common import TextSettings
+    from embeddings.data import EmbeddingDataModule, SourceConfig
+    from embeddings.inference import Encoder
+    from embeddings.losses import InfoNCE
+    from embeddings.models import BackboneConfig, Embedder, LoraSettings
+    from embeddings.modules import CDEModule, MGHCurriculumModule, MoEEmbedModule, NVEmbedModule
+    from embeddings.training.optim import Schedule
+
+__all__ = [
+    "BackboneConfig",
+    "CDEModule",
+    "Embedder",
+    "EmbeddingDataModule",
+    "Encoder",
+    "ExportModel",
+    "GradCacheCallback",
+    "InfoNCE",
+    "LoraSettings",
+    "MGHCurriculumModule",
+    "MoEEmbedModule",
+    "NVEmbedModule",
+    "RetrievalEvaluation",
+    "Schedule",
+    "SourceConfig",
+    "TextSettings",
+]
+
+_PLACES = {
+    "callbacks": ("ExportModel", "GradCacheCallback", "RetrievalEvaluation"),
+    "common": ("TextSettings",),
+    "data": ("EmbeddingDataModule", "SourceConfig"),
+    "inference": ("Encoder",),
+    "losses": ("InfoNCE",),
+    "models": ("BackboneConfig", "Embedder", "LoraSettings"),
+    "modules": ("CDEModule", "MGHCurriculumModule", "MoEEmbedModule", "NVEmbedModule"),
+    "training.optim": ("Schedule",),
+}
+__getattr__ = lazy_names(__name__, {name: place for place, names in _PLACES.items() for name in names})

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace, set_parsing_settings
 
+import embeddings
 from embeddings.cli.errors import ConfigError
 from embeddings.common import InputError, UserError
 from embeddings.common.errors import CHECKOUT, PACKAGE, shown
@@ -25,6 +26,7 @@ RECIPES = f"{FOLDER}/recipes.csv"
 # Packages that a config may name classes of, beside those that this variable adds.
 VARIABLE = "EMBED_IMPORTS"
 ALLOWED = (
+    *(f"embeddings.{name}" for name in embeddings.__all__),
     "embeddings.callbacks",
     "embeddings.common.TextSettings",
     "embeddings.common.text",

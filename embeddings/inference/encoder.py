@@ -26,12 +26,13 @@ from embeddings.common.text import PromptChoice, TextRole
 from embeddings.common.types import PaddedTokens, TokenBatch, plan_mini_batches
 from embeddings.data.tokenize import TextTokenizer
 from embeddings.inference.precision import Int8Products, Precision, resolve_precision
-from embeddings.inference.vectors import save_vectors
+from embeddings.inference.vectors import save_vectors, unit_rows
 
 if TYPE_CHECKING:
     from embeddings.models.embedder import Embedder
 
 
+Vectors = npt.NDArray[np.float32]
 # Chosen so that a core's share of a mini-batch stays small, and a GPU is filled; neither is a measured optimum.
 CPU_MINI_BATCH_TOKENS_PER_THREAD = 512
 GPU_MINI_BATCH_TOKENS = 65536
@@ -289,6 +290,19 @@ class Encoder:
         compute = partial(self._vectors, context_MH=self._context_vectors(context))
         extra = int(getattr(self.embedder, "num_extra_tokens", 0))
         return self._computed(texts, preparation, self.embedding_dim, compute, f"encode {preparation.role}", extra)
+
+    def encode_query(self, texts: Sequence[str], context: Context | Sequence[str] | None = None) -> Vectors:
+        """The vectors of queries: `encode` with the model's `query` prompt and length limit."""
+        return self.encode(texts, context=context, role="query")
+
+    def encode_document(self, texts: Sequence[str], context: Context | Sequence[str] | None = None) -> Vectors:
+        """The vectors of documents: `encode` with the model's `document` prompt and length limit."""
+        return self.encode(texts, context=context, role="document")
+
+    @staticmethod
+    def similarity(query_ND: Vectors, document_MD: Vectors) -> Vectors:
+        """The cosine of each query with each document, (N, M) float32; a zero vector's is 0."""
+        return unit_rows(query_ND) @ unit_rows(document_MD).T
 
     def preparation(
         self, prompt_name: PromptChoice = None, role: TextRole | None = None, prompt: str | None = None
