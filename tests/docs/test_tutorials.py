@@ -1,7 +1,6 @@
-"""The commands of the pages, read from the pages: run one after the other on small stand-ins, or at least parsed."""
+"""The commands of the pages, read from the pages: run one after the other on small stand-ins."""
 
 import importlib
-import itertools
 import os
 import re
 import shlex
@@ -107,29 +106,6 @@ def test_a_tutorial_runs_from_an_empty_folder(page: str, capsys: pytest.CaptureF
                 assert "ndcg_at_10" in capsys.readouterr().out
     assert names
     assert not page.startswith("methods/") or {"prepare", "fit", "evaluate", "show"} <= set(names)
-
-
-def all_pages() -> list[str]:
-    return sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md"))
-
-
-@pytest.mark.parametrize("page", all_pages())
-def test_every_command_of_a_page_parses(
-    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("embeddings.cli.main.call", lambda function, arguments: None)
-    monkeypatch.setenv("EMBED_TRAIN_DATA", "data")
-    recipes = read_recipes()
-    commands = [line for block in blocks_of(page) if block.info.startswith("bash") for line in commands_in(block.text)]
-    for command in commands:
-        words = words_of(command)
-        if words is None or "--help" in words:
-            continue
-        if words[0] == "fit":
-            options = dict(itertools.pairwise(words))
-            assert "--recipe" not in options or options["--recipe"] in recipes, command
-            continue
-        assert main(words) == 0, f"{command}\n{capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize("name", METHODS)
