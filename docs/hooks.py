@@ -399,10 +399,31 @@ def api_page(package: str) -> str:
     """The reference of a package's public names."""
     parts = [f"# embeddings.{package}"]
     source = (ROOT / "embeddings" / package / "__init__.py").read_text("utf-8")
-    parts.append((ast.get_docstring(ast.parse(source)) or "").partition(". ")[0].rstrip(".") + ".")
+    parts.append(first_line(package))
     places = defining_modules(package, ast.parse(source))
     parts += [f"::: {places[name]}.{name}" for name in public_names(package)]
     return "\n\n".join(parts) + "\n"
+
+
+def api_index() -> str:
+    """The names that `embeddings` itself offers, each with the page that describes it, and the packages."""
+    top = ast.parse((ROOT / "embeddings" / "__init__.py").read_text("utf-8"))
+    rows = []
+    for name, module in sorted(defining_modules("", top).items()):
+        package = module.split(".")[1] if module.count(".") else ""
+        if package in packages() and name in public_names(package):
+            source = (ROOT / "embeddings" / package / "__init__.py").read_text("utf-8")
+            place = defining_modules(package, ast.parse(source))[name]
+            rows.append([f"[`{name}`]({package}.md#{place}.{name})", f"`from embeddings import {name}`"])
+    listed = [[f"[`embeddings.{name}`]({name}.md)", first_line(name)] for name in packages()]
+    parts = ["# Python", "The names that most programs need, loaded on use:", markdown_table(["name", "import"], rows)]
+    return "\n\n".join([*parts, "All public names, by package:", markdown_table(["package", "holds"], listed)]) + "\n"
+
+
+def first_line(package: str) -> str:
+    """The first sentence of a package's docstring."""
+    source = (ROOT / "embeddings" / package / "__init__.py").read_text("utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition(". ")[0].rstrip(".") + "."
 
 
 def defining_modules(package: str, tree: ast.Module) -> dict[str, str]:
@@ -438,7 +459,7 @@ def relinked(text: str, page: str) -> str:
 
 def on_config(config: Any) -> Any:
     """Add a page for each package to the navigation."""
-    pages = [{name: f"api/{name}.md"} for name in packages()]
+    pages = ["api/index.md", *({name: f"api/{name}.md"} for name in packages())]
     for section in config["nav"]:
         for entries in section.values():
             for entry in entries if isinstance(entries, list) else []:
@@ -452,6 +473,7 @@ def on_files(files: Any, config: Any) -> Any:
     file_class = importlib.import_module("mkdocs.structure.files").File
     pages = {page: relinked((ROOT / name).read_text("utf-8"), page) for page, name in ROOT_PAGES.items()}
     pages["cli.md"] = command_line_page()
+    pages["api/index.md"] = api_index()
     pages |= {f"api/{name}.md": api_page(name) for name in packages()}
     for name, text in pages.items():
         files.append(file_class.generated(config, name, content=text))
