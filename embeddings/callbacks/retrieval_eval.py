@@ -15,14 +15,15 @@ METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_10")
 class RetrievalEvaluation(L.Callback):
     """Scores the model on a retrieval folder every so many optimiser steps and logs `val/ndcg_at_10` and its siblings.
 
-    A model that is trained at several dimensions is scored at each, from the same vectors: fewer than all dimensions
-    are logged as `val/ndcg_at_10_128` and so on. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`, `mode: max` and
-    the same `every_n_train_steps` keeps the best. The folder is read before training, so a mistake in it ends the run
-    before any file is written.
+    With `every_n_steps: null` it is scored at the end of each epoch, before `EarlyStopping` and `ModelCheckpoint` look
+    at the scores. A model that is trained at several dimensions is scored at each, from the same vectors: fewer than
+    all dimensions are logged as `val/ndcg_at_10_128` and so on. A `ModelCheckpoint` with `monitor: val/ndcg_at_10`,
+    `mode: max` and the same `every_n_train_steps` keeps the best. The folder is read before training, so a mistake in
+    it ends the run before any file is written.
 
     Args:
         folder: A retrieval folder (`corpus.jsonl[.gz]`, `queries.jsonl`, `qrels.tsv`).
-        every_n_steps: Optimiser steps between two scorings, > 0.
+        every_n_steps: Optimiser steps between two scorings, > 0; None scores at the end of each epoch.
         name: Prefix of the logged metrics.
         at_start: Whether the model is also scored before its first step.
         context_size: Documents of the folder, drawn once, that are the context of a contextual model; None for as many
@@ -36,12 +37,12 @@ class RetrievalEvaluation(L.Callback):
     def __init__(
         self,
         folder: str,
-        every_n_steps: int = 100,
+        every_n_steps: int | None = 100,
         name: str = "val",
         at_start: bool = True,
         context_size: int | None = None,
     ) -> None:
-        if every_n_steps < 1:
+        if every_n_steps is not None and every_n_steps < 1:
             raise OptionError("RetrievalEvaluation.every_n_steps", every_n_steps, "must be >= 1", "try 100")
         self.context_size = context_size
         self.folder = folder
@@ -74,10 +75,20 @@ class RetrievalEvaluation(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Score after every `every_n_steps` optimiser steps."""
-        step = trainer.global_step
-        if step != self._scored_step and step % self.every_n_steps == 0:
-            for name, value in self._score(trainer, pl_module).items():
-                pl_module.log(name, value, prog_bar=name.endswith(METRICS[0]), logger=False)
+        if self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0:
+            self._score_and_log(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Score after an epoch, where no number of steps is given."""
+        if self.every_n_steps is None:
+            self._score_and_log(trainer, pl_module)
+
+    def _score_and_log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Score a step that has no scores yet, for the loggers and for the callbacks that monitor a metric."""
+        if trainer.global_step == self._scored_step:
+            return
+        for name, value in self._score(trainer, pl_module).items():
+            pl_module.log(name, value, prog_bar=name.endswith(METRICS[0]), logger=False)
 
     def _score(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
         """Score the model, and write the scores to the loggers."""

@@ -26,6 +26,7 @@ from embeddings.callbacks.checkpoints import check_checkpoint_room, make_checkpo
 from embeddings.callbacks.export import ExportLanguageModel, ExportModel
 from embeddings.callbacks.preemption import Preemption
 from embeddings.callbacks.progress import count_parameters, show_whole_run
+from embeddings.callbacks.retrieval_eval import RetrievalEvaluation
 from embeddings.callbacks.run_record import RunRecord, keep_metrics, plain_types, run_logger
 from embeddings.cli.configs import check_configs, check_functions, expand_recipe, parse_yaml, restrict_imports
 from embeddings.cli.errors import ConfigError
@@ -42,6 +43,7 @@ from embeddings.cli.resume import (
 )
 from embeddings.common import InputError, OptionError, UserError
 from embeddings.common.errors import program
+from embeddings.common.io import METRICS_FILE, read_metrics, row_steps_made
 from embeddings.common.process import is_first_process, is_news
 from embeddings.common.protocols import ChecksRun, RunData
 from embeddings.common.text import one_line
@@ -266,7 +268,21 @@ def end_lines(trainer: L.Trainer) -> list[str]:
     else:
         following = [f"export --checkpoint {next(filter(None, kept))} --output DIR", f"report {folder}"]
     lines = [f"run: {folder} (metrics.csv, run.json, config.yaml)", *(f"model: {model}" for model in written)]
-    return [*lines, *(f"next: {program()} {words}" for words in following)]
+    scores = [score_line(each, Path(folder)) for each in callbacks if isinstance(each, RetrievalEvaluation)]
+    return [*filter(None, scores), *lines, *(f"next: {program()} {words}" for words in following)]
+
+
+def score_line(scored: RetrievalEvaluation, run: Path) -> str:
+    """nDCG@10 before training and at its best, from the run's `metrics.csv`; empty where fewer than two were logged."""
+    path, column = run / METRICS_FILE, f"{scored.name}/ndcg_at_10"
+    if not path.is_file():
+        return ""
+    scores = {row_steps_made(row): float(row[column] or "nan") for row in read_metrics(path) if row.get(column)}
+    first = scores.pop(0, None)
+    if first is None or not scores:
+        return ""
+    best = max(scores, key=lambda step: scores[step])
+    return f"nDCG@10 on {scored.folder}: {first:.3f} before training, {scores[best]:.3f} after step {best}, its best"
 
 
 def refused_option(message: str, given: dict[str, Any]) -> str:

@@ -48,6 +48,18 @@ def test_scores_are_logged_at_the_start_and_every_n_steps_and_choose_the_checkpo
     assert best.best_model_score == pytest.approx(max(scores[2], scores[4]), abs=1e-6)
 
 
+def test_without_a_number_of_steps_each_epoch_is_scored_and_early_stopping_sees_it(tmp_path):
+    folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)
+    config = run_config(tmp_path)
+    config["trainer"] |= {"max_steps": -1, "max_epochs": 5, "limit_train_batches": 2}
+    config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.0  # no score is better than the first
+    stop = {"monitor": "val/ndcg_at_10", "mode": "max", "patience": 2, "check_on_train_epoch_end": True}
+    scored = component("RetrievalEvaluation", folder=str(folder), every_n_steps=None)
+    config["trainer"]["callbacks"] = [component("EarlyStopping", **stop), scored]
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config)])
+    assert sorted(scores_of(cli.trainer)) == [0, 2, 4, 6]
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_resumed_run_does_not_score_the_step_where_it_begins_again(tmp_path):
     folder = write_retrieval_folder(tmp_path / "eval", num_queries=15)

@@ -4,6 +4,7 @@ Methods name their outputs, and later phases their start, relative to the workin
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import EarlyStopping
 from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
 
 from embeddings.cli.main import main
 from embeddings.common import instruction_prompt
@@ -265,3 +268,45 @@ def test_the_small_decoder_runs_as_its_file_says_and_its_directory_is_a_backbone
     backbone, _ = load_backbone(BackboneConfig("checkpoints/small_decoder", bidirectional=True))
     assert type(backbone).__name__ == "MistralModel"
     assert backbone.config.hidden_size == 32
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_pairs_of_ones_own_train_with_or_without_a_validation_folder(
+    validates: bool, tmp_path: Path, capsys: Any
+) -> None:
+    write_pairs(tmp_path / "pairs.jsonl", num_negatives=1)
+    files: list[str | Path] = [CONFIGS / "own_pairs.yaml"]
+    if validates:
+        write_retrieval_folder(tmp_path / "validation", num_queries=15)
+        files.append(CONFIGS / "own_validation.yaml")
+    small = {
+        "trainer": {"precision": "32-true"},
+        # An untrained stand-in needs longer steps.
+        "model": {
+            "init_args": {
+                "backbone": {"name": backbone_folder(tmp_path / "backbone")},
+                "optimizer": {"init_args": {"lr": 1e-2}},
+            }
+        },
+        "data": {"init_args": {"cache_dir": "cache", "text": TEXT}},
+    }
+    cli = small_run(tmp_path, files, small, "--data.sources", "[{name: mine, path: pairs.jsonl}]")
+    assert cli.trainer.global_step == 3 * 64 // 32
+    run = Path(cli.trainer.log_dir)
+    assert (run / "checkpoints" / "last.ckpt").is_file()
+    best = sorted(path.name for path in (run / "checkpoints").glob("best-step=*.ckpt"))
+    written = capsys.readouterr().out
+    line = next(line for line in written.splitlines() if line.startswith(("nDCG@10", "run: ")))
+    if validates:
+        assert len(best) == 1
+        pattern = r"nDCG@10 on validation: (0\.\d{3}) before training, ([01]\.\d{3}) after step (\d), its best"
+        before, after, step = re.fullmatch(pattern, line).groups()  # type: ignore[union-attr]
+        assert best == [f"best-step={step}.ckpt"]
+        assert float(after) > float(before)
+        assert any(isinstance(callback, EarlyStopping) for callback in cli.trainer.callbacks)
+    else:
+        assert best == []
+        assert line.startswith("run: ")
+    folder = tmp_path / "checkpoints" / "own_pairs"
+    assert not list(folder.glob("*.py"))
+    assert SentenceTransformer(str(folder), device="cpu").encode(["the quick fox"]).shape == (1, 32)
