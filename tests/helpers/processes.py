@@ -345,8 +345,8 @@ def _begin(environment: dict[str, str], folder: str) -> None:
     logging.root.handlers.clear()
     for logger in logging.root.manager.loggerDict.values():
         for handler in getattr(logger, "handlers", ()):
-            # One without a stream is torch's, which would close the one it is given.
-            if getattr(handler, "stream", None) is not None and not isinstance(handler, logging.FileHandler):
+            # torch's has none, and would close the one it is given; dill's always writes to sys.stderr.
+            if vars(handler).get("stream") is not None and not isinstance(handler, logging.FileHandler):
                 handler.stream = sys.stderr
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
