@@ -300,6 +300,14 @@ def fsync_path(path: Path) -> None:
         os.close(handle)
 
 
+def share_files(folder: Path) -> None:
+    """Give the files of a folder, at any depth, the mode of new ones: safetensors' can be read by their owner alone."""
+    mode = 0o666 & ~_umask()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

@@ -21,7 +21,7 @@ from torch import nn
 
 from embeddings.common import InputError, OptionError
 from embeddings.common.errors import pip_install, shown
-from embeddings.common.io import file_lock, file_sha256, fsync_path
+from embeddings.common.io import file_lock, file_sha256, fsync_path, share_files
 from embeddings.common.text import one_line
 
 # What `import` writes beside a model: which published tensor each of its own came from.
@@ -262,6 +262,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     exchanged = False
     try:
         yield new
+        share_files(new)
         _flush(new)
         # Of two processes that write the same model the second replaces the first one's.
         lock = target.with_name(f".{target.name}.lock")

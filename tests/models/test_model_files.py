@@ -1,5 +1,7 @@
 """The files of models: weights and their checksum, names on the Hub, and the packaged model."""
 
+import os
+import stat
 from pathlib import Path
 
 import huggingface_hub
@@ -7,6 +9,7 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import save_file
 from torch import nn
 
 from embeddings.common import InputError, OptionError
@@ -17,6 +20,7 @@ from embeddings.models.model_files import (
     load_weights,
     origin_of,
     read_json,
+    replaced_folder,
     resolve_model,
     weight_files,
     weights_checksum,
@@ -156,3 +160,14 @@ def test_a_folder_of_the_hubs_cache_is_a_copy_of_an_id_at_a_commit(tmp_path: Pat
     assert origin_of(tmp_path / "models--bert" / "snapshots" / "0123abc") == ("bert", "0123abc")
     for other in (tmp_path, tmp_path / "snapshots" / "0123abc", cached / "deeper"):
         assert origin_of(other) == (str(other), None)
+
+
+def test_who_may_read_new_files_may_read_a_models_weights(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with replaced_folder(tmp_path / "model") as new:
+            (new / "1_Pooling").mkdir()
+            save_file({"x": torch.zeros(2)}, new / "1_Pooling" / "model.safetensors")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model" / "1_Pooling" / "model.safetensors").stat().st_mode) == 0o640
