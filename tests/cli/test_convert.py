@@ -39,6 +39,7 @@ def test_a_checkpoint_is_converted_and_one_line_says_how_large_it_is(
     kind: str, has_head: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = source_folder(tmp_path / "source", kind, has_head)
+    capsys.readouterr()  # what libraries said while the source was written
     options = ["--num-positions", "3000", "--rope-theta", "20000", "--keep-head", str(has_head).lower()]
     assert convert(source, tmp_path / "new" / "rotary", *options) == 0
     out = capsys.readouterr().out
