@@ -228,7 +228,7 @@ def refusal(path):
         lines.append(str(error.value))
     assert lines[0] == lines[1]
     assert lines[0].startswith(f"{path}: ")
-    assert lines[0].endswith("; give a complete .ckpt file that `main.py fit` wrote")
+    assert lines[0].endswith("; give a complete .ckpt file that `fit` wrote")
     return lines[0]
 
 

@@ -41,6 +41,7 @@ def component(class_path: str, **init_args: Any) -> dict[str, Any]:
 
 def write_pairs(path: Path, num_pairs: int = 64, num_negatives: int = 2) -> Path:
     """Training records whose query shares two words with its positive and none with its negatives."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         for row in range(num_pairs):
             first, second = WORDS[row % len(WORDS)], WORDS[(row // len(WORDS) * 3 + row + 1) % len(WORDS)]

@@ -132,7 +132,7 @@ def test_the_usage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, travell
     monkeypatch.chdir(tmp_path)
     for name, model in (
         ("plain", embedder()),
-        ("with_code", embedder(prompts={"query": "q: "})),
+        ("with_code", embedder(prompts={"query": "q:"})),
         ("contextual", tiny_contextual()),
     ):
         text = card(tmp_path / name, model)

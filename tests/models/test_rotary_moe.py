@@ -120,7 +120,7 @@ def forget(travelling_code: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     return in_place
 
 
-@pytest.mark.parametrize("text", [TextSettings(24, 32, prompts={"query": "a query: "}), None])
+@pytest.mark.parametrize("text", [TextSettings(24, 32, prompts={"query": "a query:"}), None])
 @pytest.mark.parametrize("mode", ["preserving", "release", "gated"])
 def test_sentence_transformers_gives_equal_vectors_of_an_upcycled_model(
     mode: str, text: TextSettings | None, tmp_path: Path, forget: Callable[[], None]

@@ -262,7 +262,7 @@ def test_a_module_is_loaded_by_the_config_in_its_checkpoint_or_by_its_arguments(
     content = read_checkpoint(checkpoint)
     del content["run_config"]
     path = save(content, tmp_path / "bare.ckpt")
-    with pytest.raises(InputError, match="holds no run_config; give one that `main"):
+    with pytest.raises(InputError, match="holds no run_config; give one that `fit`"):
         NVEmbedModule.load_from_checkpoint(path)
     line = Line()
     line.layer.weight.data.fill_(3.0)
