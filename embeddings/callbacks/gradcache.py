@@ -1,11 +1,20 @@
 """GradCache under Lightning's automatic optimisation."""
 
+from typing import Any, Literal
+
 import lightning as L
 
-from embeddings.common import ContextualStep, UserError
+from embeddings.common import ContextualStep, OptionError, UserError
+from embeddings.common.distributed import reduce_int
+from embeddings.common.process import logger
 from embeddings.common.protocols import RunData, run_data
 from embeddings.training.gradcache import GradCache, GradCacheModule
+from embeddings.training.graphs import free_memory_bytes
 from embeddings.training.strategy import training_strategy
+
+# Of the memory that a first step leaves free: texts differ in length, and others may need memory too.
+KEPT_SHARE = 0.5
+_MEBIBYTE = 2**20
 
 
 class GradCacheCallback(L.Callback):
@@ -21,10 +30,17 @@ class GradCacheCallback(L.Callback):
             soft prompts count too.
         mini_batch_texts: Maximum of texts of a mini-batch; None for no limit.
         kept_fraction: Share of all padded tokens, 0 to 1, whose graphs may be kept instead of recomputed.
-        kept_gib: Memory that kept graphs may hold together, in GiB on this rank.
+        kept_gib: Memory that kept graphs may hold together, in GiB on a rank; 0 or None keeps no more than the last
+            graph. `auto` is half of the memory that the first optimiser step left free, so that a batch that fits is
+            computed without a second forward from then on; with `kept_fraction` it is None.
         equal_mini_batches: Whether all ranks run equally many mini-batches; always where every backward has
             collectives (FSDP2, ZeRO-2 and 3).
 
+    With `auto` the number is that of the rank with the least memory, and is part of checkpoints: which graphs are kept
+    changes the order of sums, and a resumed run continues with the same bits. It is measured anew where a resumed run
+    finds less memory than that.
+
+    Distributed: with `auto` one all-reduce, after the first optimiser step.
     Raises:
         OptionError: If an option is impossible.
         UserError: If the module is not contrastive, or the strategy synchronises gradients in a way that is not
@@ -37,10 +53,16 @@ class GradCacheCallback(L.Callback):
         mini_batch_tokens: int = 8192,
         mini_batch_texts: int | None = None,
         kept_fraction: float | None = None,
-        kept_gib: float | None = None,
+        kept_gib: float | Literal["auto"] | None = "auto",
         equal_mini_batches: bool = False,
     ) -> None:
-        self.engine = GradCache(mini_batch_tokens, mini_batch_texts, kept_fraction, kept_gib, equal_mini_batches)
+        if isinstance(kept_gib, str) and kept_gib != "auto":
+            raise OptionError("kept_gib", kept_gib, "must be a number, auto or null", "auto goes by the free memory")
+        self._is_auto = kept_gib == "auto" and kept_fraction is None
+        limit = None if isinstance(kept_gib, str) else kept_gib
+        self.engine = GradCache(mini_batch_tokens, mini_batch_texts, kept_fraction, limit, equal_mini_batches)
+        self._measured_gib: float | None = None
+        self._first_step = 0
 
     def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
         """Check that module and strategy support GradCache."""
@@ -62,6 +84,41 @@ class GradCacheCallback(L.Callback):
         assert isinstance(pl_module, GradCacheModule)
         self.engine.equal_mini_batches |= training_strategy(trainer.strategy).equal_mini_batches
         pl_module.grad_cache = self.engine
+        if self._is_auto:
+            self._measured_gib, self.engine.budget.kept_gib = None, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The measured number, where it is known."""
+        return {} if self._measured_gib is None else {"kept_gib": self._measured_gib}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the number that the run had."""
+        if self._is_auto and "kept_gib" in state_dict:
+            self._measured_gib = self.engine.budget.kept_gib = float(state_dict["kept_gib"])
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Drop a number of a machine with more memory."""
+        self._first_step = trainer.global_step
+        if self._measured_gib is not None and self._measured_gib * KEPT_SHARE > self._kept_gib(trainer, pl_module):
+            self._measured_gib, self.engine.budget.kept_gib = None, 0.0
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Measure after the first optimiser step, when gradients and the optimiser's state are there."""
+        if not self._is_auto or self._measured_gib is not None or trainer.global_step == self._first_step:
+            return
+        self._measured_gib = self.engine.budget.kept_gib = self._kept_gib(trainer, pl_module)
+        if trainer.is_global_zero:
+            what = "half of what the first step left free"
+            logger.info("GradCache keeps graphs within %.2f GiB a rank, %s", self._measured_gib, what)
+
+    def _kept_gib(self, trainer: L.Trainer, module: L.LightningModule) -> float:
+        """The share of the free memory that each rank has, of the rank with the least; ranks on a CPU share theirs."""
+        free = KEPT_SHARE * free_memory_bytes(module.device)
+        if module.device.type == "cpu":
+            free /= trainer.num_devices
+        return reduce_int(int(free // _MEBIBYTE), "min", module.device) / 1024
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Take it away again."""

@@ -1,10 +1,12 @@
 """Autograd graphs: their leaves, the memory that they hold, and how many fit into a budget."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +91,48 @@ class GraphMemory:
                         continue
                     self._storages[size] -= 1
                 self.num_bytes -= size
+
+
+def free_memory_bytes(device: torch.device, root: Path = Path("/")) -> int:
+    """Bytes that a process can still take, beyond what it has needed at most so far; 0 where nothing tells.
+
+    On a CUDA device they are the driver's free memory and the allocator's, without the peak of this process. Elsewhere
+    they are `MemAvailable` or what the process's cgroup leaves, whichever is less.
+
+    Args:
+        device: Where the memory is.
+        root: Folder below which `proc` and `sys` lie.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(0, free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device))
+    numbers = dict(re.findall(r"^(\w+):\s+(\d+)", _text(root / "proc/meminfo"), re.MULTILINE))
+    known = [1024 * int(numbers["MemAvailable"])] if "MemAvailable" in numbers else []
+    groups = root / "sys/fs/cgroup"
+    paths = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines()]
+    for _, names, path in (found for found in paths if len(found) == 3):
+        if names in ("", "memory"):
+            # Inside a container the group itself is the root of what is mounted.
+            folders = [groups / names / path.lstrip("/"), groups / names]
+            known += [left for folder in folders if (left := _left_in_group(folder)) is not None][:1]
+    return max(0, min(known, default=0))
+
+
+def _left_in_group(folder: Path) -> int | None:
+    """Bytes that a memory cgroup, of version 2 or 1, leaves; None where it has no limit."""
+    for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
+        if most.isdecimal() and used.isdecimal():
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
+            return int(most) - int(used) + (int(cached[1]) if cached else 0)
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 class GraphBudget:

@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from safetensors.torch import load_file
 
 from embeddings.callbacks import GradCacheCallback
+from embeddings.cli.fit import run_trainer
 from embeddings.common import OptionError, UserError
 from embeddings.training.gradcache import GradCache
 from tests.helpers.processes import run_command
@@ -27,6 +28,74 @@ def test_the_engine_is_handed_over_and_taken_back():
     assert module.grad_cache is None
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 0.0), ({"kept_gib": None}, None), ({"kept_gib": 3}, 3), ({"kept_fraction": 0.5}, None), ({"kept_gib": 0}, 0)],
+)
+def test_only_auto_without_a_share_is_measured(options, expected):
+    callback = GradCacheCallback(**options)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    callback.setup(trainer, Module(), "fit")
+    assert callback.engine.budget.kept_gib == expected
+    assert callback._is_auto == (options == {})
+
+
+def auto_run(tmp_path, monkeypatch, free_gib, *words):
+    """A run of four steps; returns the callback and the forwards without a graph in each step."""
+    monkeypatch.setattr("embeddings.callbacks.gradcache.free_memory_bytes", lambda device: int(free_gib * 2**30))
+    config = run_config(tmp_path)
+    keep = component("ModelCheckpoint", every_n_train_steps=2, save_top_k=-1)
+    config["trainer"]["callbacks"] = [component("GradCacheCallback", mini_batch_tokens=40), keep, component("Count")]
+    config["trainer"]["callbacks"][-1]["class_path"] = f"{__name__}.Count"
+    cli = run_trainer(["fit", "--config", write_config(tmp_path, config), *words])
+    found = {type(callback): callback for callback in cli.trainer.callbacks}
+    return found[GradCacheCallback], found[Count].recomputed
+
+
+class Count(L.Callback):
+    """Counts the texts' forwards without a graph in each step."""
+
+    def setup(self, trainer, pl_module, stage):
+        self.recomputed, embed = [], pl_module.embed
+
+        def counted(*args, **kwargs):
+            self.recomputed[-1] += not torch.is_grad_enabled()
+            return embed(*args, **kwargs)
+
+        pl_module.embed = counted
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.recomputed.append(0)
+
+
+def test_auto_keeps_every_graph_that_fits_after_the_first_step_and_says_how_much(tmp_path, monkeypatch, caplog):
+    with caplog.at_level("INFO", "embeddings"):
+        callback, recomputed = auto_run(tmp_path, monkeypatch, 3)
+    assert callback.engine.budget.kept_gib == 1.5
+    assert recomputed[0] > 2
+    assert recomputed[1:] == [0, 0, 0]
+    lines = [record.getMessage() for record in caplog.records if "GradCache" in record.getMessage()]
+    assert lines == ["GradCache keeps graphs within 1.50 GiB a rank, half of what the first step left free"]
+
+
+def test_auto_keeps_none_where_no_memory_is_free(tmp_path, monkeypatch):
+    callback, recomputed = auto_run(tmp_path, monkeypatch, 0)
+    assert callback.engine.budget.kept_gib == 0
+    assert min(recomputed) > 2
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize(("free_gib", "kept_gib", "at_once"), [(2, 1.5, True), (1, 0.5, False)])
+def test_a_resumed_run_keeps_the_number_unless_the_memory_is_no_longer_there(
+    free_gib, kept_gib, at_once, tmp_path, monkeypatch
+):
+    auto_run(tmp_path, monkeypatch, 3)
+    checkpoint = tmp_path / "run" / "tiny" / "version_0" / "checkpoints" / "epoch=0-step=2.ckpt"
+    callback, recomputed = auto_run(tmp_path, monkeypatch, free_gib, "--ckpt_path", str(checkpoint))
+    assert callback.engine.budget.kept_gib == kept_gib
+    assert [count == 0 for count in recomputed] == [at_once, True]
+
+
 def test_a_module_of_another_kind_is_refused():
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="needs a contrastive module"):
@@ -44,6 +113,8 @@ def test_a_strategy_that_is_not_covered_is_refused_by_name():
 def test_impossible_options_are_refused():
     with pytest.raises(OptionError, match="mini_batch_tokens must be >= 1, got 0"):
         GradCacheCallback(mini_batch_tokens=0)
+    with pytest.raises(OptionError, match="kept_gib must be a number, auto or null, got 'all'"):
+        GradCacheCallback(kept_gib="all")
 
 
 @pytest.mark.parametrize("kind", ["mistral"])

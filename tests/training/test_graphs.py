@@ -1,12 +1,14 @@
 """Gradients that leave a graph through its leaves, the memory of a kept graph, and the limits on kept graphs."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from embeddings.common import OptionError
 from embeddings.training.gradcache import attach_gradient
-from embeddings.training.graphs import GraphBudget, GraphMemory, graph_leaves
+from embeddings.training.graphs import GraphBudget, GraphMemory, free_memory_bytes, graph_leaves
 
 
 def test_the_scalar_has_the_value_and_hands_out_the_gradients() -> None:
@@ -118,3 +120,45 @@ def test_each_stage_needs_what_its_own_first_graph_held() -> None:
 def test_impossible_limits_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(OptionError, match=next(iter(limits))):
         GraphBudget(**limits)
+
+
+def write_machine(root: Path, available_kib: int, files: dict[str, str]) -> Path:
+    for name, text in {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:  {available_kib} kB\n", **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+GROUP_2 = {"memory.max": "5000\n", "memory.current": "3000\n", "memory.stat": "anon 5\ninactive_file 400\n"}
+GROUP_1 = {
+    "memory.limit_in_bytes": "5000\n",
+    "memory.usage_in_bytes": "3000\n",
+    "memory.stat": "total_inactive_file 9\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("groups", "folder", "files", "expected"),
+    [
+        ("0::/job\n", "job", GROUP_2, 2400),
+        ("0::/job\n", "", GROUP_2, 2400),  # seen from inside a container
+        ("0::/job\n", "job", GROUP_2 | {"memory.max": "max\n"}, 10 * 1024),
+        ("4:memory:/a/b\n3:cpu:/\n", "memory/a/b", GROUP_1, 2009),
+        ("4:memory:/a/b\n", "memory/a/b", GROUP_1 | {"memory.limit_in_bytes": "9223372036854771712\n"}, 10 * 1024),
+        ("", "", {}, 10 * 1024),
+    ],
+)
+def test_free_memory_of_a_cpu_is_the_machines_or_the_groups(
+    groups: str, folder: str, files: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    placed = {f"sys/fs/cgroup/{folder}/{name}": text for name, text in files.items()}
+    root = write_machine(tmp_path, 10, {"proc/self/cgroup": groups, **placed})
+    assert free_memory_bytes(torch.device("cpu"), root) == expected
+
+
+def test_without_a_word_of_free_memory_there_is_none(tmp_path: Path) -> None:
+    assert free_memory_bytes(torch.device("cpu"), tmp_path) == 0
+
+
+def test_free_memory_of_this_machine_is_some() -> None:
+    assert 2**20 < free_memory_bytes(torch.device("cpu")) < 2**50
