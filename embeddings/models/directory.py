@@ -332,7 +332,7 @@ def _read_text(
     else:
         path = path.with_name("sentence_bert_config.json")
         settings = {**_read_lengths(path, model, tokenizer), **common, "pool_prompt": include_prompt}
-        if not include_prompt and not _splits_behind(prompts.values(), tokenizer):
+        if prompts and not include_prompt and not _splits_behind(prompts.values(), tokenizer):
             settings["pooling_rule"] = "prompt_length"
     try:
         return TextSettings.from_dict(settings)

@@ -110,7 +110,7 @@ class TextTransformer(nn.Module):
         known = (getattr(self.tokenizer, f"{name}_token_id") for name in ("eos", "sep", "pad", "unk"))
         stand_in = next(int(token) for token in known if token is not None)
         measured = self.tokenizer(prompt)["input_ids"] + appended
-        num_measured = len(measured) - (measured[-1:] != [] and measured[-1] in self.tokenizer.all_special_ids)
+        num_measured = len(measured) - bool({*measured[-1:]} & {*self.tokenizer.all_special_ids})
         ids, firsts = [], []
         for row, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             first, end_of_text = 0, len(row) - num_trailing

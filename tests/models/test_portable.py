@@ -98,6 +98,12 @@ def test_sentence_transformers_loads_plain_models_without_any_code(tmp_path: Pat
     assert (torch.from_numpy(theirs.encode_document(TEXTS)) - ours).abs().max() <= 1e-5
 
 
+def test_a_directory_without_prompts_states_no_rule_for_those_of_later_training(tmp_path: Path) -> None:
+    model = Embedder(tiny_mistral(), bpe_tokenizer(), MeanPooling(32), text=TextSettings())
+    model.save_pretrained(tmp_path / "model")
+    assert Embedder.from_pretrained(tmp_path / "model").text == model.text
+
+
 def flagged_tokenizer() -> PreTrainedTokenizerFast:
     """One whose special tokens come from flags that are read anew whenever it is loaded, as Llama's are."""
     options = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
