@@ -6,7 +6,7 @@ from embeddings.common.process import lazy_names
 
 if TYPE_CHECKING:
     from embeddings.data.datamodule import EmbeddingDataModule, ResumableLoader
-    from embeddings.data.dataset import Mixture, SourceDataset, open_source
+    from embeddings.data.dataset import Mixture, SourceDataset, open_source, source_from_rows
     from embeddings.data.records import Example, Negative, Record, parse_record
     from embeddings.data.samplers.base import BatchSampler, PlanEntry
     from embeddings.data.samplers.blended import BlendedBatchSampler
@@ -39,30 +39,7 @@ __all__ = [
     "TextTokenizer",
     "open_source",
     "parse_record",
+    "source_from_rows",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "BatchSampler": "samplers.base",
-        "BlendedBatchSampler": "samplers.blended",
-        "ClusteredBatchSampler": "samplers.clustered",
-        "ContrastiveCollator": "tokenize",
-        "CurriculumBatchSampler": "samplers.curriculum",
-        "EmbeddingDataModule": "datamodule",
-        "Example": "records",
-        "HomogeneousBatchSampler": "samplers.homogeneous",
-        "Mixture": "dataset",
-        "Negative": "records",
-        "PlanEntry": "samplers.base",
-        "Record": "records",
-        "ResumableLoader": "datamodule",
-        "SourceConfig": "sources",
-        "SourceDataset": "dataset",
-        "TextDataModule": "text_datamodule",
-        "TextSource": "text_streams",
-        "TextTokenizer": "tokenize",
-        "open_source": "dataset",
-        "parse_record": "records",
-    },
-)
+__getattr__ = lazy_names(__name__)

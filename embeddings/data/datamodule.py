@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from embeddings.common.arguments import KeepsArguments
 from embeddings.common.errors import InputError, OptionError, UserError
 from embeddings.common.io import check_manifest
 from embeddings.common.process import logger
@@ -40,8 +41,11 @@ from embeddings.data.dataset import Mixture, open_source
 from embeddings.data.samplers.base import BatchSampler, PlanEntry, RunLength, SamplerFactory, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
 from embeddings.data.samplers.curriculum import CurriculumBatchSampler
-from embeddings.data.sources import Origin, SourceConfig, check_names, fill_path, resolve_files
+from embeddings.data.sources import Origin, SourceConfig, check_files, check_names, fill_path
 from embeddings.data.tokenize import ContrastiveCollator, TextTokenizer
+
+# More are a slip: each is a process with this one's libraries.
+MAX_WORKERS = 1024
 
 
 class PlannedRows(Protocol):
@@ -165,7 +169,7 @@ class ResumableLoader(ShieldedLoader):
         self.batch_sampler.resume(state["epoch"], state["delivered"])
 
 
-class PlannedDataModule(LightningDataModule, RunData):
+class PlannedDataModule(KeepsArguments, LightningDataModule, RunData):
     """Batches drawn by a plan from sources, made in workers, resumed exactly: what all data modules share.
 
     The place in the plan travels in the checkpoint twice: Lightning keeps the loader's state, but drops it where the
@@ -192,6 +196,9 @@ class PlannedDataModule(LightningDataModule, RunData):
         check_names([source.name for source in sources])
         check_minimum("batch_size", batch_size, 1)
         check_minimum("num_workers", num_workers, 0)
+        if num_workers > MAX_WORKERS:
+            rule = f"must be <= {MAX_WORKERS}: each is a process"
+            raise OptionError("data.num_workers", num_workers, rule, "0 to 8 are usual")
         self._planned_sources = sources
         self.batch_size, self.sampler, self.num_workers = batch_size, sampler, num_workers
         self.cache_dir, self.seed, self.tokenizer = cache_dir, run_seed(seed), tokenizer
@@ -344,7 +351,7 @@ class EmbeddingDataModule(PlannedDataModule):
     `prepare_data` converts the sources to memory-mapped files on one rank; `setup` opens them on every rank.
 
     Args:
-        sources: Where the records come from, and how each is used.
+        sources: Where the records come from, and how each is used; `fit --data.sources.help` lists what each may set.
         text: Lengths, prompts and special tokens; the sources' own prompts are added (see `with_source_prompts`).
         batch_size: Queries of one rank's batch.
         num_negatives: Maximum hard negatives of a query. NV-Embed uses 7.
@@ -382,20 +389,20 @@ class EmbeddingDataModule(PlannedDataModule):
         self.sources, self.text = sources, with_source_prompts(text or TextSettings(), sources)
         self.num_negatives, self.num_in_context_examples = num_negatives, num_in_context_examples
         self.has_surrogates = any(source.surrogate_vectors is not None for source in sources)
+        self.has_scores = None if any(source.conversion == "pairs" for source in sources) else False
         self._mixture: Mixture | None = None
 
     def check_run(self, trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
         """Check what can be known of files, plan and prompts before a source is read, which may take hours.
 
         Raises:
-            InputError: If a file, a folder of surrogate vectors, or one that the sampler reads is not there, or a
-                source has neither in-batch nor hard negatives.
+            InputError: If files (all are named at once), a folder of surrogate vectors, or one that the sampler reads
+                are not there, or a source has neither in-batch nor hard negatives.
             OptionError: If the sampler's options do not suit the sources, or a prompt leaves no room for a text.
         """
         check_negatives_asked_for(self.sources, batch_needs(module), self.num_negatives)
+        check_files(self.sources)
         for source in self.sources:
-            if not source.is_hub:
-                resolve_files(source.path)
             if source.surrogate_vectors is not None:
                 check_manifest(fill_path(source.surrogate_vectors) / "index", {"kind": "pair_index"})
         self._check_plan_options(trainer, module)
@@ -432,6 +439,7 @@ class EmbeddingDataModule(PlannedDataModule):
         """Open the converted sources, once."""
         if self._mixture is None:
             self._mixture = Mixture([open_source(source, self.cache_dir, self.text) for source in self.sources])
+            self.has_scores = self._mixture.has_scores
 
     @property
     def mixture(self) -> Mixture:
@@ -463,7 +471,11 @@ class EmbeddingDataModule(PlannedDataModule):
             OptionError: If there are fewer rows than one global batch, or the checkpoint is of another plan.
         """
         collator = ContrastiveCollator(
-            self.text_tokenizer(), self.num_negatives, self.mixture.surrogate_width, self.num_in_context_examples
+            self.text_tokenizer(),
+            self.num_negatives,
+            self.mixture.surrogate_width,
+            self.num_in_context_examples,
+            self.mixture.has_scores,
         )
         return self._make_loader(self.mixture, collator)
 

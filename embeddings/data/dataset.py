@@ -1,21 +1,25 @@
 """Examples of a source, and of all sources of a run: converted rows with their positives and negatives chosen."""
 
+import hashlib
+import json
 import os
+import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from embeddings.common.errors import InputError, OptionError
+from embeddings.common.io import atomic_path
 from embeddings.common.process import logger
 from embeddings.common.random import derive_seed, numpy_generator
 from embeddings.common.text import TextSettings
 from embeddings.data.records import Example, Negative, label_key
 from embeddings.data.samplers.base import LevelRule, PlanEntry, SourceIdentity
 from embeddings.data.sources import SourceConfig, check_names, fill_path
-from embeddings.data.store import CachedSource, ClassIndex, open_cached
+from embeddings.data.store import CachedSource, ClassIndex, cache_folder, open_cached, writing_cache
 from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.data.table import StoredRow, Table
 
@@ -144,6 +148,59 @@ def open_source(
     return SourceDataset(config, open_cached(config, cache_dir), text)
 
 
+def source_from_rows(
+    rows: Iterable[Mapping[str, Any]], name: str, cache_dir: str | os.PathLike[str] | None = None, **options: Any
+) -> SourceConfig:
+    """A source of rows in memory: a `datasets.Dataset`, or a list of dictionaries.
+
+    They are written as JSON lines, once for each content, to a file that is named by its SHA-256. The source is that
+    file's: a run resumes with the same rows as it would with a file, and the file may stand in a config.
+
+    Args:
+        rows: Rows by column name, as `SourceConfig` reads them from a file; arrays become lists.
+        name: Name of the source.
+        cache_dir: Folder of converted sources, else `$EMBED_CACHE`, else `.cache/embeddings`; the file lies in `rows/`.
+        options: Further options of `SourceConfig`.
+
+    Raises:
+        InputError: If there is no row, or one is no mapping or holds what JSON cannot; or the folder cannot be written.
+        OptionError: If an option is impossible.
+    """
+    root = cache_folder(cache_dir).absolute()
+    written, digest = root / "rows" / f"{uuid.uuid4().hex}.jsonl", hashlib.sha256()
+    with writing_cache(root), atomic_path(written) as temporary, open(temporary, "wb") as file:
+        for number, row in enumerate(rows):
+            line = _json_line(row, f"source {name!r}: rows[{number}]")
+            digest.update(line)
+            file.write(line)
+        if not file.tell():
+            raise InputError(f"source {name!r}", "there are no rows", "give at least one")
+    path = written.with_stem(digest.hexdigest())
+    # A file that is there keeps its times, by which its hash is remembered.
+    if path.exists():
+        written.unlink()
+    else:
+        os.replace(written, path)
+    return SourceConfig(name, str(path), **options)
+
+
+def _json_line(row: Any, where: str) -> bytes:
+    if not isinstance(row, Mapping):
+        fix = "choose a split of a DatasetDict; give DataFrame.to_dict('records')"
+        raise InputError(where, f"is a {type(row).__name__}, expected a mapping of column names to values", fix)
+    try:
+        return json.dumps(dict(row), default=_as_list).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise InputError(where, f"cannot be written as JSON ({error})", "give texts, numbers and lists") from None
+
+
+def _as_list(value: Any) -> Any:
+    """An array of NumPy or torch as lists, one of its numbers as that number."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a {type(value).__name__}")
+    return value.tolist()
+
+
 class SourceDataset:
     """Examples of one source, by row and draw key.
 
@@ -196,6 +253,10 @@ class SourceDataset:
         if entry.rule is not None:
             places = places_of_level(negatives, entry.rule, entry.draw)
             negatives = tuple(negatives[place] for place in places)
+        scores: Sequence[float] = stored.scores
+        if scores and entry.rule is not None:
+            own = len(positives)
+            scores = [*scores[:own], *(scores[own + place] for place in places)]
         prompt = self._prompts[0]
         if stored.instruction:
             prompt = self._text.instruction_prompt(stored.instruction)
@@ -220,6 +281,7 @@ class SourceDataset:
             surrogate_positives=None if surrogates is None else surrogates.positives(index),
             surrogate_negatives=scored,
             level=0 if entry.rule is None else entry.rule.level,
+            scores=tuple(scores),
         )
 
     def _stored_index(self, row: int) -> int:
@@ -273,7 +335,8 @@ class Mixture:
     Determinism: an example is a pure function of the sources and of (row, draw, level rule).
     Length: the sum of the sources' lengths.
     Guarantees: it can be pickled and forked, since its sources can. `surrogate_width` is that of the surrogate's
-        vectors of those sources that have them, None where none has.
+        vectors of those sources that have them, None where none has; `has_scores` says whether any source has scores
+        of a teacher.
 
     Raises:
         OptionError: If there is no source, two share a name, or their surrogates' vectors differ in width.
@@ -288,6 +351,7 @@ class Mixture:
             rule = f"must be of one width in all sources, found {sorted(widths)}"
             raise OptionError("data.sources.surrogate_vectors", "vectors", rule, "encode them with one model")
         self.surrogate_width = widths.pop() if widths else None
+        self.has_scores = any(source.cached.table.has_scores for source in sources)
         self.sources = tuple(sources)
         self._starts = [0, *accumulate(len(source) for source in sources)]
 

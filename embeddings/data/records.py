@@ -1,11 +1,15 @@
-"""Training records: what a row of a file means, how bad rows are refused, examples made of records, Parquet files."""
+"""Training records: what a row of a file means, how bad rows are refused, examples made of records, files of them."""
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from string import digits
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,17 +17,20 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embeddings.common.errors import InputError
+from embeddings.common.errors import InputError, OptionError
+from embeddings.common.text import shorten
 from embeddings.data.table import Table
 
 NUM_LEVELS = 4
-RECORD_FIELDS = ("query", "positive", "negatives", "instruction", "label", "score", "id", "language")
+RECORD_FIELDS = ("query", "positive", "negatives", "instruction", "label", "score", "id", "language", "scores")
 LABELLED_FIELDS = ("text", "label")
 SCORED_FIELDS = ("sentence1", "sentence2", "score")
+PAIR_FIELDS = ("query", "positive", "negatives")
+_MAX_SCORE = float(np.finfo(np.float32).max)
 # Columns that other libraries' files have in place of a field.
 _LOOK_ALIKES = {
-    "query": r"anchor|question|sentence_?1",
-    "positive": r"pos|positives|passage|answer|sentence_?2",
+    "query": r"query|anchor|question|sentence_?1",
+    "positive": r"positives?|pos|passage|answer|document|sentence_?2",
     "negatives": r"(hard_?)?(neg|negative)s?(_passages|_?\d+)?",
     "text": r"sentence|content|document",
     "label": r"labels|class|category",
@@ -31,6 +38,12 @@ _LOOK_ALIKES = {
     "sentence2": r"sentence_2|text2|positive",
     "score": r"similarity|label",
 }
+
+
+class Cell(str):
+    """A text of a table of separated values, which has no other type: a number is the text that spells it."""
+
+    __slots__ = ()
 
 
 class Negative(NamedTuple):
@@ -53,6 +66,7 @@ class Record:
         id: The source's own name of the record, or None.
         instruction: What this query is for, in place of the source's instruction, or None.
         language: What language its texts are in, as the source calls it, or None.
+        scores: A teacher's score of each positive, then of each negative, NaN where it gave none; empty without scores.
     """
 
     query: str
@@ -63,6 +77,7 @@ class Record:
     id: str | None = None
     instruction: str | None = None
     language: str | None = None
+    scores: tuple[float, ...] = ()
 
     @property
     def suspicion(self) -> str | None:
@@ -96,9 +111,13 @@ class ScoredPair(NamedTuple):
 def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> Record:
     """The record that a row holds. Columns that are not asked for are ignored.
 
-    A missing or null `negatives`, `instruction`, `label`, `score`, `id` or `language` means that there is none, unless
-    `columns` maps the field: a mapping that finds no column is refused, and a column that another field is mapped to is
-    that field's alone. Negatives with levels come out hardest first, in the row's order within a level.
+    Without `columns` the columns of other libraries' files are taken for fields that have none of their own name (see
+    `taken_columns`): `anchor`, `question` or `sentence1` for `query`, several of negatives for `negatives`.
+
+    A missing or null `negatives`, `instruction`, `label`, `score`, `id`, `language` or `scores` means that there is
+    none, unless `columns` maps the field: a mapping that finds no column is refused, and a column that another field is
+    mapped to is that field's alone. Negatives with levels come out hardest first, in the row's order within a level,
+    and take their scores with them.
 
     Args:
         fields: The row by column name.
@@ -107,13 +126,26 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
 
     Raises:
         InputError: If a field is missing, of a wrong type, null, empty, white space, not finite, or not text that can
-            be written as UTF-8; the message names file, row and field.
+            be written as UTF-8, two columns may both be it, or the texts have more or fewer scores than one each; the
+            message names file, row and field.
     """
-    row = _Row(fields, columns, where)
+    row = _Row(fields, columns, where, PAIR_FIELDS)
+    row.refuse_scores()
+    query = row.text("query", row.required("query"))
+    positives = row.positives(row.required("positive"))
+    negatives = row.negatives(row.optional("negatives"))
+    scores = () if (found := row.optional("scores")) is None else row.scores(found, len(positives), len(negatives))
+    if negatives and negatives[0].level:
+        order = sorted(range(len(negatives)), key=lambda place: negatives[place].level)
+        negatives = tuple(negatives[place] for place in order)
+        if scores:
+            own = len(positives)
+            scores = (*scores[:own], *(scores[own + place] for place in order))
     return Record(
-        query=row.text("query", row.required("query")),
-        positives=row.positives(row.required("positive")),
-        negatives=row.negatives(row.optional("negatives")),
+        query=query,
+        positives=positives,
+        negatives=negatives,
+        scores=scores,
         label=None if (label := row.optional("label")) is None else row.label(label),
         score=None if (score := row.optional("score")) is None else row.number("score", score),
         id=None if (name := row.optional("id")) is None else row.identifier("id", name),
@@ -124,13 +156,13 @@ def parse_record(fields: Mapping[str, Any], columns: Mapping[str, str], where: s
 
 def parse_labelled_text(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> LabelledText:
     """The text and class that a row holds (`text`, `label`); arguments and errors as in `parse_record`."""
-    row = _Row(fields, columns, where)
+    row = _Row(fields, columns, where, LABELLED_FIELDS)
     return LabelledText(row.text("text", row.required("text")), row.label(row.required("label")))
 
 
 def parse_scored_pair(fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> ScoredPair:
     """The pair that a row holds (`sentence1`, `sentence2`, `score`); arguments and errors as in `parse_record`."""
-    row = _Row(fields, columns, where)
+    row = _Row(fields, columns, where, SCORED_FIELDS)
     return ScoredPair(
         row.text("sentence1", row.required("sentence1")),
         row.text("sentence2", row.required("sentence2")),
@@ -148,6 +180,25 @@ def look_alikes(names: Iterable[str], fields: Sequence[str]) -> dict[str, str]:
     }
 
 
+def taken_columns(row: Mapping[str, Any], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
+    """The columns of a row that are taken for some fields which have none of their own name; null ones do not count.
+
+    A field has one column, or more than one where the row is ambiguous. Negatives may have several, in their order.
+    """
+    return _taken(tuple(str(name) for name, value in row.items() if value is not None), fields)
+
+
+@lru_cache(maxsize=1024)
+def _taken(names: tuple[str, ...], fields: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
+    """The same of names alone: few kinds of rows make up a source."""
+    found: dict[str, list[str]] = {}
+    for name, field_ in look_alikes(names, fields).items():
+        if field_ not in names:
+            found.setdefault(field_, []).append(name)
+    found.get("negatives", []).sort(key=lambda name: int(name[len(name.rstrip(digits)) :] or 0))
+    return {field_: tuple(taken) for field_, taken in found.items()}
+
+
 def label_key(value: str | int) -> str:
     """A class as text: a Boolean as JSON writes it, a whole number in decimals, a text as it is."""
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -156,24 +207,64 @@ def label_key(value: str | int) -> str:
 class _Row:
     """One row with what messages about it need."""
 
-    def __init__(self, fields: Mapping[str, Any], columns: Mapping[str, str], where: str) -> None:
+    def __init__(
+        self, fields: Mapping[str, Any], columns: Mapping[str, str], where: str, wanted: tuple[str, ...]
+    ) -> None:
         self.fields, self.columns, self.where = fields, columns, where
+        self.taken: Mapping[str, tuple[str, ...]] = {} if columns else taken_columns(fields, wanted)
 
     def required(self, field: str) -> Any:
         """The value of a field that must be there."""
-        column = self.columns.get(field, field)
+        column = self.columns.get(field) or self.only_taken(field)
         if column not in self.fields:
             alike = next(iter(look_alikes(map(str, self.fields), (field,))), "YOUR_COLUMN")
-            names = shortened(", ".join(map(str, self.fields)), 80)
+            names = shorten(", ".join(map(str, self.fields)), 80)
             what = f"field {field!r}: no column {column!r} among {names}"
-            raise self.fault(what, f"map it with columns: {{{field}: {alike}}}")
+            fix = f"map it with columns: {{{field}: {alike}}}"
+            labelled = {*self.fields, *taken_columns(self.fields, LABELLED_FIELDS)}.issuperset(LABELLED_FIELDS)
+            if labelled and not self.columns:
+                fix = f"for texts with classes set conversion: class_by_example, or {fix}"
+            raise self.fault(what, fix)
         return self.fields[column]
+
+    def only_taken(self, field: str) -> str:
+        """The one column that is taken for a field, or the field's own name."""
+        taken = self.taken.get(field, (field,))
+        if len(taken) > 1:
+            what = f"field {field!r}: {' and '.join(taken)} may both be it"
+            raise self.fault(what, f"choose, with columns: {{{self.mapping()}}}")
+        return taken[0]
+
+    def mapping(self) -> str:
+        """The fields with the first column that is taken for each, as a source's `columns` lists them."""
+        return ", ".join(f"{field}: {taken[0]}" for field, taken in self.taken.items())
+
+    def refuse_scores(self) -> None:
+        """Refuse a pair whose columns tell how alike its texts are: not every such pair is one to learn."""
+        pair = [name for field in ("query", "positive") for name in self.taken.get(field, ())]
+        scores = pair and [name for name in ("score", "label", "similarity") if self.fields.get(name) is not None]
+        if scores:
+            what = f"{scores[0]!r} beside {' and '.join(pair)} may say which pairs match"
+            mapped = ", ".join(f"{field}: {self.taken.get(field, (field,))[0]}" for field in ("query", "positive"))
+            fix = f"set conversion: sts for scored pairs, or, where all match, columns: {{{mapped}}}"
+            raise self.fault(what, fix)
 
     def optional(self, field: str) -> Any:
         """The value of a field that may be missing, or None; a field that `columns` maps must be there."""
         if field in self.columns:
             return self.required(field)
+        if field in self.taken:
+            return self._joined(self.taken[field])
         return None if field in self.columns.values() else self.fields.get(field)
+
+    def _joined(self, names: Sequence[str]) -> Any:
+        """The value of one column, or those of several that are numbered as one list."""
+        if len({re.sub(r"_?\d+$", "", name) for name in names}) > 1:
+            self.only_taken("negatives")
+        if len(names) == 1:
+            return self.fields[names[0]]
+        values = [self.fields[name] for name in names]
+        return [item for value in values for item in (value if isinstance(value, list) else [value])]
 
     def text(self, name: str, value: Any) -> str:
         """A text with something in it."""
@@ -190,7 +281,7 @@ class _Row:
             except UnicodeEncodeError:
                 what = f"{name} holds half of a character (a lone surrogate)"
                 raise self.fault(what, "write the file again as UTF-8") from None
-        return value
+        return str(value)
 
     def positives(self, value: Any) -> tuple[str, ...]:
         """One text, or a list of one or more."""
@@ -203,7 +294,7 @@ class _Row:
         return tuple(self.text(f"positive[{i}]", text) for i, text in enumerate(value))
 
     def negatives(self, value: Any) -> tuple[Negative, ...]:
-        """One text, or a list of texts, or of texts with levels; all of one kind."""
+        """One text, or a list of texts, or of texts with levels; all of one kind, in the row's order."""
         if value is None:
             return ()
         if isinstance(value, str):
@@ -212,7 +303,7 @@ class _Row:
             raise self.fault(f"negatives is {kind_of(value)}, expected text or a list", "write it as a list of texts")
         if not value or not isinstance(value[0], dict):
             return tuple(Negative(self.text(f"negatives[{i}]", text)) for i, text in enumerate(value))
-        return tuple(sorted((self._graded(i, item) for i, item in enumerate(value)), key=lambda item: item.level))
+        return tuple(self._graded(i, item) for i, item in enumerate(value))
 
     def _graded(self, index: int, item: Any) -> Negative:
         name = f"negatives[{index}]"
@@ -233,11 +324,30 @@ class _Row:
         return self.text("label", label_key(value))
 
     def number(self, name: str, value: Any) -> float:
-        """A finite number."""
+        """A finite number; a table of separated values spells it."""
+        if isinstance(value, Cell):
+            with suppress(ValueError):
+                value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             shown = value if isinstance(value, float) else kind_of(value)
             raise self.fault(f"{name} is {shown}, expected a finite number", "give it a number, or leave the row out")
         return float(value)
+
+    def scores(self, value: Any, num_positives: int, num_negatives: int) -> tuple[float, ...]:
+        """A number, or null, for each positive and then for each negative; NaN for null."""
+        total = num_positives + num_negatives
+        if not isinstance(value, list) or len(value) != total:
+            found = f"has {len(value)}" if isinstance(value, list) else f"is {kind_of(value)}"
+            texts = f"positives ({num_positives}) and negatives ({num_negatives})"
+            what = f"scores {found}, expected a list of {total} numbers, those of {texts}"
+            raise self.fault(what, "give each text a number or null, or rename the column")
+        for place, item in enumerate(value):
+            is_number = isinstance(item, int | float) and not isinstance(item, bool)
+            if item is not None and not (is_number and (abs(item) <= _MAX_SCORE or item != item)):
+                shown = item if isinstance(item, float) else kind_of(item)
+                what = f"scores[{place}] is {shown}, expected a finite number of float32, or null"
+                raise self.fault(what, "give it a number, or null where it is not known")
+        return tuple(math.nan if item is None else float(item) for item in value)
 
     def identifier(self, name: str, value: Any) -> str:
         """A text, or a whole number as text."""
@@ -251,12 +361,8 @@ class _Row:
 def kind_of(value: Any) -> str:
     """What a value is, as JSON's author would call it."""
     names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", bytes: "bytes"}
-    return names.get(type(value), "a list" if isinstance(value, list) else "an object")
-
-
-def shortened(text: str, length: int) -> str:
-    """A text of at most `length` characters: the rest is an ellipsis."""
-    return text if len(text) <= length else text[: length - 1] + "…"
+    kind = str if isinstance(value, str) else type(value)
+    return names.get(kind, "a list" if isinstance(value, list) else "an object")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +385,8 @@ class Example:
         surrogate_positives: The same of each positive, (P, S) float32.
         surrogate_negatives: Gives the same of the first n negatives, (n, S) float32; None where they have none.
         level: Level of hard negatives that the step asks for, 0 where it asks for none.
+        scores: A teacher's score of each of the positives, then of each of the negatives, NaN where it gave none; empty
+            where the record has no scores.
     """
 
     row: int
@@ -296,6 +404,7 @@ class Example:
     surrogate_positives: npt.NDArray[np.float32] | None = field(default=None, compare=False)
     surrogate_negatives: Callable[[int], npt.NDArray[np.float32]] | None = field(default=None, compare=False)
     level: int = 0
+    scores: tuple[float, ...] = ()
 
 
 # Records of a row group: as many are in memory at once.
@@ -315,36 +424,71 @@ def has_levels(table: Table, where: str) -> bool:
     return is_graded
 
 
-def write_records(path: Path, records: Iterable[Record], graded: bool) -> int:
-    """Write records to a Parquet file with the columns of a source of pairs; returns their number.
+def is_json_lines(output: Path) -> bool:
+    """Whether a file of records is to hold JSON lines, by its name; else it is a Parquet file.
 
+    Raises:
+        OptionError: If the name is one of another kind of file.
+    """
+    if output.suffix.lower() in (".csv", ".tsv", ".json", ".gz", ".txt", ".arrow"):
+        raise OptionError("output", str(output), "must end in .parquet or .jsonl", "name the file so")
+    return output.suffix.lower() in (".jsonl", ".ndjson")
+
+
+@contextmanager
+def table_writer(path: Path, schema: pa.Schema, json_lines: bool = False) -> Iterator[Callable[[pa.Table], None]]:
+    """Writes tables with these columns to a file, one after another; a JSON line leaves out what is null."""
+    if not json_lines:
+        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+            yield writer.write_table
+        return
+    with open(path, "w", encoding="utf-8") as file:
+
+        def write(table: pa.Table) -> None:
+            for row in table.to_pylist():
+                known = {name: value for name, value in row.items() if value is not None}
+                file.write(json.dumps(known, ensure_ascii=False) + "\n")
+
+        yield write
+
+
+def write_records(
+    path: Path, records: Iterable[Record], graded: bool, json_lines: bool = False, scored: bool = False
+) -> int:
+    """Write records to a Parquet file, or as JSON lines, with the columns of a source of pairs; returns their number.
+
+    `graded` and `scored` are those of `record_schema`.
     `GROUP_ROWS` records are in memory at a time. The file is written in place: give the path that `atomic_path` gives.
     Determinism: the same records give the same bytes with one version of pyarrow.
     """
-    return _write_rows(path, (_fields(record, graded) for record in records), record_schema(graded))
+    schema = record_schema(graded, scored)
+    return _write_rows(path, (_fields(record, graded) for record in records), schema, json_lines)
 
 
-def write_labelled_texts(path: Path, texts: Iterable[LabelledText]) -> int:
-    """Write texts and their classes, each as text, to a Parquet file (`text`, `label`); see `write_records`."""
+def write_labelled_texts(path: Path, texts: Iterable[LabelledText], json_lines: bool = False) -> int:
+    """Write texts and their classes, each as text (`text`, `label`); see `write_records`."""
     schema = pa.schema([(name, pa.string()) for name in LABELLED_FIELDS])
-    return _write_rows(path, (text._asdict() for text in texts), schema)
+    return _write_rows(path, (text._asdict() for text in texts), schema, json_lines)
 
 
-def _write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema) -> int:
+def _write_rows(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema, json_lines: bool) -> int:
     """Write rows with these columns; returns their number."""
     count, remaining = 0, iter(rows)
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+    with table_writer(path, schema, json_lines) as write:
         while group := list(islice(remaining, GROUP_ROWS)):
-            writer.write_table(pa.Table.from_pylist(group, schema))
+            write(pa.Table.from_pylist(group, schema))
             count += len(group)
     return count
 
 
-def record_schema(graded: bool) -> pa.Schema:
-    """The columns of a source of pairs, the negatives with levels (`graded`) or without."""
+def record_schema(graded: bool, scored: bool = False) -> pa.Schema:
+    """The columns of a source of pairs, the negatives with levels (`graded`) or without, `scores` only if `scored`."""
     negative = pa.struct([("text", pa.string()), ("level", pa.int8())]) if graded else pa.string()
     types = dict.fromkeys(RECORD_FIELDS, pa.string())
     types |= {"positive": pa.list_(pa.string()), "negatives": pa.list_(negative), "score": pa.float64()}
+    types["scores"] = pa.list_(pa.float64())
+    if not scored:
+        del types["scores"]
     return pa.schema(types)
 
 
@@ -365,4 +509,5 @@ def _fields(record: Record, graded: bool) -> dict[str, Any]:
         "score": record.score,
         "id": record.id,
         "language": record.language,
+        "scores": [None if math.isnan(score) else score for score in record.scores] or None,
     }

@@ -4,14 +4,15 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,145 +21,60 @@ from embeddings.common.errors import InputError
 from embeddings.common.io import (
     atomic_folder,
     check_manifest,
-    file_sha256,
     load_array,
     text_hash,
-    write_json,
     write_manifest,
 )
 from embeddings.common.jobs import progress_bar
-from embeddings.common.process import logger
-from embeddings.data.records import Record, look_alikes, parse_labelled_text, parse_record, parse_scored_pair
-from embeddings.data.sources import (
-    HUB_PREFIX,
-    Conversion,
-    HubReader,
-    Origin,
-    Reader,
-    Row,
-    SourceConfig,
-    open_reader,
-    resolve_files,
-    resolve_revision,
+from embeddings.common.process import is_first_process, logger
+from embeddings.data.readers import Reader, Row
+from embeddings.data.records import (
+    PAIR_FIELDS,
+    Record,
+    look_alikes,
+    parse_labelled_text,
+    parse_record,
+    parse_scored_pair,
+    taken_columns,
 )
-from embeddings.data.table import ROWS_FILE, StoredRow, Table, damaged, write_table
+from embeddings.data.source_inputs import HASHES, SourceInputs
+from embeddings.data.sources import Conversion, SourceConfig
+from embeddings.data.table import ROWS_FILE, SCORES_FILE, StoredRow, Table, damaged, write_table
 
 CACHE_VARIABLE, DEFAULT_CACHE = "EMBED_CACHE", Path(".cache/embeddings")
 SCHEMA_VERSION = 2
-_HASHES = "hashes"
 ORDER_FILE, OFFSETS_FILE, PAIRED_FILE = "class_order.npy", "class_offsets.npy", "class_paired.npy"
 DEFAULT_MIN_SCORE = 4.0
-_NOTED_ROWS = 100
+_NOTED_ROWS, _NAMED_SUSPECTS = 100, 3
 MAX_LANGUAGES = 1 << 16
 _PROGRESS_ROWS = 1024
 
 
-class FileHash(NamedTuple):
-    """A file's SHA-256, and what its size, times and inode were before it was read."""
+@dataclass
+class Suspects:
+    """The suspect rows of a source (`Record.suspicion`): how many, and the first, each with what is wrong."""
 
-    path: Path
-    stamp: list[int]
-    sha256: str
+    count: int = 0
+    first: list[list[str]] = field(default_factory=list)
 
-    def is_current(self) -> bool:
-        """Whether the file still is what was hashed, as far as size, times and inode tell."""
-        return self.path.exists() and _stamp(self.path) == self.stamp
+    def note(self, where: str, suspicion: str) -> None:
+        """Count a row."""
+        self.count += 1
+        if len(self.first) < _NAMED_SUSPECTS:
+            self.first.append([where, suspicion])
 
+    def __str__(self) -> str:
+        """The rows of a message."""
+        named = ", ".join(f"{where} ({suspicion})" for where, suspicion in self.first)
+        more = f" and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
+        what = "row contradicts itself" if self.count == 1 else "rows contradict themselves"
+        return f"{self.count} {what}: {named}{more}"
 
-def hash_file(path: Path, memory: Path) -> FileHash:
-    """The hash of a file, from `memory` where the file is unchanged: hashing a terabyte takes most of an hour.
-
-    Raises:
-        InputError: If the file cannot be read.
-    """
-    try:
-        stamp = _stamp(path)
-        known = _known(_note(path, memory))
-        unchanged = known.get("stamp") == stamp and "sha256" in known
-        return FileHash(path, stamp, known["sha256"] if unchanged else file_sha256(path))
-    except OSError as error:
-        raise InputError(str(path), f"cannot be read ({error.strerror})", "check its permissions") from None
-
-
-def remember_hash(known: FileHash, memory: Path) -> None:
-    """Note a hash in the folder `memory`; one that cannot be written is only slower next time."""
-    note = _note(known.path, memory)
-    if _known(note).get("stamp") != known.stamp:
-        with contextlib.suppress(OSError):
-            write_json(note, {"path": str(known.path.resolve()), "stamp": known.stamp, "sha256": known.sha256})
-
-
-def _known(note: Path) -> dict[str, Any]:
-    """What a note says; nothing where there is none, or it is damaged."""
-    try:
-        known = json.loads(note.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _note(path: Path, memory: Path) -> Path:
-    return memory / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
-
-
-def _stamp(path: Path) -> list[int]:
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-
-
-class SourceInputs:
-    """The files or the Hub split of a source, whose content is known by hashes or a commit.
-
-    Attributes:
-        identity: What tells the content from others, in plain types.
-
-    Args:
-        source: The source.
-        root: Folder of converted sources, where the files' hashes are remembered.
-        commit: Commit of the Hub data set, or None for that of the source's revision.
-
-    Raises:
-        InputError: If a file or the Hub cannot be read.
-    """
-
-    def __init__(self, source: Origin, root: Path, commit: str | None = None) -> None:
-        self._is_hub, self._memory = source.is_hub, root / _HASHES
-        self._files: list[FileHash] = []
-        self.identity: list[dict[str, Any]]
-        if source.is_hub:
-            name = str(source.path).removeprefix(HUB_PREFIX)
-            split, commit = source.split or "train", commit or resolve_revision(name, source.revision)
-            self.identity = [{"hub": name, "subset": source.subset, "split": split, "commit": commit}]
-        else:
-            self._files = [hash_file(path, self._memory) for path in resolve_files(source.path or [])]
-            self.identity = [{"sha256": file.sha256} for file in self._files]
-
-    @property
-    def paths(self) -> list[str]:
-        """The files; none of a Hub data set."""
-        return [str(file.path) for file in self._files]
-
-    def readers(self, columns: Sequence[str], required: Sequence[str]) -> list[Reader]:
-        """Readers of these columns; see `open_reader`."""
-        if self._is_hub:
-            (hub,) = self.identity
-            return [HubReader(hub["hub"], hub["subset"], hub["split"], hub["commit"])]
-        return [open_reader(file.path, columns, required) for file in self._files]
-
-    def require_unchanged(self) -> None:
-        """Check that the files are what they were when they were hashed.
-
-        Raises:
-            InputError: If one is not.
-        """
-        for file in self._files:
-            if not file.is_current():
-                raise InputError(str(file.path), "the file changed while it was read", "run again when it is at rest")
-
-    def remember(self) -> None:
-        """Note the files' hashes, so that the next run need not read them whole."""
-        for file in self._files:
-            remember_hash(file, self._memory)
+    def check(self, config: SourceConfig) -> None:
+        """Raise an `InputError` if there are any and the source refuses them."""
+        if self.count and config.suspect_rows == "refuse":
+            fix = "mend them, or set suspect_rows: leave_out (or keep)"
+            raise InputError(f"source {config.name!r}", str(self), fix)
 
 
 @dataclass
@@ -169,17 +85,19 @@ class Facts:
         labels: Code of each class, by its text, in order of appearance.
         lone_text: For each class whose texts were all the same so far, that text's hash.
         first_row: File and row where a class appeared first.
-        suspects: Number of suspect rows of each kind (`Record.suspicion`), kept or left out.
+        suspects: The suspect rows, kept or left out.
         longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
         columns: Columns of the first rows that hold something, in order of appearance.
+        taken: Those that were taken for a field of another name (`taken_columns`), each with the field.
     """
 
     labels: dict[str, int] = field(default_factory=dict)
     lone_text: dict[int, int] = field(default_factory=dict)
     first_row: dict[int, str] = field(default_factory=dict)
-    suspects: Counter[str] = field(default_factory=Counter)
+    suspects: Suspects = field(default_factory=Suspects)
     longest_instruction: tuple[str, str] | None = None
     columns: dict[str, None] = field(default_factory=dict)
+    taken: dict[str, str] = field(default_factory=dict)
 
     def code(self, label: str | None, where: str) -> int:
         """The code of a class, a new one for a new class; -1 for none."""
@@ -197,18 +115,21 @@ class Facts:
         code = min(self.lone_text)
         return [list(self.labels)[code], self.first_row[code]]
 
-    def noting_columns(self, rows: Iterable[Row]) -> Iterator[Row]:
+    def noting_columns(self, config: SourceConfig, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows; the columns of the first ones are noted."""
+        wanted = PAIR_FIELDS if config.conversion == "pairs" else config.fields
         for number, row in enumerate(rows):
             if number < _NOTED_ROWS:
                 self.columns |= dict.fromkeys(str(name) for name, value in row.fields.items() if value is not None)
+                taken = {} if config.columns else taken_columns(row.fields, wanted)
+                self.taken |= {name: field for field, names in taken.items() for name in names}
             yield row
 
     def unused_columns(self, config: SourceConfig) -> dict[str, str]:
         """Columns that look like a field of a record and are not used, each with the field; "" for a score."""
         if config.conversion != "pairs":
             return {}
-        mapped = config.columns.values()
+        mapped = {*config.columns.values(), *self.taken}
         found = look_alikes([name for name in self.columns if name not in mapped], config.fields)
         return found | ({"score": ""} if config.columns.get("score", "score") in self.columns else {})
 
@@ -236,7 +157,8 @@ def convert_rows(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Ite
 def usable_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[tuple[str, Record]]:
     """The records of a source of pairs that are to be used, each with file and row, in the order of the source.
 
-    A pair of `sts` with a high enough score is two records, one in each direction. `facts` counts suspect records.
+    A pair of `sts` with a high enough score is two records, one in each direction. `facts` counts suspect records,
+    which are used only where the source keeps them.
 
     Raises:
         InputError: At the first row that cannot be used, or if no record is left.
@@ -248,15 +170,14 @@ def usable_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> I
     for where, fields in rows:
         record = parse_record(fields, config.columns, where)
         if suspicion := record.suspicion:
-            if config.suspect_rows == "refuse":
-                raise InputError(where, suspicion, "mend the row, or set suspect_rows: leave_out (or keep)")
-            facts.suspects[suspicion] += 1
-            if config.suspect_rows == "leave_out":
+            facts.suspects.note(where, suspicion)
+            if config.suspect_rows != "keep":
                 continue
         found = True
         yield where, record
     if not found:
-        raise InputError(f"source {config.name!r}", "every row is suspect and left out", "set suspect_rows: keep")
+        what = f"no row can be used: {facts.suspects}"
+        raise InputError(f"source {config.name!r}", what, "mend them, or set suspect_rows: keep")
 
 
 def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
@@ -266,7 +187,8 @@ def _convert_records(config: SourceConfig, rows: Iterable[Row], facts: Facts) ->
         code = facts.code(record.label, where)
         if record.instruction and len(record.instruction) > len((facts.longest_instruction or ("", ""))[1]):
             facts.longest_instruction = (where, record.instruction)
-        yield StoredRow(record.query, record.positives, texts, levels, code, record.instruction or "")
+        instruction = record.instruction or ""
+        yield StoredRow(record.query, record.positives, texts, levels, code, instruction, record.scores)
 
 
 def _convert_labelled(config: SourceConfig, rows: Iterable[Row], facts: Facts) -> Iterator[StoredRow]:
@@ -301,7 +223,7 @@ def write_class_index(folder: Path, labels: NDArray[np.int32], num_classes: int,
         folder: Where to.
         labels: Class of each row, (rows,), 0 to `num_classes` - 1.
         num_classes: Number of classes.
-        lone: Classes whose texts are all the same, so that no row of theirs can have a positive.
+        lone: Classes whose texts are all the same, so that none of their rows can have a positive.
     """
     np.save(folder / ORDER_FILE, np.argsort(labels, kind="stable").astype(np.int64))
     counts = np.bincount(labels, minlength=num_classes)
@@ -361,6 +283,7 @@ class CachedSource:
         lone_class: A class whose texts are all the same, with the file and row of its first, or None.
         longest_instruction: File and row of the longest instruction of a record's own, and that, or None.
         unused_columns: Columns that look like a field and are not used, each with the field (`Facts`).
+        suspects: Its suspect rows, kept or left out.
         classes: The rows of each class, or None where the layout has none.
 
     Raises:
@@ -371,7 +294,9 @@ class CachedSource:
         manifest = check_manifest(folder, {"schema_version": SCHEMA_VERSION, "key": key})
         self.folder, self.key = folder, key
         self.table = Table(folder)
-        if len(self.table) != manifest["num_rows"] or (folder / ROWS_FILE).stat().st_size != manifest["num_bytes"]:
+        if len(self.table) != manifest["num_rows"] or _num_bytes(folder) != {
+            name: manifest[name] for name in ("num_bytes", "num_score_bytes") if name in manifest
+        }:
             raise damaged(folder)
         self.inputs: list[dict[str, Any]] = manifest["inputs"]
         settings = ("layout", "columns", "min_score", "suspect_rows")
@@ -381,12 +306,26 @@ class CachedSource:
         # Sources that were converted before these were noted do not say them.
         self.longest_instruction: list[str] | None = manifest.get("longest_instruction")
         self.unused_columns: dict[str, str] = manifest.get("unused_columns") or {}
+        self.suspects = Suspects(**manifest.get("suspects", {}))
         self.classes = ClassIndex(folder) if manifest["layout"] == "labelled" else None
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Where converted sources lie: the argument, else `$EMBED_CACHE`, else `.cache/embeddings` here."""
     return Path(cache_dir or os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE)
+
+
+@contextlib.contextmanager
+def borrowed_cache(cache_dir: str | os.PathLike[str] | None = None) -> Iterator[str]:
+    """A temporary folder of converted sources that has those of `cache_dir`; what is converted inside goes with it."""
+    root = cache_folder(cache_dir).absolute()
+    with tempfile.TemporaryDirectory() as folder:
+        for path in root.iterdir() if root.is_dir() else ():
+            if path.name == HASHES:
+                shutil.copytree(path, Path(folder) / HASHES)
+            elif path.is_dir() and not path.name.startswith("."):
+                (Path(folder) / path.name).symlink_to(path)
+        yield folder
 
 
 def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[Path, dict[str, Any]], None]) -> str:
@@ -401,22 +340,33 @@ def converted_folder(root: Path, identity: Mapping[str, Any], write: Callable[[P
     Raises:
         InputError: If the folder cannot be written.
     """
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    key = content_key(identity)
     if not (root / key).is_dir():
-        try:
-            with atomic_folder(root / key) as folder:
-                write(folder, {**identity, "key": key})
-        except (PermissionError, FileExistsError, NotADirectoryError) as error:
-            what = f"the cache cannot be written ({error.strerror})"
-            raise InputError(str(root), what, f"set {CACHE_VARIABLE} to another folder") from None
+        with writing_cache(root), atomic_folder(root / key) as folder:
+            write(folder, {**identity, "key": key})
     return key
+
+
+@contextlib.contextmanager
+def writing_cache(root: Path) -> Iterator[None]:
+    """Inside, an error of the folder of converted sources is one line that says how to choose another."""
+    try:
+        yield
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        what = f"the cache cannot be written ({error.strerror})"
+        raise InputError(str(root), what, f"set {CACHE_VARIABLE} to another folder") from None
+
+
+def content_key(identity: Mapping[str, Any]) -> str:
+    """The key of an identity, which names its folder."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None = None) -> CachedSource:
     """A source in converted form; the first call for a content converts it, later ones find it.
 
     The key is a hash of the files' bytes (or the Hub data set's commit), of what the conversion stores, and of the
-    schema's version. `cache_dir` is the folder of converted sources (see `cache_folder`).
+    schema's version. `cache_dir` is the folder of converted sources (see `cache_folder`). One line names suspect rows.
 
     Raises:
         InputError: If the source cannot be read, a row cannot be used, or the folder cannot be written.
@@ -429,12 +379,21 @@ def open_cached(config: SourceConfig, cache_dir: str | os.PathLike[str] | None =
         "layout": layout(config.conversion),
         "columns": dict(sorted(config.columns.items())),
         "min_score": min_score(config) if config.conversion == "sts" else None,
-        "suspect_rows": config.suspect_rows if config.conversion == "pairs" else None,
+        "suspect_rows": None,
         "inputs": inputs.identity,
     }
+    if config.conversion == "pairs":
+        # A source that is refused leaves nothing here, so rows left out need no key of their own; once they had one.
+        earlier = {**identity, "suspect_rows": config.suspect_rows}
+        has_own = config.suspect_rows == "keep" or (root / content_key(earlier)).is_dir()
+        identity = earlier if has_own else {**identity, "suspect_rows": "refuse"}
     key = converted_folder(root, identity, partial(_convert, config, inputs))
     cached = CachedSource(root / key, key)
     inputs.remember()
+    cached.suspects.check(config)
+    if cached.suspects.count and is_first_process():
+        done, other = ("kept", "leave_out") if config.suspect_rows == "keep" else ("left out", "keep or refuse")
+        logger.warning("source %s: %s; %s (else suspect_rows: %s)", config.name, cached.suspects, done, other)
     return cached
 
 
@@ -470,28 +429,36 @@ def read_located_records(config: SourceConfig, cached: CachedSource) -> Iterator
 
 
 def _convert(config: SourceConfig, inputs: SourceInputs, folder: Path, identity: dict[str, Any]) -> None:
-    """Write a converted source, and log the suspect rows."""
+    """Write a converted source."""
     facts = Facts()
     readers = _readers(config, inputs)
-    rows = facts.noting_columns(_with_progress(f"converting {config.name}", readers))
+    rows = facts.noting_columns(config, _with_progress(f"converting {config.name}", readers))
     num_rows = write_table(folder, convert_rows(config, rows, facts))
+    facts.suspects.check(config)
     facts.columns |= dict.fromkeys(name for reader in readers for name in reader.unread_columns)
     if identity["layout"] == "labelled":
         write_class_index(folder, Table(folder).labels(), len(facts.labels), facts.lone_text)
     inputs.require_unchanged()
+    if facts.taken:
+        taken = ", ".join(f"{name} as {field}" for name, field in facts.taken.items())
+        logger.info("source %s: columns taken: %s", config.name, taken)
     fields = {
         "num_rows": num_rows,
-        "num_bytes": (folder / ROWS_FILE).stat().st_size,
+        **_num_bytes(folder),
         "labels": list(facts.labels),
         "lone_class": facts.lone_class,
         "longest_instruction": facts.longest_instruction,
         "unused_columns": facts.unused_columns(config),
+        "suspects": asdict(facts.suspects),
         "paths": inputs.paths,
     }
     write_manifest(folder, {**identity, **fields})
-    for suspicion, count in facts.suspects.items():
-        done = "left out" if config.suspect_rows == "leave_out" else "kept"
-        logger.warning("source %s: in %d rows, which are %s, %s", config.name, count, done, suspicion)
+
+
+def _num_bytes(folder: Path) -> dict[str, int]:
+    """The sizes of the files of rows and, where there are scores, of scores, as the manifest names them."""
+    files = {"num_bytes": folder / ROWS_FILE, "num_score_bytes": folder / SCORES_FILE}
+    return {name: path.stat().st_size for name, path in files.items() if path.exists()}
 
 
 def _readers(config: SourceConfig, inputs: SourceInputs) -> list[Reader]:

@@ -2,13 +2,15 @@
 
 The file holds R record batches; a value is named by its batch and its number in the column, of which a batch need not
 begin at 0. Columns are plain views of the file's bytes, without Arrow scalars. N values are read at once by numpy: the
-CPU then waits for many places of the file at a time instead of for one after another.
+CPU then waits for many places of the file at a time instead of for one after another. The scores of a teacher, which
+few sources have, lie in a file of their own with the same batches.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from embeddings.common.errors import InputError
 from embeddings.common.io import load_array
 
-ROWS_FILE, STARTS_FILE = "rows.arrow", "starts.npy"
+ROWS_FILE, STARTS_FILE, SCORES_FILE = "rows.arrow", "starts.npy", "scores.arrow"
 MAX_BATCH_ROWS, MAX_BATCH_CHARACTERS = 65_536, 32 * 2**20
 _SCHEMA = pa.schema(
     [
@@ -32,6 +34,7 @@ _SCHEMA = pa.schema(
         ("instruction", pa.large_string()),
     ]
 )
+_SCORES_SCHEMA = pa.schema([("scores", pa.large_list(pa.float32()))])
 _WORD_BYTES = 8
 Int64s = NDArray[np.int64]
 
@@ -69,9 +72,9 @@ class MappedFile:
 
 
 class NumberColumn:
-    """Numbers of an integer column without nulls."""
+    """Numbers of a column without nulls."""
 
-    def __init__(self, file: MappedFile, num_batches: int, dtype: Literal["int8", "int32"]) -> None:
+    def __init__(self, file: MappedFile, num_batches: int, dtype: Literal["int8", "int32", "float32"]) -> None:
         self._file, self._width = file, np.dtype(dtype).itemsize
         self._values_V = np.frombuffer(file.data, dtype=dtype, count=len(file.data) // self._width)
         self._values = self._values_V.data
@@ -83,11 +86,11 @@ class NumberColumn:
         assert array.null_count == array.offset == 0
         self._at[batch] = self._file.position(array.buffers()[1]) // self._width - first
 
-    def at(self, batch: int, number: int) -> int:
+    def at(self, batch: int, number: int) -> Any:
         """One number."""
         return self._values[self._at[batch] + number]
 
-    def part(self, batch: int, start: int, stop: int) -> list[int]:
+    def part(self, batch: int, start: int, stop: int) -> list[Any]:
         """The numbers at `start` … `stop` - 1 of a batch."""
         return self.view(batch, start, stop).tolist()  # type: ignore[no-any-return]
 
@@ -96,7 +99,7 @@ class NumberColumn:
         at = self._at[batch]
         return self._values_V[at + start : at + stop]
 
-    def take(self, batch_N: Int64s, number_N: Int64s) -> list[int]:
+    def take(self, batch_N: Int64s, number_N: Int64s) -> list[Any]:
         """The numbers at N places."""
         return self._values_V[self._at_R[batch_N] + number_N].tolist()  # type: ignore[no-any-return]
 
@@ -218,7 +221,11 @@ class ListColumn(_OffsetColumn):
 
 
 class StoredRow(NamedTuple):
-    """One converted row. `levels` is as long as `negatives`; `label` is -1 and `instruction` "" where there is none."""
+    """One converted row.
+
+    `levels` is as long as `negatives`; `label` is -1 and `instruction` "" where there is none. `scores` are a teacher's
+    of each positive, then of each negative, NaN where it gave none; they are empty where the row has none at all.
+    """
 
     query: str
     positives: Sequence[str] = ()
@@ -226,40 +233,57 @@ class StoredRow(NamedTuple):
     levels: Sequence[int] = ()
     label: int = -1
     instruction: str = ""
+    scores: Sequence[float] = ()
 
 
 def write_table(folder: Path, rows: Iterable[StoredRow]) -> int:
     """Write rows into `folder`; returns their number. At most one batch of them is in memory.
 
     Batches are cut by size as well as by count: a batch must fit in memory while it is written, and its reader parses
-    each one that it touches, so they are neither very large nor many.
+    each one that it touches, so they are neither very large nor many. `SCORES_FILE` is written where a row has scores.
     """
     starts, count, characters = [0], 0, 0
     # Columns, not rows: the garbage collector walks a tuple a row again and again.
-    columns: list[list[Any]] = [[] for _ in _SCHEMA]
-    with pa.OSFile(str(folder / ROWS_FILE), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
+    columns: list[list[Any]] = [[] for _ in StoredRow._fields]
+    with ExitStack() as files:
+        writer, scores_writer = files.enter_context(_arrow_file(folder / ROWS_FILE, _SCHEMA)), None
+
+        def write_batch() -> None:
+            nonlocal scores_writer
+            if scores_writer is None and any(columns[-1]):
+                scores_writer = files.enter_context(_arrow_file(folder / SCORES_FILE, _SCORES_SCHEMA))
+                for first, stop in pairwise(starts):
+                    scores_writer.write_batch(_record_batch([[()] * (stop - first)], _SCORES_SCHEMA))
+            if scores_writer is not None:
+                scores_writer.write_batch(_record_batch(columns[-1:], _SCORES_SCHEMA))
+            writer.write_batch(_record_batch(columns[:-1], _SCHEMA))
+            starts.append(count)
+            for column in columns:
+                column.clear()
+
         for row in rows:
             for column, value in zip(columns, row, strict=True):
                 column.append(value)
             count += 1
             characters += len(row.query) + sum(map(len, row.positives)) + sum(map(len, row.negatives))
             if count - starts[-1] >= MAX_BATCH_ROWS or characters >= MAX_BATCH_CHARACTERS:
-                writer.write_batch(_record_batch(columns))
-                starts.append(count)
+                write_batch()
                 characters = 0
         if count > starts[-1]:
-            writer.write_batch(_record_batch(columns))
-            starts.append(count)
+            write_batch()
     np.save(folder / STARTS_FILE, np.array(starts, dtype=np.int64))
     return count
 
 
-def _record_batch(columns: list[list[Any]]) -> pa.RecordBatch:
-    """The columns as a batch; they are emptied."""
-    arrays = [pa.array(values, type=field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
-    for column in columns:
-        column.clear()
-    return pa.record_batch(arrays, schema=_SCHEMA)
+@contextmanager
+def _arrow_file(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatchFileWriter]:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        yield writer
+
+
+def _record_batch(columns: Sequence[Sequence[Any]], schema: pa.Schema) -> pa.RecordBatch:
+    arrays = [pa.array(values, type=field.type) for values, field in zip(columns, schema, strict=True)]
+    return pa.record_batch(arrays, schema=schema)
 
 
 class Table:
@@ -267,6 +291,10 @@ class Table:
 
     A table travels to another process by its folder and is opened there again, so that workers share the operating
     system's cache. Where a batch's columns lie is noted when it is first touched, in some 200 bytes.
+
+    Attributes:
+        folder: Where it lies.
+        has_scores: Whether a row has scores of a teacher.
 
     Raises:
         InputError: If the file is missing or damaged, here or where a row is read.
@@ -276,16 +304,20 @@ class Table:
         self.folder = folder
         try:
             self._start_R: Int64s = load_array(folder / STARTS_FILE, "delete the folder and run again")
-            file = MappedFile(folder / ROWS_FILE)
-            # Threads of Arrow's own would not survive the fork that makes a worker.
-            self._reader = pa.ipc.open_file(file.buffer, options=pa.ipc.IpcReadOptions(use_threads=False))
+            file, self._reader = _mapped(folder / ROWS_FILE)
+            self.has_scores = (folder / SCORES_FILE).exists()
+            scores_file: MappedFile | None = None
+            self._scores_reader: pa.RecordBatchFileReader | None = None
+            if self.has_scores:
+                scores_file, self._scores_reader = _mapped(folder / SCORES_FILE)
         except InputError:
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
             raise damaged(folder) from error
         self._starts: list[int] = self._start_R.tolist()
         num_batches = len(self._starts) - 1
-        if self._reader.num_record_batches != num_batches:
+        readers = [reader for reader in (self._reader, self._scores_reader) if reader is not None]
+        if any(reader.num_record_batches != num_batches for reader in readers):
             raise damaged(folder)
         self._is_open_R = np.zeros(num_batches, dtype=np.bool_)
         self._is_open = self._is_open_R.data
@@ -299,6 +331,9 @@ class Table:
         self._columns: tuple[TextColumn | ListColumn | NumberColumn, ...] = (
             self._query, self._positives, self._negatives, self._levels, self._label, self._instruction,
         )  # fmt: skip
+        if scores_file is not None:
+            scores = NumberColumn(scores_file, num_batches, "float32")
+            self._columns = (*self._columns, ListColumn(scores_file, num_batches, scores))
 
     def __reduce__(self) -> tuple[type["Table"], tuple[Path]]:
         """The folder alone."""
@@ -312,7 +347,8 @@ class Table:
         """The row at `index`, from 0."""
         batch = self._batch_of(index)
         try:
-            return StoredRow._make([column.at(batch, index) for column in self._columns])
+            values: list[Any] = [column.at(batch, index) for column in self._columns]
+            return StoredRow(*values)
         except ValueError as error:
             raise damaged(self.folder) from error
 
@@ -328,9 +364,11 @@ class Table:
             for batch in np.unique(batch_N[closed_N]).tolist():
                 self._open(batch)
         try:
-            columns = [column.take(batch_N, index_N) for column in self._columns]
+            columns: list[Iterable[Any]] = [column.take(batch_N, index_N) for column in self._columns]
         except ValueError as error:
             raise damaged(self.folder) from error
+        if not self.has_scores:
+            columns.append(repeat((), len(index_N)))
         # The tuples' own constructor: that of `StoredRow` looks for arguments left out, and takes twice the time.
         return list(map(partial(tuple.__new__, StoredRow), zip(*columns, strict=True)))
 
@@ -399,15 +437,26 @@ class Table:
             return
         first, stop = self._bounds(batch)
         try:
-            arrays = self._reader.get_batch(batch)
-            arrays.validate()
-            if arrays.num_rows != stop - first:
-                raise ValueError(f"{arrays.num_rows} rows, expected {stop - first}")
-            for column, array in zip(self._columns, arrays.columns, strict=True):
+            arrays: list[pa.Array] = []
+            for reader in (self._reader, self._scores_reader):
+                if reader is not None:
+                    read = reader.get_batch(batch)
+                    read.validate()
+                    if read.num_rows != stop - first:
+                        raise ValueError(f"{read.num_rows} rows, expected {stop - first}")
+                    arrays += read.columns
+            for column, array in zip(self._columns, arrays, strict=True):
                 column.open(batch, array, first)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise damaged(self.folder) from error
         self._is_open[batch] = True
+
+
+def _mapped(path: Path) -> tuple[MappedFile, pa.RecordBatchFileReader]:
+    """A file of Arrow batches in memory."""
+    file = MappedFile(path)
+    # Threads of Arrow's own would not survive the fork that makes a worker.
+    return file, pa.ipc.open_file(file.buffer, options=pa.ipc.IpcReadOptions(use_threads=False))
 
 
 def damaged(folder: Path) -> InputError:

@@ -18,7 +18,7 @@ from embeddings.common.types import PackedRows
 from embeddings.data.datamodule import PlannedDataModule, ResumableLoader, ShieldedLoader, check_minimum, start_worker
 from embeddings.data.samplers.base import PlanEntry, SamplerFactory, SourceIdentity
 from embeddings.data.samplers.blended import BlendedBatchSampler
-from embeddings.data.sources import check_names
+from embeddings.data.sources import check_files, check_names
 from embeddings.data.text_streams import DocumentTokenizer, TextSource, TokenStream, open_stream
 
 
@@ -147,7 +147,9 @@ class TextDataModule(PlannedDataModule):
             InputError: If a file, or the tokenizer, is not there.
             OptionError: If a package is not installed, or the sampler's options do not suit the sources.
         """
-        for source in [*self.sources, *self.validation_sources]:
+        sources = [*self.sources, *self.validation_sources]
+        check_files(sources)
+        for source in sources:
             source.check()
         self._check_plan_options(trainer, module)
         self._base_tokenizer(module)

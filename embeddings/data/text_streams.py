@@ -1,6 +1,5 @@
 """Plain texts: where they come from (files, the Hub, packages), and their tokens as one stream on disk."""
 
-import copy
 import hashlib
 import io
 import os
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from embeddings.common.errors import InputError, OptionError
@@ -24,9 +22,11 @@ from embeddings.common.jobs import progress_bar
 from embeddings.data.docstrings import HELD_OUT_PACKAGES, TRAINING_PACKAGES
 from embeddings.data.docstrings.extract import SourceFile, find_sources, is_available, require_available
 from embeddings.data.records import kind_of
-from embeddings.data.sources import Origin, resolve_files
-from embeddings.data.store import SourceInputs, cache_folder, converted_folder
+from embeddings.data.source_inputs import SourceInputs
+from embeddings.data.sources import Origin
+from embeddings.data.store import cache_folder, converted_folder
 from embeddings.data.table import damaged
+from embeddings.data.tokenize import copied_backend
 
 # Names that stand for lists of packages.
 PACKAGE_LISTS = {"training": TRAINING_PACKAGES, "held_out": HELD_OUT_PACKAGES}
@@ -39,7 +39,7 @@ class TextSource(Origin):
     Args:
         name: Name in messages, unique in a run.
         path: File, glob, list of these, or `hub:organisation/name`. Environment variables are filled in. A file is
-            JSON lines, plain or gzipped, or Parquet; its content decides, not its name.
+            Parquet, JSON lines or a table, as of `SourceConfig`.
         packages: In place of `path`: installed packages as one imports them, `stdlib` for the standard library,
             `training` and `held_out` for the packages of the docstring corpus that are installed. None is imported.
         column: Column that holds the text. Records whose text is empty or white space are passed over.
@@ -65,17 +65,9 @@ class TextSource(Origin):
             raise self.fault("column", self.column, "has no meaning for packages", "leave it out")
 
     def check(self) -> None:
-        """Check that what the source names is there, without reading it; the Hub is not asked.
-
-        Raises:
-            InputError: If a file is missing.
-            OptionError: If a package is not installed.
-        """
-        if self.packages:
-            for package in _packages(self.packages):
-                require_available(package)
-        elif not self.is_hub:
-            resolve_files(self.path or [])
+        """Raise an `OptionError` if a package is not installed; `check_files` checks files."""
+        for package in _packages(self.packages or []):
+            require_available(package)
 
 
 class Documents:
@@ -183,13 +175,7 @@ class DocumentTokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if not isinstance(backend, Tokenizer):
-            rule = "must be a fast tokenizer"
-            raise OptionError("tokenizer", type(tokenizer).__name__, rule, "save it with a tokenizer.json and use that")
-        self._backend: Tokenizer = copy.deepcopy(backend)
-        self._backend.no_padding()
-        self._backend.no_truncation()
+        self._backend = copied_backend(tokenizer)
         self._backend.encode_special_tokens = True
         self._separator: int | None = None
         if append_eos:

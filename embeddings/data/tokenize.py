@@ -69,14 +69,8 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TextSettings) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if not isinstance(backend, Tokenizer):
-            rule = "must be a fast tokenizer, since pooling needs the characters each token covers"
-            raise OptionError("tokenizer", type(tokenizer).__name__, rule, "save it with a tokenizer.json and use that")
         self.settings = settings
-        self._backend: Tokenizer = copy.deepcopy(backend)
-        self._backend.no_padding()
-        self._backend.no_truncation()
+        self._backend = copied_backend(tokenizer)
         probe = self._backend.encode("a")
         self._num_trailing = sum(takewhile(bool, reversed(probe.special_tokens_mask)))
         self._appended: list[int] = []
@@ -190,6 +184,22 @@ class TextTokenizer:
         return len(self._backend.encode(text)) + self._num_reserved
 
 
+def copied_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """A copy of a fast tokenizer's backend, which neither pads nor truncates.
+
+    Raises:
+        OptionError: If the tokenizer is slow: it cannot say which characters a token covers.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        rule = "must be a fast tokenizer"
+        raise OptionError("tokenizer", type(tokenizer).__name__, rule, "save it with a tokenizer.json and use that")
+    copied: Tokenizer = copy.deepcopy(backend)
+    copied.no_padding()
+    copied.no_truncation()
+    return copied
+
+
 def suffix_ids(backend: Tokenizer, suffix: str) -> list[int]:
     """The tokens that a suffix adds to a text.
 
@@ -233,6 +243,7 @@ class ContrastiveCollator:
         surrogate_width: Width of the surrogate's vectors that examples may carry, None where none does. It decides for
             every batch of a run alike, so that ranks agree on what they gather.
         num_in_context_examples: Maximum solved examples before a query, >= 0; bge-en-icl uses 5.
+        has_scores: Whether examples may carry a teacher's scores; decides for every batch of a run alike.
 
     Raises:
         OptionError: If a number is negative.
@@ -246,13 +257,14 @@ class ContrastiveCollator:
         num_negatives: int,
         surrogate_width: int | None = None,
         num_in_context_examples: int = 0,
+        has_scores: bool = False,
     ) -> None:
         if num_negatives < 0:
             raise OptionError("data.num_negatives", num_negatives, "must be >= 0", "0 trains on pairs alone")
         if num_in_context_examples < 0:
             rule = "must be >= 0"
             raise OptionError("data.num_in_context_examples", num_in_context_examples, rule, "bge-en-icl uses 5")
-        self.num_in_context_examples = num_in_context_examples
+        self.num_in_context_examples, self.has_scores = num_in_context_examples, has_scores
         self.tokenizer, self.num_negatives, self.surrogate_width = tokenizer, num_negatives, surrogate_width
 
     def __call__(self, examples: Sequence[Example]) -> ContrastiveBatch:
@@ -287,6 +299,7 @@ class ContrastiveCollator:
             surrogate_query_BS=surrogate_query_BS,
             surrogate_candidate_CS=surrogate_candidate_CS,
             negative_level=examples[0].level,
+            teacher_score_C=self._teacher_scores(examples, chosen),
         )
 
     def _with_examples(
@@ -322,6 +335,17 @@ class ContrastiveCollator:
                 candidate_CS[first:last] = torch.tensor(example.surrogate_negatives(last - first))
             first = last
         return query_BS, candidate_CS
+
+    def _teacher_scores(self, examples: Sequence[Example], chosen: Sequence[int]) -> Tensor | None:
+        """The teacher's score of each candidate, NaN where it gave none."""
+        if not self.has_scores:
+            return None
+        pairs = list(zip(examples, chosen, strict=True))
+        found = [example.scores[choice] if example.scores else math.nan for example, choice in pairs]
+        for example in examples:
+            first, count = len(example.positives), min(len(example.negatives), self.num_negatives)
+            found.extend(example.scores[first : first + count] or [math.nan] * count)
+        return torch.tensor(found, dtype=torch.float32)
 
 
 def _filled(rows: list[list[int]]) -> torch.Tensor:

@@ -108,7 +108,10 @@ def test_pairs_without_any_negative_are_refused_where_they_have_no_in_batch_ones
     lonely = source(tmp_path, pairs(3), name="lonely", in_batch_negatives=False)
     with pytest.raises(InputError, match=r"source 'lonely': has neither .*give its records `negatives`, which `mine`"):
         check_negatives_found([lonely], NEEDS["source"])
-    triplets = source(tmp_path, [{**pairs(1)[0], "negative": "n"}], name="triplets", in_batch_negatives=False)
+    rows = [{**pairs(1)[0], "negative": "n"}]
+    check_negatives_found([source(tmp_path, rows, name="taken", in_batch_negatives=False)], NEEDS["source"])
+    options = {"columns": {"query": "query"}, "in_batch_negatives": False}
+    triplets = source(tmp_path, rows, name="triplets", **options)
     with pytest.raises(InputError, match=r"map them with columns: \{negatives: negative\}, or set in_batch_negatives"):
         check_negatives_found([triplets], NEEDS["source"])
     check_negatives_found([lonely], NEEDS["on"])

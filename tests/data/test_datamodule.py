@@ -69,6 +69,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
         ({"batch_size": 0}, r"data\.batch_size must be >= 1, got 0"),
         ({"batch_size": None}, r"data\.batch_size must be >= 1, got None"),
         ({"num_workers": -2}, r"data\.num_workers must be >= 0, got -2"),
+        ({"num_workers": 10**6}, r"data\.num_workers must be <= 1024: each is a process, got 1000000"),
         ({"sources": []}, r"data\.sources must name at least one source"),
     ],
 )
@@ -304,6 +305,13 @@ def test_a_config_may_leave_the_sampler_out(tmp_path: Path, options: dict[str, A
     ("first", "changes", "message"),
     [
         ({"path": "gone.jsonl"}, {}, r"gone\.jsonl: no such file"),
+        (
+            {"path": ["gone.jsonl", "data/docstrings/train.jsonl.gz", "a*.none", "${TEST_UNSET}/x"]},
+            {},
+            r"data\.sources: 4 paths name no file: gone\.jsonl \(no such file\), data/docstrings/train\.jsonl\.gz "
+            r"\(no such file\), a\*\.none \(no file matches\) and 1 more; check the path and run: python main\.py "
+            r"prepare docstrings --output data/docstrings and check the pattern and run: export TEST_UNSET=FOLDER$",
+        ),
         ({"surrogate_vectors": "gone"}, {}, "no manifest lies beside"),
         ({"weight": 2.0}, {}, r"data\.sources\[\]\.weight cannot take effect"),
         ({"query_prompt": "q: " * 300}, {}, r"data\.text\.query_max_length must exceed"),

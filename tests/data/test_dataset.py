@@ -174,31 +174,50 @@ def test_drawn_negatives_and_their_labels_are_of_every_level(tmp_path):
     assert len(plain.negative_labels) == 2
 
 
-TRIPLETS = [{**pair, "negative": f"n {row}", "score": 1.0, "anchor": None} for row, pair in enumerate(pairs(4))]
+ANSWERED = [{**pair, "question": f"n {row}", "score": 1.0, "anchor": None} for row, pair in enumerate(pairs(4))]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_columns_that_look_like_a_field_are_named_in_one_line(form, tmp_path, caplog):
-    """sentence-transformers calls a column of one negative `negative`; a cached source says it again."""
-    path = write_rows(tmp_path / f"triplets.{form}", TRIPLETS)
+    """The field's own name comes first; a cached source says it again."""
+    path = write_rows(tmp_path / f"pairs.{form}", ANSWERED)
     for _ in range(2):
         caplog.clear()
-        warn_of_unused_columns(open_source(SourceConfig("triplets", str(path)), tmp_path / "cache"), 1)
+        warn_of_unused_columns(open_source(SourceConfig("pairs", str(path)), tmp_path / "cache"), 1)
         (line,) = caplog.messages
-        assert line.startswith("source triplets: columns not used: negative, ")
-        assert "to use one, map it: columns: {negatives: negative" in line
+        assert line.startswith("source pairs: columns not used: ")
+        assert "question" in line
+        assert "to use one, map it: columns: {query: " in line
         assert line.endswith("; a score counts with conversion: sts alone")
         assert ("anchor" in line) == (form == "parquet")  # of a column that is not read nobody knows that it is empty
-    mapped = open_source(SourceConfig("triplets", str(path), columns={"negatives": "negative"}), tmp_path / "cache")
-    assert mapped[PlanEntry(2, 0)].negatives == (Negative("n 2"),)
+    mapped = open_source(SourceConfig("pairs", str(path), columns={"query": "question"}), tmp_path / "cache")
+    assert mapped[PlanEntry(2, 0)].query == "n 2"
 
 
 def test_of_several_columns_for_one_field_the_first_is_suggested(tmp_path, caplog):
-    row = {**pairs(1)[0], "negative_1": "n", "negative_2": "m"}
+    row = {**pairs(1)[0], "negatives": ["o"], "negative_1": "n", "negative_2": "m"}
     warn_of_unused_columns(dataset(tmp_path, [row]), 2)
     assert caplog.messages == [
         "source source: columns not used: negative_1, negative_2; to use one, map it: columns: {negatives: negative_1}"
     ]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_columns_of_other_libraries_become_examples_and_are_told_once(form, tmp_path, caplog):
+    rows = [{"anchor": f"q{i}", "positive": f"p{i}", "negative_1": f"n{i}", "negative_2": f"m{i}"} for i in range(3)]
+    own = [{"query": f"q{i}", "positive": f"p{i}", "negative": f"n{i}", "title": "t"} for i in range(3)]
+    caplog.set_level("INFO")
+    taken = "anchor as query, negative_1 as negatives, negative_2 as negatives"
+    for name, source_rows, says, texts in (("st", rows, taken, ["n1", "m1"]), ("own", own, "negative as neg", ["n1"])):
+        path = write_rows(tmp_path / f"{name}.{form}", source_rows)
+        for told in (1, 0):
+            caplog.clear()
+            source = open_source(SourceConfig(name, str(path)), tmp_path / "cache")
+            warn_of_unused_columns(source, 2)
+            assert sum(f"source {name}: columns taken: {says}" in line for line in caplog.messages) == told
+            assert "not used" not in caplog.text
+        example = source[PlanEntry(1, 0)]
+        assert (example.query, example.positives, [each.text for each in example.negatives]) == ("q1", ("p1",), texts)
 
 
 def test_columns_that_are_used_or_not_asked_for_are_not_named(tmp_path, caplog):

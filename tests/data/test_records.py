@@ -1,11 +1,14 @@
 """Rows become records or are refused by name, and records that are written are read again."""
 
 import math
+from dataclasses import replace
 
+import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError
 from embeddings.data import SourceConfig
+from embeddings.data.readers import open_reader
 from embeddings.data.records import (
     RECORD_FIELDS,
     Negative,
@@ -18,7 +21,6 @@ from embeddings.data.records import (
     parse_scored_pair,
     write_records,
 )
-from embeddings.data.sources import open_reader
 from embeddings.data.store import open_cached
 from tests.data.rows import pairs, write_jsonl
 
@@ -106,6 +108,15 @@ def test_lists_mapped_columns_and_levels_are_understood(row, columns, expected):
         ({"id": []}, "id is a list, expected text"),
         ({"language": ["de"]}, "language is a list, expected text"),
         ({"language": " "}, "language is white space"),
+        ({"scores": 1.5}, "scores is a number, expected a list of 1 numbers, those of positives (1) and negatives (0)"),
+        ({"scores": "[1]"}, "scores is text, expected a list"),
+        ({"scores": []}, "scores has 0, expected a list of 1"),
+        ({"scores": [1, 2], "negatives": ["n", "m"]}, "scores has 2, expected a list of 3 numbers"),
+        ({"scores": [1, "2"], "negatives": "n"}, "scores[1] is text, expected a finite number of float32, or null"),
+        ({"scores": [True]}, "scores[0] is true or false, expected a finite number"),
+        ({"scores": [math.inf]}, "scores[0] is inf, expected a finite number"),
+        ({"scores": [1e39]}, "scores[0] is 1e+39, expected a finite number of float32"),
+        ({"scores": [10**400]}, "scores[0] is a number, expected a finite number of float32"),
     ],
 )
 def test_a_fault_names_row_and_field_on_one_line(change, message):
@@ -121,9 +132,73 @@ def test_a_fault_names_row_and_field_on_one_line(change, message):
 
 def test_a_missing_field_names_the_columns_there_are_and_the_way_out():
     with pytest.raises(InputError) as error:
-        parse_record({"query": "q", "answer": "a"}, {}, "f:2")
-    says = "f:2: field 'positive': no column 'positive' among query, answer; map it with columns: {positive: answer}"
-    assert str(error.value) == says
+        parse_record({"query": "q", "reply": "a"}, {}, "f:2")
+    what = "f:2: field 'positive': no column 'positive' among query, reply; "
+    assert str(error.value) == f"{what}map it with columns: {{positive: YOUR_COLUMN}}"
+    with pytest.raises(InputError, match=r"'positive' among q, answer; map it with columns: \{positive: answer\}$"):
+        parse_record({"q": "q", "answer": "a"}, {"query": "q"}, "f:2")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"anchor": "q", "positive": "p", "negative": "n"}, Record("q", ("p",), (Negative("n"),))),
+        (
+            {"anchor": "q", "positive": "p", "negative_10": "c", "negative_1": "a", "negative_2": ["b", "d"]},
+            Record("q", ("p",), (Negative("a"), Negative("b"), Negative("d"), Negative("c"))),
+        ),
+        (
+            {"anchor": "q", "positive": "p", "negative_1": None, "negative_2": "b", "neg": None},
+            Record("q", ("p",), (Negative("b"),)),
+        ),
+        ({"sentence1": "q", "sentence2": "p", "score": None}, Record("q", ("p",))),
+        ({"query": "q", "answer": "p", "language": "de"}, Record("q", ("p",), language="de")),
+        ({"Question": "q", "passage": ["p", "r"]}, Record("q", ("p", "r"))),
+        # A field's own name comes first; a null column of that name does not count.
+        ({"query": "q", "anchor": "x", "positive": "p", "answer": "y"}, Record("q", ("p",))),
+        ({"query": None, "anchor": "q", "positive": "p"}, Record("q", ("p",))),
+        ({"query": "q", "positive": "p", "neg": LEVELED, "score": 1}, Record("q", ("p",), HARDEST_FIRST, score=1.0)),
+    ],
+)
+def test_the_columns_of_other_libraries_are_taken_as_they_come(row, expected):
+    assert parse_record(row, {}, "f:1") == expected
+
+
+def test_scored_pairs_and_labelled_texts_are_taken_too():
+    assert parse_scored_pair({"anchor": "s", "positive": "t", "label": 1}, {}, "f:1") == ("s", "t", 1.0)
+    assert parse_labelled_text({"sentence": "t", "category": "c"}, {}, "f:1") == ("t", "c")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"anchor": "q", "question": "r", "positive": "p"},
+            "field 'query': anchor and question may both be it; choose, with columns: {query: anchor}",
+        ),
+        (
+            {"query": "q", "answer": "p", "passage": "r", "neg": "n"},
+            "field 'positive': answer and passage may both be it; choose, with columns: {positive: answer, negatives: ",
+        ),
+        ({**GOOD, "negative_1": "n", "hard_negative": "m"}, "field 'negatives': hard_negative and negative_1 may both"),
+        ({**GOOD, "negative_1": "n", "negative_2": " "}, "negatives[1] is white space"),
+        (
+            {"sentence1": "q", "sentence2": "p", "score": 1.0},
+            "'score' beside sentence1 and sentence2 may say which pairs match; set conversion: sts for scored pairs, "
+            "or, where all match, columns: {query: sentence1, positive: sentence2}",
+        ),
+        (
+            {"query": "q", "answer": "p", "label": 0},
+            "'label' beside answer may say which pairs match; set conversion: ",
+        ),
+        ({"text": "t", "label": 1}, "for texts with classes set conversion: class_by_example, or map it with columns:"),
+    ],
+)
+def test_columns_that_may_mean_two_things_are_refused_in_one_line(row, message):
+    with pytest.raises(InputError) as error:
+        parse_record(row, {}, "f:3")
+    assert str(error.value).startswith("f:3: ")
+    assert message in str(error.value)
 
 
 def test_a_mapped_field_that_is_missing_is_refused_even_where_it_is_optional():
@@ -145,15 +220,20 @@ PLAIN = [
     Record("q", ("p", "r", "東京 é\n"), (Negative("n"), Negative("m")), "a class", -0.5, "id 7", "what it is for"),
     Record("third", ("x",), (Negative("n"),), label="1", score=1e-300, language="sw"),
 ]
+SCORED = [replace(PLAIN[1], scores=(0.1, -2.0, 3.5, 1e-30, 4.0)), replace(PLAIN[2], scores=(7.0, -7.0)), PLAIN[0]]
 GRADED = [*PLAIN[:1], Record("q", ("p",), (Negative("n", 1), Negative("m", 1), Negative("o", 4)), id="2")]
 
 
 @pytest.mark.parametrize("group_rows", [1, 2, 4096])
-@pytest.mark.parametrize(("records", "graded"), [(PLAIN, False), (GRADED, True), (GRADED[:1], False)])
-def test_every_field_is_read_back_as_it_was(records, graded, group_rows, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("records", "graded", "scored"),
+    [(PLAIN, False, False), (GRADED, True, False), (GRADED[:1], False, False), (SCORED, False, True)],
+)
+def test_every_field_is_read_back_as_it_was(records, graded, scored, group_rows, tmp_path, monkeypatch):
     monkeypatch.setattr("embeddings.data.records.GROUP_ROWS", group_rows)
     path = tmp_path / "records.parquet"
-    assert write_records(path, iter(records), graded) == len(records)
+    assert write_records(path, iter(records), graded, scored=scored) == len(records)
+    assert ("scores" in pq.read_schema(path).names) is scored
     rows = open_reader(path, RECORD_FIELDS, ("query",))
     assert [parse_record(row, {}, where) for where, row in rows] == records
     cached = open_cached(SourceConfig("a", str(path)), tmp_path / "cache")

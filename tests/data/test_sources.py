@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from embeddings.common import InputError, OptionError, TextSettings
-from embeddings.data import PlanEntry, SourceConfig, open_source, sources
-from embeddings.data.sources import HubReader, check_names, open_reader, resolve_files, resolve_revision
+from embeddings.data import PlanEntry, SourceConfig, open_source, readers
+from embeddings.data.readers import HubReader, open_reader, resolve_revision
+from embeddings.data.sources import check_files, check_names, resolve_files
 from tests.data.rows import pairs, write_jsonl, write_rows
 
 
@@ -138,6 +139,11 @@ def test_environment_variables_are_filled_in(folder, monkeypatch, written):
         ("${TEST_UNSET}/a.jsonl", "the environment variable TEST_UNSET is not set; run: export TEST_UNSET=FOLDER"),
         ("none.jsonl", "no such file; check the path"),
         ("data/docstrings/train.jsonl.gz", "no such file; run: python main.py prepare docstrings --output data/docs"),
+        (
+            "data/docstrings_small/train.jsonl.gz",
+            "no such file; run: python main.py prepare docstrings --output data/docstrings_small --max-rows 10000$",
+        ),
+        ("data/docstrings_other/train.jsonl.gz", "no such file; check the path"),
         ("*.none", "no file matches"),
         ("sub", "is a folder, expected a file"),
         (["a.jsonl", "?.jsonl"], "the path names this file twice"),
@@ -148,6 +154,20 @@ def test_a_path_that_names_no_file_is_refused(folder, monkeypatch, path, message
     monkeypatch.delenv("TEST_UNSET", raising=False)
     with pytest.raises(InputError, match=message.replace("?", r"\?")):
         resolve_files(path)
+
+
+def test_all_files_that_are_missing_are_told_at_once(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    there = SourceConfig("there", ["a.jsonl", "?.parquet"])
+    check_files([there, SourceConfig("hub", "hub:org/name")])
+    with pytest.raises(InputError, match=r"^x\.jsonl: no such file; check the path$"):
+        check_files([there, SourceConfig("one", "x.jsonl")])
+    with pytest.raises(InputError) as error:
+        check_files([SourceConfig("one", "x.jsonl"), there, SourceConfig("two", ["y.jsonl", "b.jsonl"])])
+    says = "data.sources: 2 paths name no file: x.jsonl (no such file), y.jsonl (no such file); check the path"
+    assert str(error.value) == says
+    with pytest.raises(InputError, match="the path names this file twice"):
+        check_files([SourceConfig("one", ["a.jsonl", "?.jsonl"])])
 
 
 LINE = b'{"query": "q", "positive": "p"}\n'
@@ -186,7 +206,11 @@ def test_a_byte_order_mark_and_windows_line_ends_are_passed_over(tmp_path, data)
         (LINE + b'{"query": "q", "posi', ":2", "the file ends in the middle of this row"),
         (LINE + '{"query": "naï'.encode()[:-1], ":2", "the file ends in the middle of this row"),
         (LINE + b'{"query": }\n' + LINE, ":2", "the row is not JSON at column 11"),
-        (b"query,positive\nq,p\n", ":1", "this is a table of separated values (CSV), expected JSON lines or Parquet"),
+        (
+            b"query,positive\nq,p\n",
+            ":1",
+            "this is a table of separated values (CSV), and its name says otherwise; name the file .csv or .tsv",
+        ),
         (b'"query";"positive"', ":1", "this is a table of separated values (CSV)"),
         (LINE + b"query,positive\n", ":2", "the row is not JSON"),
         (b'["q", "p"]\n', ":1", "the row is a JSON array, expected an object"),
@@ -236,7 +260,7 @@ def test_a_column_of_parquet_that_is_there_twice_is_refused_where_it_is_asked_fo
 def test_a_line_without_end_and_a_file_that_is_not_there_are_refused(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"gone\.jsonl: cannot be read \(No such file"):
         read(tmp_path / "gone.jsonl")
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 2**20)
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 2**20)
     (tmp_path / "a.jsonl").write_bytes(LINE + b'{"query": "' + b"x" * 2**20 + b'"}\n')
     with pytest.raises(InputError, match=r"a\.jsonl:2: the row is longer than 1 MiB"):
         read(tmp_path / "a.jsonl")
@@ -269,7 +293,7 @@ def test_reading_ends_with_all_bytes_read(tmp_path, name):
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_blank_lines_without_an_end_are_refused_in_bounded_memory(tmp_path, monkeypatch, suffix):
     """A few kilobytes of gzip unpack to hours of them."""
-    monkeypatch.setattr("embeddings.data.sources.MAX_BLANK_LINES", 1000)
+    monkeypatch.setattr("embeddings.data.readers.MAX_BLANK_LINES", 1000)
     path = tmp_path / f"blank{suffix}"
     with (gzip.open if suffix.endswith("gz") else open)(path, "wb") as file:
         file.write(b'{"query": "q"}\n' + b" \n" * 1000 + b'{"query": "r"}\n')

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import subprocess
 from contextlib import contextmanager
 
@@ -11,19 +12,18 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.data import SourceConfig, store
-from embeddings.data.sources import Row
+from embeddings.data import SourceConfig, source_inputs, store
+from embeddings.data.readers import Row
+from embeddings.data.source_inputs import hash_file, remember_hash
 from embeddings.data.store import (
     ClassIndex,
     Facts,
     cache_folder,
     convert_rows,
-    hash_file,
     open_cached,
     read_languages,
     read_records,
     record_place,
-    remember_hash,
     write_class_index,
 )
 from embeddings.data.table import StoredRow
@@ -167,22 +167,51 @@ SUSPECTS = {
 }
 
 
-def test_suspect_rows_are_refused_and_nothing_written_or_counted_in_one_warning_a_kind(tmp_path, caplog):
+NAMED = (
+    r"{} contradict themselves: \S+a\.jsonl:4 \(a negative is also a positive\), "
+    r"\S+a\.jsonl:5 \(a negative is the query itself\), \S+a\.jsonl:6 \(a positive is the query itself\)"
+)
+
+
+def test_suspect_rows_are_left_out_or_kept_with_one_line_or_all_refused_and_nothing_written(tmp_path, caplog):
     path = str(write_jsonl(tmp_path / "a.jsonl", [*pairs(3), *SUSPECTS.values(), {"query": "r", "positive": "r"}]))
-    with pytest.raises(InputError, match=r"a\.jsonl:4: a negative is also a positive"):
-        open_cached(SourceConfig("mine", path), tmp_path / "cache")
+    refused = SourceConfig("mine", path, suspect_rows="refuse")
+    rows = NAMED.format("4 rows")
+    mend = r" and 1 more; mend them, or set suspect_rows: leave_out \(or keep\)$"
+    with pytest.raises(InputError, match=f"^source 'mine': {rows}{mend}"):
+        open_cached(refused, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-    for policy, done, count in (("keep", "kept", 7), ("leave_out", "left out", 3)):
-        caplog.clear()
-        cached = open_cached(SourceConfig("mine", path, suspect_rows=policy), tmp_path / "cache")
-        assert len(cached.table) == count
-        assert [record.getMessage() for record in caplog.records] == [
-            f"source mine: in {number} rows, which are {done}, {kind}"
-            for kind, number in zip(SUSPECTS, (1, 1, 2), strict=True)
-        ]
-    path = str(write_jsonl(tmp_path / "a.jsonl", SUSPECTS.values()))
-    with pytest.raises(InputError, match="every row is suspect"):
-        open_cached(SourceConfig("mine", path, suspect_rows="leave_out"), tmp_path / "cache")
+    kept = {"suspect_rows": "keep"}
+    for options, fate, count in (
+        (kept, r"kept \(else suspect_rows: leave_out\)", 7),
+        ({}, r"left out \(else suspect_rows: keep or refuse\)", 3),
+    ):
+        for _ in range(2):
+            caplog.clear()
+            assert len(open_cached(SourceConfig("mine", path, **options), tmp_path / "cache").table) == count
+            (line,) = caplog.messages
+            assert re.fullmatch(f"source mine: {rows} and 1 more; {fate}", line)
+    with pytest.raises(InputError, match=f"^source 'mine': {rows}{mend}"):
+        open_cached(refused, tmp_path / "cache")
+    path = str(write_jsonl(tmp_path / "a.jsonl", [SUSPECTS["a positive is the query itself"]]))
+    with pytest.raises(InputError, match=r"no row can be used: 1 row contradicts itself: \S+a\.jsonl:1 \(a positive"):
+        open_cached(SourceConfig("mine", path), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("policy", ["refuse", "leave_out"])
+def test_a_conversion_from_before_suspect_rows_were_noted_is_found_again(policy, tmp_path, parsed):
+    """Rows left out had a key of their own; a source with such rows was refused, so the other key never held any."""
+    config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(5))), suspect_rows=policy)
+    made = open_cached(config, tmp_path / "cache").folder
+    manifest = json.loads((made / "manifest.json").read_text())
+    del manifest["suspects"]
+    names = ("schema_version", "layout", "columns", "min_score", "inputs")
+    identity = {name: manifest[name] for name in names} | {"suspect_rows": policy}
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    made.rename(tmp_path / "cache" / key)
+    (tmp_path / "cache" / key / "manifest.json").write_text(json.dumps({**manifest, **identity, "key": key}))
+    assert open_cached(SourceConfig("a", config.path), tmp_path / "cache").key == key
+    assert len(parsed) == 5
 
 
 @pytest.mark.parametrize("policy", ["leave_out", "keep"])
@@ -304,8 +333,8 @@ def test_an_index_is_mapped_and_pickled_by_its_folder(tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were read to be hashed."""
-    seen, real = [], store.file_sha256
-    monkeypatch.setattr(store, "file_sha256", lambda path: (seen.append(path), real(path))[1])
+    seen, real = [], source_inputs.file_sha256
+    monkeypatch.setattr(source_inputs, "file_sha256", lambda path: (seen.append(path), real(path))[1])
     return seen
 
 

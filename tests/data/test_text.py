@@ -123,12 +123,12 @@ def test_a_source_that_cannot_be_is_refused(fields: dict[str, Any], says: str) -
 
 
 def test_a_hub_data_set_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from embeddings.data import sources
-    from embeddings.data.sources import Row
+    from embeddings.data import readers
+    from embeddings.data.readers import Row
 
     rows = [Row("hub:a/b[test]:1", {"text": "one", "n": 1}), Row("hub:a/b[test]:2", {"text": "", "n": 2})]
-    monkeypatch.setattr(sources, "_ask_commit", lambda name, revision: "c" * 40)
-    monkeypatch.setattr(sources.HubReader, "__iter__", lambda self: iter(rows))
+    monkeypatch.setattr(readers, "_ask_commit", lambda name, revision: "c" * 40)
+    monkeypatch.setattr(readers.HubReader, "__iter__", lambda self: iter(rows))
     found = documents(tmp_path, path="hub:a/b", split="test")
     assert found.identity == [{"hub": "a/b", "subset": None, "split": "test", "commit": "c" * 40}]
     assert list(found) == ["one"]

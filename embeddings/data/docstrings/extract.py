@@ -55,7 +55,7 @@ def documented_functions(source: bytes, package: str, module: str) -> Iterator[D
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
         text = source.decode(encoding)
         with warnings.catch_warnings():
-            # Invalid escapes in other people's files are not this user's business.
+            # Invalid escapes in other files are not this user's business.
             warnings.simplefilter("ignore")
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):

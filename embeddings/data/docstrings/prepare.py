@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +80,7 @@ def prepare_docstrings(
     num_held_out_documents: int = 2000,
     num_held_out_queries: int = 400,
     force: bool = False,
+    max_rows: int | None = None,
 ) -> DocstringCorpus:
     """Write pairs of a docstring's first sentence and its function's code, from the source files of installed packages.
 
@@ -102,6 +104,7 @@ def prepare_docstrings(
         num_held_out_documents: Maximum functions of the held-out packages to search.
         num_held_out_queries: How many of them are asked for.
         force: Whether to make the corpus again where it is already there.
+        max_rows: Maximum training pairs, or None for all. Every second, third … pair is kept, as many as that allows.
 
     Raises:
         OptionError: If a package is not installed or on both sides, a number is below 1, or `output` cannot be used.
@@ -119,12 +122,15 @@ def prepare_docstrings(
     for name, size in sizes._asdict().items():
         if size < 1:
             raise OptionError(f"num_{name}", size, "must be >= 1", "leave it out for the default")
+    if max_rows is not None and max_rows < 1:
+        raise OptionError("max_rows", max_rows, "must be >= 1", "leave it out for all pairs")
     held_out = sorted(set(held_out_packages))
     training = _training_packages(packages, held_out)
     # Held-out functions come first: of two copies the first one stays, and training gives way to the test.
     sources = [source for package in (*held_out, *training) for source in find_sources(package)]
     contents = [source.path.read_bytes() for source in sources]
-    inputs = _inputs(seed, sizes, held_out, training) | {"input_sha256": _digest(sources, contents)}
+    inputs = _inputs(seed, sizes, held_out, training)
+    inputs |= {"max_rows": max_rows, "input_sha256": _digest(sources, contents)}
     if not force and (manifest := finished_manifest(folder, inputs)) is not None:
         logger.info("%s is already made from these packages and arguments; --force makes it again", output)
         return DocstringCorpus(folder, manifest["counts"], reused=True)
@@ -132,8 +138,10 @@ def prepare_docstrings(
     logger.info("removing copies among %d documented functions", len(functions))
     kept, removed = deduplicate(functions)
     split = split_functions(kept, held_out, sizes, seed)
-    counts = _counts(split)
-    write_corpus(folder, split, {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)}, seed)
+    step = -(-len(split.train) // max_rows) if max_rows else 1
+    counts = {**_counts(split), "train": len(split.train[::step])}
+    fields = {**inputs, "counts": counts, "found": len(functions), "removed": asdict(removed)}
+    write_corpus(folder, split, fields, seed, step)
     return DocstringCorpus(folder, counts, reused=False)
 
 
@@ -236,17 +244,17 @@ def check_output(output: Path) -> None:
             raise OptionError("output", str(output), rule, "name another folder") from None
 
 
-def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any], seed: int = 0) -> None:
+def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any], seed: int = 0, step: int = 1) -> None:
     """Write a whole corpus to `output`, in place of an earlier one.
 
     The files are written to a folder beside it, which takes its name when all of them are on disk: whatever ends the
     job before that leaves `output` as it was. `fields` are the manifest's, to which the hashes of all files are added;
-    `seed` is that of the hard negatives' draws.
+    `seed` is that of the hard negatives' draws; one training pair of each `step` is written, the first.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent) as temporary:
         folder = Path(temporary, "new")
-        _write_train(folder / "train.jsonl.gz", split, seed)
+        _write_train(folder / "train.jsonl.gz", split, seed, step)
         for name in ("validation", "in_domain", "held_out"):
             _write_evaluation(folder / "eval" / name, getattr(split, name))
         files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -257,14 +265,15 @@ def write_corpus(output: Path, split: DocstringSplit, fields: Mapping[str, Any],
         os.replace(folder, output)
 
 
-def _write_train(path: Path, split: DocstringSplit, seed: int) -> None:
+def _write_train(path: Path, split: DocstringSplit, seed: int, step: int) -> None:
     with (
         atomic_path(path) as temporary,
         open(temporary, "wb") as file,
         # No name and no time in the header: the same records make the same bytes.
         gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=1, mtime=0) as zipped,
     ):
-        for function, negatives in zip(split.train, namespace_negatives(split.train, seed), strict=True):
+        pairs = zip(split.train, namespace_negatives(split.train, seed), strict=True)
+        for function, negatives in islice(pairs, 0, None, step):
             record = {
                 "id": function.id,
                 "query": function.query,

@@ -9,10 +9,10 @@ from itertools import accumulate, pairwise, repeat
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from embeddings.common.distributed import planned_place
 from embeddings.common.errors import OptionError
 from embeddings.common.protocols import BatchNeeds
 from embeddings.common.random import derive_seed
@@ -178,11 +178,7 @@ class BatchSampler(Sampler[list[PlanEntry]], ABC):
     @property
     def place(self) -> tuple[int, int]:
         """This rank and the number of ranks."""
-        if self._place is not None:
-            return self._place
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank(), dist.get_world_size()
-        return 0, 1
+        return planned_place() if self._place is None else self._place
 
     @property
     def global_batch_size(self) -> int:

@@ -99,6 +99,22 @@ def test_no_document_or_copy_of_one_is_on_both_sides(packages: Path) -> None:
     assert gc.isenabled()
 
 
+def test_fewer_rows_are_every_so_many_of_all_with_the_same_negatives(packages: Path) -> None:
+    def rows(folder: Path) -> list[bytes]:
+        return gzip.decompress((folder / "train.jsonl.gz").read_bytes()).splitlines()
+
+    whole = prepared(packages / "whole")
+    for most, step in ((26, 1), (25, 2), (13, 2), (12, 3), (7, 4), (1, 26)):
+        few = prepared(packages / "few", max_rows=most)
+        assert not few.reused
+        assert few.counts["train"] <= most
+        assert rows(few.folder) == rows(whole.folder)[::step]
+        assert few.counts == {**whole.counts, "train": len(rows(few.folder))}
+        same = {name: content for name, content in files(few.folder).items() if name.startswith("eval")}
+        assert same == {name: content for name, content in files(whole.folder).items() if name.startswith("eval")}
+    assert prepared(packages / "few", max_rows=1).reused
+
+
 def test_the_order_and_repetition_of_packages_change_nothing(packages: Path) -> None:
     first = prepared(packages / "a")
     again = prepared(packages / "b", packages=["beta_x", "alpha_x", "beta_x"])
@@ -130,6 +146,7 @@ def test_a_second_run_recognises_finished_output_and_says_so(packages: Path, cap
         ({"held_out_packages": []}, "held_out_packages must have documented functions"),
         ({"packages": ["alpha_x", "gamma_x"]}, "packages must not hold a held-out package"),
         ({"num_held_out_queries": 0}, "num_held_out_queries must be >= 1, got 0"),
+        ({"max_rows": 0}, "max_rows must be >= 1, got 0"),
         ({"num_in_domain_documents": -1}, "num_in_domain_documents must be >= 1, got -1"),
         (
             {"num_in_domain_documents": 40},

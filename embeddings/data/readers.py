@@ -1,0 +1,400 @@
+"""Readers of the rows of JSON lines, CSV and Parquet files, and of data sets of the Hub."""
+
+import csv
+import gzip
+import json
+import re
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embeddings.common.errors import InputError
+from embeddings.common.text import one_line
+from embeddings.data.records import Cell, look_alikes
+
+MAX_LINE_BYTES = 32 * 2**20
+# A gzip file of a few kilobytes can unpack to hours of blank lines.
+MAX_BLANK_LINES = 2**20
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+# First bytes of what is often met in place of JSON lines; of two that fit the first one holds.
+_FOREIGN = {
+    b"\xff\xfe\x00\x00": ("UTF-32", "save it as UTF-8"),
+    b"\xff\xfe": ("UTF-16", "save it as UTF-8"),
+    b"\xfe\xff": ("UTF-16", "save it as UTF-8"),
+    b"BZh": ("compressed by bzip2", "unpack it, or compress it by gzip"),
+    b"\xfd7zX": ("compressed by xz", "unpack it, or compress it by gzip"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it, or compress it by gzip"),
+    b"PK\x03\x04": ("a zip archive", "unpack it"),
+    b"ARRO": ("an Arrow file", "write it as Parquet"),
+}
+_BOM = b"\xef\xbb\xbf"
+# A first line of column names, such as `query,positive`.
+_HEADER = re.compile(rb'"?[A-Za-z_]\w*"?([,;\t]"?[A-Za-z_]\w*"?)+\s*')
+# Names of tables of separated values, and what separates them: of several the first that the header holds.
+_TABLE, _SEPARATORS = re.compile(r"\.(csv|tsv)(\.gz)?$", re.IGNORECASE), {"csv": ",;\t", "tsv": "\t"}
+_PARQUET_ROWS = 1024
+
+
+def not_regular(path: str) -> InputError:
+    """The error of a folder or a pipe in a file's place."""
+    return InputError(path, "is no regular file", "write what it gives to a file, and name that")
+
+
+class Row(NamedTuple):
+    """One row: `where` is file and row for messages, `fields` its values by column name."""
+
+    where: str
+    fields: Mapping[str, Any]
+
+
+class Reader(ABC):
+    """Rows in their order, and how far reading has come.
+
+    Attributes:
+        total_bytes: Bytes to read, or None where it is not known.
+        bytes_read: Bytes read so far.
+        unread_columns: Columns that the rows leave out, known once the first row is read.
+    """
+
+    total_bytes: int | None = None
+    bytes_read: int = 0
+    unread_columns: Sequence[str] = ()
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Row]:
+        """The rows from the first."""
+
+
+def open_reader(path: Path, fields: Sequence[str], required: Sequence[str]) -> Reader:
+    """The reader for a file's content: gzip and Parquet are known by their first bytes, whatever the name says.
+
+    A file named `.csv` or `.tsv`, gzipped or not, is a table of separated values unless JSON begins in it.
+
+    Args:
+        path: File to read.
+        fields: Columns that are of use; Parquet reads no others, but those that may stand for `negatives`.
+        required: Columns without which a row is refused; where one is missing Parquet reads all columns, so that the
+            refusal can name them.
+
+    Raises:
+        InputError: If the file is empty, cannot be opened, or contradicts its name.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise not_regular(str(path))
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+        raise InputError(str(path), what, "check the path and its permissions") from None
+    if not start:
+        raise InputError(str(path), "is empty", "write the file again, or leave it out")
+    if start == _PARQUET:
+        return ParquetReader(path, fields, required)
+    if path.suffix == ".parquet":
+        raise InputError(str(path), "is not a Parquet file, whatever its name says", "check how it was written")
+    lines, table = JsonlReader(path, gzipped=start.startswith(_GZIP)), _TABLE.search(path.name)
+    if table is None or lines.first_line().lstrip()[:1] in (b"{", b"["):
+        return lines
+    return CsvReader(path, lines.gzipped, _SEPARATORS[table[1].lower()])
+
+
+class LineReader(Reader):
+    """Rows of a text file, which count from 1 as an editor's lines do.
+
+    A byte-order mark and blank lines are passed over, up to `MAX_BLANK_LINES` of them in one stretch.
+    """
+
+    def __init__(self, path: Path, gzipped: bool) -> None:
+        self.path, self.gzipped = path, gzipped
+        self.total_bytes = path.stat().st_size
+
+    def first_line(self) -> bytes:
+        """The first line that is not blank; empty where there is none."""
+        return next((line for _, line in self._lines() if line.strip()), b"")
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """The lines with their numbers, blank ones among them."""
+        number, last = 0, 0
+        with open(self.path, "rb") as raw, gzip.GzipFile(fileobj=raw) if self.gzipped else raw as file:
+            while line := self._next_line(file, number + 1):
+                number += 1
+                self.bytes_read = raw.tell()
+                if number == 1:
+                    line = self._without_mark(line)
+                if line.strip():
+                    last = number
+                elif number - last > MAX_BLANK_LINES:
+                    what = f"{MAX_BLANK_LINES} blank lines follow each other"
+                    raise InputError(f"{self.path}:{number}", what, "take them out, or leave the file out")
+                yield number, line
+
+    def _without_rows(self) -> InputError:
+        return InputError(str(self.path), "holds no rows", "write the file again, or leave it out")
+
+    def _next_line(self, file: IO[bytes] | gzip.GzipFile, number: int) -> bytes:
+        where = f"{self.path}:{number}"
+        try:
+            line = file.readline(MAX_LINE_BYTES + 1)
+        except (OSError, EOFError, zlib.error):
+            if not self.gzipped:
+                raise
+            what = "the gzip data is cut off or damaged here"
+            raise InputError(where, what, "fetch or compress the file again") from None
+        if len(line) > MAX_LINE_BYTES:
+            what = f"the row is longer than {MAX_LINE_BYTES >> 20} MiB"
+            raise InputError(where, what, "check that the file is JSON lines or CSV, or cut the text")
+        return line
+
+    def _without_mark(self, line: bytes) -> bytes:
+        for mark, (kind, fix) in _FOREIGN.items():
+            if line.startswith(mark):
+                raise InputError(f"{self.path}:1", f"the file is {kind}", fix)
+        return line.removeprefix(_BOM)
+
+
+class JsonlReader(LineReader):
+    """Rows of a file with one JSON object a line.
+
+    Raises:
+        InputError: While reading, at the first row that is not UTF-8, not JSON, not an object, too long, or cut off,
+            after too many blank lines, or where the compressed data ends or breaks; the message names the row.
+    """
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows from the first."""
+        found = False
+        for number, line in self._lines():
+            if line.strip():
+                found, where = True, f"{self.path}:{number}"
+                yield Row(where, _parse_line(line, where))
+        if not found:
+            raise self._without_rows()
+
+
+class CsvReader(LineReader):
+    """Rows of a table of separated values below a header; an empty cell is null.
+
+    A quoted cell may hold the separator, line ends and doubled quotes. A row is named by the line that it begins in.
+
+    Args:
+        path: File to read.
+        gzipped: Whether it is compressed.
+        separators: What may separate the cells; the first of these that the header holds does.
+
+    Raises:
+        InputError: While reading, at the first row that is not UTF-8, has more or fewer cells than the header, a quote
+            out of place or a cell too long, or is cut off; if the header names a column twice or the file has no row.
+    """
+
+    def __init__(self, path: Path, gzipped: bool, separators: str) -> None:
+        super().__init__(path, gzipped)
+        self._separators = separators
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows from the first."""
+        found, header, first = False, list[str](), self.first_line()
+        separator = next((each for each in self._separators if each.encode() in first), self._separators[0])
+        # The limit is the process's; by default it is 128 KiB.
+        csv.field_size_limit(MAX_LINE_BYTES)
+        lines = (_decoded(line, f"{self.path}:{number}") for number, line in self._lines())
+        table = csv.reader(lines, delimiter=separator, strict=True)
+        while True:
+            where = f"{self.path}:{table.line_num + 1}"
+            try:
+                cells = next(table, None)
+            except csv.Error as error:
+                raise _not_csv(where, str(error)) from None
+            if cells is None:
+                break
+            if not any(cell.strip() for cell in cells):
+                continue
+            if not header:
+                header = [name.strip() for name in cells]
+                if double := next((name for name in header if header.count(name) > 1), None):
+                    raise InputError(str(self.path), f"has two columns {double!r}", "rename one of them")
+            elif len(cells) != len(header):
+                what = f"the row has {len(cells)} cells, and the header {len(header)}"
+                raise InputError(where, what, "quote texts that hold the separator, or mend the row")
+            else:
+                found = True
+                yield Row(where, {name: Cell(cell) if cell else None for name, cell in zip(header, cells, strict=True)})
+        if not found:
+            raise self._without_rows()
+
+
+def _not_csv(where: str, error: str) -> InputError:
+    """The error of a row that the standard library's reader of CSV refuses."""
+    if "end of data" in error:
+        return InputError(where, "a quote opens in this row, and the file ends", "close it, or fetch the file again")
+    if "field limit" in error:
+        what = f"a cell is longer than {MAX_LINE_BYTES >> 20} MiB"
+        return InputError(where, what, "check that its quote is closed, or cut the text")
+    if "new-line character" in error:
+        return _carriage_returns(where)
+    return InputError(where, "text follows a quoted cell's last quote", "double the quotes inside a quoted cell")
+
+
+class ParquetReader(Reader):
+    """Rows of a Parquet file, counted from 1; one batch of rows is in memory at a time.
+
+    Raises:
+        InputError: If the file is damaged, has no rows, or a column twice that is asked for.
+    """
+
+    def __init__(self, path: Path, fields: Sequence[str], required: Sequence[str]) -> None:
+        self.path, self.fields, self.required = path, fields, required
+        self.total_bytes: int = path.stat().st_size
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows from the first."""
+        number = 0
+        try:
+            with pq.ParquetFile(self.path) as file:
+                total = file.metadata.num_rows
+                for batch in file.iter_batches(_PARQUET_ROWS, columns=self._selected(file.schema_arrow.names)):
+                    for fields in self._rows(batch, number):
+                        number += 1
+                        yield Row(f"{self.path}:{number}", fields)
+                    self.bytes_read = self.total_bytes * number // total
+        except (pa.ArrowException, OSError) as error:
+            reason = one_line(str(error) or type(error).__name__, 100)
+            what = f"the Parquet data is cut off or damaged ({reason})"
+            raise InputError(f"{self.path}:{number + 1}", what, "write the file again") from error
+        if number == 0:
+            raise InputError(str(self.path), "holds no rows", "write the file again, or leave it out")
+
+    def _selected(self, names: list[str]) -> list[str] | None:
+        for name in self.fields:
+            if names.count(name) > 1:
+                raise InputError(str(self.path), f"has two columns {name!r}", "rename one of them")
+        if not set(self.required) <= set(names):
+            return None
+        wanted = {*self.fields, *look_alikes(names, ("negatives",) if "negatives" in self.fields else ())}
+        self.unread_columns = [name for name in names if name not in wanted]
+        return [name for name in names if name in wanted]
+
+    def _rows(self, batch: pa.RecordBatch, done: int) -> Iterator[dict[str, Any]]:
+        """The rows of a batch; where one cannot be decoded the rows are tried one at a time to name it."""
+        try:
+            yield from batch.to_pylist()
+        except UnicodeDecodeError:
+            for index in range(batch.num_rows):
+                try:
+                    batch.slice(index, 1).to_pylist()
+                except UnicodeDecodeError:
+                    where, fix = f"{self.path}:{done + index + 1}", "write the file again as UTF-8"
+                    raise InputError(where, "a text is not valid UTF-8", fix) from None
+
+
+def _decoded(line: bytes, where: str) -> str:
+    """The text of one line."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.reason == "unexpected end of data":
+            raise _cut_off(where) from None
+        what = f"byte {error.start + 1} of the row is not valid UTF-8"
+        raise InputError(where, what, "save the file as UTF-8") from None
+
+
+def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
+    """The object of one line."""
+    text = _decoded(line, where)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise InputError(where, "the JSON is nested too deep", "write flat records") from None
+    except ValueError as error:
+        raise _not_json(line, where, error) from None
+    if not isinstance(value, dict):
+        kind = "a JSON array" if isinstance(value, list) else "a JSON value"
+        raise InputError(where, f"the row is {kind}, expected an object", "write one JSON object a line")
+    return value
+
+
+def _not_json(line: bytes, where: str, error: ValueError) -> InputError:
+    if b"\x00" in line:
+        return InputError(where, "the row holds a NUL byte", "fetch or write the file again")
+    if line.lstrip().startswith(b"["):
+        return InputError(where, "a JSON array begins here, expected JSON lines", "write one JSON object a line")
+    if b"\r" in line.strip():
+        return _carriage_returns(where)
+    if line.lstrip().startswith(b"{") and not line.endswith(b"\n"):
+        return _cut_off(where)
+    if where.endswith(":1") and _HEADER.fullmatch(line):
+        what = "this is a table of separated values (CSV), and its name says otherwise"
+        return InputError(where, what, "name the file .csv or .tsv")
+    column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+    return InputError(where, f"the row is not JSON{column}", "write one JSON object a line")
+
+
+def _carriage_returns(where: str) -> InputError:
+    return InputError(where, "rows end in carriage returns alone", "save the file with line feeds")
+
+
+def _cut_off(where: str) -> InputError:
+    return InputError(where, "the file ends in the middle of this row", "fetch it again, or delete the row")
+
+
+def resolve_revision(name: str, revision: str | None) -> str:
+    """The commit that a revision of a Hub data set stands for; a full commit needs no network.
+
+    Raises:
+        InputError: If the Hub cannot be reached, or does not know the data set or the revision.
+    """
+    if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    return _ask_commit(name, revision)
+
+
+def _ask_commit(name: str, revision: str | None) -> str:
+    # The Hub's client is slow to import, and most runs read files.
+    from huggingface_hub import HfApi
+
+    try:
+        commit = HfApi().dataset_info(name, revision=revision, timeout=20).sha
+    # The client raises the errors of several libraries, which change with its versions.
+    except Exception as error:
+        raise _unreachable(name, error) from error
+    assert commit is not None
+    return commit
+
+
+class HubReader(Reader):
+    """Rows of one split of a Hub data set, streamed, counted from 1; at a commit, so that they are known to the byte.
+
+    Raises:
+        InputError: While reading, if the Hub cannot be reached or the split is not there.
+    """
+
+    def __init__(self, name: str, subset: str | None, split: str, commit: str) -> None:
+        self.name, self.subset, self.split, self.commit = name, subset, split, commit
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows from the first."""
+        # Streaming would try an unreachable Hub again for half a minute, and say so each time.
+        _ask_commit(self.name, self.commit)
+        number = 0
+        try:
+            # Imported here because it is slow to load, and most runs read files.
+            from datasets import load_dataset
+
+            rows = load_dataset(self.name, self.subset, split=self.split, revision=self.commit, streaming=True)
+            for number, fields in enumerate(rows, start=1):
+                yield Row(f"hub:{self.name}[{self.split}]:{number}", fields)
+        except Exception as error:
+            raise _unreachable(self.name, error) from error
+        if number == 0:
+            raise InputError(f"hub:{self.name}", f"split {self.split!r} holds no rows", "choose another split")
+
+
+def _unreachable(name: str, error: Exception) -> InputError:
+    reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0], 160)
+    fix = "check name, split and network, or download it and give its files"
+    return InputError(f"hub:{name}", f"cannot be read ({reason})", fix)

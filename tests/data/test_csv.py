@@ -1,0 +1,131 @@
+"""Tables of separated values are read as JSON lines are, or refused by file and row."""
+
+import csv
+import gzip
+from pathlib import Path
+
+import pytest
+
+from embeddings.common import InputError
+from embeddings.data import SourceConfig, readers
+from embeddings.data.readers import open_reader
+from embeddings.data.store import open_cached, read_records, record_place
+from tests.data.rows import pairs, write_jsonl
+
+ROWS = [
+    {"query": "plain", "positive": "text"},
+    {"query": 'a "quoted" word', "positive": "a, b; c\td"},
+    {"query": "over\n\nseveral\r\nlines", "positive": " spaces "},
+    {"query": "東京", "positive": "x" * 200_000},
+]
+
+
+def write_csv(path: Path, rows, **options):
+    """The rows as Python's own writer writes them, gzipped where the name says so."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), **options)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def read(path):
+    return list(open_reader(path, ("query", "positive"), ("query", "positive")))
+
+
+@pytest.mark.parametrize("ends", ["\r\n", "\n"])
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+@pytest.mark.parametrize(
+    ("name", "separator"), [("a.csv", ","), ("a.csv", ";"), ("A.CSV", "\t"), ("a.tsv", "\t"), ("a.csv.gz", ",")]
+)
+def test_what_pythons_writer_writes_is_read_again(tmp_path, name, separator, quoting, ends):
+    path = write_csv(tmp_path / name, ROWS, delimiter=separator, quoting=quoting, lineterminator=ends)
+    assert [row.fields for row in read(path)] == ROWS
+    assert [row.where for row in read(path)] == [f"{path}:{line}" for line in (2, 3, 4, 8)]
+
+
+def test_a_table_makes_the_same_source_as_json_lines(tmp_path):
+    rows = pairs(3000)
+    found = [
+        open_cached(SourceConfig("a", str(path)), tmp_path / "cache").table
+        for path in (write_csv(tmp_path / "a.csv", rows), write_jsonl(tmp_path / "a.jsonl", rows))
+    ]
+    assert len(found[0]) == 3000
+    assert [found[0].row(row) for row in range(3000)] == [found[1].row(row) for row in range(3000)]
+    reader = open_reader(tmp_path / "a.csv", ("query", "positive"), ())
+    assert sum(1 for _ in reader) == 3000
+    assert reader.bytes_read == reader.total_bytes == (tmp_path / "a.csv").stat().st_size
+
+
+def test_numbers_labels_and_empty_cells_are_understood(tmp_path):
+    (tmp_path / "a.csv").write_text('query,positive,negatives,label,score,id\nq,p,,3,,7\nr,s,n,"x, y",0.5,\n')
+    config = SourceConfig("a", str(tmp_path / "a.csv"))
+    cached = open_cached(config, tmp_path / "cache")
+    first, second = read_records(config, cached)
+    assert (first.negatives, first.label, first.score, first.id) == ((), "3", None, "7")
+    assert ([each.text for each in second.negatives], second.label, second.score) == (["n"], "x, y", 0.5)
+    assert record_place(config, cached, 1) == f"{tmp_path}/a.csv:3"
+    (tmp_path / "b.csv").write_text("sentence1,sentence2,score\na,b,4.5\nc,d,1\n")
+    scored = SourceConfig("b", str(tmp_path / "b.csv"), conversion="sts", instruction="i", symmetric=True)
+    assert len(open_cached(scored, tmp_path / "cache").table) == 2
+    (tmp_path / "c.csv").write_text("sentence1,sentence2,score\na,b,high\n")
+    with pytest.raises(InputError, match=r"c\.csv:2: score is text, expected a finite number"):
+        open_cached(SourceConfig("c", str(tmp_path / "c.csv"), conversion="sts"), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xef\xbb\xbfquery,positive\nq,p\n",
+        b"\n \nquery,positive\n\nq,p\n,\n\n",
+        b" query , positive \nq,p",
+        b'\xef\xbb\xbf{"query": "q", "positive": "p"}\n',
+    ],
+)
+def test_a_mark_blank_lines_spaced_headers_and_json_in_a_table_s_place_are_passed_over(tmp_path, data):
+    (tmp_path / "a.csv").write_bytes(data)
+    assert [row.fields for row in read(tmp_path / "a.csv")] == [{"query": "q", "positive": "p"}]
+
+
+HEADER = b"query,positive\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "where", "message"),
+    [
+        (HEADER, "", "holds no rows"),
+        (b"\n\n", "", "holds no rows"),
+        (HEADER + b"q,p,r\n", ":2", "the row has 3 cells, and the header 2; quote texts that hold the separator"),
+        (HEADER + b'q,"p\nr"\nq\n', ":4", "the row has 1 cells, and the header 2"),
+        (HEADER + b'q,"p"r\n', ":2", "text follows a quoted cell's last quote; double the quotes"),
+        (HEADER + b'q,p\nq,"p\n' + b"r,s\n" * 9, ":3", "a quote opens in this row, and the file ends; close it"),
+        (HEADER + b"q,\xff\n", ":2", "byte 3 of the row is not valid UTF-8"),
+        (HEADER + "q,naï".encode()[:-1], ":2", "the file ends in the middle of this row"),
+        (HEADER + b'q,"' + b"x" * 999 + b"\n" + b"x" * 999 + b'"\n', ":2", "a cell is longer than 0 MiB"),
+        (HEADER + b"q," + b"x" * 2000 + b"\n", ":2", "the row is longer than 0 MiB"),
+        (b"query,positive\rq,p\r", ":1", "rows end in carriage returns alone"),
+        (b"query,query\nq,p\n", "", "has two columns 'query'"),
+        ("query,positive\nq,p\n".encode("utf-16"), ":1", "the file is UTF-16; save it as UTF-8"),
+        (gzip.compress(HEADER * 99, mtime=0)[:-9], "", "the gzip data is cut off or damaged here"),
+    ],
+)
+def test_a_bad_table_is_refused_with_file_and_row_on_one_line(tmp_path, monkeypatch, data, where, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1500)
+    limit = csv.field_size_limit()
+    (tmp_path / "bad.csv").write_bytes(data)
+    try:
+        with pytest.raises(InputError) as error:
+            read(Path("bad.csv"))
+    finally:
+        csv.field_size_limit(limit)
+    text = str(error.value)
+    assert text.startswith(f"bad.csv{where}: " if where else "bad.csv")
+    assert message in text
+    assert "\n" not in text
+
+
+def test_a_table_without_a_header_names_its_first_row_as_columns(tmp_path):
+    (tmp_path / "a.csv").write_text("how do I pad,with pad\nhow do I cut,with cut\n")
+    with pytest.raises(InputError, match=r"a\.csv:2: field 'query': no column 'query' among how do I pad, with pad"):
+        open_cached(SourceConfig("a", str(tmp_path / "a.csv")), tmp_path / "cache")

@@ -1,0 +1,90 @@
+"""Rows in memory become an ordinary source: a file under its content's hash."""
+
+import hashlib
+from datetime import date
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+import embeddings
+from embeddings import EmbeddingDataModule, source_from_rows
+from embeddings.common import InputError, OptionError
+from embeddings.data import PlanEntry, SourceConfig, open_source
+from tests.data.rows import pairs, write_jsonl
+
+TRIPLETS = [{"anchor": f"q{i}", "positive": f"p{i}", "negative": f"n{i}", "id": i} for i in range(40)]
+
+
+@pytest.fixture
+def held():
+    return datasets.Dataset.from_list(TRIPLETS)
+
+
+def test_a_data_set_in_memory_is_the_source_that_its_file_is(tmp_path, held):
+    source = source_from_rows(held, name="mine", cache_dir=tmp_path / "cache", instruction="find", weight=2.0)
+    path = Path(source.path)
+    assert path.parent == tmp_path / "cache" / "rows"
+    assert path.stem == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (source.name, source.instruction, source.weight) == ("mine", "find", 2.0)
+    file = SourceConfig("mine", str(write_jsonl(tmp_path / "a.jsonl", TRIPLETS)), instruction="find")
+    here, there = (open_source(config, tmp_path / "cache") for config in (source, file))
+    assert len(here) == len(there) == 40
+    examples = [here[PlanEntry(row, row)] for row in range(40)]
+    assert examples == [there[PlanEntry(row, row)] for row in range(40)]
+    assert (examples[7].query, examples[7].negatives[0].text) == ("q7", "n7")
+
+
+def test_the_same_rows_give_the_same_file_untouched_and_others_another(tmp_path, held):
+    first = Path(source_from_rows(held, name="a", cache_dir=tmp_path).path)
+    made = first.stat()
+    for rows in (TRIPLETS, iter(TRIPLETS), held.to_iterable_dataset(), held.with_format("numpy")):
+        assert source_from_rows(rows, name="b", cache_dir=tmp_path).path == str(first)
+    assert (first.stat().st_ino, first.stat().st_mtime_ns) == (made.st_ino, made.st_mtime_ns)
+    other = source_from_rows(held.select(range(39)), name="a", cache_dir=tmp_path).path
+    assert sorted(map(str, first.parent.iterdir())) == sorted([str(first), other])
+
+
+def test_the_plan_of_a_resumed_run_finds_the_rows_that_it_was_made_of(tmp_path, held):
+    """The place in the plan belongs to the content, so rows that are given anew fit a checkpoint's."""
+
+    def identities(rows):
+        source = source_from_rows(rows, name="mine", cache_dir=tmp_path)
+        data = EmbeddingDataModule([source], batch_size=4, cache_dir=str(tmp_path))
+        data.setup()
+        assert data.sizes == (len(rows),)
+        return data._identities()
+
+    assert identities(held) == identities(datasets.Dataset.from_list(TRIPLETS))
+    assert identities(held) != identities(held.select(range(20)))
+
+
+def test_arrays_are_written_as_lists(tmp_path):
+    row = {"query": np.str_("q"), "positive": np.array(["p", "r"]), "score": np.float32(0.5), "id": torch.tensor(3)}
+    source = source_from_rows([row, *pairs(1)], name="a", cache_dir=tmp_path)
+    assert Path(source.path).read_text().startswith('{"query": "q", "positive": ["p", "r"], "score": 0.5, "id": 3}\n')
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "source 'a': there are no rows"),
+        ({"train": pairs(3)}, r"rows\[0\]: is a str, expected a mapping .*; choose a split of a DatasetDict"),
+        ([*pairs(2), {"query": date(2024, 1, 1)}], r"source 'a': rows\[2\]: cannot be written as JSON \(a date\)"),
+    ],
+)
+def test_rows_that_cannot_be_written_are_refused_and_nothing_is_left(tmp_path, rows, message):
+    with pytest.raises(InputError, match=message):
+        source_from_rows(rows, name="a", cache_dir=tmp_path)
+    assert list((tmp_path / "rows").iterdir()) == []
+
+
+def test_bad_options_and_a_cache_that_is_a_file_are_refused(tmp_path):
+    with pytest.raises(OptionError, match="weight must be a finite number > 0"):
+        source_from_rows(pairs(1), name="a", cache_dir=tmp_path, weight=0.0)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"the cache cannot be written .*; set EMBED_CACHE"):
+        source_from_rows(pairs(1), name="a", cache_dir=tmp_path / "file")
+    assert "source_from_rows" in embeddings.__all__

@@ -1,0 +1,151 @@
+"""A teacher's scores from the file to the batch: they stay with their texts, and a source without them is as it was."""
+
+import math
+import pickle
+import random
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from embeddings.common import InputError, TextSettings
+from embeddings.common.random import derive_seed
+from embeddings.data import ContrastiveCollator, Mixture, PlanEntry, SourceConfig
+from embeddings.data import table as table_module
+from embeddings.data.records import Example, Negative, Record, parse_record, write_records
+from embeddings.data.samplers.base import LevelRule
+from embeddings.data.store import CachedSource, open_cached
+from embeddings.data.table import ROWS_FILE, SCORES_FILE, StoredRow, Table, write_table
+from embeddings.data.tokenize import TextTokenizer
+from tests.data.rows import dataset, pairs, write_jsonl
+from tests.helpers.tiny import wordpiece_tokenizer
+
+LEVELS = [{"text": f"n{place}", "level": level} for place, level in enumerate([3, 1, 4, 1])]
+
+
+def score_of(text):
+    """A number that float32 holds and that tells the text."""
+    return float(sum(text.encode()) + 0.5 * len(text))
+
+
+def scored(rows):
+    """Rows with the score of each of their texts."""
+    for row in rows:
+        texts = [row["positive"]] if isinstance(row["positive"], str) else row["positive"]
+        texts = [*texts, *(item["text"] if isinstance(item, dict) else item for item in row.get("negatives") or [])]
+        yield {**row, "scores": [score_of(text) for text in texts]}
+
+
+def mixed(count):
+    """Every third row with two positives and negatives with levels, every third without scores."""
+    rows = pairs(count)
+    for number, row in enumerate(rows):
+        if number % 3 == 0:
+            row |= {"positive": [f"p{number}", f"q{number}"], "negatives": LEVELS}
+    return [row if number % 3 == 1 else next(scored([row])) for number, row in enumerate(rows)]
+
+
+def test_negatives_that_levels_sort_take_their_scores_with_them():
+    row = next(scored([{"query": "q", "positive": ["a", "bc"], "negatives": LEVELS}]))
+    record = parse_record(row, {}, "f:1")
+    assert [negative.text for negative in record.negatives] == ["n1", "n3", "n0", "n2"]
+    texts = [*record.positives, *(negative.text for negative in record.negatives)]
+    assert record.scores == tuple(map(score_of, texts))
+    assert len(set(record.scores)) == 6
+
+
+def test_scores_may_be_null_and_have_another_name():
+    row = {"query": "q", "positive": "p", "negatives": ["n", "m"], "teacher": [2, None, -1.5], "scores": "unused"}
+    found = parse_record(row, {"scores": "teacher"}, "f:1").scores
+    assert (found[0], found[2], math.isnan(found[1])) == (2.0, -1.5, True)
+    assert parse_record({**row, "scores": None}, {}, "f:1").scores == ()
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 5, 100])
+@pytest.mark.parametrize("first", [0, 4, 8])
+def test_scores_come_back_wherever_batches_are_cut_and_they_begin(batch_rows, first, tmp_path, monkeypatch):
+    monkeypatch.setattr(table_module, "MAX_BATCH_ROWS", batch_rows)
+    rows = [
+        StoredRow(f"q{i}", ["p"], ["n"] * (i % 3), [0] * (i % 3), scores=[i + 0.5] * (1 + i % 3) if i >= first else ())
+        for i in range(9)
+    ]
+    write_table(tmp_path, iter(rows))
+    table = pickle.loads(pickle.dumps(Table(tmp_path)))
+    assert table.has_scores
+    indices = random.Random(0).choices(range(9), k=40)
+    for found in ([table.row(i) for i in indices], table.rows(indices)):
+        assert [row._replace(scores=tuple(row.scores)) for row in found] == [
+            rows[i]._replace(scores=tuple(rows[i].scores)) for i in indices
+        ]
+
+
+def test_rows_are_the_same_bytes_with_and_without_scores(tmp_path):
+    found = {}
+    for name, rows in {"with": mixed(9), "without": [{**row, "scores": None} for row in mixed(9)]}.items():
+        source = open_cached(SourceConfig(name, str(write_jsonl(tmp_path / f"{name}.jsonl", rows))), tmp_path / "cache")
+        found[name] = source
+        assert source.table.has_scores is (source.folder / SCORES_FILE).exists() is (name == "with")
+    one, other = ((found[name].folder / ROWS_FILE).read_bytes() for name in ("with", "without"))
+    assert one == other
+    assert {row.scores for row in found["without"].table.rows(range(9))} == {()}
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_file_of_scores_is_refused(damage, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", mixed(9))
+    source = open_cached(SourceConfig("a", str(path)), tmp_path / "cache")
+    scores = source.folder / SCORES_FILE
+    if damage == "cut":
+        scores.write_bytes(scores.read_bytes()[:-8])
+    else:
+        scores.unlink()
+    with pytest.raises(InputError, match="the converted data is damaged"):
+        CachedSource(source.folder, source.key)
+
+
+@pytest.mark.parametrize("rule", [None, LevelRule(1, cumulative=True), LevelRule(3, cumulative=True), LevelRule(1)])
+def test_the_scores_of_an_example_are_those_of_its_texts(rule, tmp_path):
+    source = dataset(tmp_path, mixed(9))
+    orders = set()
+    for draw in range(12):
+        for number, example in enumerate(source.__getitems__([PlanEntry(row, draw, rule) for row in range(9)])):
+            texts = [*example.positives, *(negative.text for negative in example.negatives)]
+            assert example.scores == (() if number % 3 == 1 else tuple(map(score_of, texts)))
+            orders.add(example.scores[2:])
+    assert len(orders) > 1 + (rule is not None and rule.cumulative)
+
+
+def test_a_batch_has_the_score_of_each_candidate():
+    collate = ContrastiveCollator(TextTokenizer(wordpiece_tokenizer(), TextSettings()), 2, has_scores=True)
+    examples = [
+        Example(
+            0, 4, 0, "q", ("a", "b", "c"), (Negative("d"), Negative("e"), Negative("f")), scores=(1, 2, 3, 4, 5, 6)
+        ),
+        Example(1, 5, 0, "q", ("a",), (Negative("d"),)),
+        Example(2, 6, 0, "q", ("a",), scores=(7,)),
+        Example(3, 7, 0, "q", ("a",), (Negative("d"),), scores=(math.nan, 8)),
+    ]
+    chosen = 1 + derive_seed(4, "positive") % 3
+    batch = collate(examples)
+    assert batch.teacher_score_C.dtype == torch.float32
+    assert batch.teacher_score_C.nan_to_num(-1).tolist() == [chosen, -1, 7, -1, 4, 5, -1, 8]
+    assert batch.owner_C.tolist() == [0, 1, 2, 3, 0, 0, 1, 3]
+    # Ranks agree on what a batch holds, whatever its examples have.
+    assert collate([replace(example, scores=()) for example in examples]).teacher_score_C.isnan().all()
+    collate.has_scores = False
+    assert collate(examples).teacher_score_C is None
+
+
+def test_one_source_with_scores_decides_for_the_mixture(tmp_path):
+    plain = dataset(tmp_path, pairs(4), name="plain")
+    source = dataset(tmp_path, scored(pairs(4)), name="scored")
+    assert [Mixture(sources).has_scores for sources in ([plain], [source], [plain, source])] == [False, True, True]
+
+
+def test_records_are_written_with_null_for_what_the_teacher_did_not_score(tmp_path):
+    record = Record("q", ("p",), (Negative("n"),), scores=(math.nan, 2.0))
+    for name in ("a.parquet", "a.jsonl"):
+        write_records(tmp_path / name, [record], False, json_lines=name.endswith("l"), scored=True)
+    assert pq.read_table(tmp_path / "a.parquet")["scores"].to_pylist() == [[None, 2.0]]
+    assert '"scores": [null, 2.0]' in (tmp_path / "a.jsonl").read_text()
