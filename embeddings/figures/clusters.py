@@ -19,10 +19,9 @@ from embeddings.data.surrogate_vectors import SurrogateVectors
 from embeddings.figures.drawing import (
     BLACK,
     colour_of,
-    drawable,
+    drawn_label,
     plain_axes,
     pyplot,
-    shortened,
     write_heading,
     write_png,
 )
@@ -296,4 +295,4 @@ def draw_contextual_shift(
 
 
 def _short(name: str) -> str:
-    return shortened(drawable(name), _NAME_LENGTH)
+    return drawn_label(name, _NAME_LENGTH)

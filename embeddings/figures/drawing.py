@@ -10,6 +10,7 @@ from unicodedata import category
 from embeddings.common import InputError
 from embeddings.common.errors import require
 from embeddings.common.io import atomic_path, write_text
+from embeddings.common.text import shorten
 
 DOTS_PER_INCH = 120
 GREY, BLACK, EDGE = "#777777", "#1a1a1a", "#e4dccb"
@@ -139,10 +140,9 @@ def _charmap(path: str) -> frozenset[int]:
     return frozenset(FT2Font(path).get_charmap())
 
 
-def shortened(text: str, length: int) -> str:
-    """The beginning of a drawn text on one line, with an ellipsis where more follows."""
-    line = " ".join(text.split())
-    return line if 0 < len(line) <= length else f"{line[: length - 1]}…"
+def drawn_label(text: str, length: int) -> str:
+    """The beginning of a text on one line as matplotlib can draw it (see `drawable`); an ellipsis for an empty one."""
+    return shorten(drawable(text), length) or "…"
 
 
 def write_heading(figure: Any, axis: Any, title: str, subtitle: str, num_columns: int) -> None:

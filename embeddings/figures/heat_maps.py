@@ -1,4 +1,4 @@
-"""Heat maps: where the tokens of texts go among experts, and what they attend to among latents.
+"""Heat maps: where the tokens of texts go among experts, what they attend to among latents, and a model's zeros.
 
 Each `draw_…` function takes a title, a subtitle that is wrapped below it and the PNG file to write, and raises
 `MissingExtraError` where matplotlib is not installed.
@@ -17,15 +17,15 @@ from embeddings.figures.drawing import (
     BLACK,
     EDGE,
     GREY,
-    drawable,
+    drawn_label,
     is_dark,
     pyplot,
     shades,
-    shortened,
     write_heading,
     write_png,
 )
 from embeddings.inference.inspection import ExpertLoads, LatentWeights
+from embeddings.models.compressed import MatrixZeros
 from embeddings.models.moe.routing import load_metrics
 
 # With more experts the cells are narrow and hold no numbers.
@@ -81,6 +81,50 @@ def draw_expert_loads(loads: ExpertLoads, title: str, subtitle: str, output: Pat
     write_png(figure, output)
 
 
+def draw_zeros(zeros: Sequence[MatrixZeros], title: str, subtitle: str, output: Path) -> None:
+    """Draw a row a layer and a column a matrix, the darker a cell the larger the share of zeros; beside it the layer's.
+
+    Args:
+        zeros: The zeros of every matrix, at least one.
+
+    Raises:
+        InputError: If the model has more layers or matrices in one than a picture has room for.
+    """
+    layers = list(dict.fromkeys(found.layer for found in zeros))
+    names = list(dict.fromkeys(found.name for found in zeros))
+    if len(layers) > MAX_ROWS or len(names) > MAX_COLUMNS:
+        what = f"has {len(layers)} layers of {len(names)} matrices, and a picture has room for {MAX_ROWS}"
+        raise InputError("the model", f"{what} of {MAX_COLUMNS}", "draw one with fewer")
+    share_NC = np.full((len(layers), len(names)), np.nan)
+    for found in zeros:
+        share_NC[layers.index(found.layer), names.index(found.name)] = found.fraction
+    width = max(9.0, len(names) * 0.8 + 3.0)
+    figure, axis = pyplot().subplots(figsize=(width, len(layers) * 0.32 + 3.6), layout="constrained")
+    image = _draw_map(axis, share_NC, list(map(str, layers)), range(len(names)), 1.0)
+    axis.set_xticks(range(len(names)), labels=names, parse_math=False, size=8, rotation=30, ha="right")
+    axis.set_ylabel("layer", size=9)
+    for row, column in np.argwhere(np.isfinite(share_NC)):
+        share = float(share_NC[row, column])
+        colour = "white" if is_dark(shades()(share)) else BLACK if share else GREY
+        axis.text(column, row, f"{share:.1%}", size=8.0, ha="center", va="center", color=colour)
+    _write_statistics(axis, ("of the\nlayer",), [(f"{share:.1%}",) for share in layer_shares(zeros).values()])
+    scale = figure.colorbar(image, ax=[axis], location="bottom", shrink=0.4, aspect=40, anchor=(0.0, 0.5), pad=0.02)
+    scale.set_ticks([0.0, 0.5, 1.0], labels=["0%", "50%", "100%"])
+    scale.set_label("share of a matrix's weights that are zero", size=8.5, color=GREY, loc="left")
+    scale.outline.set_visible(False)
+    write_heading(figure, axis, title, subtitle, int(width * 10))
+    write_png(figure, output)
+
+
+def layer_shares(zeros: Sequence[MatrixZeros]) -> dict[int, float]:
+    """The share of zeros among all weights of each layer's matrices, by layer."""
+    counts: dict[int, tuple[int, int]] = {}
+    for found in zeros:
+        num_zeros, num_weights = counts.get(found.layer, (0, 0))
+        counts[found.layer] = num_zeros + found.num_zeros, num_weights + found.num_weights
+    return {layer: num_zeros / num_weights for layer, (num_zeros, num_weights) in counts.items()}
+
+
 def busiest_latents(texts: Sequence[LatentWeights], most: int) -> list[int]:
     """The latents with the largest mean weight, the largest first; each text counts alike, whatever its length."""
     mean_R = np.mean([weights.mean_R for weights in texts], axis=0)
@@ -121,10 +165,8 @@ def draw_latent_weights(
     if num_rows > MAX_ROWS:
         raise InputError("TEXT", f"needs {num_rows} rows, and a picture has room for {MAX_ROWS}", "give shorter texts")
     latents = busiest_latents(texts, num_columns)
-    names = [
-        [*(shortened(drawable(token_name(w.text, span)), _MAX_TOKEN_NAME) for span in w.spans), MEAN] for w in texts
-    ]
-    captions = [shortened(drawable(weights.text), 100) for weights in texts]
+    names = [[*(drawn_label(token_name(w.text, span), _MAX_TOKEN_NAME) for span in w.spans), MEAN] for w in texts]
+    captions = [drawn_label(weights.text, 100) for weights in texts]
     width = max(9.0, len(latents) * 0.3 + 4)
     size = (width, 0.21 * num_rows + 0.9 * len(texts) + 1.8)
     figure, axes = pyplot().subplots(
@@ -163,7 +205,7 @@ def draw_latents_by_text(texts: Sequence[LatentWeights], title: str, subtitle: s
         raise InputError("TEXT", f"are {len(texts)}, and a picture has room for {MAX_ROWS}", "give fewer texts")
     num_heads, num_latents = texts[0].mean_AR.shape
     rows_NC = np.stack([weights.mean_AR.reshape(-1) for weights in texts])
-    names = [shortened(drawable(weights.text), 2 * _MAX_TOKEN_NAME) for weights in texts]
+    names = [drawn_label(weights.text, 2 * _MAX_TOKEN_NAME) for weights in texts]
     figure, axis = pyplot().subplots(figsize=(12, 2.2 + 0.24 * len(texts)), layout="constrained", facecolor="white")
     # Linear from 0 to the largest weight: most latents get almost nothing of most texts.
     image = axis.imshow(rows_NC, cmap=shades(), vmin=0.0, aspect="auto", interpolation="nearest")

@@ -13,10 +13,10 @@ from embeddings.figures.drawing import (
     _is_number_like,
     check_output,
     drawable,
+    drawn_label,
     line_label,
     pyplot,
     run_names,
-    shortened,
     write_heading,
     write_page,
     write_png,
@@ -83,10 +83,10 @@ def test_what_no_font_has_is_a_box_and_no_glyph_is_missing(recwarn):
     pyplot().close(figure)
 
 
-def test_a_text_is_shortened_to_one_line():
-    assert shortened("a  b\nc", 5) == "a b c"
-    assert shortened("abcdef", 4) == "abc…"
-    assert shortened(" ", 4) == "…"
+def test_a_label_is_one_line_and_never_empty():
+    assert drawn_label("a\tb", 5) == "a b"
+    assert drawn_label("abcdef", 4) == "abc…"
+    assert drawn_label(" ", 4) == "…"
 
 
 def test_every_value_of_a_page_is_escaped(tmp_path):

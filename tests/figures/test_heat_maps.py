@@ -14,9 +14,12 @@ from embeddings.figures.heat_maps import (
     draw_expert_loads,
     draw_latent_weights,
     draw_latents_by_text,
+    draw_zeros,
+    layer_shares,
     spread,
 )
 from embeddings.inference import ExpertLoads, LatentWeights
+from embeddings.models.compressed import MatrixZeros
 
 pytest.importorskip("matplotlib")
 
@@ -209,3 +212,29 @@ def test_more_tokens_than_have_room_are_refused(tmp_path):
     with pytest.raises(InputError, match="TEXT: needs 1004 rows, and a picture has room for 1000"):
         draw_latent_weights([many], 3, "t", "s", tmp_path / "b.png")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+ZEROS = [
+    MatrixZeros(0, "attention.query", 2, 8),
+    MatrixZeros(0, "mlp.up", 8, 24),
+    MatrixZeros(1, "attention.query", 0, 8),
+    MatrixZeros(1, "mlp.down", 24, 24),
+]
+
+
+def test_zeros_are_a_row_a_layer_and_a_column_a_matrix(kept, tmp_path):
+    draw_zeros(ZEROS, "A title", "about it", tmp_path / "a.png")
+    axis = kept[-1].axes[0]
+    shares = np.ma.filled(axis.images[0].get_array(), np.nan)
+    np.testing.assert_allclose(shares, [[0.25, 1 / 3, np.nan], [0.0, np.nan, 1.0]])
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["attention.query", "mlp.up", "mlp.down"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["0", "1"]
+    assert cells_of(axis) == ["25.0%", "33.3%", "0.0%", "100.0%"]
+    assert statistics_of(axis) == [["of the\nlayer", "31.2%", "75.0%"]]
+    assert layer_shares(ZEROS) == {0: 10 / 32, 1: 24 / 32}
+
+
+def test_zeros_of_more_layers_than_a_picture_has_room_for_are_refused(tmp_path):
+    zeros = [MatrixZeros(layer, "mlp", 0, 4) for layer in range(MAX_ROWS + 1)]
+    with pytest.raises(InputError, match="has 1001 layers of 1 matrices"):
+        draw_zeros(zeros, "A title", "about it", tmp_path / "a.png")

@@ -1,0 +1,170 @@
+"""E17: NV-Embed's Tables 6 to 8 in miniature: a model pruned to half, retrained, retrained by its teacher, quantised.
+
+The model is E18's teacher, all-MiniLM-L6-v2 trained on the docstring corpus. A trial prunes it by one method in one
+pattern, trains it with LoRA that keeps the zeros, with and without the states of the model before pruning, and stores
+the last one in INT8, E4M3 and E5M2.
+"""
+
+import shutil
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import torch
+
+from benchmarks.docstring_trials import fit, score
+from benchmarks.e18_distillation import Classroom, data_of
+from benchmarks.e18_distillation import Recipe as TeacherRecipe
+from benchmarks.trials import Metrics, Scores, TrainingRecipe, Trial, run_recipes, sized, table, trial_options
+from embeddings.compression import CalibrationOptions, Compression, PruningOptions, QuantizationOptions
+from embeddings.compression.pruning import PruningMethod
+from embeddings.compression.quantization import NumberName
+from embeddings.losses import InfoNCE
+from embeddings.models import BackboneConfig, Embedder, LoraSettings, MeanPooling
+from embeddings.models.model_files import weight_files
+from embeddings.modules import LayerDistillation, NVEmbedModule
+from embeddings.training.optim import Schedule
+
+Pattern = Literal["2:4", "4:8", "unstructured"]
+NUMBERS: tuple[NumberName, ...] = ("int8", "fp8_e4m3", "fp8_e5m2")
+STAGES = ("pruned", "retrained", "retrained by the teacher", *NUMBERS)
+PAGE = "held-out packages"
+
+
+@dataclass(frozen=True)
+class Recipe(TrainingRecipe):
+    """How a model is compressed.
+
+    Args:
+        method: How weights are chosen.
+        pattern: Where half of them become zero.
+        num_texts: Texts for calibration.
+        alpha: Weight of the teacher's states.
+    """
+
+    num_steps: int = 20
+    learning_rate: float = 2e-4
+    method: PruningMethod = "sparsegpt"
+    pattern: Pattern = "2:4"
+    num_texts: int = 128
+    alpha: float = 1.0
+
+
+RECIPES = {
+    f"{method}, {pattern}": Recipe(method=method, pattern=pattern)
+    for pattern in ("2:4", "4:8", "unstructured")
+    for method in ("magnitude", "wanda", "sparsegpt")
+}
+
+
+def run(chosen: Namespace, recipes: Mapping[str, Recipe]) -> list[Scores]:
+    """Compress by each recipe with each seed; arguments as of `run_recipes`."""
+    recipes = sized(chosen, recipes)
+    world, taught = Classroom(chosen.work, chosen.tiny), TeacherRecipe()
+    with world.alone():
+        world.prepare([])
+        world.make(taught.tiny() if chosen.tiny else taught)
+    return run_recipes(chosen, "E17", recipes, run_trial)
+
+
+def run_trial(trial: Trial, work: Path, tiny: bool) -> Metrics:
+    """The scores of the model after each stage, its weights in bytes, and the seconds of each."""
+    world, recipe = Classroom(work, tiny), Recipe(**trial.settings)  # type: ignore[arg-type]
+    texts = CalibrationOptions(str(world.rows(rows_of(tiny))), recipe.num_texts, recipe.max_length, trial.seed)
+    reads_texts = recipe.method != "magnitude"
+    found = measured(world, world.teacher, "dense", recipe)
+    with scratch(work) as folder:
+        with timed(found, "pruned"):
+            pruning = PruningOptions(recipe.method, recipe.pattern)
+            pruned = compressed(world.teacher, folder / "pruned", pruning, texts=texts if reads_texts else None)
+        found |= measured(world, pruned, "pruned", recipe)
+        last = pruned
+        for stage, teacher in (("retrained", None), ("retrained by the teacher", world.teacher)):
+            with timed(found, stage):
+                last = retrained(world, recipe, trial.seed, pruned, teacher, folder / stage.replace(" ", "-"))
+            found |= measured(world, last, stage, recipe)
+        for number in NUMBERS:
+            with timed(found, number):
+                small = compressed(last, folder / number, quantization=QuantizationOptions(number), texts=texts)
+            found |= measured(world, small, number, recipe)
+    return found
+
+
+def rows_of(tiny: bool) -> TeacherRecipe:
+    """The recipe whose pairs the teacher was trained on."""
+    return TeacherRecipe().tiny() if tiny else TeacherRecipe()
+
+
+@contextmanager
+def scratch(work: Path) -> Iterator[Path]:
+    """A folder for the models of a trial, some 100 MB each, removed afterwards."""
+    with TemporaryDirectory(dir=work) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def timed(found: Metrics, stage: str) -> Iterator[None]:
+    """Note how many seconds a stage takes."""
+    start = time.perf_counter()
+    yield
+    found[f"{stage}, seconds"] = time.perf_counter() - start
+
+
+def compressed(
+    model: Path,
+    output: Path,
+    pruning: PruningOptions = PruningOptions(),  # noqa: B008 - frozen
+    quantization: QuantizationOptions = QuantizationOptions(),  # noqa: B008 - frozen
+    texts: CalibrationOptions | None = None,
+) -> Path:
+    """A model directory after one phase of `compress`."""
+    job = Compression(model, output, pruning, quantization, texts or CalibrationOptions(), "cpu")
+    job.publish(job.run())
+    shutil.rmtree(f"{output}.work", ignore_errors=True)
+    return output
+
+
+def retrained(world: Classroom, recipe: Recipe, seed: int, pruned: Path, teacher: Path | None, output: Path) -> Path:
+    """The pruned model after LoRA that keeps its zeros, with the teacher's states where there is one."""
+    module = NVEmbedModule(
+        BackboneConfig(str(pruned)),
+        MeanPooling,
+        lora=LoraSettings(rank=16, alpha=32, dropout=0.0, keep_zeros=True),
+        loss=InfoNCE(temperature=0.05),
+        optimizer=partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=0.0),
+        schedule=Schedule(warmup_steps=recipe.num_steps // 10, decay="linear"),
+        seed=seed,
+        initial_model=str(pruned),
+        distillation=None if teacher is None else LayerDistillation(str(teacher), recipe.alpha),
+    )
+    source = replace(world.pairs(rows_of(world.tiny)), surrogate_vectors=None)
+    rows = replace(rows_of(world.tiny), num_steps=recipe.num_steps, max_length=recipe.max_length)
+    fit(world, module, data_of(rows, source, seed), recipe.num_steps)
+    module.embedder.save_pretrained(output)
+    return output
+
+
+def measured(world: Classroom, model: Path, stage: str, recipe: Recipe) -> Metrics:
+    """nDCG@10 of a model directory, and the bytes of its weights."""
+    embedder = Embedder.from_pretrained(model)
+    embedder.text = recipe.text
+    scores = {f"{stage}, {name}": value for name, value in score(world, embedder, others=False).items()}
+    return scores | {f"{stage}, bytes": float(sum(file.stat().st_size for file in weight_files(model)))}
+
+
+def main() -> None:
+    """Compress by each method in each pattern; print the table of scores after each stage."""
+    chosen = trial_options(__doc__)
+    scores = run(chosen, RECIPES)
+    metrics = [f"{stage}, {PAGE}" for stage in ("dense", *STAGES)]
+    print(f"E17, nDCG@10\n{table(scores, metrics)}")
+
+
+if __name__ == "__main__":
+    main()

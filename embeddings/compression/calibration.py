@@ -1,0 +1,152 @@
+"""Calibration texts: which are drawn from corpora, records and text files, and their tokens as the model reads them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from embeddings.common import InputError, OptionError, TextRole, TextSettings, TokenBatch
+from embeddings.common.random import numpy_generator
+from embeddings.compression.layerwise import LayerwiseModel
+from embeddings.data import SourceConfig
+from embeddings.data.readers import open_reader
+from embeddings.data.records import RECORD_FIELDS
+from embeddings.data.sources import HUB_PREFIX, resolve_files
+from embeddings.data.store import open_cached
+from embeddings.data.tokenize import TextTokenizer
+from embeddings.inference.corpus import read_corpus
+from embeddings.models.backbone import load_tokenizer
+from embeddings.models.directory import read_model_directory
+
+ROLES: tuple[TextRole, TextRole] = ("query", "document")
+_TEXT_SUFFIX = ".txt"
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """Which texts show what the inputs of each layer are.
+
+    Args:
+        calibration: A text file (`.txt`, a text a line), a corpus file with `text`, training records with `query` and
+            `positive` (files, globs, or `hub:organisation/name`); several as `[FILE, FILE]`. Needed by `wanda`,
+            `sparsegpt` and `quantize`.
+        num_texts: How many are drawn; of records half are queries and half positives.
+        max_length: Most tokens of one; the model's own limits if left out.
+        calibration_seed: Seed of the draw.
+    """
+
+    calibration: str | list[str] | None = None
+    num_texts: int = 128
+    max_length: int | None = None
+    calibration_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_texts < 1:
+            raise OptionError("num_texts", self.num_texts, "must be >= 1", "128 is the default")
+        if self.max_length is not None and self.max_length < 4:
+            raise OptionError("max_length", self.max_length, "must be >= 4", "leave it out for the model's own")
+
+
+class CalibrationText(NamedTuple):
+    """A text, and in whose place the model reads it."""
+
+    role: TextRole
+    text: str
+
+
+def calibration_texts(options: CalibrationOptions) -> list[CalibrationText]:
+    """The texts that are drawn, in their order.
+
+    Determinism: they depend on the options and the files' texts alone.
+    Raises:
+        InputError: If a file cannot be read, or there is no text in it.
+        OptionError: If no file is named.
+    """
+    if options.calibration is None or not options.calibration:
+        rule = "must name texts that show what each layer is given"
+        raise OptionError(
+            "calibration", options.calibration, rule, "give a corpus, records, or a text a line in a .txt"
+        )
+    pools = _pools(options.calibration)
+    starts = np.cumsum([0, *(pool.size for pool in pools)])
+    order = numpy_generator(options.calibration_seed, "calibration", int(starts[-1])).permutation(int(starts[-1]))
+    texts: list[CalibrationText] = []
+    # A record gives two texts.
+    drawn = order[: options.num_texts]
+    for pool, start in zip(pools, starts, strict=False):
+        chosen = drawn[(drawn >= start) & (drawn < start + pool.size)] - start
+        texts += [text for text in pool.take(sorted(chosen.tolist())) if text.text.strip()]
+    if not texts:
+        raise InputError(f"--calibration {options.calibration}", "holds no text", "give a file with texts")
+    if len(texts) > options.num_texts:
+        kept = numpy_generator(options.calibration_seed, "texts", len(texts)).permutation(len(texts))
+        texts = [texts[place] for place in sorted(kept[: options.num_texts].tolist())]
+    return texts
+
+
+class _Pool(NamedTuple):
+    """The rows of one source: how many there are, and the texts of some, given in rising order."""
+
+    size: int
+    take: Callable[[list[int]], list[CalibrationText]]
+
+
+def _pools(paths: str | list[str]) -> list[_Pool]:
+    if isinstance(paths, str) and paths.startswith(HUB_PREFIX):
+        return [_pool_of_records(paths)]
+    return [_pool_of_file(path) for path in resolve_files(paths)]
+
+
+def _pool_of_file(path: Path) -> _Pool:
+    """The rows of a text file, a corpus or a file of records."""
+    if path.suffix == _TEXT_SUFFIX:
+        try:
+            lines = [line for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
+        except UnicodeDecodeError as error:
+            raise InputError(str(path), "is not UTF-8", "save it as UTF-8") from error
+        return _Pool(len(lines), lambda rows: [CalibrationText("document", lines[row]) for row in rows])
+    row = next(iter(open_reader(path, (*RECORD_FIELDS, "text", "title"), ())), None)
+    if row is not None and "query" in row.fields and "text" not in row.fields:
+        return _pool_of_records(str(path))
+
+    def take(rows: list[int]) -> list[CalibrationText]:
+        """A second pass: a corpus may not fit in memory."""
+        wanted = set(rows)
+        documents = (document for number, document in enumerate(read_corpus(path)) if number in wanted)
+        return [CalibrationText("document", document.text) for document in documents]
+
+    return _Pool(sum(1 for _ in read_corpus(path)), take)
+
+
+def _pool_of_records(path: str) -> _Pool:
+    """The records of a source: the query and the first positive of each."""
+    table_of_rows = open_cached(SourceConfig("calibration", path, suspect_rows="keep")).table
+
+    def take(rows: list[int]) -> list[CalibrationText]:
+        """Both texts of each."""
+        found = table_of_rows.rows(rows)
+        pairs = [(CalibrationText("query", row.query), CalibrationText("document", row.positives[0])) for row in found]
+        return [text for pair in pairs for text in pair]
+
+    return _Pool(len(table_of_rows), take)
+
+
+def tokenise(texts: list[CalibrationText], model: LayerwiseModel, max_length: int | None) -> tuple[TokenBatch, int]:
+    """The texts as the model reads them, with its prompts and limits, and the id that fills the padding."""
+    tokenizer = load_tokenizer(model.folder, model.model)
+    settings: TextSettings = read_model_directory(model.folder, model.model, tokenizer).text
+    if max_length is not None:
+        query, document = (min(max_length, settings.max_length(role)) for role in ROLES)
+        settings = replace(settings, query_max_length=query, document_max_length=document)
+    tokenised = TextTokenizer(tokenizer, settings)
+    batches = []
+    for role in ROLES:
+        chosen = [row.text for row in texts if row.role == role]
+        batches += [tokenised(chosen, role)] if chosen else []
+    parts = zip(*((each.input_ids_T, each.pooling_mask_T, each.lengths_N) for each in batches), strict=True)
+    pad = tokenizer.pad_token_id
+    assert isinstance(pad, int)
+    return TokenBatch(*map(torch.cat, parts)), pad

@@ -1,0 +1,230 @@
+"""Which weights of a linear layer become zero, and what the others become: magnitude, Wanda and SparseGPT.
+
+Every function takes one matrix, (O, I): O outputs, I inputs. The Gram matrix of its inputs, (I, I), is the sum of x xᵀ
+over the calibration tokens x.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from embeddings.common import NumericError, OptionError
+from embeddings.common.process import logger
+
+PruningMethod = Literal["magnitude", "wanda", "sparsegpt"]
+UNSTRUCTURED = "unstructured"
+# How often a Gram matrix that is singular in float32 is damped ten times more.
+_ATTEMPTS = 4
+
+# What a weight costs whose input was always zero, over its cost in H, where λ alone gives it one.
+_DEAD = 1e-9
+
+# The new values of one input's weights, (O,), by its number and all weights as they are by then, (I, O).
+ChooseColumn = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """How many weights become zero.
+
+    Attributes:
+        fraction: Share of zeros, above 0 and below 1.
+        group: Neighbouring inputs of one output that have the same number of zeros each; None where zeros may lie
+            anywhere.
+    """
+
+    fraction: float
+    group: int | None = None
+
+    @classmethod
+    def parse(cls, pattern: str, fraction: float | None = None) -> Self:
+        """The sparsity of a pattern: `N:M` keeps N of M neighbouring inputs, `unstructured` is half unless given.
+
+        Raises:
+            OptionError: If the pattern is none of these, or the fraction is impossible or has no effect.
+        """
+        if pattern == UNSTRUCTURED:
+            fraction = 0.5 if fraction is None else fraction
+            if not 0 < fraction < 1:
+                raise OptionError(
+                    "sparsity", fraction, "must lie between 0 and 1", "0.5 makes half of the weights zero"
+                )
+            return cls(fraction)
+        found = re.fullmatch(r"(\d{1,3}):(\d{1,3})", pattern)
+        kept, group = map(int, found.groups()) if found else (0, 0)
+        if not 0 < kept < group:
+            rule = "must be N:M with 0 < N < M, of which N weights stay, or unstructured"
+            raise OptionError("pattern", pattern, rule, "try 2:4 or 4:8")
+        if fraction is not None:
+            rule = f"has no effect on {pattern}, which says itself how many weights are zero"
+            raise OptionError("sparsity", fraction, rule, "leave it out, or use --pattern unstructured")
+        return cls((group - kept) / group, group)
+
+    def zeros_of(self, count: int) -> int:
+        """How many of so many weights become zero."""
+        return round(self.fraction * count)
+
+    def mask(self, score_OI: Tensor, per_output: bool = False) -> Tensor:
+        """True at the weights that become zero, those of the lowest scores, (O, I) bool.
+
+        Without groups the weights of the matrix compete, or with `per_output` those of each output.
+        """
+        if self.group is not None:
+            score_OGM = score_OI.reshape(len(score_OI), -1, self.group)
+            return lowest(score_OGM, self.zeros_of(self.group)).flatten(1)
+        if per_output:
+            return lowest(score_OI, self.zeros_of(score_OI.shape[1]))
+        return lowest(score_OI.flatten(), self.zeros_of(score_OI.numel())).view_as(score_OI)
+
+
+def lowest(score: Tensor, count: int) -> Tensor:
+    """True at the `count` lowest numbers of the last dimension, the first ones among equals; same shape, bool."""
+    if count == 0:
+        return torch.zeros_like(score, dtype=torch.bool)
+    threshold = score.kthvalue(count, dim=-1, keepdim=True).values
+    below, equal = score < threshold, score == threshold
+    room = count - below.sum(dim=-1, keepdim=True)
+    return below | (equal & (equal.cumsum(dim=-1) <= room))
+
+
+def prune_by_magnitude(weight_OI: Tensor, sparsity: Sparsity) -> Tensor:
+    """The weights with the smallest |w| set to zero; without groups the weights of the whole matrix compete.
+
+    Args:
+        weight_OI: Weights, (O, I) float.
+        sparsity: How many become zero.
+
+    Returns:
+        (O, I), same dtype.
+    Source: Han et al. 2015, arXiv:1506.02626, one threshold for each matrix.
+    """
+    return weight_OI.masked_fill(sparsity.mask(weight_OI.abs()), 0)
+
+
+def prune_by_wanda(weight_OI: Tensor, gram_II: Tensor, sparsity: Sparsity) -> Tensor:
+    """The weights with the smallest |w_ij| · ‖x_j‖₂ set to zero, compared within each output; the others stay.
+
+    ‖x_j‖₂ is the norm of input j over the calibration tokens, the root of the Gram matrix's diagonal.
+
+    Args:
+        weight_OI: Weights, (O, I) float.
+        gram_II: Gram matrix of the inputs, (I, I) float, or its diagonal, (I).
+        sparsity: How many become zero.
+
+    Returns:
+        (O, I), same dtype.
+    Source: Sun et al. 2024 (Wanda), arXiv:2306.11695, Eq. 1.
+    """
+    square_I = gram_II.diagonal() if gram_II.ndim == 2 else gram_II
+    return weight_OI.masked_fill(sparsity.mask(weight_OI.abs() * square_I.sqrt(), per_output=True), 0)
+
+
+def prune_by_sparsegpt(
+    weight_OI: Tensor, gram_II: Tensor, sparsity: Sparsity, damping: float = 0.01, block_size: int = 128
+) -> Tensor:
+    """The weights whose removal costs the least set to zero, and the later ones changed to make up for it.
+
+    With H = Σ x xᵀ + λI and H⁻¹ = UᵀU, U upper triangular, inputs are visited from the first to the last. A weight
+    w_j costs w_j² / U_jj²; the cheapest of its group become zero, or without groups those of `block_size` inputs of all
+    outputs. With error e = (w_j - ŵ_j) / U_jj the weights k > j become w_k - e U_jk: what is best for them while the
+    earlier ones stay (see `sweep`).
+
+    The weights of an input that was zero for all tokens go first, and no other weight changes for them.
+
+    Args:
+        weight_OI: Weights, (O, I) float.
+        gram_II: Gram matrix of the inputs, (I, I) float.
+        sparsity: How many become zero.
+        damping: λ as a share of the mean of H's diagonal, > 0.
+        block_size: Inputs whose masks are chosen together, and whose updates are applied to the rest at once; a
+            multiple of the pattern's group.
+
+    Returns:
+        (O, I), same dtype.
+
+    Shape/precision: in the dtype of the weights, which is float32 in `compress`.
+    Raises:
+        NumericError: If the Gram matrix is not finite.
+    Source: Frantar and Alistarh 2023 (SparseGPT), arXiv:2301.00774, Algorithm 1.
+    """
+    factor_II = inverse_factor(gram_II.to(weight_OI.dtype), damping)
+    group = sparsity.group or block_size
+    # Small enough to go first, and still in the order of their sizes.
+    price_I1 = torch.where(gram_II.diagonal() == 0, _DEAD, 1.0)[:, None]
+    zero_IO = torch.zeros(weight_OI.shape[::-1], dtype=torch.bool, device=weight_OI.device)
+
+    def choose(column: int, weight_IO: Tensor) -> Tensor:
+        """The column with the chosen zeros; the masks of a group are chosen at its first column."""
+        if column % group == 0:
+            part = slice(column, column + group)
+            cost_JO = (weight_IO[part] / factor_II.diagonal()[part, None]).square() * price_I1[part]
+            zero_IO[part] = sparsity.mask(cost_JO.T).T
+        return weight_IO[column].masked_fill(zero_IO[column], 0)
+
+    return sweep(weight_OI, factor_II, choose, block_size)
+
+
+def inverse_factor(gram_II: Tensor, damping: float) -> Tensor:
+    """U, upper triangular, with UᵀU = (H / h + damping · I)⁻¹, where h is the mean of H's diagonal.
+
+    The scale h cancels in costs and updates. Where H is singular in its own precision the damping grows tenfold, with a
+    warning.
+
+    Args:
+        gram_II: H, the Gram matrix, (I, I) float.
+        damping: Above 0.
+
+    Raises:
+        NumericError: If no damping makes it positive definite: it is not finite.
+    """
+    mean = gram_II.diagonal().mean()
+    # Without any input that is not zero nothing is known of them, and all are alike.
+    scaled_II = torch.zeros_like(gram_II) if mean == 0 else gram_II / mean
+    upper_II: Tensor
+    for attempt in range(_ATTEMPTS):
+        damped_II = scaled_II.clone()
+        damped_II.diagonal().add_(damping * 10**attempt)
+        lower_II, failed = torch.linalg.cholesky_ex(damped_II)
+        if not failed:
+            upper_II, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower_II), upper=True)
+        if not failed and bool(torch.isfinite(upper_II.diagonal()).all()):
+            return upper_II
+        logger.warning("inputs of a layer are nearly dependent: damping raised to %g", damping * 10 ** (attempt + 1))
+    raise NumericError("the inputs of a layer are not finite; check the model's weights and the calibration texts")
+
+
+def sweep(weight_OI: Tensor, factor_II: Tensor, choose: ChooseColumn, block_size: int) -> Tensor:
+    """The weights after each input's were replaced in turn, and those of later inputs changed to make up for it.
+
+    Replacing w_j by ŵ_j changes the outputs; the weights of the inputs after j that keep them nearest, in the least
+    squares over the calibration tokens, are w_k - (w_j - ŵ_j) U_jk / U_jj. Within a block they change at once,
+    behind it in one matrix product a block.
+
+    Args:
+        weight_OI: Weights, (O, I) float.
+        factor_II: `inverse_factor` of the inputs, (I, I), same dtype.
+        choose: The replacement ŵ_j, (O), by j and the weights as they are by then, (I, O). Those of later blocks are
+            up to date only at the first input of a block.
+        block_size: Inputs of a block.
+
+    Returns:
+        (O, I), same dtype.
+    Source: Frantar et al. 2023 (GPTQ), arXiv:2210.17323, Eqs. 2 and 3 and §3.3, steps 2 and 3; SparseGPT shares it.
+    """
+    weight_IO = weight_OI.T.contiguous().clone()
+    num_inputs = len(weight_IO)
+    for start in range(0, num_inputs, block_size):
+        end = min(start + block_size, num_inputs)
+        error_JO = torch.zeros_like(weight_IO[start:end])
+        for column in range(start, end):
+            chosen_O = choose(column, weight_IO)
+            error_O = (weight_IO[column] - chosen_O) / factor_II[column, column]
+            weight_IO[column + 1 : end] -= factor_II[column, column + 1 : end, None] * error_O
+            weight_IO[column] = chosen_O
+            error_JO[column - start] = error_O
+        weight_IO[end:] -= factor_II[start:end, end:].T @ error_JO
+    return weight_IO.T.contiguous()

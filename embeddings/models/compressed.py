@@ -1,0 +1,140 @@
+"""Compressed weights on disk: matrices of 8-bit numbers with their scales, and the zeros of each matrix.
+
+The layout is that of compressed-tensors: `NAME.weight` in a type of 8 bits, `NAME.weight_scale` beside it, and
+`quantization_config` in config.json.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from embeddings.common import InputError
+from embeddings.common.errors import shown
+from embeddings.common.text import one_line
+from embeddings.models.model_files import read_json, weight_files
+
+QUANTIZATION = "quantization_config"
+METHOD = "compressed-tensors"
+# How that library calls matrices of whole and of floating-point numbers that are stored as they are.
+FORMATS = {"int": "int-quantized", "float": "float-quantized"}
+SCALE = "_scale"
+_MATRIX = re.compile(r"(?:^|\.)(\d+)\.(.+)\.weight$")
+_TAKE_ANOTHER = "take a complete copy of the model"
+
+
+def quantization_of(folder: Path) -> Mapping[str, Any] | None:
+    """What a model's config.json says of its quantised weights; None where they are not quantised."""
+    fields = read_json(folder / "config.json").get(QUANTIZATION)
+    return fields if isinstance(fields, dict) else None
+
+
+def check_readable(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Check that quantised weights are of the kind that is read here.
+
+    Raises:
+        InputError: If another method wrote them, or numbers of fewer bits are packed.
+    """
+    method, form = fields.get("quant_method"), fields.get("format")
+    if method != METHOD or form not in FORMATS.values():
+        what = f"is quantised by {shown(method)} in the format {shown(form)}"
+        hint = f"give one in {' or '.join(FORMATS.values())} of {METHOD}, or the model before its quantisation"
+        raise InputError(str(folder), what, hint)
+
+
+def tensors_of(file: Path, names: frozenset[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, all or those named, as copies: the file is closed on return.
+
+    Raises:
+        InputError: If the file is missing or damaged.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {
+                name: opened.get_tensor(name).clone()
+                for name in opened.keys()  # noqa: SIM118 - the file is no mapping
+                if names is None or name in names
+            }
+    except (OSError, SafetensorError) as error:
+        raise InputError(str(file), f"cannot be read: {one_line(str(error), 100)}", _TAKE_ANOTHER) from error
+
+
+def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with each quantised weight multiplied out, in the dtype of its scale; scales are left out.
+
+    A scale, (O, G), counts for I / G neighbouring inputs of an output.
+
+    Precision: products in float32, rounded once.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        scale_OG = tensors.get(f"{name}{SCALE}")
+        if scale_OG is not None:
+            each_OI = scale_OG.float().repeat_interleave(tensor.shape[1] // scale_OG.shape[1], dim=1)
+            found[name] = (tensor.float() * each_OI).to(scale_OG.dtype)
+        elif not (name.endswith(SCALE) and name.removesuffix(SCALE) in tensors):
+            found[name] = tensor
+    return found
+
+
+def dequantised_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder with quantised ones multiplied out, by their names in the files.
+
+    Raises:
+        InputError: If a file is missing or damaged.
+    """
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        found |= tensors_of(file)
+    return dequantised(found)
+
+
+@dataclass(frozen=True)
+class MatrixZeros:
+    """The zeros of one matrix of one layer.
+
+    Attributes:
+        layer: The layer, from 0.
+        name: The matrix within the layer, `attention.self.query`.
+        num_zeros: Weights that are zero.
+        num_weights: Weights.
+    """
+
+    layer: int
+    name: str
+    num_zeros: int
+    num_weights: int
+
+    @property
+    def fraction(self) -> float:
+        """Share of zeros."""
+        return self.num_zeros / self.num_weights
+
+
+def zeros_by_matrix(folder: Path) -> list[MatrixZeros]:
+    """The zeros of every matrix in the layers of a model directory's backbone, in the order of layers and names.
+
+    One matrix is in memory at a time.
+
+    Raises:
+        InputError: If a file is missing or damaged.
+    """
+    return sorted(_zeros(folder), key=lambda found: (found.layer, found.name))
+
+
+def _zeros(folder: Path) -> Iterator[MatrixZeros]:
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - the file is no mapping
+                    place = _MATRIX.search(name)
+                    if place is not None and len(opened.get_slice(name).get_shape()) == 2:
+                        matrix = opened.get_tensor(name).float()
+                        num_zeros = matrix.numel() - int(matrix.count_nonzero())
+                        yield MatrixZeros(int(place[1]), place[2], num_zeros, matrix.numel())
+        except (OSError, SafetensorError) as error:
+            raise InputError(str(file), f"cannot be read: {one_line(str(error), 100)}", _TAKE_ANOTHER) from error

@@ -1,0 +1,302 @@
+"""`compress` through the command line: a smaller model directory out, and one line and code 2 for what cannot be."""
+
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from embeddings.cli.compress import retraining
+from embeddings.cli.main import main
+from embeddings.compression import PruningOptions
+from embeddings.inference import Encoder
+from embeddings.models.compressed import dequantised_weights, zeros_by_matrix
+from tests.compression.models import some_texts, write_model, write_texts
+from tests.helpers.processes import Command
+from tests.helpers.refusals import assert_refused
+from tests.helpers.runs import component, run_config, write_config, write_pairs, write_retrieval_folder
+from tests.helpers.waiting import wait_for
+
+TEXTS = [*some_texts(12, seed=9), "", "one"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("compress") / "base")
+    write_texts(folder.parent / "texts.txt")
+    return folder
+
+
+@pytest.fixture
+def compress(model, tmp_path, monkeypatch):
+    """Run `compress` in a folder of its own; returns the exit code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EMBED_CACHE", str(tmp_path / "cache"))
+    texts = shutil.copy(model.parent / "texts.txt", tmp_path)
+
+    def run(*options, output="small", source=model, calibration=texts):
+        words = ["--calibration", str(calibration)] if calibration else []
+        return main(["compress", "--model", str(source), "--output", output, *words, *options])
+
+    return run
+
+
+def vectors(folder, texts=TEXTS):
+    return Encoder.from_pretrained(str(folder), precision="float32").encode(texts)
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("pattern", ["2:4", "4:8", "unstructured"])
+def test_a_pruned_model_has_its_zeros_and_is_a_whole_directory(compress, model, capsys, method, pattern):
+    assert compress("--prune", method, "--pattern", pattern, "--num-texts", "10", "--max-length", "12") == 0
+    printed = capsys.readouterr().out
+    assert "calibrated on 10 texts" in printed
+    assert "at most 12 a text), seed 0" in printed
+    assert "50.00%" in printed
+    zeros = zeros_by_matrix(Path("small"))
+    assert [found.layer for found in zeros] == [0] * 6 + [1] * 6 + [2] * 6
+    assert {found.fraction for found in zeros} == {0.5}
+    before = load_file(model / "model.safetensors")
+    after = {name: tensor for file in Path("small").glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(changed) == 18
+    assert all(name.startswith("encoder.layer.") and name.endswith(".weight") for name in changed)
+    for name in changed:
+        if pattern != "unstructured":
+            group = int(pattern[-1])
+            counts = (after[name] == 0).unflatten(1, (-1, group)).sum(dim=2)
+            assert counts.unique().tolist() == [group // 2]
+        if method == "wanda":
+            assert torch.equal(after[name], before[name].masked_fill(after[name] == 0, 0))
+    assert {path.name for path in model.iterdir()} <= {path.name for path in Path("small").iterdir()} | {
+        "model.safetensors"
+    }
+    assert not Path("small.work").exists()
+    assert not np.allclose(vectors("small"), vectors(model), atol=1e-3)
+
+
+def test_magnitude_needs_no_texts_and_takes_any_sparsity(compress, capsys):
+    options = ["--prune", "magnitude", "--sparsity", "0.25"]
+    assert compress(*options, calibration=None) == 0
+    printed = capsys.readouterr().out
+    assert "25.00%" in printed
+    assert "calibrated" not in printed
+    assert {found.fraction for found in zeros_by_matrix(Path("small"))} == {0.25}
+    assert "| pruning | magnitude, unstructured |" in Path("small/README.md").read_text()
+
+
+def test_sentence_transformers_gives_the_same_vectors(compress, model):
+    from sentence_transformers import SentenceTransformer
+
+    assert compress("--prune", "sparsegpt", "--pattern", "2:4") == 0
+    theirs = SentenceTransformer("small", device="cpu").encode(TEXTS)
+    assert np.abs(theirs - vectors("small")).max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["corpus", "records", "both"])
+def test_texts_come_from_corpora_and_records(compress, capsys, tmp_path, kind):
+    rows = [{"_id": str(row), "title": "a title", "text": text} for row, text in enumerate(some_texts(9))]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_pairs(tmp_path / "pairs.jsonl", 20, num_negatives=1)
+    paths = {"corpus": "corpus.jsonl", "records": "pairs.jsonl", "both": "[corpus.jsonl, pairs.jsonl]"}
+    options = ["--prune", "wanda", "--num-texts", "8", "--calibration-seed", "3"]
+    assert compress(*options, calibration=paths[kind]) == 0
+    first = capsys.readouterr().out
+    assert "calibrated on 8 texts" in first
+    assert "seed 3" in first
+    assert compress(*options, calibration=paths[kind], output="again") == 0
+    assert capsys.readouterr().out.splitlines()[0] == first.splitlines()[0]
+    for file in Path("small").glob("*.safetensors"):
+        assert file.read_bytes() == Path("again", file.name).read_bytes()
+    assert compress(*options[:-1], "4", calibration=paths[kind], output="other") == 0
+    assert any(f.read_bytes() != Path("other", f.name).read_bytes() for f in Path("small").glob("*.safetensors"))
+
+
+def test_the_score_before_and_after_is_in_table_and_card(compress, tmp_path, capsys):
+    write_retrieval_folder(tmp_path / "data")
+    assert compress("--prune", "sparsegpt", "--pattern", "2:4", "--data", "data") == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nDCG@10")]
+    _, before, after = row.split()
+    card = Path("small/README.md").read_text()
+    assert f"| nDCG@10 before | {before} |" in card
+    assert f"| nDCG@10 after | {after} |" in card
+    assert "| pruning | sparsegpt, 2:4 |" in card
+    assert "| zeros in the layers' matrices | 50.00% |" in card
+
+
+def test_a_killed_command_resumes_with_the_same_bytes(compress, model, tmp_path):
+    options = ["--prune", "sparsegpt", "--pattern", "2:4"]
+    assert compress(*options, output="whole") == 0
+    words = ["-m", "embeddings", "compress", "--model", str(model), "--calibration", "texts.txt", *options]
+    code = (
+        "import sys, time; from embeddings.cli.main import main; import embeddings.compression.compress as c;"
+        "prune = c.prune_by_sparsegpt; c.prune_by_sparsegpt = lambda *a: (time.sleep(0.1), prune(*a))[1];"
+        f"sys.exit(main({words[2:]!r} + ['--output', 'small']))"
+    )
+    with Command([sys.executable, "-c", code], cwd=tmp_path) as process:
+        second = tmp_path / "small.work" / "prune.layers" / "layer-00001.safetensors"
+        wait_for(second.exists, "the second layer")
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not Path("small").exists()
+    done = Path("small.work/prune.layers/layer-00001.safetensors").stat()
+    assert compress("--prune", "wanda", output="small") == 2  # another job is in the folder of work
+    assert Path("small.work/prune.layers/layer-00001.safetensors").stat().st_mtime_ns == done.st_mtime_ns
+    assert compress(*options) == 0
+    for file in Path("whole").rglob("*"):
+        if file.is_file() and file.name != "README.md":
+            assert file.read_bytes() == Path("small", file.relative_to("whole")).read_bytes()
+    card = Path("whole/README.md").read_text().replace("whole", "small")
+    assert card == Path("small/README.md").read_text()
+    assert not Path("small.work").exists()
+
+
+def test_sparsity_is_shown_as_a_picture_and_a_table(compress, capsys):
+    pytest.importorskip("matplotlib")
+    assert compress("--prune", "magnitude", "--pattern", "2:4", calibration=None) == 0
+    capsys.readouterr()
+    assert main(["show", "sparsity", "--model", "small", "--output", "zeros.png"]) == 0
+    printed = capsys.readouterr().out
+    assert Path("zeros.png").read_bytes().startswith(b"\x89PNG")
+    assert printed.startswith("small: 50.00% of its layers' weights are zero\n24,576 weights in 18 matrices")
+    rows = [line.split() for line in printed.splitlines() if "%" in line][1:]
+    assert [row[:2] for row in rows] == [["0", "50.0%"], ["1", "50.0%"], ["2", "50.0%"]]
+    assert all(cell == "50.0%" for row in rows for cell in row[1:])
+
+
+def test_a_directory_with_a_head_and_code_of_its_own_is_copied_whole(compress, tmp_path):
+    """The parts beside the backbone keep their weights."""
+    from embeddings.models import Embedder, LatentAttentionPooling
+    from tests.compression.models import build
+    from tests.helpers.tiny import bpe_tokenizer
+
+    pooling = LatentAttentionPooling(32, num_latents=4, num_heads=2, head_dim=8)
+    head = torch.nn.Linear(32, 8)
+    Embedder(build("llama"), bpe_tokenizer(), pooling, head=head).save_pretrained(tmp_path / "latent")
+    assert compress("--prune", "wanda", "--pattern", "4:8", source=tmp_path / "latent") == 0
+    for path in (tmp_path / "latent").rglob("*"):
+        if path.name not in ("model.safetensors", "README.md") or path.parent.name != "latent":
+            copied = tmp_path / "small" / path.relative_to(tmp_path / "latent")
+            assert copied.is_dir() or copied.read_bytes() == path.read_bytes()
+    assert vectors("small").shape == (len(TEXTS), 8)
+
+
+def test_what_cannot_be_is_one_line_and_writes_nothing(compress, model, tmp_path, capsys):
+    def refused(says, *options, **arguments):
+        assert_refused(capsys, tmp_path, says, lambda *words: compress(*words, **arguments), *options)
+
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "taken").mkdir()
+    refused("prune or quantize or layers must be given", calibration=None)
+    refused("pattern must divide the 32 inputs of encoder.layer.0", "--prune", "wanda", "--pattern", "2:5")
+    refused("calibration must name texts", "--prune", "sparsegpt", calibration=None)
+    refused("holds no text", "--prune", "sparsegpt", calibration="empty.txt")
+    refused("no such file", "--prune", "sparsegpt", calibration="nowhere.txt")
+    refused("calibration has no effect on pruning by magnitude", "--prune", "magnitude")
+    refused("sparsity must lie between 0 and 1", "--prune", "wanda", "--sparsity", "1.5")
+    refused("sparsity has no effect on 2:4", "--prune", "wanda", "--pattern", "2:4", "--sparsity", "0.5")
+    refused("pattern has no effect without --prune", "--pattern", "2:4", "--quantize", "int8")
+    refused("output exists already", "--prune", "wanda", output="taken")
+    refused("damping must be > 0", "--prune", "sparsegpt", "--damping", "0")
+    refused("block_size must be a multiple of 8", "--prune", "sparsegpt", "--pattern", "4:8", "--block-size", "20")
+    refused("num_texts must be >= 1", "--prune", "wanda", "--num-texts", "0")
+    refused("max_length must be >= 4", "--prune", "wanda", "--max-length", "2")
+    refused("group_size must divide the 32 inputs", "--quantize", "int8", "--group-size", "24")
+    refused("group_size has no effect without --quantize", "--prune", "wanda", "--group-size", "16")
+    for device in ("gpu", "cuda:99", "meta"):
+        refused("device must be a device of this machine", "--prune", "wanda", "--device", device)
+    refused("is no directory", "--prune", "wanda", source="./nowhere")
+    refused("is no folder", "--prune", "wanda", "--data", "nowhere")
+
+
+def retrain_config(folder, model, **lora):
+    """A config that trains two steps of the model's own pooling, and exports elsewhere."""
+    write_pairs(folder / "pairs.jsonl", 32)
+    config = run_config(folder)
+    config["trainer"] |= {"max_steps": 2, "callbacks": [component("embeddings.callbacks.ExportModel", output="other")]}
+    config["model"]["init_args"] |= {"pooling": component("embeddings.models.MeanPooling"), "lora": lora or None}
+    config["model"]["init_args"]["backbone"] = {"name": str(model)}
+    return write_config(folder, config)
+
+
+def test_a_pruned_model_is_retrained_under_its_zeros_and_then_quantised(compress, model, tmp_path, capsys):
+    config = retrain_config(tmp_path, model)
+    options = ["--prune", "sparsegpt", "--pattern", "2:4", "--retrain", config]
+    assert compress(*options) == 0
+    assert not Path("other").exists()
+    assert not Path("small.work").exists()
+    assert compress("--prune", "sparsegpt", "--pattern", "2:4", output="pruned") == 0
+    (retrained,) = Path("small").glob("model*.safetensors")
+    after, before = load_file(retrained), dequantised_weights(Path("pruned"))
+    matrices = [f"{matrix.layer}" for matrix in zeros_by_matrix(Path("small"))]
+    assert len(matrices) == 18
+    moved = 0
+    for name, weight in before.items():
+        if name.startswith("encoder.layer.") and weight.dim() == 2:
+            assert torch.equal(after[name] == 0, weight == 0), name
+            moved += int((after[name] != weight).sum())
+    assert moved > 1000
+    assert "sparsegpt, 2:4" in Path("small/README.md").read_text()
+    assert compress(*options, "--quantize", "int8", output="tiny") == 0
+    # Rounding adds a few zeros and takes none.
+    fractions = [found.fraction for found in zeros_by_matrix(Path("tiny"))]
+    assert 0.5 <= min(fractions) <= max(fractions) < 0.51
+    assert np.allclose(vectors("tiny"), vectors("small"), atol=0.02)
+
+
+def test_a_student_of_some_layers_is_a_model_directory(compress, model, tmp_path):
+    assert compress("--layers", "2", calibration=None) == 0
+    full, small = (Encoder.from_pretrained(str(one)).embedder.backbone for one in (model, "small"))
+    for own, kept in zip(small.encoder.layer, (full.encoder.layer[0], full.encoder.layer[2]), strict=True):
+        for name, value in own.state_dict().items():
+            assert torch.equal(value, kept.state_dict()[name])
+    assert "2 of 3, evenly spread" in Path("small/README.md").read_text()
+    config = retrain_config(tmp_path, model)
+    options = ("--layers", "2", "--prune", "wanda", "--pattern", "2:4", "--retrain", config)
+    assert compress(*options, output="both") == 0
+    assert [found.layer for found in zeros_by_matrix(Path("both"))] == [0] * 6 + [1] * 6
+    assert {found.fraction for found in zeros_by_matrix(Path("both"))} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--layers", "3"), "layers must be from 1 to 2: the model has 3, got 3"),
+        (("--quantize", "int8", "--retrain", "config.yaml"), "retrain has no effect without --prune or --layers"),
+        (("--layers", "2", "--retrain", "nothing.yaml"), "nothing.yaml: no such file"),
+    ],
+)
+def test_an_impossible_student_is_refused(compress, options, says, capsys, tmp_path):
+    retrain_config(tmp_path, "model")
+    assert compress(*options, calibration=None if "--layers" in options else "texts.txt") == 2
+    assert says in capsys.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("small")]
+
+
+def test_another_config_of_retraining_trains_anew_and_the_same_one_does_not(tmp_path, model, monkeypatch):
+    """A retrained model in the folder of work is that of its configs; those of the library are found by name."""
+    monkeypatch.chdir(tmp_path)
+    pruning = PruningOptions("magnitude", "2:4")
+    (tmp_path / "one").mkdir()
+    config = Path(retrain_config(tmp_path / "one", model))
+    first = retraining([config], pruning)(model, tmp_path / "work")
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    assert retraining([config], pruning)(model, tmp_path / "work") == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written
+    config.write_text(config.read_text().replace("lr: 0.01", "lr: 0.02"))
+    other = retraining([config], pruning)(model, tmp_path / "work")
+    assert other != first
+    assert not torch.equal(*(first_layer(folder) for folder in (first, other)))
+    assert retraining([Path("lightning_configs/quickstart.yaml")], pruning) is not None
+
+
+def first_layer(folder):
+    """The weights of a directory's first layer, as one row."""
+    tensors = load_file(folder / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors) if "layer.0." in name])
