@@ -114,7 +114,7 @@ class GradCacheCallback(L.Callback):
             logger.info("GradCache keeps graphs within %.2f GiB a rank, %s", self._measured_gib, what)
 
     def _kept_gib(self, trainer: L.Trainer, module: L.LightningModule) -> float:
-        """The share of the free memory that each rank has, of the rank with the least; ranks on a CPU share theirs."""
+        """The share of the free memory that each rank has, of the rank with the least; ranks on a CPU share it."""
         free = KEPT_SHARE * free_memory_bytes(module.device)
         if module.device.type == "cpu":
             free /= trainer.num_devices

@@ -1,5 +1,6 @@
 """Floor 1: what a batch of embeddings should look like, as a number to minimise."""
 
+from embeddings.losses.distillation import MarginMSE, SimilarityDistillation
 from embeddings.losses.info_nce import InfoNCE, MatryoshkaInfoNCE
 from embeddings.losses.load_balancing import LoadBalancing, load_balancing_loss, router_z_loss
 from embeddings.losses.masks import SurrogateFilter, is_negative_mask
@@ -8,7 +9,9 @@ from embeddings.losses.tiles import similarity_matrix, tiled_cross_entropy
 __all__ = [
     "InfoNCE",
     "LoadBalancing",
+    "MarginMSE",
     "MatryoshkaInfoNCE",
+    "SimilarityDistillation",
     "SurrogateFilter",
     "is_negative_mask",
     "load_balancing_loss",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from embeddings.common import ContrastiveBatch, LossOutput, OptionError
+from embeddings.common.arguments import KeepsArguments
 from embeddings.common.distributed import gather_candidates, gather_counts, gather_rows, rank
 from embeddings.losses.masks import (
     CandidateKeys,
@@ -20,11 +21,13 @@ from embeddings.losses.masks import (
     query_index,
     surrogate_false_negatives,
     surrogate_vectors,
+    without_surrogates,
+    without_teacher,
 )
 from embeddings.losses.tiles import ExcludeInPlace, Similarity, WidthScores, comparable, tiled_cross_entropies
 
 
-class InfoNCE(nn.Module):
+class InfoNCE(KeepsArguments, nn.Module):
     """The contrastive loss: each query's positive against its negatives.
 
     loss = mean over B of  -log( exp(s(q, d+)/t) / (exp(s(q, d+)/t) + sum over negatives exp(s(q, d)/t)) ), with s the
@@ -59,6 +62,8 @@ class InfoNCE(nn.Module):
 
     # The widths that vectors may be truncated to; empty where they are compared at full width only.
     widths: tuple[int, ...] = ()
+    # Whether the loss itself follows the vectors of another model, and whether scores of one serve as well.
+    has_teacher = takes_scores = False
 
     def __init__(
         self,
@@ -105,6 +110,26 @@ class InfoNCE(nn.Module):
         """
         found = self.at_widths(query_BD, candidate_CD, batch, (query_BD.shape[1],))
         return LossOutput(found.loss_W[0], self._terms(found, 0))
+
+    @property
+    def needs_surrogates(self) -> bool:
+        """Whether each batch must carry the vectors of another model."""
+        return (self.has_teacher and not self.takes_scores) or self.false_negative_filter is not None
+
+    def check_teacher(self, has_surrogates: bool, has_scores: bool | None) -> None:
+        """Check that batches carry what the loss follows.
+
+        Args:
+            has_surrogates: Whether they carry another model's vectors.
+            has_scores: Whether they carry a teacher's scores; None where that is not known yet.
+
+        Raises:
+            OptionError: If they do not.
+        """
+        if self.needs_surrogates and not has_surrogates:
+            raise without_surrogates()
+        if self.has_teacher and not has_surrogates and has_scores is False:
+            raise without_teacher()
 
     def check_width(self, embedding_dim: int) -> None:
         """Check that the loss suits vectors of a model; this one suits any."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         open_pair_vectors,
     )
     from embeddings.mining.qrels import TextQrels
+    from embeddings.mining.rerank import Reranker
     from embeddings.mining.search import DocumentSearch, ExactSearch, IvfSearch, build_ivf
     from embeddings.mining.vector_index import VectorIndex, build_index, recall_of
 
@@ -46,6 +47,7 @@ __all__ = [
     "PairFeatures",
     "PairIndex",
     "PairVectors",
+    "Reranker",
     "SearchOptions",
     "ShardedJob",
     "Teachers",
@@ -68,20 +70,4 @@ __all__ = [
     "spherical_kmeans",
 ]
 
-_MODULES = {
-    "clusters": ("ClusterSettings", "cluster_pairs"),
-    "consistency": ("rank_pairs",),
-    "duplicates": ("Decontaminator", "EvaluationTexts", "find_contaminated", "find_duplicates"),
-    "faiss_library": ("KMeans", "spherical_kmeans"),
-    "features": ("Bm25Features", "PairFeatures", "VectorFeatures"),
-    "filter": ("FilterReport", "FilterRules", "filter_pairs"),
-    "mine": ("MiningReport", "SearchOptions", "Teachers", "mine_negatives"),
-    "negatives": ("LevelRules", "NegativeRules", "choose_negatives"),
-    "pair_index": ("PairIndex", "index_pairs"),
-    "pair_vectors": ("EncodedTexts", "EncodingOptions", "PairVectors", "encode_pairs", "open_pair_vectors"),
-    "qrels": ("TextQrels",),
-    "search": ("DocumentSearch", "ExactSearch", "IvfSearch", "build_ivf"),
-    "vector_index": ("VectorIndex", "build_index", "recall_of"),
-}
-
-__getattr__ = lazy_names(__name__, {name: module for module, names in _MODULES.items() for name in names})
+__getattr__ = lazy_names(__name__)

@@ -1,7 +1,7 @@
 """Filtering: which records of a source stay, by rules in a stated order, and the file of those that do."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from pathlib import Path
@@ -24,7 +24,7 @@ from embeddings.common.jobs import (
 )
 from embeddings.common.text import PromptChoice
 from embeddings.data.near_duplicates import NearDuplicates, Shingle
-from embeddings.data.records import LabelledText, has_levels, write_labelled_texts, write_records
+from embeddings.data.records import LabelledText, has_levels, is_json_lines, write_labelled_texts, write_records
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_languages, read_records
 from embeddings.inference.encoder import embedder_sha256
@@ -122,15 +122,17 @@ def filter_pairs(
     encoded: EncodedTexts | None = None,
     query_prompt_name: PromptChoice = None,
     document_prompt_name: PromptChoice = None,
+    devices: Sequence[str] = (),
     shard_size: int = SHARD_ROWS,
     task: ArrayTask | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> FilterReport:
     """Write the records of a source that stay, with all their fields and in their order, to a Parquet file.
 
-    The file is a source again; columns that are no field of a record are left behind. Beside `NAME.parquet` are
-    `NAME.manifest.json` and the folder `NAME.parquet.work`, which may be deleted once the file is there; its
-    `reasons.npy` holds for each record the number of the rule that took it out, from 1, and 0 for none.
+    Where its name ends in `.jsonl` it holds JSON lines. The file is a source again; columns that are no field of a
+    record are left behind. Beside `NAME.parquet` are `NAME.manifest.json` and the folder `NAME.parquet.work`, which may
+    be deleted once the file is there; its `reasons.npy` holds for each record the number of the rule that took it out,
+    from 1, and 0 for none.
 
     A killed run resumes at the first missing shard. The tasks of an array share the shards, and one of them writes the
     file: all ways lead to the same bytes.
@@ -147,6 +149,7 @@ def filter_pairs(
         query_prompt_name: Name of the prompt before each query that is judged for consistency, or a given prompt; None
             for the model's `query` prompt if it has one.
         document_prompt_name: The same for documents.
+        devices: Devices that share the encoding, each with a process of its own (see `encode_pairs`).
         shard_size: Records of a shard of the rules that need no vectors.
         task: Which shards are this process's; None for all.
         cache_dir: Folder of converted sources.
@@ -159,13 +162,14 @@ def filter_pairs(
         InputError: If the source cannot be used, something else lies at `output`, or no record stays.
     """
     require_shard_size(shard_size)
+    is_json_lines(Path(output))
     prompts: dict[str, Any] = {"query_prompt_name": query_prompt_name, "document_prompt_name": document_prompt_name}
     if encoder is not None and rules.top_k is None:
         rules = replace(rules, top_k=2)
-    needing = (rules.top_k, vectors, query_prompt_name, document_prompt_name)
+    needing = (rules.top_k, vectors, query_prompt_name, document_prompt_name, devices or None)
     is_given = any(value is not None for value in needing) or (encoded or EncodedTexts()) != EncodedTexts()
     if encoder is None and (is_given or rules.segment_by != "source"):
-        rule = "must be given for top_k, segment_by, vectors and prompts to take effect"
+        rule = "must be given for top_k, segment_by, vectors, prompts and devices to take effect"
         raise OptionError("model", None, rule, "name a model directory")
     chosen = _chosen_rules(config, rules, decontaminator)
     source = open_cached(config, cache_dir)
@@ -181,7 +185,7 @@ def filter_pairs(
         """The ranks of some records; vectors are made only if a record is left to judge."""
         assert encoder is not None
         return rank_pairs(
-            encode_pairs(encoder, source, folder, encoded=encoded, task=task, **prompts),
+            encode_pairs(encoder, source, folder, encoded=encoded, devices=devices, task=task, **prompts),
             work / "consistency",
             is_considered_N=is_considered_N,
             group_N=language_N,
@@ -317,14 +321,16 @@ def _write(
 ) -> None:
     """Write the reasons, the manifest, and the records that stay."""
     write_array(work / REASONS, reason_N)
+    json_lines = is_json_lines(report.output)
     with atomic_path(report.output) as temporary:
         if source.classes is None:
             records = read_records(config, source)
-            count = write_records(temporary, compress(records, reason_N == KEPT), graded)
+            kept = compress(records, reason_N == KEPT)
+            count = write_records(temporary, kept, graded, json_lines, source.table.has_scores)
         else:
             stored = map(source.table.row, np.flatnonzero(reason_N == KEPT).tolist())
             texts = (LabelledText(row.query, source.labels[row.label]) for row in stored)
-            count = write_labelled_texts(temporary, texts)
+            count = write_labelled_texts(temporary, texts, json_lines)
         assert count == report.num_kept
         facts = {"removed": report.removed, "num_kept": count, "output_sha256": file_sha256(temporary)}
         # The file comes last: where it is, its manifest is too.

@@ -10,8 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import pyarrow.parquet as pq
-
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import SETTINGS, atomic_path, check_manifest, file_lock, file_sha256, write_file_manifest
 from embeddings.common.jobs import (
@@ -21,10 +19,11 @@ from embeddings.common.jobs import (
     finished_manifest,
     manifest_path,
     require_shard_size,
+    shard_rows,
 )
 from embeddings.common.process import logger
 from embeddings.common.text import PromptChoice
-from embeddings.data.records import NUM_LEVELS, Record
+from embeddings.data.records import NUM_LEVELS, Record, is_json_lines, table_writer
 from embeddings.data.sources import SourceConfig
 from embeddings.data.store import CachedSource, open_cached, read_records
 from embeddings.inference.encoder import embedder_sha256
@@ -43,6 +42,7 @@ from embeddings.mining.mined_shards import (
 from embeddings.mining.negatives import LevelRules, NegativeRules, require_even_levels
 from embeddings.mining.pair_index import PairIndex, index_pairs
 from embeddings.mining.pair_vectors import EncodedTexts, PairVectors, encode_pairs
+from embeddings.mining.rerank import Reranker, read_scores, score_shard, scoring_job
 from embeddings.mining.search import DocumentSearch, ExactSearch, build_ivf
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class Teachers:
             model's `query` prompt if it has one.
         document_prompt_name: The same for documents.
         encoded: What each of them has encoded already, in their order; none at all where nothing has been.
+        reranker: A cross-encoder that scores each query with its positives and with the negatives that were chosen; it
+            chooses none itself. None for no such scores.
 
     Raises:
         OptionError: If there is none, or one comes twice, or what is encoded is of more or fewer models.
@@ -72,6 +74,7 @@ class Teachers:
     query_prompt_name: PromptChoice = None
     document_prompt_name: PromptChoice = None
     encoded: Sequence[EncodedTexts] = ()
+    reranker: Reranker | None = None
 
     def __post_init__(self) -> None:
         if not self.models or len(set(self.models)) < len(self.models):
@@ -153,16 +156,19 @@ def mine_negatives(
     levels: LevelRules | None = None,
     corpus: str | os.PathLike[str] | None = None,
     vectors: str | os.PathLike[str] | None = None,
+    devices: Sequence[str] = (),
     shard_size: int = SHARD_SIZE,
     task: ArrayTask | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> MiningReport | None:
     """Write the records of a source with mined negatives, in their order, to a Parquet file.
 
-    The file is a source again: the records' own fields with `negatives` (hardest first, and with `levels` as objects of
-    `text` and `level`, level by level) in place of those they had, and `negative_scores` and `positive_scores` (means
-    over the teachers). Beside `NAME.parquet` are `NAME.manifest.json` with the report, and the folder
-    `NAME.parquet.work` with vectors and shards, which may be deleted once the file is there.
+    Where its name ends in `.jsonl` it holds JSON lines. The file is a source again: the records' own fields with
+    `negatives` (hardest first, and with `levels` as objects of `text` and `level`, level by level) in place of those
+    they had, and `negative_scores` and `positive_scores` (means over the teachers); with a reranker also its `scores`,
+    those of the positives before those of the negatives, which `MarginMSE` follows. Beside `NAME.parquet` are
+    `NAME.manifest.json` with the report, and the folder `NAME.parquet.work` with vectors and shards, which may be
+    deleted once the file is there.
 
     A killed run resumes at the first missing shard. The tasks of an array share the shards, and the last one writes the
     file: all ways lead to the same bytes, but for the rounding of vectors (see `encode_pairs`).
@@ -177,6 +183,7 @@ def mine_negatives(
         corpus: A file of more documents (see `index_pairs`), or None for the source's positives alone.
         vectors: Folder of the vectors, to share them with other jobs of the same source and models; None for one in
             the work folder.
+        devices: Devices that share the encoding, each with a process of its own (see `encode_pairs`).
         shard_size: Records and vectors of a shard: what a kill costs at most.
         task: Which shards are this process's; None for all.
         cache_dir: Folder of converted sources.
@@ -193,6 +200,7 @@ def mine_negatives(
     search = search or SearchOptions()
     load_faiss(search.gpu)
     require_shard_size(shard_size)
+    is_json_lines(Path(output))
     if config.conversion not in ("pairs", "sts"):
         raise config.fault("conversion", config.conversion, "holds no records to mine for", "mine for pairs or sts")
     # Before the manifest is written, so that the default and the number itself are one job.
@@ -202,19 +210,23 @@ def mine_negatives(
         require_even_levels(rules)
     source = open_cached(config, cache_dir)
     fields = _manifest_fields(source, teachers, rules, search, levels, corpus, shard_size)
-    target = Path(output)
+    target, reranker = Path(output), teachers.reranker
+    # What was mined serves any reranker.
+    work_fields = fields
+    if reranker is not None:
+        fields = {**fields, "reranker": reranker.fields}
     if (report := _finished(target, fields)) is not None:
         return report
     work = target.with_name(f"{target.name}.work")
     folder = Path(vectors) if vectors is not None else work / "vectors"
     with discard_on_user_error(work, folder):
-        job = ShardedJob(work, fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
+        job = ShardedJob(work, work_fields, -(-len(source.table) // shard_size), stem="mined", suffix=".parquet")
         index = index_pairs(source, folder / "index", corpus)
         if index.num_documents <= rules.count:
             what = f"holds {index.num_documents} different documents, too few for {rules.count} negatives"
             raise InputError(f"source {config.name!r}", what, "give more with --corpus, or ask for fewer")
         kind, qrels = (None, None) if levels is None else (levels.kind, levels.document_qrels(index))
-        encoded = _encode(teachers, source, index, folder, shard_size, task)
+        encoded = _encode(teachers, source, index, folder, shard_size, devices, task)
         options: dict[str, Any] = {**asdict(search), "seed": rules.seed, "task": task}
         exact = options.pop("index") == "exact"
         searches: list[DocumentSearch] = [
@@ -225,12 +237,24 @@ def mine_negatives(
         ]
         miner = ShardMiner(index, encoded, searches, rules, kind, qrels)
         job.run(lambda shard, path: write_shard(miner.mine(shard), index, rules, path), task)
-        if job.missing():
+        scoring = None
+        if reranker is not None:
+            scoring = scoring_job(work, reranker, job.num_shards)
+
+            def score(shard: int, path: Path) -> None:
+                rows = source.table.rows(shard_rows(shard, shard_size, len(source.table)))
+                score_shard(reranker, rows, job.path(shard), path)
+
+            scoring.run(score, task)
+        if job.missing() or (scoring is not None and scoring.missing()):
             return None
         with file_lock(work / ".merge.lock"):
             # Another task may have been here first.
-            report = _finished(target, fields) or _merge(job, target, read_records(config, source), encoded, fields)
+            report = _finished(target, fields)
+            report = report or _merge(job, scoring, target, read_records(config, source), encoded, fields)
         job.finish()
+        if scoring is not None:
+            scoring.finish()
     return report
 
 
@@ -267,7 +291,13 @@ def _manifest_fields(
 
 
 def _encode(
-    teachers: Teachers, source: CachedSource, index: PairIndex, folder: Path, shard_size: int, task: ArrayTask | None
+    teachers: Teachers,
+    source: CachedSource,
+    index: PairIndex,
+    folder: Path,
+    shard_size: int,
+    devices: Sequence[str],
+    task: ArrayTask | None,
 ) -> list[PairVectors]:
     """The vectors by each teacher: in `folder` itself by a single one, else each in a folder of its own."""
     return [
@@ -280,6 +310,7 @@ def _encode(
             document_prompt_name=teachers.document_prompt_name,
             shard_size=shard_size,
             encoded=teachers.encoded[place] if teachers.encoded else None,
+            devices=devices,
             task=task,
         )
         for place, model in enumerate(teachers.models)
@@ -287,20 +318,27 @@ def _encode(
 
 
 def _merge(
-    job: ShardedJob, output: Path, records: Iterator[Record], vectors: Sequence[PairVectors], fields: dict[str, Any]
+    job: ShardedJob,
+    scoring: ShardedJob | None,
+    output: Path,
+    records: Iterator[Record],
+    vectors: Sequence[PairVectors],
+    fields: dict[str, Any],
 ) -> MiningReport:
     """Write the file and its manifest from the records and the shards."""
     index, graded = vectors[0].index, fields["levels"] is not None
     counts: Counter[str] = Counter()
     levels = []
     with atomic_path(output) as temporary:
-        with pq.ParquetWriter(temporary, output_schema(graded), compression="zstd") as writer:
+        with table_writer(temporary, output_schema(graded, scoring is not None), is_json_lines(output)) as write:
             for shard in range(job.num_shards):
                 mined = read_shard(job.path(shard))
                 shard_count, shard_levels = shard_counts(mined)
                 counts.update(shard_count)
                 levels.append(shard_levels)
-                writer.write_table(with_mined(list(islice(records, len(mined))), mined, graded))
+                own = list(islice(records, len(mined)))
+                scores = None if scoring is None else read_scores(scoring.path(shard), own, mined)
+                write(with_mined(own, mined, graded, scores))
         removed = {name: count for name, count in counts.items() if name.startswith("removed ")}
         facts: dict[str, Any] = {
             "num_queries": index.num_queries,
@@ -334,5 +372,8 @@ def _finished(output: Path, fields: dict[str, Any]) -> MiningReport | None:
     found = finished_manifest(output, fields)
     if found is None:
         return None
+    if "reranker" in found and "reranker" not in fields:
+        what = "field 'reranker': the output was made with one"
+        raise InputError(str(manifest_path(output)), what, "give the same --reranker, or name a new file")
     # Files of before there were levels say nothing of them.
     return MiningReport(output, **{name: found[name] for name in MiningReport._fields[1:] if name in found})

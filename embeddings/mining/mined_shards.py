@@ -186,9 +186,10 @@ def mined_schema(graded: bool) -> pa.Schema:
     return pa.schema([record_schema(graded).field("negatives"), *scores])
 
 
-def output_schema(graded: bool) -> pa.Schema:
-    """The columns of the file of mined records: those of a source of pairs, and the scores."""
-    return pa.unify_schemas([record_schema(graded), mined_schema(graded)])
+def output_schema(graded: bool, reranked: bool = False) -> pa.Schema:
+    """The columns of the file of mined records: those of a source of pairs, the scores, and those of a reranker."""
+    schema = pa.unify_schemas([record_schema(graded), mined_schema(graded)])
+    return schema.append(pa.field("scores", pa.list_(pa.float32()))) if reranked else schema
 
 
 def write_shard(mined: MinedShard, index: PairIndex, rules: NegativeRules, path: Path) -> None:
@@ -243,11 +244,12 @@ def shard_counts(mined: pa.Table) -> tuple[dict[str, int], dict[str, dict[str, f
     return json.loads(metadata[b"counts"]), json.loads(metadata.get(b"levels", b"null"))
 
 
-def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool) -> pa.Table:
-    """The records with what was mined for them."""
-    own = record_table([replace(record, negatives=()) for record in records], graded)
+def with_mined(records: Sequence[Record], mined: pa.Table, graded: bool, scores: pa.Array | None = None) -> pa.Table:
+    """The records with what was mined for them, and a reranker's `scores` where there are any."""
+    own = record_table([replace(record, negatives=(), scores=()) for record in records], graded)
     schema = output_schema(graded)
-    return pa.table([(mined if name in mined.schema.names else own)[name] for name in schema.names], schema=schema)
+    table = pa.table([(mined if name in mined.schema.names else own)[name] for name in schema.names], schema=schema)
+    return table if scores is None else table.append_column("scores", scores)
 
 
 def report_levels(shards: Iterable[Mapping[str, Mapping[str, float]] | None]) -> ByLevel | None:

@@ -288,7 +288,7 @@ class LevelRules:
     """What gives a mined negative its level.
 
     Args:
-        kind: `quantiles` of the teachers' similarity, or people's `grades` (see `choose_levels`).
+        kind: `quantiles` of the teachers' similarity, or human `grades` (see `choose_levels`).
         judged: The judgments of `grades`; None for quantiles.
         judged_in: Where they come from, for messages.
 

@@ -15,7 +15,7 @@ from numpy.lib.format import open_memmap
 from embeddings.common.errors import InputError
 from embeddings.common.io import atomic_folder, check_manifest, file_sha256, load_array, text_hash, write_manifest
 from embeddings.common.process import logger
-from embeddings.data.sources import open_reader
+from embeddings.data.readers import open_reader
 from embeddings.data.store import CachedSource
 from embeddings.data.table import StoredRow, Table, write_table
 from embeddings.inference.corpus import text_field
@@ -89,7 +89,7 @@ class PairIndex:
     @property
     def key(self) -> dict[str, Any]:
         """What tells this index from others, for manifests: the source's content key, and which documents it has."""
-        # Indices of before negatives could be documents do not say that theirs are none.
+        # Indices of before negatives could be documents do not say that no document is one.
         return {name: self.fields.get(name) for name in ("source_key", "corpus_sha256", "negatives")}
 
     def positives(self, query: int) -> npt.NDArray[Any]:

@@ -2,22 +2,24 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 from numpy.lib.format import open_memmap
 
 from embeddings.common.errors import InputError, OptionError
 from embeddings.common.io import CHECKED, atomic_path, check_manifest, check_vectors, file_lock, text_hash
-from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, require_shard_size
+from embeddings.common.jobs import ArrayTask, ShardedJob, load_shard, progress_bar, require_shard_size, save_array
 from embeddings.common.process import logger
 from embeddings.common.text import INSTRUCTION, GivenPrompt, PromptChoice, TextRole, choose_prompt, instruction_prompt
 from embeddings.data.store import CachedSource
 from embeddings.inference.encoder import embedder_sha256
-from embeddings.inference.vector_folder import SHARD_SIZE, VectorFolder
-from embeddings.inference.vectors import VectorShards, save_vectors, unit_rows
+from embeddings.inference.vector_folder import SHARD_SIZE, VectorFolder, on_devices, parse_devices
+from embeddings.inference.vectors import VectorShards, unit_rows
 from embeddings.mining.pair_index import BLOCK, Int64s, PairIndex, equal_hashes, index_pairs
 
 if TYPE_CHECKING:
@@ -56,9 +58,11 @@ class EncodingOptions:
             record's own instruction takes the place of `{instruction}`.
         document_prompt: What goes before each document.
         precision: Format of matrix products of the model.
+        devices: Devices that share the encoding, a process on each: how many GPUs (without GPUs: how many parts of the
+            CPU), or their names, as `cuda:0,cuda:1`. One GPU, or the CPU, if left out.
 
     Raises:
-        OptionError: If a prompt is given by name and by text.
+        OptionError: If a prompt is given by name and by text, or there is no such device.
     """
 
     vectors: Path | None = None
@@ -69,9 +73,15 @@ class EncodingOptions:
     query_prompt: str | None = None
     document_prompt: str | None = None
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    devices: int | str | None = None
 
     def __post_init__(self) -> None:
-        _ = self.prompts
+        _ = self.prompts, self.device_names
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The names of the devices; none where none is chosen."""
+        return () if self.devices is None else parse_devices(self.devices)
 
     @property
     def prompts(self) -> dict[str, Any]:
@@ -202,6 +212,7 @@ def encode_pairs(
     document_prompt_name: PromptChoice = None,
     shard_size: int = SHARD_SIZE,
     encoded: EncodedTexts | None = None,
+    devices: Sequence[str] = (),
     task: ArrayTask | None = None,
 ) -> PairVectors:
     """Encode the queries and documents of a source, shard by shard; what is there already is kept.
@@ -222,6 +233,7 @@ def encode_pairs(
         document_prompt_name: The same for documents, which have no instruction.
         shard_size: Vectors of a shard: what a kill costs at most.
         encoded: Folders that `encode` wrote with the same model: a text found there keeps that vector.
+        devices: Devices that share this process's shards, each with a process of its own (see `on_devices`).
         task: Which shards are this process's; None for all.
 
     Raises:
@@ -229,6 +241,7 @@ def encode_pairs(
             with other options; or if an encoded folder was made in another way, or holds none of the texts; or if the
             prompt holds `{instruction}` and a row has none.
         OptionError: If `shard_size` is not positive, or a prompt is not the model's.
+        WorkerError: If a device's process died; what is finished is kept.
     """
     require_shard_size(shard_size)
     for name, value in (("corpus", corpus), ("negatives", negatives or None)):
@@ -249,7 +262,7 @@ def encode_pairs(
     made = [VectorShards(place, num_rows, encoder.embedding_dim, shard_size) for place, num_rows in places]
     budget = encoder.mini_batch_tokens
     for side, shards in zip(sides, made, strict=True):
-        budget = _encode_side(encoder, index, side, shards, model, budget, task)
+        budget = _encode_side(encoder, index, side, shards, model, budget, devices, task)
     return PairVectors(index, *made)
 
 
@@ -260,6 +273,7 @@ def _encode_side(
     shards: VectorShards,
     model: Mapping[str, Any],
     budget: int,
+    devices: Sequence[str],
     task: ArrayTask | None,
 ) -> int:
     """Make what is missing of a side's vectors; returns the mini-batches' tokens, those of whoever began it."""
@@ -272,27 +286,36 @@ def _encode_side(
     if job.complete:
         return budget
     check_manifest(shards.folder, {"encoded": identity})
-    encoder, found_N = encoder.with_mini_batch_tokens(budget), None
+    found_N = None
     if side.encoded is not None:
         hash_N = index.query_hashes if side.role == "query" else index.document_hashes
         found_N = side.encoded.find(hash_N, shards.folder / "encoded_rows.npy")
 
-    def make(shard: int, path: Path) -> None:
-        """Write the unit vectors of one shard: those that were found, and the other texts encoded."""
+    def texts(shard: int) -> _ShardTexts:
+        """What is there of a shard, and the texts that are left to encode."""
         rows = shards.rows(shard)
-        vector_ND, left_n = np.empty((len(rows), shards.embedding_dim), np.float32), np.arange(len(rows))
+        vector_ND, left_n = np.zeros((len(rows), shards.embedding_dim), np.float32), np.arange(len(rows))
         if side.encoded is not None and found_N is not None:
             found_n = np.asarray(found_N[rows.start : rows.stop])
             left_n = np.flatnonzero(found_n < 0)
             vector_ND[found_n >= 0] = side.encoded.vectors.shards.take(found_n[found_n >= 0], unit=False)
         left = [rows[place] for place in left_n.tolist()]
-        for prompt, places in side.prompts(index, left) if left else ():
-            texts = [side.text(index, left[place]) for place in places]
-            vector_ND[left_n[places]] = encoder.encode(texts, prompt, role=side.role)
-        check_vectors(vector_ND, f"{_FOLDERS[side.role]} of {index.source.folder.name}", rows.start)
-        save_vectors(path, unit_rows(vector_ND))
+        parts = [
+            (prompt, left_n[places], [side.text(index, left[place]) for place in places])
+            for prompt, places in (side.prompts(index, left) if left else ())
+        ]
+        return _ShardTexts(shard, vector_ND, parts)
 
-    job.run(make, task, take_over=True)
+    maker = _ShardMaker(job, side.role, budget, f"{_FOLDERS[side.role]} of {index.source.folder.name}", shards)
+    own = [shard for shard in (task or ArrayTask()).shards(job.num_shards) if not job.path(shard).exists()]
+    if (used := devices[: len(own)]) and len(used) > 1:
+        with ExitStack() as stack:
+            made = stack.enter_context(closing(on_devices(encoder, used, maker, map(texts, own))))
+            bar = stack.enter_context(progress_bar(len(own), str(how["kind"]), "shard"))
+            for _ in made:
+                bar.update()
+    # All shards, or those that other tasks have left.
+    job.run(lambda shard, path: maker.write(encoder, texts(shard), path), task, take_over=True)
     # Each shard's vectors were checked as it was made, so training need not read them through.
     job.finish(lambda: {CHECKED: True})
     return budget
@@ -310,6 +333,37 @@ def open_pair_vectors(folder: str | os.PathLike[str], index: PairIndex) -> PairV
         num_rows, width = fields.integer("num_rows", least=1), fields.integer("embedding_dim", least=1)
         made.append(VectorShards(Path(folder) / name, num_rows, width, fields.integer("shard_size", least=1)))
     return PairVectors(index, *made)
+
+
+class _ShardTexts(NamedTuple):
+    """A shard's vectors, (n, D), as far as they were found, and its other texts with their prompts and places."""
+
+    shard: int
+    vector_ND: npt.NDArray[np.float32]
+    parts: list[tuple[PromptChoice, Int64s, list[str]]]
+
+
+@dataclass(frozen=True)
+class _ShardMaker:
+    """Encodes and writes a shard's unit vectors, in this process or another one."""
+
+    job: ShardedJob
+    role: TextRole
+    mini_batch_tokens: int
+    where: str
+    shards: VectorShards
+
+    def __call__(self, encoder: "Encoder", item: _ShardTexts) -> bool:
+        """Make the shard, unless it is there or another process is making it."""
+        return self.job.make(item.shard, lambda _, path: self.write(encoder, item, path))
+
+    def write(self, encoder: "Encoder", item: _ShardTexts, path: Path) -> None:
+        """Write the shard to a path: the vectors that were found, and the other texts encoded."""
+        encoder, vector_ND = encoder.with_mini_batch_tokens(self.mini_batch_tokens), item.vector_ND
+        for prompt, place_n, texts in item.parts:
+            vector_ND[place_n] = encoder.encode(texts, prompt, role=self.role)
+        check_vectors(vector_ND, self.where, self.shards.rows(item.shard).start)
+        save_array(path, unit_rows(vector_ND))
 
 
 @dataclass(frozen=True)

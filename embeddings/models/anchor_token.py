@@ -232,8 +232,8 @@ def _disagreement(fused: Sums, problem: CapturedAttention, is_token_NL: Tensor, 
         problem = replace(problem, query_NALE=sides[0], key_NGLE=sides[1])
         found, expected = (_weight_and_gradients(way, problem, is_token_NL, axis) for way in (fused, tiled_sums))
     limits = [_WEIGHT_TOLERANCE, *[_GRADIENT_TOLERANCE[sides[0].dtype]] * 2]
-    for name, limit, ours, theirs in zip(("weights", "query", "key"), limits, found, expected, strict=True):
-        error = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+    for name, limit, ours, expected_one in zip(("weights", "query", "key"), limits, found, expected, strict=True):
+        error = float((ours.double() - expected_one.double()).norm() / expected_one.double().norm())
         if not error <= limit:
             return f"{name} differ by {error:.1e}, more than {limit:.0e}"
     return None

@@ -1,20 +1,22 @@
 """Loading a Hugging Face encoder or decoder and its tokenizer as a backbone; compiling its layers."""
 
 import inspect
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForTextEncoding,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,9 +25,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPI
 from transformers.utils import logging as transformers_logging
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.errors import rust_panics_as_errors, shown
+from embeddings.common.errors import require, rust_panics_as_errors, shown
 from embeddings.common.text import check_tokenizer_files, one_line
 from embeddings.models.bidirectional import layers, make_bidirectional_config, require_bidirectional
+from embeddings.models.compressed import QUANTIZATION, check_readable, dequantised_weights, quantization_of
 from embeddings.models.lora import plain_backbone
 from embeddings.models.model_files import read_json, resolve_model, weight_files
 from embeddings.models.moe.experts import Experts
@@ -59,9 +62,13 @@ class BackboneConfig:
         compile: Compile each layer with torch.compile, which takes minutes at the start of a run; it changes how the
             numbers are rounded, not what is computed. Layers with experts stay as they are, and those whose attention
             a pooling reads.
+        quantization: `nf4` keeps the linear layers in 4 bits (QLoRA, arXiv:2305.14314), with their scales in 8 bits and
+            products in bfloat16: for weights that stay, under LoRA, on a CUDA GPU. Needs the extra `qlora` and
+            `dtype: bfloat16`. A model directory is written with the weights that were trained on, in bfloat16.
 
     Raises:
-        OptionError: If dropout is outside 0 to 1, there is no layer, or the attention is code of a repository.
+        OptionError: If dropout is outside 0 to 1, there is no layer, the attention is code of a repository, or 4 bits
+            stand beside another dtype than bfloat16.
     """
 
     name: str
@@ -73,9 +80,13 @@ class BackboneConfig:
     dropout: float | None = None
     num_layers: int | None = None
     compile: bool = False
+    quantization: Literal["nf4"] | None = None
 
     def __post_init__(self) -> None:
         check_attention(self.attn_implementation, "backbone")
+        if self.quantization is not None and self.dtype != "bfloat16":
+            rule = f"must be bfloat16 beside quantization: {self.quantization}"
+            raise OptionError("backbone.dtype", self.dtype, rule, "what is not in 4 bits is in it")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise OptionError("backbone.dropout", self.dropout, "must be >= 0 and < 1", "0 switches it off")
         if self.num_layers is not None and self.num_layers < 1:
@@ -106,25 +117,46 @@ def check_flex(config: PretrainedConfig, name: str | None) -> None:
         raise OptionError("backbone.attn_implementation", name, rule, fix)
 
 
-def load_backbone(config: BackboneConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def check_quantization(config: BackboneConfig, has_lora: bool) -> None:
+    """Check that weights in 4 bits are frozen under LoRA, and can be had here.
+
+    Raises:
+        OptionError: If there are no LoRA matrices, or no CUDA GPU.
+        MissingExtraError: If bitsandbytes is not installed.
+    """
+    if config.quantization is None:
+        return
+    option = "backbone.quantization"
+    if not has_lora:
+        raise OptionError(
+            option, config.quantization, "is for weights under LoRA matrices", "add lora, or leave it out"
+        )
+    if not torch.cuda.is_available():
+        raise OptionError(option, config.quantization, "needs a CUDA GPU", "leave it out on a CPU")
+    require("bitsandbytes", "qlora")
+
+
+def load_backbone(config: BackboneConfig, has_lora: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The backbone, in evaluation mode as Hugging Face gives it, and its tokenizer.
 
     No pooling layer of the checkpoint's own, padding on the right with a pad token (the end-of-sequence token where
-    there is none), weights from safetensors only, and no code from the model's repository.
+    there is none), weights from safetensors only, and no code from the model's repository. Weights in 4 bits lie on
+    this process's GPU; `has_lora` says that LoRA matrices follow, without which they are refused.
 
     Raises:
         InputError: If the model cannot be had, a file of it is damaged, or weights are missing from it.
-        OptionError: If the attention cannot be made bidirectional.
+        OptionError: If the attention cannot be made bidirectional, or 4 bits cannot be had (see `check_quantization`).
     """
     folder = resolve_model(config.name, config.revision)
-    model = load_configured(folder, config)
+    model = load_configured(folder, config, has_lora=has_lora)
     return model, load_tokenizer(folder, model)
 
 
 def load_configured(
-    folder: Path, config: BackboneConfig, auto_class: Any = AutoModel, new_head: bool = False
+    folder: Path, config: BackboneConfig, auto_class: Any = AutoModel, new_head: bool = False, has_lora: bool = False
 ) -> PreTrainedModel:
     """The model of a local folder as a config says, checked to be bidirectional if it is to be; see `load_model`."""
+    check_quantization(config, has_lora)
     model = load_model(
         folder,
         DTYPES[config.dtype],
@@ -134,6 +166,7 @@ def load_configured(
         num_layers=config.num_layers,
         auto_class=auto_class,
         new_head=new_head,
+        is_4bit=config.quantization is not None,
     )
     if config.bidirectional:
         require_bidirectional(model if auto_class is AutoModel else model._modules[model.base_model_prefix])  # type: ignore[arg-type]
@@ -159,11 +192,13 @@ def load_model(
     auto_class: Any = AutoModel,
     new_head: bool = False,
     unused: list[str] | None = None,
+    is_4bit: bool = False,
 ) -> PreTrainedModel:
     """The Hugging Face model of a local folder, without a pooling layer; of an encoder with a decoder, the encoder.
 
     Args as in `BackboneConfig`, and: `auto_class` chooses the model's class, `new_head` leaves weights random that the
-    checkpoint lacks outside the backbone, `unused` collects the names of tensors that the model has no use for.
+    checkpoint lacks outside the backbone, `unused` collects the names of tensors that the model has no use for,
+    `is_4bit` keeps linear layers in 4 bits, on this process's GPU where there is one.
 
     Raises:
         OptionError: If dropout, number of layers or attention are impossible for the model.
@@ -187,19 +222,31 @@ def load_model(
     options["ignore_mismatched_sizes"] = True  # so that they are reported by name; below they are refused
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    if auto_class is AutoModel and _is_encoder_of_two(model_config):
-        auto_class, model_config.is_encoder_decoder = AutoModelForTextEncoding, False
-    elif auto_class is AutoModel and has_pooling_layer(model_config):
-        options["add_pooling_layer"] = False
+    if is_4bit:
+        options |= four_bit_options()
+    source: Path | None = folder
+    if getattr(model_config, QUANTIZATION, None) is not None:
+        # Multiplied out here: for transformers to do it takes another library.
+        options["state_dict"], source = _multiplied_out(folder, model_config), None
+    if auto_class is AutoModel:
+        auto_class, more = _text_class(model_config)
+        options |= more
+    if source is None:
+        # Without a folder the automatic classes do not know where to look for code.
+        auto_class = auto_class._model_mapping[type(model_config)]
     try:
         with quiet_transformers():
-            model, report = auto_class.from_pretrained(folder, output_loading_info=True, **options)
+            model, report = auto_class.from_pretrained(source, output_loading_info=True, **options)
     except Exception as error:  # a config that fits no model raises anything in transformers
         if attn_implementation is not None and "attention" in str(error).lower():
             rule, fix = f"cannot be had: {_first_line(error)}", "set it to sdpa, or install what it needs"
             raise OptionError("backbone.attn_implementation", attn_implementation, rule, fix) from error
         raise InputError(str(folder), f"cannot be loaded: {_first_line(error)}", "take a complete copy") from error
     assert isinstance(model, PreTrainedModel)
+    if is_4bit:
+        # The directory that is written of it holds plain weights.
+        vars(model).pop("hf_quantizer", None)
+        del model.config.quantization_config
     if unused is not None:
         unused.extend(report["unexpected_keys"])
     for name, found, expected in sorted(report["mismatched_keys"])[:1]:
@@ -212,6 +259,53 @@ def load_model(
         # transformers would leave them random and continue.
         what = f"{len(missing)} weights of {type(model).__name__} are missing, {missing[0]} first"
         raise MissingWeightsError(str(folder), what, "give a checkpoint of this architecture")
+    return model
+
+
+def four_bit_options() -> dict[str, Any]:
+    """What transformers is given for weights in 4 bits; each process of a machine takes the GPU of its own rank."""
+    quantization = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    device = f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    return {"quantization_config": quantization, "device_map": {"": device}}
+
+
+def _text_class(config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
+    """The automatic class of a config's model that reads texts alone, and what it is built with; the config follows."""
+    if _is_encoder_of_two(config):
+        config.is_encoder_decoder = False
+        return AutoModelForTextEncoding, {}
+    return AutoModel, {"add_pooling_layer": False} if has_pooling_layer(config) else {}
+
+
+def _multiplied_out(folder: Path, config: PretrainedConfig) -> dict[str, Tensor]:
+    """The weights of a folder that holds quantised ones; the config no longer says that they are."""
+    check_readable(folder, quantization_of(folder) or {})
+    delattr(config, QUANTIZATION)
+    return dequantised_weights(folder)
+
+
+def model_without_weights(folder: Path) -> PreTrainedModel:
+    """The structure of a local folder's model on the meta device, in float32 and evaluation mode, without weights.
+
+    Raises:
+        InputError: If there is no config, or its architecture is unknown or has no such model.
+    """
+    config = read_config(folder)
+    auto_class, options = _text_class(config)
+    try:
+        with torch.device("meta"), quiet_transformers():
+            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
+    except Exception as error:  # a config that fits no model raises anything in transformers
+        what = f"cannot be built: {_first_line(error)}"
+        raise InputError(str(folder), what, "take a complete copy") from error
+    assert isinstance(model, PreTrainedModel)
+    model.train(False)
     return model
 
 
@@ -303,16 +397,62 @@ def _set_dropout(config: PretrainedConfig, dropout: float) -> None:
 
 
 def _take_layers(config: PretrainedConfig, num_layers: int) -> None:
-    """Have a config say that the model has the first so many of its layers, also where it lists them one by one."""
+    """Have a config say that the model has the first so many of its layers."""
     total = int(config.num_hidden_layers)
     if num_layers > total:
         raise OptionError("backbone.num_layers", num_layers, f"must be <= {total}, the model's", "leave it out for all")
+    _choose_layers(config, range(num_layers))
+
+
+def _choose_layers(config: PretrainedConfig, chosen: Sequence[int]) -> None:
+    """Have a config say that the model has some of its layers alone, also where it lists them one by one."""
+    total = int(config.num_hidden_layers)
     for name, value in list(vars(config).items()):
         if "layer" in name and isinstance(value, list) and len(value) == total:
-            setattr(config, name, value[:num_layers])
+            setattr(config, name, [value[index] for index in chosen])
     if getattr(config, "moe_layers", None):
-        config.moe_layers = [layer for layer in config.moe_layers if layer < num_layers]
-    config.num_hidden_layers = num_layers
+        config.moe_layers = [new for new, old in enumerate(chosen) if old in config.moe_layers]
+    config.num_hidden_layers = len(chosen)
+
+
+def spread_layers(number: int, total: int) -> tuple[int, ...]:
+    """So many of `total` layers, evenly spread with the first and the last among them, from 0; the first alone of one.
+
+    The first one always stays: ModernBERT's has no norm, which another in its place would.
+    """
+    return tuple(round(place * (total - 1) / max(1, number - 1)) for place in range(number))
+
+
+def keep_layers(model: PreTrainedModel, num_layers: int) -> tuple[int, ...]:
+    """Keep some of a model's layers, evenly spread from the first to the last, in place: a student of fewer layers.
+
+    Returns:
+        Their numbers, from 0.
+
+    Raises:
+        OptionError: If there are fewer layers, or the layers are not alike and the config does not list them.
+    """
+    config, places = model.config, [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    lists = [part for part in places if len(part) == config.num_hidden_layers]
+    total = int(config.num_hidden_layers)
+    if not 1 <= num_layers <= total:
+        raise OptionError("layers", num_layers, f"must be from 1 to {total}, the model's", "leave it out for all")
+    patterns = ("global_attn_every_n_layers", "sliding_window_pattern", "layer_types_pattern")
+    is_listed = len(getattr(config, "layer_types", None) or ()) == total
+    if not lists or (not is_listed and any(getattr(config, name, None) for name in patterns)):
+        rule = f"cannot choose of the layers of {config.model_type}, which its config does not list one by one"
+        raise OptionError("layers", num_layers, rule, "leave it out")
+    chosen = spread_layers(num_layers, total)
+    kept = [lists[0][index] for index in chosen]
+    del lists[0][:]
+    for new, layer in enumerate(kept):
+        lists[0].append(layer)
+        for part in layer.modules():
+            for name in ("layer_idx", "layer_id", "layer_index"):
+                if isinstance(getattr(part, name, None), int):
+                    setattr(part, name, new)
+    _choose_layers(config, chosen)
+    return chosen
 
 
 def _dropouts(config: PretrainedConfig) -> dict[str, float]:

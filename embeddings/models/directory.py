@@ -76,7 +76,7 @@ class ContextForm:
 
     Args:
         adds_pooled: Whether the residual projection adds the pooled states to its output. False in cde-small-v1.
-        has_positions: Whether context vectors have the positions 0 to J - 1, as all other tokens have theirs, and
+        has_positions: Whether context vectors have the positions 0 to J - 1, as all other tokens have, and
             windows hold for them too; their order then matters. True in cde-small-v2.
         pools_prompt: Whether the first stage pools the prompt of a context document too, whatever the second does. True
             in cde-small-v2.
@@ -296,7 +296,7 @@ def read_model_directory(
         elif kind == "LayerNorm":
             norm = read_norm(place)
         elif kind == "Dense":
-            head = read_head(place)
+            head = read_head(place) if head is None else _one_layer(head, read_head(place), place)
         elif kind == "Normalize":
             normalize = True
         elif kind in _CONTEXTUAL and not contextual:
@@ -391,7 +391,7 @@ def _read_standard_pooling(path: Path) -> tuple[Pooling, bool]:
         named = config["pooling_mode"]
         named = list(named) if isinstance(named, list | tuple) else [named]
         modes = [{"cls": "cls_token", "lasttoken": "lasttoken"}.get(mode, f"{mode}_tokens") for mode in named]
-    ours = [name for name, theirs in _STANDARD.items() if [theirs] == modes]
+    ours = [name for name, mode in _STANDARD.items() if [mode] == modes]
     if not ours or not isinstance(width, int):
         what = f"has the unknown pooling {'+'.join(modes)}" if modes else "has a pooling without a mode"
         raise InputError(str(path / "config.json"), what, f"use a model that pools by one of {', '.join(_STANDARD)}")
@@ -473,6 +473,20 @@ def read_head(folder: Path) -> nn.Linear:
         raise InputError(str(folder / "config.json"), f"describes no head ({error})", _EXPORT_AGAIN) from error
     load_weights(head, folder / "model.safetensors", prefix="linear.")
     return head
+
+
+def _one_layer(first: nn.Linear, second: nn.Linear, place: Path) -> nn.Linear:
+    """One linear layer with the output of two, as EmbeddingGemma has them; their product is summed in float64."""
+    if second.in_features != first.out_features:
+        what = f"takes {second.in_features} dimensions, the layer before it gives {first.out_features}"
+        raise InputError(str(place / "config.json"), what, "take a complete copy of the model")
+    has_bias = any(layer.bias is not None for layer in (first, second))
+    both = nn.Linear(first.in_features, second.out_features, bias=has_bias)
+    with torch.no_grad():
+        both.weight.copy_(second.weight.double() @ first.weight.double())
+        if has_bias:
+            both.bias.copy_(second(first(torch.zeros(first.in_features))))
+    return both
 
 
 # A contextual model's own files: first stage, context layers, residual projection.

@@ -110,11 +110,11 @@ class FromScratch:
 
 
 def load_language_model(
-    config: BackboneConfig | FromScratch, kind: HeadKind, new_head: bool = False
+    config: BackboneConfig | FromScratch, kind: HeadKind, new_head: bool = False, has_lora: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model with an encoder's (`masked`) or a decoder's (`causal`) head, in evaluation mode, and its tokenizer.
 
-    With `new_head` a head that the checkpoint lacks is left random.
+    With `new_head` a head that the checkpoint lacks is left random; `has_lora` as in `load_backbone`.
 
     Raises:
         InputError: If the model cannot be had, a file of it is damaged, or weights are missing from it.
@@ -126,7 +126,7 @@ def load_language_model(
         return new_model(config, auto_class)
     folder = resolve_model(config.name, config.revision)
     _check_kind(read_config(folder), kind)
-    model = load_configured(folder, config, auto_class, new_head)
+    model = load_configured(folder, config, auto_class, new_head, has_lora)
     return model, load_tokenizer(folder, model)
 
 

@@ -82,7 +82,7 @@ class LatentAttentionPooling(Pooling):
     def forward(self, hidden_NLH: Tensor, pooling_mask_NL: Tensor) -> Tensor:
         """The mean over the pooled tokens after the block, (N, H) float32; zero for a text without one."""
         index_T = pooling_mask_NL.flatten().nonzero().squeeze(1)
-        token_TH = self._block(hidden_NLH.flatten(0, 1).index_select(0, index_T).to(self.latents.dtype))
+        token_TH = self.token_states(hidden_NLH.flatten(0, 1).index_select(0, index_T))
         token_TH = token_TH.to(torch.promote_types(token_TH.dtype, torch.float32))
         # Copied back into rows and summed, not added with atomics: the sum is the same in every run.
         state_SH = token_TH.new_zeros(pooling_mask_NL.numel(), self.hidden_size).index_copy(0, index_T, token_TH)
@@ -108,8 +108,9 @@ class LatentAttentionPooling(Pooling):
         dtype = torch.promote_types(query_ATE.dtype, torch.float32)
         return (scale * query_ATE.to(dtype) @ key_ARE.to(dtype).mT).softmax(dim=-1)
 
-    def _block(self, token_TH: Tensor) -> Tensor:
-        """Every token after the dictionary and the MLP, (T, H)."""
+    def token_states(self, token_TH: Tensor) -> Tensor:
+        """Every pooled token after the dictionary and the MLP, (T, H)."""
+        token_TH = token_TH.to(self.latents.dtype)
         if self.paper_literal:
             latent_ARE = _split_heads(self.latents, self.num_heads)
             read_ATE = _attend(_split_heads(token_TH, self.num_heads), latent_ARE, latent_ARE, scale=1.0)

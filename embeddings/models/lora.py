@@ -3,12 +3,14 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from embeddings.common import OptionError
@@ -30,12 +32,17 @@ class LoraSettings:
         alpha: Scale of the update is alpha / rank. NV-Embed uses 32.
         dropout: Fraction of an adapter's inputs dropped in training. NV-Embed uses 0.1.
         target_modules: Names of the linear layers to adapt, or "all-linear". The paper names none.
+        keep_zeros: Whether the update of a weight that is zero is zero, so that a pruned model stays as sparse as it is
+            while it trains and once it is merged: W + M * (alpha / rank) B A with M = 1 where W is not zero. An update
+            is then as large as its matrix, and is kept for the backward pass; dropout adds a second product. NV-Embed,
+            Appendix A, retrains so; how its merged weights stay zero it does not say.
     """
 
     rank: int = 16
     alpha: int = 32
     dropout: float = 0.1
     target_modules: str | Sequence[str] = "all-linear"
+    keep_zeros: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -64,6 +71,8 @@ def add_lora(backbone: PreTrainedModel, settings: LoraSettings) -> "PeftModel":
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type=TaskType.FEATURE_EXTRACTION,
     )
+    if settings.keep_zeros:
+        config._register_custom_module({nn.Linear: _zero_keeping_linear()})
     try:
         with warnings.catch_warnings():
             # peft reads the old name of a property that transformers 5.23 has renamed.
@@ -73,6 +82,38 @@ def add_lora(backbone: PreTrainedModel, settings: LoraSettings) -> "PeftModel":
         linear = {name.split(".")[-1] for name, layer in backbone.named_modules() if isinstance(layer, nn.Linear)}
         rule = "names no layer of the backbone"
         raise OptionError("lora.target_modules", targets, rule, f"choose of {', '.join(sorted(linear))}") from error
+
+
+@cache
+def _zero_keeping_linear() -> type[nn.Module]:
+    """peft's LoRA layer with `LoraSettings.keep_zeros`; a function, since peft takes a second to load."""
+    from peft.tuners.lora import Linear
+
+    class ZeroKeepingLinear(Linear):
+        """A linear layer with the weight W + M * s B A, M = 1 where W is not zero."""
+
+        def get_delta_weight(self, adapter: str) -> Tensor:
+            """The update of the weight, zero where the weight is, (out, in)."""
+            delta: Tensor = super().get_delta_weight(adapter)
+            return delta * (self.get_base_layer().weight != 0)
+
+        def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+            """The layer's output, (…, out)."""
+            if self.disable_adapters or self.merged:
+                return self.base_layer(x, *arguments, **options)  # type: ignore[no-any-return]
+            base: Any = self.get_base_layer()
+            updates = [self.get_delta_weight(name) for name in self.active_adapters]
+            dropouts = [self.lora_dropout[name] for name in self.active_adapters]
+            if not self.training or all(isinstance(dropout, nn.Identity) for dropout in dropouts):
+                # One product in place of two.
+                weight: Tensor = sum(updates, base.weight)
+                return F.linear(x, weight.to(x.dtype), base.bias)
+            result: Tensor = base(x, *arguments, **options)
+            for dropout, update in zip(dropouts, updates, strict=True):
+                result = result + F.linear(dropout(x.to(result.dtype)), update.to(result.dtype))
+            return result
+
+    return ZeroKeepingLinear
 
 
 def merge_lora(backbone: nn.Module) -> PreTrainedModel:
@@ -88,7 +129,8 @@ def merged_state_dict(backbone: nn.Module) -> dict[str, Tensor]:
 
     Merging in place and undoing it would leave rounding errors in the weights of a run that continues.
 
-    Precision: updates are added in float32 and rounded once to the dtype of the weight.
+    Precision: updates are added in float32 and rounded once to the dtype of the weight; to weights of 4 bits, which are
+    bfloat16 here, as they were computed with.
     """
     plain = plain_backbone(backbone)
     if plain is backbone:
@@ -96,6 +138,9 @@ def merged_state_dict(backbone: nn.Module) -> dict[str, Tensor]:
     from peft.tuners.lora import LoraLayer
 
     own = {name: tensor for name, tensor in plain.state_dict().items() if ".lora_" not in name}
+    small = four_bit_weights(plain)
+    beside = tuple(f"{name}." for name in small)
+    own = {name: tensor for name, tensor in own.items() if not name.startswith(beside)} | small
     merged = {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}
     for name, layer in plain.named_modules():
         if isinstance(layer, LoraLayer):
@@ -105,6 +150,21 @@ def merged_state_dict(backbone: nn.Module) -> dict[str, Tensor]:
                 weight = weight + layer.get_delta_weight(adapter).float()  # type: ignore[attr-defined]
             merged[f"{name}.weight"] = weight.to(merged[f"{name}.weight"].dtype)
     return merged
+
+
+def four_bit_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The weights of a module that are kept in 4 bits, by their names, in bfloat16."""
+    small = {name: weight for name, weight in module.named_parameters() if is_four_bit(weight)}
+    if not small:
+        return {}
+    from peft.utils.integrations import dequantize_bnb_weight
+
+    return {name: dequantize_bnb_weight(weight).to(torch.bfloat16) for name, weight in small.items()}
+
+
+def is_four_bit(weight: Any) -> bool:
+    """Whether a weight is kept in 4 bits by bitsandbytes."""
+    return type(weight).__name__ == "Params4bit"
 
 
 def without_cache(backbone: nn.Module) -> dict[str, bool]:

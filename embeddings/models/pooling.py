@@ -38,6 +38,10 @@ class Pooling(nn.Module):
         """
         raise NotImplementedError
 
+    def token_states(self, token_TH: Tensor) -> Tensor:
+        """The pooled tokens' states that the vector is made of, (T, H): a block's output, or as they are."""
+        return token_TH
+
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments past the hidden size, as plain types: what a model directory keeps."""
         values = {name: getattr(self, name) for name in signature(type(self)).parameters if name != "hidden_size"}

@@ -2,6 +2,7 @@
 
 from embeddings.modules.base import ContrastiveModule
 from embeddings.modules.cde import CDEModule, ContextSettings, FirstStageTraining
+from embeddings.modules.distillation import LayerDistillation
 from embeddings.modules.masked_lm import MaskedLMModule
 from embeddings.modules.mgh_curriculum import MGHCurriculumModule
 from embeddings.modules.moe_embed import MoEEmbedModule
@@ -12,6 +13,7 @@ __all__ = [
     "ContextSettings",
     "ContrastiveModule",
     "FirstStageTraining",
+    "LayerDistillation",
     "MGHCurriculumModule",
     "MaskedLMModule",
     "MoEEmbedModule",

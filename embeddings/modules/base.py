@@ -1,17 +1,19 @@
 """The base of every method: optimiser, schedule and checks of a run, and the contrastive step under Lightning."""
 
+import inspect
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -32,6 +34,7 @@ from embeddings.common import (
     TokenBatch,
     UserError,
 )
+from embeddings.common.arguments import KeepsArguments, as_config
 from embeddings.common.checkpoint_file import read_checkpoint
 from embeddings.common.distributed import reduce_int
 from embeddings.common.protocols import RunData, run_data
@@ -39,13 +42,12 @@ from embeddings.common.random import derive_seed, run_seed
 from embeddings.data.datamodule import PlannedDataModule
 from embeddings.data.samplers.base import accumulated_batches, batches_since_step, run_steps
 from embeddings.losses import InfoNCE
-from embeddings.losses.masks import without_surrogates
 from embeddings.models import BackboneConfig, Embedder, LoraSettings, Pooling, add_lora, load_backbone
 from embeddings.models.backbone import compile_layers, is_compiled
 from embeddings.models.directory import read_model_directory
-from embeddings.models.lora import frozen_weights
+from embeddings.models.lora import frozen_weights, is_four_bit
 from embeddings.models.model_files import FrozenBase, resolve_model
-from embeddings.modules.checkpoint import configured_module, rewind, set_weights
+from embeddings.modules.checkpoint import configured_module, reopen_epoch, rewind, set_weights
 from embeddings.training.gradcache import GradCache, plain_step
 from embeddings.training.optim import Schedule, parameter_groups, scale_rates, state_per_weight
 from embeddings.training.strategy import shard, training_strategy
@@ -58,7 +60,7 @@ PoolingFactory = Callable[[int], Pooling]
 _WEIGHTS = ("state_dict", "current_model_state")
 
 
-class BaseModule(L.LightningModule):
+class BaseModule(KeepsArguments, L.LightningModule):
     """What all trained modules share: optimiser, schedule, seeds of a step, checks of a run, checkpoints.
 
     Optimisation is Lightning's automatic one over the trainable parameters.
@@ -81,6 +83,12 @@ class BaseModule(L.LightningModule):
         self._seed = run_seed(seed)
         self.frozen_base: FrozenBase | None = None
         self._found_rate: float | None = None
+
+    def optimizer_config(self) -> dict[str, Any]:
+        """The optimiser as a config has it: class and arguments, whatever function makes it."""
+        made = self._make_optimizer()
+        names = inspect.signature(type(made)).parameters.keys() & made.defaults.keys()
+        return dict(as_config(partial(type(made), **{name: made.defaults[name] for name in sorted(names)})))
 
     @property
     def lr(self) -> float:
@@ -193,12 +201,17 @@ class BaseModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out the weights of a frozen base, and gradients that are being accumulated.
 
-        A checkpoint within an accumulation resumes at the first batch of it.
+        A checkpoint within an accumulation resumes at the first batch of it, and one from the end of training in the
+        epoch that it ended in (see `reopen_epoch`).
         """
+        reopen_epoch(checkpoint)
         left_out = self.frozen_names()
+        # What bitsandbytes keeps beside a weight in 4 bits has longer names.
+        below = tuple(f"{name}." for name in left_out)
         for key in _WEIGHTS if left_out else ():
             if key in checkpoint:
-                checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name not in left_out}
+                kept = {name: value for name, value in checkpoint[key].items() if name not in left_out}
+                checkpoint[key] = {name: value for name, value in kept.items() if not name.startswith(below)}
         if self.frozen_base is not None and self.trainer.is_global_zero:
             checkpoint["frozen_base"] = self.frozen_base.to_dict()
         num_batches, data = batches_since_step(self.trainer), self.trainer.datamodule  # type: ignore[attr-defined]
@@ -263,6 +276,9 @@ class BaseModule(L.LightningModule):
     def _check_trainer(self, trainer: L.Trainer) -> None:
         """Check that strategy, precision, callbacks and compiler can train these weights."""
         strategy, precision = trainer.strategy, str(trainer.precision)
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and any(map(is_four_bit, self.parameters())):
+            rule = "cannot take weights in 4 bits"
+            raise OptionError("trainer.strategy", type(strategy).__name__, rule, "take ddp, or leave quantization out")
         if isinstance(strategy, ModelParallelStrategy):
             for name, parameter in self.named_parameters():
                 if parameter.ndim == 0:
@@ -365,12 +381,13 @@ class ContrastiveModule(BaseModule):
         """Check loss, lengths, optimiser and schedule against the trainer and the data.
 
         Raises:
-            OptionError: If the loss does not fit the dimensions of the vectors, its filter has no surrogate vectors, a
-                text is longer than the backbone has positions, or the schedule does not fit the run.
+            OptionError: If the loss does not fit the dimensions of the vectors, what it filters by or follows (vectors
+                or scores of another model) is not there, a text is longer than the backbone has positions, or the
+                schedule does not fit the run.
             InputError: If the optimiser refuses its options.
         """
-        if self.loss.false_negative_filter is not None and (data is None or not data.has_surrogates):
-            raise without_surrogates()
+        has_surrogates, has_scores = (False, False) if data is None else (data.has_surrogates, data.has_scores)
+        self.loss.check_teacher(has_surrogates, has_scores)
         self.loss.check_width(self.embedder.embedding_dim)
         if data is not None and data.text is not None:
             self.embedder.check_lengths(data.text)
@@ -475,7 +492,8 @@ def build_embedder(
     parts: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run_seed(seed))
-        model, tokenizer = load_backbone(source)
+        # Experts are made of whole weights.
+        model, tokenizer = load_backbone(source, has_lora=lora is not None and change is None)
         # The parts, since an embedder would already hook the backbone for a pooling by attention.
         found = None if initial_model is None else read_model_directory(resolve_model(initial_model), model, tokenizer)
         hidden_size = model.config.hidden_size if found is None else found.pooling.hidden_size

@@ -77,3 +77,19 @@ def rewind(checkpoint: dict[str, Any], data_key: str, num_batches: int) -> None:
         counts.update({name: count - 1 for name, count in counts.items()})
     for loader in (checkpoint[data_key]["loader"], *loops["state_dict"].get("combined_loader", [])):
         loader["delivered"] -= num_batches
+
+
+def reopen_epoch(checkpoint: dict[str, Any]) -> None:
+    """Have a run that its maximum of steps ended within an epoch continue that epoch, not with the next one.
+
+    Lightning counts such an epoch as complete. A checkpoint that is saved at the end of training would then leave out
+    the rest of its batches, where one saved at the same step before the end does not.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop")
+    if loops is None:
+        return
+    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    was_counted = epochs["current"]["ready"] > 0 and epochs["current"]["processed"] == epochs["current"]["ready"]
+    if was_counted and batches["current"]["ready"] > 0 and not batches["is_last_batch"]:
+        for counts in (epochs["total"], epochs["current"]):
+            counts.update(processed=counts["ready"] - 1, completed=counts["ready"] - 1)

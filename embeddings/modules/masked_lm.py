@@ -20,6 +20,7 @@ from embeddings.models.bidirectional import check_causal
 from embeddings.models.embedder import num_positions
 from embeddings.models.language_model import (
     FromScratch,
+    HeadKind,
     HeadSettings,
     LanguageModel,
     check_separation,
@@ -85,7 +86,8 @@ class MaskedLMModule(BaseModule):
         source = _source(objective, backbone, from_scratch, masking)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model, tokenizer = load_language_model(source, "masked" if objective == "mlm" else "causal", head.new)
+            kind: HeadKind = "masked" if objective == "mlm" else "causal"
+            model, tokenizer = load_language_model(source, kind, head.new, has_lora=lora is not None)
             causal, backbone_model = objective == "causal", model.base_model
             assert isinstance(backbone_model, PreTrainedModel)
             if causal:

@@ -1,10 +1,26 @@
 """NV-Embed: a decoder without its causal mask, latent-attention pooling, two-stage instruction tuning."""
 
-import torch
+from collections.abc import Sequence
+from typing import Any
 
+import lightning as L
+import torch
+from torch import nn
+
+from embeddings.common import ContrastiveBatch, LossOutput, Representations, TokenBatch
+from embeddings.common.protocols import RunData
+from embeddings.common.random import run_seed
 from embeddings.losses import InfoNCE
 from embeddings.models import BackboneConfig, LatentAttentionPooling, LoraSettings
 from embeddings.modules.base import ContrastiveModule, OptimizerFactory, PoolingFactory, build_embedder
+from embeddings.modules.distillation import (
+    LayerDistillation,
+    LayerTeacher,
+    WidthMaps,
+    captured_states,
+    distillation_loss,
+    num_followed,
+)
 from embeddings.training.optim import Schedule
 
 
@@ -28,9 +44,13 @@ class NVEmbedModule(ContrastiveModule):
             and `pooling`, whose LoRA has been merged, and fresh LoRA matrices are added.
         normalize: Whether vectors have unit norm. The loss takes cosines either way.
         seed: Seed of random initial weights and of dropout, None for the run's (`seed_everything`).
+        distillation: A teacher whose states the model learns too (Appendix A), or None. It is loaded when a run starts,
+            runs beside the student without a graph, twice a step under GradCache, and lies whole on every rank.
 
+    Metrics: with a teacher `train/contrastive` and `train/distillation`, the loss's parts before alpha.
     Raises:
         UserError: If the pooling is impossible, or differs from that of `initial_model`.
+        OptionError: When a run starts, if teacher and student do not fit.
     Source: Lee et al. 2024, arXiv:2405.17428, §3 and Appendix C. Differs: whether stage 2 continues stage 1's LoRA
         matrices is not stated there; here they are merged and new ones begin.
     """
@@ -46,7 +66,53 @@ class NVEmbedModule(ContrastiveModule):
         initial_model: str | None = None,
         normalize: bool = True,
         seed: int | None = None,
+        distillation: LayerDistillation | None = None,
     ) -> None:
         usual = "NV-Embed uses 512 latents and 8 heads"
         embedder = build_embedder(backbone, pooling, lora, initial_model, normalize, seed, usual)
         super().__init__(embedder, loss or InfoNCE(), optimizer, schedule, seed)
+        self.distillation = distillation
+        self.teacher: LayerTeacher | None = None
+        self.width_maps: WidthMaps | None = None
+        if distillation is not None and distillation.teacher_width is not None:
+            number = num_followed(embedder, distillation)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(run_seed(seed))
+                self.width_maps = WidthMaps(number, embedder.hidden_size, distillation.teacher_width)
+
+    def check_run(self, trainer: L.Trainer, module: L.LightningModule, data: RunData | None) -> None:
+        """Check the run as every method does, and that the teacher can be had and fits.
+
+        Raises:
+            OptionError: As in `ContrastiveModule`, or if teacher and student do not fit.
+            InputError: If the teacher cannot be had.
+        """
+        super().check_run(trainer, module, data)
+        if self.distillation is not None and self.teacher is None:
+            self.teacher = LayerTeacher(self.distillation, self.embedder)
+
+    def sharded_parts(self) -> Sequence[tuple[nn.Module, Sequence[str]]]:
+        """The embedder, and the maps to a teacher's width."""
+        return [*super().sharded_parts(), *([(self.width_maps, ())] if self.width_maps is not None else [])]
+
+    def embed(self, tokens: TokenBatch, context: Any = None) -> Representations:
+        """Vectors of all texts in their order, (N, D) float32; with a teacher the sums of the states' errors too."""
+        if self.teacher is None:
+            return super().embed(tokens, context)
+        padded = tokens.padded(pad_token_id=self.embedder.pad_token_id)
+        with captured_states(self.embedder) as states:
+            vector_ND = self.embedder(padded)
+        return Representations(
+            vector_ND, self.teacher.errors(states, self.embedder.pooling, padded, self.width_maps or list)
+        )
+
+    def loss_from_representations(
+        self, query: Representations, candidate: Representations, batch: ContrastiveBatch
+    ) -> LossOutput:
+        """InfoNCE, and with a teacher alpha · KD of a full batch (see `LayerDistillation`)."""
+        output = super().loss_from_representations(query, candidate, batch)
+        if self.distillation is None or self.teacher is None:
+            return output
+        distillation = distillation_loss(query.statistics, candidate.statistics)
+        terms = {**output.terms, "contrastive": output.loss.detach(), "distillation": distillation.detach()}
+        return LossOutput(output.loss + self.distillation.alpha * distillation, terms)

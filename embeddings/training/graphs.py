@@ -171,7 +171,7 @@ class GraphBudget:
 
         Args:
             stage_tokens: Padded tokens of each mini-batch of every stage of the step, in the order in which they run.
-            kept: How many of each earlier stage keep theirs: the stage asked for is the one after these.
+            kept: How many of each earlier stage keep their graph: the stage asked for is the one after these.
         """
         fraction = self.kept_fraction
         if fraction is None:

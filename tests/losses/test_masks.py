@@ -272,7 +272,7 @@ def test_two_copies_of_one_vector_count_as_equal_whatever_the_rounding() -> None
 @pytest.mark.parametrize("half", ["surrogate_query_BS", "surrogate_candidate_CS"])
 def test_a_filter_without_vectors_is_refused(half: str) -> None:
     batch = replace(with_surrogates(random_batch(3, 0)), **{half: None})
-    with pytest.raises(OptionError, match=r"false_negative_filter .*surrogate_vectors"):
+    with pytest.raises(OptionError, match=r"model\.loss .*surrogate_vectors"):
         InfoNCE(false_negative_filter=SurrogateFilter())(torch.eye(3), torch.eye(3), batch)
 
 

@@ -298,8 +298,10 @@ def test_impossible_rules_are_refused_before_anything_is_written(options, says, 
 
 def test_sources_and_options_that_do_not_fit_are_refused(tmp_path):
     config = SourceConfig("a", str(write_jsonl(tmp_path / "a.jsonl", pairs(3))))
-    for option in ("vectors", "query_prompt_name", "document_prompt_name"):
-        with pytest.raises(OptionError, match="model must be given for top_k, segment_by, vectors and prompts"):
+    for option in ("vectors", "query_prompt_name", "document_prompt_name", "devices"):
+        with pytest.raises(
+            OptionError, match="model must be given for top_k, segment_by, vectors, prompts and devices"
+        ):
             filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), **{option: "x"})
     with pytest.raises(OptionError, match="shard_size must be >= 1, got 0"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules(), shard_size=0)
@@ -311,3 +313,17 @@ def test_sources_and_options_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(InputError, match="some negatives have a level and others have none"):
         filter_pairs(config, tmp_path / "kept.parquet", FilterRules())
     assert not (tmp_path / "kept.parquet.work").exists()
+
+
+def test_scores_of_a_teacher_stay_with_the_records_that_stay(tmp_path):
+    rows = [{**row, "negatives": ["n"], "scores": [float(place), None]} for place, row in enumerate(pairs(4))]
+    path = write_jsonl(tmp_path / "scored.jsonl", [*rows[:2], rows[0], *rows[2:]])
+    for output in ("kept.parquet", "kept.jsonl"):
+        report = filter_pairs(SourceConfig("input", str(path)), tmp_path / output, FilterRules())
+        assert (report.num_kept, report.removed["copies"]) == (4, 1)
+        source = open_source(SourceConfig("kept", str(tmp_path / output)), tmp_path / "cache")
+        scores = [row.scores for row in source.cached.table.rows(range(4))]
+        assert np.nan_to_num(scores, nan=-1).tolist() == [[float(place), -1] for place in range(4)]
+    plain = write_jsonl(tmp_path / "plain.jsonl", pairs(4))
+    filter_pairs(SourceConfig("input", str(plain)), tmp_path / "plain.parquet", FilterRules())
+    assert "scores" not in pq.read_schema(tmp_path / "plain.parquet").names

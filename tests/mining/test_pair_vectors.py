@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError, OptionError
-from embeddings.common.jobs import ArrayTask
+from embeddings.common.jobs import ArrayTask, save_array
 from embeddings.inference import Encoder, encode_corpus
 from embeddings.inference.vector_folder import SHARD_SIZE
-from embeddings.inference.vectors import save_vectors
 from embeddings.mining.pair_vectors import EncodedTexts, encode_pairs, open_pair_vectors
 from tests.data.rows import write_jsonl
 from tests.helpers.interrupts import interrupted_at
@@ -55,6 +54,37 @@ def test_tasks_and_a_resumed_run_give_the_bytes_of_one_process(encoder, tmp_path
     for index in (1, 0):
         encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, task=ArrayTask(index, 2))
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("shard_size", [2, 5])
+def test_two_processes_give_the_bytes_of_one(shard_size, tmp_path, monkeypatch):
+    tiny_embedder(normalize=False, prompts={"query": "the "}).save_pretrained(tmp_path / "model")
+    encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32")
+    pairs = source(tmp_path, ROWS)
+    encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=shard_size)
+    encode = Encoder.encode
+
+    def nothing(self, texts, *arguments, **options):
+        assert not any(texts)
+        return encode(self, texts, *arguments, **options)
+
+    # All texts are encoded in the other processes.
+    monkeypatch.setattr(Encoder, "encode", nothing)
+    encode_pairs(encoder, pairs, tmp_path / "shared", shard_size=shard_size, devices=("cpu", "cpu"))
+    assert content(tmp_path / "shared") == content(tmp_path / "whole")
+    assert encoder.embedder.device.type == "cpu"
+
+
+def test_two_processes_take_one_tasks_shards_and_what_is_there_already(tmp_path):
+    tiny_embedder(normalize=False).save_pretrained(tmp_path / "model")
+    encoder = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32")
+    pairs = source(tmp_path, ROWS)
+    write_jsonl(tmp_path / "some.jsonl", [{"text": text} for text in TEXTS[6:9]])
+    encoded = EncodedTexts(documents=encode_corpus(encoder, tmp_path / "some.jsonl", tmp_path / "some").path)
+    encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=1, encoded=encoded)
+    options = {"shard_size": 1, "encoded": encoded, "task": ArrayTask(1, 2)}
+    encode_pairs(encoder, pairs, tmp_path / "shared", devices=("cpu", "cpu"), **options)
+    assert content(tmp_path / "shared") == content(tmp_path / "whole")
 
 
 def test_a_run_resumed_with_another_budget_keeps_the_mini_batches_of_the_first(encoder, tmp_path, monkeypatch):
@@ -177,7 +207,7 @@ def test_tasks_and_a_kill_change_no_byte_of_vectors_that_encode_made(folders, en
     pairs = source(tmp_path, ROWS)
     encode_pairs(encoder, pairs, tmp_path / "whole", shard_size=2, encoded=folders)
     with monkeypatch.context() as patch:
-        patch.setattr("embeddings.mining.pair_vectors.save_vectors", interrupted_at(save_vectors, 5))
+        patch.setattr("embeddings.mining.pair_vectors.save_array", interrupted_at(save_array, 5))
         with pytest.raises(KeyboardInterrupt):
             encode_pairs(encoder, pairs, tmp_path / "parts", shard_size=2, encoded=folders, task=ArrayTask(1, 2))
     with pytest.raises(InputError, match="field 'encoded' is"):

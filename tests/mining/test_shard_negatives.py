@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
-from embeddings.inference.vectors import save_vectors
+from embeddings.common.jobs import save_array
 from embeddings.mining import mined_shards as shard_negatives
 from embeddings.mining.mined_shards import ShardMiner
 from embeddings.mining.negatives import NegativeRules
@@ -100,6 +100,6 @@ def test_a_query_vector_without_direction_is_named(world):
     shards = made.vectors[0].query_shards
     vectors = np.array(shards.load(1))
     vectors[2] = np.nan
-    save_vectors(shards.path(1), vectors)
+    save_array(shards.path(1), vectors)
     with pytest.raises(InputError, match=r"vectors-00001\.npy:2: the vector is not finite"):
         made.mine(1)

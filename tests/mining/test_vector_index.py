@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from embeddings.common import InputError
+from embeddings.common.jobs import save_array
 from embeddings.inference.search import search_top_k
 from embeddings.inference.vector_folder import VectorFolder
-from embeddings.inference.vectors import save_vectors, stored_rows, unit_rows
+from embeddings.inference.vectors import stored_rows, unit_rows
 from embeddings.mining.vector_index import INDEX_FILE, MANIFEST_FILE, build_index, folder_sha256, recall_of
 from embeddings.mining.vector_index import VectorIndex as Index
 from tests.mining.vectors import shards, unit_vectors
@@ -24,7 +25,7 @@ def vector_folder(path, vectors, shard_size=130, vector_format="float32"):
     """A finished folder of vectors of any length, without documents."""
     found = shards(path, vectors, shard_size)
     for shard in range(found.num_shards):
-        save_vectors(found.path(shard), stored_rows(np.array(found.load(shard)), vector_format, "here"))
+        save_array(found.path(shard), stored_rows(np.array(found.load(shard)), vector_format, "here"))
     sizes = {"num_documents": len(vectors), "embedding_dim": vectors.shape[1], "shard_size": shard_size}
     fields = {"kind": "vectors", "complete": True, **sizes, "vector_format": vector_format, "versions": {"a": 1}}
     (path / "manifest.json").write_text(json.dumps(fields))
@@ -113,7 +114,7 @@ def test_other_vectors_or_a_damaged_file_are_refused(folder, vectors):
             Index.open(folder)
     path.write_bytes(before)
     Index.open(folder)
-    save_vectors(folder.shards.path(1), unit_vectors(130, seed=3))
+    save_array(folder.shards.path(1), unit_vectors(130, seed=3))
     with pytest.raises(InputError, match="field 'vectors_sha256' is"):
         Index.open(folder)
     folder.shards.path(4).unlink()

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from embeddings.inference.vectors import VectorShards, save_vectors
+from embeddings.common.jobs import save_array
+from embeddings.inference.vectors import VectorShards
 from tests.data import cluster_folders
 
 
@@ -19,7 +20,7 @@ def shards(folder, vectors, shard_size):
     found = VectorShards(folder, len(vectors), vectors.shape[1], shard_size)
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(found.num_shards):
-        save_vectors(found.path(shard), vectors[shard * shard_size : (shard + 1) * shard_size])
+        save_array(found.path(shard), vectors[shard * shard_size : (shard + 1) * shard_size])
     return found
 
 

@@ -21,6 +21,7 @@ from embeddings.models import (
     LoraSettings,
     Upcycling,
     add_lora,
+    keep_layers,
     load_backbone,
     merge_lora,
     upcycle,
@@ -42,6 +43,7 @@ from tests.helpers.tiny import (
 )
 from tests.models.moe import tiny_rotary
 from tests.models.reading import random_tokens
+from tests.models.test_bidirectional import FAMILIES, build
 from tests.training.test_gradcache import cached_gradient, direct_gradient, plain_gradient
 
 
@@ -435,3 +437,36 @@ def test_layers_that_are_not_there_are_refused_with_those_that_are() -> None:
 def test_impossible_settings_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(OptionError, match=f"lora.{next(iter(options))}"):
         LoraSettings(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "bert", "modernbert", "rotary, sparse"])
+@torch.no_grad()
+def test_a_student_of_spread_layers_is_loaded_as_it_was_written(tmp_path: Path, name: str) -> None:
+    if name in FAMILIES:
+        model = build(name)
+    elif name == "rotary, sparse":
+        model = upcycle(tiny_rotary(num_layers=4), Upcycling(num_experts=2))
+    else:
+        config = AutoConfig.for_model(name, vocab_size=90, hidden_size=32, num_hidden_layers=4, num_attention_heads=4)
+        config.update({"intermediate_size": 64, "pad_token_id": 0, "local_attention": 8})
+        model = AutoModel.from_config(config)
+    model.eval()
+    before = [layer.state_dict() for layer in layers(model)]
+    assert keep_layers(model, 2) == (0, 3)
+    assert len(list(layers(model))) == model.config.num_hidden_layers == 2
+    for old, layer in zip((0, 3), layers(model), strict=True):
+        assert all(torch.equal(value, before[old][key]) for key, value in layer.state_dict().items())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path).eval()
+    ids = torch.arange(3, 40)[None]
+    expected, found = (one(ids).last_hidden_state for one in (model, loaded))
+    torch.testing.assert_close(found, expected)
+
+
+def test_layers_are_spread_evenly_from_the_first_to_the_last() -> None:
+    assert keep_layers(build("llama"), 3) == (0, 2, 3)
+    assert keep_layers(build("llama"), 4) == (0, 1, 2, 3)
+    assert keep_layers(build("llama"), 1) == (0,)
+    for number in (0, 5):
+        with pytest.raises(OptionError, match=rf"layers must be from 1 to 4, the model's, got {number}"):
+            keep_layers(build("llama"), number)

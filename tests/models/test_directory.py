@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -158,6 +159,24 @@ def test_a_t5_encoder_with_a_dense_head_gives_sentence_transformers_vectors(tmp_
     again = Encoder.from_pretrained(str(tmp_path / "again"), precision="float32", device="cpu").encode(texts)
     assert np.abs(again - ours).max() <= 1e-6
     assert np.abs(SentenceTransformer(str(tmp_path / "again"), device="cpu").encode(texts) - ours).max() <= 1e-5
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_two_linear_layers_of_a_published_directory_become_one(tmp_path: Path, bias: bool) -> None:
+    save_backbone(str(tmp_path / "backbone"), tiny_bert(), wordpiece_tokenizer())
+    layers = [Dense(*sizes, bias=bias, activation_function=Identity()) for sizes in ((32, 96), (96, 24))]
+    modules = [Transformer(str(tmp_path / "backbone")), Pooling(32, "mean"), *layers, Normalize()]
+    theirs = SentenceTransformer(modules=modules, device="cpu")
+    theirs.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    texts = ["how do I pad", "z", "the quick brown fox"]
+    ours = Encoder.from_pretrained(str(tmp_path / "model"), precision="float32", device="cpu")
+    assert np.abs(ours.encode(texts) - theirs.encode(texts)).max() <= 1e-5
+    assert (ours.embedder.head.in_features, ours.embedder.head.out_features) == (32, 24)  # type: ignore[union-attr]
+    shutil.rmtree(tmp_path / "model" / "3_Dense")
+    write_head(tmp_path / "model" / "3_Dense", nn.Linear(95, 24))
+    with pytest.raises(InputError, match="takes 95 dimensions, the layer before it gives 96"):
+        Embedder.from_pretrained(tmp_path / "model")
 
 
 @torch.no_grad()

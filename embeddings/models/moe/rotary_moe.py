@@ -1,7 +1,7 @@
 """A rotary encoder some of whose MLPs are mixtures of experts, as a Hugging Face model.
 
 The dense rotary encoder is transformers' `JinaEmbeddingsV3Model`: XLM-R with rotary positions. Its NomicBert is that
-model with gated MLPs and without biases in the layers. So the dense models need no code of ours. This file replaces
+model with gated MLPs and without biases in the layers. So the dense models need none of our code. This file replaces
 chosen layers by ones with experts; everything else is the library's.
 
 This file travels inside model directories: it imports nothing but torch, transformers and its siblings. transformers

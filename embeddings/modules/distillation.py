@@ -1,0 +1,211 @@
+"""Learning a teacher's states layer by layer, as NV-Embed retrains a pruned student (Appendix A)."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from embeddings.common import OptionError, PaddedTokens
+from embeddings.common.distributed import sum_over_ranks
+from embeddings.models import Embedder, Pooling
+from embeddings.models.backbone import spread_layers
+from embeddings.models.bidirectional import layers
+from embeddings.models.lora import plain_backbone
+
+# Sums over mini-batches, see `Representations.statistics`.
+_ERRORS, _TOKENS = "distillation_errors", "distillation_tokens"
+_OUTPUT_ERRORS, _OUTPUT_TOKENS = "distillation_output_errors", "distillation_output_tokens"
+# What the backbone returns, behind its last layer and final norm.
+_LAST = 0
+
+
+@dataclass(frozen=True)
+class LayerDistillation:
+    """How a student follows the states of a teacher: loss = contrastive + alpha · KD.
+
+    KD = sum over n = 1 … O-2 of MSE(S_s^n, S_t^n)  +  MSE(S_s^{O-1}, S_t^O)
+
+    with S^n the states behind layer n, and O the teacher's layers with its pooling block as the last one: the student's
+    last states, behind its own block where it has one, imitate what the teacher's block makes of its own (of a pooling
+    without a block: the states themselves). So a student without the latent block learns what the block did. Means are
+    over the tokens of queries and candidates of all ranks, and over the width.
+
+    Args:
+        teacher: A model directory or Hub id with the student's tokenizer.
+        alpha: Weight of KD, > 0. The paper states none.
+        layers: Pairs (layer of the student, layer of the teacher), both from 1, in place of the inner sum; None spreads
+            the student's layers evenly over the teacher's where depths differ, as `compress --layers` chooses them.
+        teacher_width: The teacher's hidden size where it is not the student's: a linear map from each of the student's
+            states to this width is learned with the student, and dropped after training. None for no map.
+
+    Raises:
+        OptionError: If alpha is not > 0 and finite, or a layer not >= 1.
+    Source: Lee 2024 (NV-Embed), arXiv:2405.17428, Appendix A. Differs: the map of layers and of widths are ours, the
+        paper's students have the teacher's form.
+    """
+
+    teacher: str
+    alpha: float = 1.0
+    layers: Sequence[tuple[int, int]] | None = None
+    teacher_width: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < math.inf:
+            raise OptionError(
+                "distillation.alpha", self.alpha, "must be > 0 and finite", "1 weighs it as the contrastive loss"
+            )
+        if self.layers is not None and min((min(pair) for pair in self.layers), default=0) < 1:
+            rule = "must be pairs (student's layer, teacher's layer), both from 1"
+            raise OptionError("distillation.layers", list(self.layers), rule, "leave it out to spread them evenly")
+        if self.teacher_width is not None and self.teacher_width < 1:
+            raise OptionError("distillation.teacher_width", self.teacher_width, "must be >= 1", "leave it out")
+
+
+class WidthMaps(nn.Module):
+    """One linear map for each of the student's states that follow the teacher's.
+
+    Args:
+        number: How many.
+        width, teacher_width: From which width to which.
+    """
+
+    def __init__(self, number: int, width: int, teacher_width: int) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(width, teacher_width) for _ in range(number))
+
+    def forward(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """The states (T, H) in the teacher's width, in their order."""
+        return [change(state) for change, state in zip(self.maps, states, strict=True)]
+
+
+class LayerTeacher:
+    """A frozen teacher beside a student. It is no part of the module that trains: neither saved, sharded nor copied.
+
+    Args:
+        settings: How it is followed.
+        student: The model that trains.
+        teacher: The frozen model; None loads it.
+
+    Raises:
+        OptionError: If teacher and student do not fit: another tokenizer, another width without a map, a layer that one
+            of them does not have.
+        InputError: If the teacher cannot be had.
+    """
+
+    def __init__(self, settings: LayerDistillation, student: Embedder, teacher: Embedder | None = None) -> None:
+        self.embedder = Embedder.from_pretrained(settings.teacher) if teacher is None else teacher
+        self.embedder.eval().requires_grad_(False)
+        depth, teacher_depth = (len(list(layers(plain_backbone(model.backbone)))) for model in (student, self.embedder))
+        self.pairs = layer_pairs(depth, teacher_depth, settings.layers)
+        self._check(settings, student)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def _check(self, settings: LayerDistillation, student: Embedder) -> None:
+        width, wanted = self.embedder.hidden_size, settings.teacher_width or student.hidden_size
+        if width != wanted:
+            rule = f"has states of width {width}, and the student's become {wanted} wide"
+            raise OptionError(
+                "distillation.teacher", settings.teacher, rule, f"set distillation.teacher_width: {width}"
+            )
+        if self.embedder.tokenizer.get_vocab() != student.tokenizer.get_vocab():
+            rule = "has another tokenizer than the student, so that its tokens are others"
+            hint = "distil similarities: embeddings.losses.SimilarityDistillation"
+            raise OptionError("distillation.teacher", settings.teacher, rule, hint)
+
+    def errors(
+        self,
+        student: dict[int, Tensor],
+        pooling: Pooling,
+        tokens: PaddedTokens,
+        maps: Callable[[list[Tensor]], list[Tensor]],
+    ) -> dict[str, Tensor]:
+        """The squared errors of a student's states, as sums over tokens, and the numbers of tokens.
+
+        Args:
+            student: What `captured_states` caught of the same tokens.
+            pooling: The student's; where it has a block, that block's output follows the teacher's.
+            tokens: N texts.
+            maps: Takes the student's states, each (T, H), to the teacher's width.
+
+        Precision: the teacher as the student, under autocast or not; differences and sums in float32 at least.
+        """
+        attended_NL, pooled_NL = tokens.attention_mask_NL, tokens.pooling_mask_NL
+        if self.embedder.device != attended_NL.device:
+            self.embedder.to(attended_NL.device)
+        with torch.no_grad(), captured_states(self.embedder) as teacher:
+            self.embedder(tokens)
+            output_TH = self.embedder.pooling.token_states(teacher[_LAST][pooled_NL])
+        inner = [student[own][attended_NL] for own, _ in self.pairs]
+        *inner, last = maps([*inner, pooling.token_states(student[_LAST][pooled_NL])])
+        errors = [
+            squared_error(own, teacher[other][attended_NL]) for own, (_, other) in zip(inner, self.pairs, strict=True)
+        ]
+        output = squared_error(last, output_TH)
+        total = torch.stack(errors).sum() if errors else output.new_zeros(())
+        counts = {_TOKENS: attended_NL.sum(), _OUTPUT_TOKENS: pooled_NL.sum()}
+        return {_ERRORS: total, _OUTPUT_ERRORS: output, **counts}
+
+
+def squared_error(state_TH: Tensor, target_TH: Tensor) -> Tensor:
+    """The sum over tokens of the mean over the width of squared differences, () float32 at least."""
+    dtype = torch.promote_types(torch.promote_types(state_TH.dtype, target_TH.dtype), torch.float32)
+    return (state_TH.to(dtype) - target_TH.to(dtype)).square().mean(dim=-1).sum()
+
+
+def distillation_loss(query: dict[str, Tensor], candidate: dict[str, Tensor]) -> Tensor:
+    """KD of a full batch from the sums of both towers, () float32.
+
+    Distributed: one all-reduce of each of the four sums, and of two in the backward pass.
+    """
+    total = {name: sum_over_ranks(value + candidate[name]) for name, value in query.items()}
+    inner = total[_ERRORS] / total[_TOKENS].clamp(min=1)
+    return inner + total[_OUTPUT_ERRORS] / total[_OUTPUT_TOKENS].clamp(min=1)
+
+
+def layer_pairs(depth: int, teacher_depth: int, asked: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:
+    """Which layer of the student follows which of the teacher, both from 1; the last ones follow by their output.
+
+    Raises:
+        OptionError: If one of them has no such layer.
+    """
+    if asked is None:
+        followed = spread_layers(depth, teacher_depth)
+        return [(own, other + 1) for own, other in enumerate(followed[:-1], start=1)]
+    for own, other in asked:
+        if own > depth or other > teacher_depth:
+            rule = f"must lie within the student's {depth} layers and the teacher's {teacher_depth}"
+            raise OptionError("distillation.layers", [own, other], rule, "leave it out to spread them evenly")
+    return [(own, other) for own, other in asked]
+
+
+def num_followed(student: Embedder, settings: LayerDistillation) -> int:
+    """How many of the student's states follow the teacher's, the last one included."""
+    depth = len(list(layers(plain_backbone(student.backbone))))
+    return 1 + len(settings.layers if settings.layers is not None else range(1, depth))
+
+
+@contextmanager
+def captured_states(embedder: Embedder) -> Iterator[dict[int, Tensor]]:
+    """A context that catches the states of a forward pass by their layer, from 1, and under 0 the backbone's output."""
+    found: dict[int, Tensor] = {}
+    backbone = plain_backbone(embedder.backbone)
+
+    def catching(layer: int) -> Callable[[nn.Module, Any, Any], None]:
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            found[layer] = output if isinstance(output, Tensor) else output[0]
+
+        return note
+
+    parts = {_LAST: backbone, **dict(enumerate(layers(backbone), start=1))}
+    handles = [part.register_forward_hook(catching(number)) for number, part in parts.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,170 @@
+"""A cross-encoder's scores are those of its own library, whoever made the shards and however often it was killed."""
+
+import json
+import math
+import os
+import signal
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from sentence_transformers import CrossEncoder
+from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+from embeddings.common import InputError, MissingExtraError, OptionError
+from embeddings.common.jobs import ArrayTask
+from embeddings.data import PlanEntry, SourceConfig, open_source
+from embeddings.mining.mine import Teachers, mine_negatives
+from embeddings.mining.negatives import LevelRules, NegativeRules
+from embeddings.mining.rerank import Reranker
+from tests.data.rows import write_jsonl
+from tests.helpers.tiny import wordpiece_tokenizer
+from tests.mining.teachers import Teacher, in_a_child, know_teachers
+
+WORDS = ["pad", "one", "two", "sum", "fox", "dog", "quick", "brown", "lazy", "jumps", "numbers", "return"]
+ROWS = [
+    {
+        "query": f"{WORDS[row % 12]} {WORDS[row * 5 % 7]}",
+        "positive": [f"{WORDS[row % 12]} is {row}", *(["or else"] if row == 4 else [])],
+        "scores": [5.0, *([6.0] if row == 4 else [])],
+    }
+    for row in range(22)
+]
+
+
+@pytest.fixture(autouse=True)
+def _teachers(monkeypatch):
+    know_teachers(monkeypatch)
+
+
+def save_model(folder, kind=BertForSequenceClassification, seed=0, **options):
+    """A small BERT with random weights; a head far from zero tells the pairs apart."""
+    tokenizer = wordpiece_tokenizer()
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = kind(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes, **options))
+    for name, parameter in model.named_parameters():
+        if "LayerNorm" not in name:
+            torch.nn.init.normal_(parameter, std=0.4)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("models") / "reranker", num_labels=1)
+
+
+def run(folder, output, reranker, **options):
+    path = folder / "pairs.jsonl"
+    if not path.exists():
+        write_jsonl(path, ROWS)
+    teachers = Teachers(["teacher"], Teacher, reranker=reranker)
+    given = {"shard_size": 5, "cache_dir": folder / "cache", **options}
+    return mine_negatives(SourceConfig("pairs", str(path)), folder / output, teachers, NegativeRules(4, None), **given)
+
+
+def outputs(folder, name):
+    """The bytes of what a run is for."""
+    return [(folder / part).read_bytes() for part in (f"{name}.parquet", f"{name}.manifest.json")]
+
+
+@pytest.mark.parametrize("levels", [None, LevelRules("quantiles")], ids=["plain", "levels"])
+@pytest.mark.parametrize("output", ["mined.parquet", "mined.jsonl"])
+def test_the_scores_are_those_of_the_library_and_train(levels, output, cross_encoder, tmp_path):
+    run(tmp_path, output, Reranker(cross_encoder, "cpu"), levels=levels)
+    run(tmp_path, "bare.parquet", None, levels=levels)
+    if output.endswith("parquet"):
+        rows = pq.read_table(tmp_path / output).to_pylist()
+        assert pq.read_table(tmp_path / output).drop_columns("scores").equals(pq.read_table(tmp_path / "bare.parquet"))
+    else:
+        rows = [json.loads(line) for line in (tmp_path / output).read_text().splitlines()]
+    direct, found, expected = CrossEncoder(cross_encoder, device="cpu"), [], []
+    for row in rows:
+        texts = [*row["positive"], *(text if levels is None else text["text"] for text in row["negatives"])]
+        assert len(texts) == len(row["scores"]) > 4
+        found += row["scores"]
+        expected += direct.predict([(row["query"], text) for text in texts]).tolist()
+    # Pairs of another batch are padded to another length.
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert np.std(expected) > 0.02
+    source = open_source(SourceConfig("mined", str(tmp_path / output)), tmp_path / "cache")
+    assert source.cached.table.has_scores
+    examples = [source[PlanEntry(row, 0)] for row in range(len(rows))]
+    np.testing.assert_array_equal([score for one in examples for score in one.scores], np.float32(found))
+
+
+def test_without_a_reranker_nothing_changes_and_the_records_own_scores_go(tmp_path):
+    run(tmp_path, "bare.parquet", None)
+    assert "scores" not in pq.read_schema(tmp_path / "bare.parquet").names
+    assert "reranker" not in json.loads((tmp_path / "bare.manifest.json").read_text())
+    assert not list((tmp_path / "bare.parquet.work").glob("scores-*"))
+
+
+def test_kills_tasks_and_a_second_model_end_with_the_same_bytes(cross_encoder, tmp_path):
+    reranker = Reranker(cross_encoder, "cpu")
+    report = run(tmp_path, "whole.parquet", reranker)
+    whole = outputs(tmp_path, "whole")
+    assert json.loads(whole[1])["reranker"] == reranker.fields
+    parts = [run(tmp_path, "parts.parquet", reranker, task=ArrayTask(index, 3)) for index in (2, 0, 1)]
+    assert [part is None for part in parts] == [True, True, False]
+    assert outputs(tmp_path, "parts") == whole
+    score, made = reranker.scores, []
+
+    def killed_after_two(pairs):
+        made.append(len(pairs))
+        if len(made) > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return score(pairs)
+
+    reranker.scores = killed_after_two
+    assert in_a_child(lambda: run(tmp_path, "killed.parquet", reranker)) == -signal.SIGKILL
+    scored = tmp_path / "killed.parquet.work" / f"scores-{reranker.fields['model_sha256'][:12]}"
+    assert sorted(path.name for path in scored.glob("scores-*")) == ["scores-00000.npy", "scores-00001.npy"]
+    made.clear()
+    reranker.scores = lambda pairs: made.append(len(pairs)) or score(pairs)
+    assert run(tmp_path, "killed.parquet", reranker)._replace(output=report.output) == report
+    assert len(made) == 3
+    assert outputs(tmp_path, "killed") == whole
+    # What was mined serves another model, and what is there is never taken for another model's.
+    other = Reranker(save_model(tmp_path / "other", seed=1, num_labels=1), "cpu")
+    for wrong, says in ((other, "field 'reranker.model_sha256'"), (None, "field 'reranker': the output was made with")):
+        with pytest.raises(InputError, match=says):
+            run(tmp_path, "killed.parquet", wrong)
+    (tmp_path / "killed.parquet").unlink()
+    assert run(tmp_path, "killed.parquet", other) is not None
+    assert outputs(tmp_path, "killed")[0] != whole[0]
+    assert pq.read_table(tmp_path / "killed.parquet", columns=["negatives"]).equals(
+        pq.read_table(tmp_path / "whole.parquet", columns=["negatives"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        (BertModel, {}, "reranker must be a cross-encoder, and its weights, of BertModel, have no head for scores"),
+        (BertForSequenceClassification, {"num_labels": 3}, "reranker must give one score for a pair, and gives 3"),
+    ],
+)
+def test_a_model_that_scores_no_pairs_is_refused(kind, options, says, tmp_path):
+    with pytest.raises(OptionError, match=says):
+        Reranker(save_model(tmp_path / "model", kind, **options), "cpu")
+
+
+def test_a_model_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"nowhere: cannot be loaded as a cross-encoder \(") as error:
+        Reranker(str(tmp_path / "nowhere"), "cpu")
+    assert "\n" not in str(error.value)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(MissingExtraError, match=r"sentence_transformers is not installed; run: .*rerank"):
+        Reranker(str(tmp_path), "cpu")
+
+
+def test_a_score_that_is_not_finite_is_named(cross_encoder):
+    reranker = Reranker(cross_encoder, "cpu")
+    reranker.model.predict = lambda pairs, **_: np.array([1.0, math.nan])
+    with pytest.raises(InputError, match="gives 'fox' with 'two' a score that is not finite"):
+        reranker.scores([("fox", "one"), ("fox", "two")])
